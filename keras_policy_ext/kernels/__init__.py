@@ -1,0 +1,81 @@
+"""Float8 kernels: the only room that imports a framework.
+
+One file for each framework, in one contract (`contract.Engine`), over one
+written in `keras.ops`. `plan` holds the three matmuls that they share.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import keras
+
+from keras_policy_ext.kernels.contract import Choice, Engine, Quantized
+from keras_policy_ext.kernels.contractions import Conv, Einsum
+from keras_policy_ext.kernels.plan import Plan, make_plan
+from keras_policy_ext.kernels.preference import prefer, preferred
+from keras_policy_ext.recipes import Recipe
+from keras_policy_ext.recipes import get as get_recipe
+
+__all__ = [
+    "Choice",
+    "Conv",
+    "Einsum",
+    "Engine",
+    "Plan",
+    "Quantized",
+    "engine",
+    "make_plan",
+    "prefer",
+    "preferred",
+    "select",
+]
+
+FRAMEWORKS = ("tensorflow", "jax", "torch")
+
+
+@functools.lru_cache(maxsize=None)
+def engine() -> Engine:
+    """The kernels of Keras's backend.
+
+    Raises:
+        NotImplementedError: If the backend is not one of the three.
+    """
+    backend = keras.backend.backend()
+    if backend not in FRAMEWORKS:
+        raise NotImplementedError(
+            f"No float8 kernels for the Keras backend {backend!r}. Allowed: "
+            f"{', '.join(FRAMEWORKS)}. Set KERAS_BACKEND to one of them."
+        )
+    module = importlib.import_module(f"keras_policy_ext.kernels.{backend}")
+    return module.ENGINE
+
+
+def select(
+    contraction: Einsum | Conv | str,
+    recipe: Recipe | str | None = None,
+    dtype: str = "float32",
+) -> Choice:
+    """Which kind of kernel a contraction gets, and why.
+
+    Args:
+        contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.
+        recipe: A recipe, its name, or None for delayed scaling.
+        dtype: The compute dtype.
+
+    Returns:
+        The choice, `(kind, reason)`, on this backend and device.
+    """
+    if isinstance(contraction, str):
+        contraction = Einsum(contraction)
+    plan = make_plan(
+        contraction,
+        get_recipe(recipe),
+        dtype,
+        "float32",
+        None,
+        0,
+        preferred(),
+    )
+    return engine().select(plan)

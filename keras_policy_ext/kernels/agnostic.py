@@ -1,0 +1,124 @@
+"""Float8 contractions in `keras.ops`: emulated, and always right.
+
+The engines of the frameworks derive from this one, add the gradient
+machinery that `keras.ops` lacks, and replace what they do better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext.kernels.contract import Choice, Quantized
+from keras_policy_ext.kernels.contractions import Conv
+from keras_policy_ext.numerics import casting
+
+Tensor = Any
+
+
+class AgnosticEngine:
+    """Quantizes to float8 and back to float32, multiplies in float32."""
+
+    name = "keras.ops"
+
+    def select(self, plan: Any) -> Choice:
+        """Always emulated."""
+        return Choice("emulated", "keras.ops has no float8 matmul")
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, dtype: str, native: bool
+    ) -> Quantized:
+        """See `Engine.quantize`."""
+        values = casting.quantize(x, scale, dtype)
+        if not native:
+            values = ops.cast(values, "float32")
+        return Quantized(values, scale)
+
+    def einsum(
+        self,
+        equation: str,
+        a: Quantized,
+        b: Quantized,
+        dtype: str,
+        fast: bool = False,
+    ) -> Tensor:
+        """See `Engine.einsum`."""
+        product = ops.einsum(equation, float32(a), float32(b))
+        return scaled(product, a, b, dtype)
+
+    def conv(
+        self, conv: Conv, x: Quantized, w: Quantized, dtype: str
+    ) -> Tensor:
+        """See `Engine.conv`."""
+        return scaled(convolve(conv, float32(x), float32(w)), x, w, dtype)
+
+    def conv_inputs_grad(
+        self, conv: Conv, g: Quantized, w: Quantized, shape: Any, dtype: str
+    ) -> Tensor:
+        """See `Engine.conv_inputs_grad`."""
+        kernel = float32(w)
+        gradient = self.transpose(
+            lambda x: convolve(conv, x, kernel), shape, float32(g)
+        )
+        return scaled(gradient, g, w, dtype)
+
+    def conv_kernel_grad(
+        self, conv: Conv, x: Quantized, g: Quantized, shape: Any, dtype: str
+    ) -> Tensor:
+        """See `Engine.conv_kernel_grad`."""
+        inputs = float32(x)
+        gradient = self.transpose(
+            lambda w: convolve(conv, inputs, w), shape, float32(g)
+        )
+        return scaled(gradient, x, g, dtype)
+
+    def transpose(
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: Any,
+        cotangent: Tensor,
+    ) -> Tensor:
+        """Apply the transpose of a linear function of a float32 tensor.
+
+        Args:
+            function: Linear in its argument.
+            shape: Of that argument.
+            cotangent: Of the shape of the function's result.
+
+        Returns:
+            Float32 tensor of shape `shape`.
+        """
+        raise NotImplementedError(
+            f"The engine {self.name!r} cannot transpose a function. Use the "
+            "engine of a framework: keras_policy_ext.kernels.engine()."
+        )
+
+    def combine_replicas(self, observation: Tensor) -> Tensor:
+        """The maximum over data-parallel replicas, where there are any.
+
+        Args:
+            observation: What this replica observed.
+
+        Returns:
+            The same on every replica.
+        """
+        return observation
+
+
+def convolve(conv: Conv, x: Tensor, w: Tensor) -> Tensor:
+    """The convolution of two float32 tensors."""
+    return ops.conv(x, w, **conv.arguments)
+
+
+def float32(operand: Quantized) -> Tensor:
+    """The values of an operand, unscaled, in float32."""
+    return ops.cast(operand.values, "float32")
+
+
+def scaled(
+    product: Tensor, a: Quantized, b: Quantized, dtype: str
+) -> Tensor:
+    """Apply both scales in float32, then cast to `dtype`."""
+    return ops.cast(ops.multiply(product, a.scale * b.scale), dtype)

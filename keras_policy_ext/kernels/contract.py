@@ -1,0 +1,89 @@
+"""What a kernel is asked for, and what it must answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from keras_policy_ext.kernels.contractions import Conv
+    from keras_policy_ext.kernels.plan import Plan
+
+Tensor = Any
+
+
+class Quantized(NamedTuple):
+    """An operand: `values * scale` approximates it.
+
+    Attributes:
+        values: Numbers of a float8 format: in that dtype where the matmul
+            reads float8 itself, in float32 where it is emulated.
+        scale: Float32 scalar.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+class Choice(NamedTuple):
+    """Which kind of kernel runs a contraction, and why.
+
+    Attributes:
+        kind: `"native"` (the matmul reads float8 operands) or `"emulated"`
+            (the same numbers, multiplied in float32).
+        reason: One sentence for the user.
+    """
+
+    kind: str
+    reason: str
+
+    @property
+    def native(self) -> bool:
+        """Whether the kind is `"native"`."""
+        return self.kind == "native"
+
+
+class Engine(Protocol):
+    """The kernels of one framework: the surface that a new one must offer."""
+
+    name: str
+
+    def select(self, plan: Plan) -> Choice:
+        """Native or emulated, for the contraction of a plan."""
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, dtype: str, native: bool
+    ) -> Quantized:
+        """`cast(float32(x) / scale)`, stored as the matmul wants it."""
+
+    def einsum(
+        self,
+        equation: str,
+        a: Quantized,
+        b: Quantized,
+        dtype: str,
+        fast: bool = False,
+    ) -> Tensor:
+        """The einsum of the values times both scales, accumulated in float32.
+
+        `fast` allows Hopper's fast accumulation. Returns a tensor of dtype
+        `dtype`.
+        """
+
+    def conv(self, conv: Conv, x: Quantized, w: Quantized, dtype: str) -> Tensor:
+        """The convolution, likewise."""
+
+    def conv_inputs_grad(
+        self, conv: Conv, g: Quantized, w: Quantized, shape: Any, dtype: str
+    ) -> Tensor:
+        """Its gradient for inputs of this shape."""
+
+    def conv_kernel_grad(
+        self, conv: Conv, x: Quantized, g: Quantized, shape: Any, dtype: str
+    ) -> Tensor:
+        """Its gradient for a kernel of this shape."""
+
+    def combine_replicas(self, observation: Tensor) -> Tensor:
+        """The maximum of an observation over data-parallel replicas."""
+
+    def run(self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor):
+        """`plan.forward`, differentiable by `plan.backward`."""

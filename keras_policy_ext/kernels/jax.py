@@ -1,0 +1,145 @@
+"""JAX: `lax.dot_general` on float8 operands, gradients by `custom_vjp`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_policy_ext import formats
+from keras_policy_ext.kernels.agnostic import AgnosticEngine
+from keras_policy_ext.kernels.contract import Choice, Quantized
+from keras_policy_ext.kernels.contractions import Einsum
+from keras_policy_ext.kernels.einsum import matmul_form, split
+from keras_policy_ext.kernels.plan import Plan, Residuals
+
+Tensor = Any
+State = tuple[Tensor, ...]
+
+
+class JaxEngine(AgnosticEngine):
+    """Float8 operands reach XLA, which has a kernel or converts them."""
+
+    name = "jax"
+
+    def select(self, plan: Plan) -> Choice:
+        """Native for what `dot_general` can express."""
+        if not isinstance(plan.contraction, Einsum):
+            return Choice("emulated", "XLA has no float8 convolution")
+        if matmul_form(plan.contraction.equation) is None:
+            return Choice("emulated", "an axis of one operand is summed alone")
+        if plan.prefer == "emulated":
+            return Choice("emulated", "asked for by kernels.prefer")
+        return Choice("native", _native_reason(jax.default_backend()))
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, dtype: str, native: bool
+    ) -> Quantized:
+        """See `Engine.quantize`."""
+        limit = formats.get(dtype).max
+        scaled = jnp.clip(x.astype(jnp.float32) / scale, -limit, limit)
+        values = scaled.astype(dtype)
+        if not native:
+            values = values.astype(jnp.float32)
+        return Quantized(values, scale)
+
+    def einsum(
+        self,
+        equation: str,
+        a: Quantized,
+        b: Quantized,
+        dtype: str,
+        fast: bool = False,
+    ) -> Tensor:
+        """See `Engine.einsum`; XLA itself decides how to accumulate."""
+        if a.values.dtype == jnp.float32:
+            return super().einsum(equation, a, b, dtype, fast)
+        product = _dot_general(equation, a.values, b.values)
+        return (product * (a.scale * b.scale)).astype(dtype)
+
+    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
+        """See `AgnosticEngine.transpose`."""
+        like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+        return jax.linear_transpose(function, like)(cotangent)[0]
+
+    def run(
+        self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
+    ) -> Tensor:
+        """See `Engine.run`."""
+        return _run(plan, inputs, kernel, state)
+
+
+ENGINE = JaxEngine()
+
+
+# Each pass is compiled as a whole, so that an eager call does not dispatch
+# its operations one by one; inside a compiled function these are inlined.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    plan: Plan, observe: bool, inputs: Tensor, kernel: Tensor, state: State
+) -> tuple[Tensor, Residuals]:
+    return plan.forward(ENGINE, inputs, kernel, state, observe)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(
+    plan: Plan, residuals: Residuals, state: State, outputs_grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, State]:
+    shapes = residuals.inputs.values.shape, residuals.kernel.values.shape
+    return plan.backward(ENGINE, residuals, outputs_grad, shapes, state)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(plan: Plan, inputs: Tensor, kernel: Tensor, state: State) -> Tensor:
+    # JAX calls this one only where no gradient is taken.
+    return _forward(plan.first_use, False, inputs, kernel, state)[0]
+
+
+def _run_forward(
+    plan: Plan, inputs: Tensor, kernel: Tensor, state: State
+) -> tuple[Tensor, tuple[Residuals, State]]:
+    observe = plan.training is not False
+    outputs, residuals = _forward(
+        plan.first_use, observe, inputs, kernel, state
+    )
+    return outputs, (residuals, state)
+
+
+def _run_backward(
+    plan: Plan, saved: tuple[Residuals, State], outputs_grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, State]:
+    return _backward(plan, *saved, outputs_grad)
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _dot_general(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """The einsum as one `dot_general`, accumulated in float32."""
+    first, second, out = split(equation)
+    form = matmul_form(equation)
+    contracted = [[t.index(c) for c in form.contracted] for t in (first, second)]
+    batch = [[t.index(c) for c in form.batch] for t in (first, second)]
+    product = lax.dot_general(
+        a,
+        b,
+        (tuple(contracted), tuple(batch)),
+        preferred_element_type=jnp.float32,
+    )
+    rows = "".join(c for c in first if c in form.rows)
+    columns = "".join(c for c in second if c in form.columns)
+    order = form.batch + rows + columns
+    if order == out:
+        return product
+    return jnp.transpose(product, [order.index(c) for c in out])
+
+
+def _native_reason(platform: str) -> str:
+    if platform == "cpu":
+        return "lax.dot_general reads float8; XLA converts it on a CPU"
+    return "lax.dot_general reads float8; XLA calls cuBLASLt where it can"

@@ -1,0 +1,307 @@
+"""PyTorch: `scaled_mm`, gradients by `torch.autograd.Function`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from keras_policy_ext import formats
+from keras_policy_ext.kernels.agnostic import AgnosticEngine, float32, scaled
+from keras_policy_ext.kernels.contract import Choice, Quantized
+from keras_policy_ext.kernels.contractions import Conv, Einsum
+from keras_policy_ext.kernels.einsum import matmul_form, split
+from keras_policy_ext.kernels.plan import Plan, Residuals
+from keras_policy_ext.numerics.rules import Prior
+
+Tensor = Any
+
+ALIGNMENT = 16
+"""`scaled_mm` on CUDA wants sizes that are multiples of this."""
+
+HOPPER_OR_ADA = (8, 9)
+"""Smallest compute capability with float8 matmuls."""
+
+
+class TorchEngine(AgnosticEngine):
+    """`scaled_mm` where it pays, otherwise float32."""
+
+    name = "torch"
+
+    def select(self, plan: Plan) -> Choice:
+        """Native on CUDA with float8 hardware; on a CPU only if asked for."""
+        refusal = _refusal(plan)
+        if refusal:
+            return Choice("emulated", refusal)
+        if torch.cuda.is_available():
+            return Choice("native", "scaled_mm on CUDA")
+        if plan.prefer == "native":
+            return Choice("native", "scaled_mm on a CPU, asked for")
+        # 256x512x2048, 2 cores, torch 2.13: 4.8 ms against 2.8 ms.
+        return Choice("emulated", "scaled_mm is slower than float32 on a CPU")
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, dtype: str, native: bool
+    ) -> Quantized:
+        """See `Engine.quantize`."""
+        fmt = formats.get(dtype)
+        values = (x.float() / scale).clamp(-fmt.max, fmt.max)
+        if native or values.device.type != "cpu":
+            values = values.to(getattr(torch, dtype))
+            values = values if native else values.float()
+        else:
+            values = _round_to_grid(values, fmt)
+        return Quantized(values, scale)
+
+    def einsum(
+        self,
+        equation: str,
+        a: Quantized,
+        b: Quantized,
+        dtype: str,
+        fast: bool = False,
+    ) -> Tensor:
+        """See `Engine.einsum`."""
+        if a.values.dtype == torch.float32:
+            product = _matmul_2d(equation, a.values, b.values, torch.mm)
+            return scaled(product, a, b, dtype)
+        return _matmul_2d(
+            equation,
+            a.values,
+            b.values,
+            lambda x, y: _scaled_mm(
+                x, y, a.scale, b.scale, getattr(torch, dtype), fast
+            ),
+        )
+
+    def conv_inputs_grad(
+        self, conv: Conv, g: Quantized, w: Quantized, shape: Any, dtype: str
+    ) -> Tensor:
+        """See `Engine.conv_inputs_grad`."""
+        x = g.values.new_zeros(tuple(shape))
+        gradient = _conv_backward(conv, float32(g), x, float32(w), 0)
+        return scaled(gradient, g, w, dtype)
+
+    def conv_kernel_grad(
+        self, conv: Conv, x: Quantized, g: Quantized, shape: Any, dtype: str
+    ) -> Tensor:
+        """See `Engine.conv_kernel_grad`."""
+        w = g.values.new_zeros(tuple(shape))
+        gradient = _conv_backward(conv, float32(g), float32(x), w, 1)
+        return scaled(gradient, x, g, dtype)
+
+    def run(
+        self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
+    ) -> Tensor:
+        """See `Engine.run`."""
+        tensors = (inputs, kernel, *state)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return _Contract.apply(plan, inputs, kernel, *state)
+        return plan.forward(self, inputs, kernel, state, observe=False)[0]
+
+
+ENGINE = TorchEngine()
+
+
+class _Contract(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
+    ) -> Tensor:
+        observe = plan.training is not False
+        outputs, residuals = plan.forward(
+            ENGINE, inputs, kernel, state, observe
+        )
+        ctx.plan = plan
+        ctx.shapes = tuple(inputs.shape), tuple(kernel.shape)
+        x, w, prior, amaxes = residuals
+        ctx.save_for_backward(
+            *x, *w, *(prior or (None, None)), *(amaxes or (None, None)), *state
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+        x, sx, w, sw, scales, unseen, ax, aw, *state = ctx.saved_tensors
+        residuals = Residuals(
+            Quantized(x, sx),
+            Quantized(w, sw),
+            None if scales is None else Prior(scales, unseen),
+            None if ax is None else (ax, aw),
+        )
+        inputs_grad, kernel_grad, state_grad = ctx.plan.backward(
+            ENGINE,
+            residuals,
+            outputs_grad,
+            ctx.shapes,
+            tuple(state),
+            needed=ctx.needs_input_grad[1:3],
+        )
+        return None, inputs_grad, kernel_grad, *state_grad
+
+
+def _refusal(plan: Plan) -> str | None:
+    """Why a contraction cannot be native, or None."""
+    if plan.prefer == "emulated":
+        return "asked for by kernels.prefer"
+    if not isinstance(plan.contraction, Einsum):
+        return "torch has no float8 convolution"
+    form = matmul_form(plan.contraction.equation)
+    if form is None:
+        return "an axis of one operand is summed alone"
+    if form.batch:
+        return "torch has no batched float8 matmul"
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < HOPPER_OR_ADA:
+            return f"compute capability {capability} has no float8 matmul"
+    return None
+
+
+def _round_to_grid(x: Tensor, fmt: formats.Format) -> Tensor:
+    """Round float32 to the numbers of a format, staying in float32.
+
+    Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
+    nearest, ties to even; k comes from the exponent of each value, and for
+    subnormals from the format. On a CPU torch needs four times as long to
+    cast to float8 and back. The sign of a zero is kept.
+
+    Args:
+        x: Float32, clipped to the format's largest value.
+        fmt: The format.
+    """
+    bits = x.view(torch.int32) & 0x7F800000
+    lowest = (127 + _exponent(fmt.smallest_normal)) << 23
+    anchor = bits.clamp_min(lowest) + ((23 - fmt.mantissa_bits) << 23)
+    anchor = anchor.view(torch.float32) * 1.5
+    return ((x + anchor) - anchor).copysign(x)
+
+
+def _exponent(power_of_two: float) -> int:
+    return math.frexp(power_of_two)[1] - 1
+
+
+def _matmul_2d(equation: str, a: Tensor, b: Tensor, matmul: Any) -> Tensor:
+    """An einsum by a two-dimensional matmul, or `torch.einsum` if it is none.
+
+    Args:
+        equation: Explicit.
+        a: First operand.
+        b: Second operand.
+        matmul: Takes (rows, contracted) and (contracted, columns).
+    """
+    form = matmul_form(equation)
+    if form is None or form.batch:
+        return torch.einsum(equation, a, b)
+    first, second, out = split(equation)
+    a = _permute(a, first, form.rows + form.contracted)
+    b = _permute(b, second, form.contracted + form.columns)
+    rows, columns = a.shape[: len(form.rows)], b.shape[len(form.contracted) :]
+    product = matmul(
+        a.reshape(rows.numel(), -1), b.reshape(-1, columns.numel())
+    )
+    product = product.reshape(rows + columns)
+    return _permute(product, form.rows + form.columns, out)
+
+
+def _permute(x: Tensor, axes: str, wanted: str) -> Tensor:
+    if axes == wanted:
+        return x
+    return x.permute([axes.index(c) for c in wanted])
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """`a @ b * scale_a * scale_b` of two float8 matrices, padded to 16.
+
+    CUDA wants the first operand row-major and the second column-major, both
+    contiguous along the contracted axis.
+    """
+    rows, columns = a.shape[0], b.shape[1]
+    if a.device.type == "cuda":
+        a, b = _padded(a), _padded(b)
+    product = F.scaled_mm(
+        a.contiguous(),
+        b.t().contiguous().t(),
+        scale_a,
+        F.ScalingType.TensorWise,
+        scale_b,
+        F.ScalingType.TensorWise,
+        output_dtype=dtype,
+        use_fast_accum=fast and a.device.type == "cuda",
+    )
+    return product[:rows, :columns]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros appended so that both sizes are multiples of `ALIGNMENT`."""
+    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in x.shape]
+    if sizes == list(x.shape):
+        return x
+    padded = torch.zeros(sizes, dtype=torch.uint8, device=x.device)
+    padded[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)
+    return padded.view(x.dtype)
+
+
+def _conv_backward(
+    conv: Conv, g: Tensor, x: Tensor, w: Tensor, operand: int
+) -> Tensor:
+    """The gradient of a convolution for inputs (0) or kernel (1).
+
+    All tensors are in Keras's layouts: `(batch, *spatial, channels)` or
+    channels first, kernel `(*spatial, channels / groups, filters)`.
+    """
+    last = conv.data_format == "channels_last"
+    if last:
+        x, g = x.movedim(-1, 1), g.movedim(-1, 1)
+    rank = len(conv.strides)
+    w = w.permute(rank + 1, rank, *range(rank))
+    pads = _same_padding(conv, x.shape[2:], w.shape[2:])
+    flat = [p for pair in reversed(pads) for p in pair]
+    padded = F.pad(x, flat)
+    mask = [operand == 0, operand == 1, False]
+    gradients = torch.ops.aten.convolution_backward(
+        g.contiguous(),
+        padded,
+        w,
+        None,
+        list(conv.strides),
+        [0] * rank,
+        list(conv.dilation_rate),
+        False,
+        [0] * rank,
+        x.shape[1] // w.shape[1],
+        mask,
+    )
+    if operand == 1:
+        return gradients[1].permute(*range(2, rank + 2), 1, 0)
+    gradient = gradients[0]
+    for axis, (before, _) in enumerate(pads):
+        gradient = gradient.narrow(axis + 2, before, x.shape[axis + 2])
+    return gradient.movedim(1, -1) if last else gradient
+
+
+def _same_padding(
+    conv: Conv, sizes: torch.Size, kernel_sizes: torch.Size
+) -> list[tuple[int, int]]:
+    """Zeros before and after each spatial axis, as TensorFlow pads."""
+    pads = []
+    for size, kernel, stride, dilation in zip(
+        sizes, kernel_sizes, conv.strides, conv.dilation_rate, strict=True
+    ):
+        outputs = -(-size // stride)
+        reach = (kernel - 1) * dilation + 1
+        total = max((outputs - 1) * stride + reach - size, 0)
+        total = total if conv.padding == "same" else 0
+        pads.append((total // 2, total - total // 2))
+    return pads

@@ -1,0 +1,37 @@
+"""Layers that follow a float8 policy, under the names of `keras.layers`.
+
+`from keras_policy_ext import layers` replaces `from keras import layers`:
+a name that has no float8 form here is the stock one.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_policy_ext.layers.conv import Conv1D, Conv2D, Conv3D
+from keras_policy_ext.layers.dense import Dense, EinsumDense
+from keras_policy_ext.layers.mixin import Float8Mixin
+
+Convolution1D = Conv1D
+Convolution2D = Conv2D
+Convolution3D = Conv3D
+
+__all__ = [
+    "Conv1D",
+    "Conv2D",
+    "Conv3D",
+    "Convolution1D",
+    "Convolution2D",
+    "Convolution3D",
+    "Dense",
+    "EinsumDense",
+    "Float8Mixin",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(keras.layers, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *dir(keras.layers)})

@@ -1,0 +1,71 @@
+"""Dense and EinsumDense in float8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.layers import lora
+from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.mixin import Float8Mixin
+
+Tensor = Any
+
+
+@drop_in
+class Dense(Float8Mixin, keras.layers.Dense):
+    """`keras.layers.Dense` that can follow a float8 policy."""
+
+    float8_kernels = ("kernel",)
+
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
+        """`activation(inputs @ kernel + bias)`.
+
+        Args:
+            inputs: (..., in), floating.
+            training: Whether amaxes are observed.
+
+        Returns:
+            (..., units), in the compute dtype.
+        """
+        if self.float8_policy is None:
+            return super().call(inputs, training=training)
+        return _einsum_call(self, "...x,xy->...y", inputs, training)
+
+
+@drop_in
+class EinsumDense(Float8Mixin, keras.layers.EinsumDense):
+    """`keras.layers.EinsumDense` that can follow a float8 policy."""
+
+    float8_kernels = ("kernel",)
+
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
+        """`activation(einsum(equation, inputs, kernel) + bias)`.
+
+        Args:
+            inputs: As the equation says, floating.
+            training: Whether amaxes are observed.
+
+        Returns:
+            As the equation says, in the compute dtype.
+        """
+        if self.float8_policy is None:
+            return super().call(inputs, training=training)
+        return _einsum_call(self, self.equation, inputs, training)
+
+
+def _einsum_call(
+    layer: Any, equation: str, inputs: Tensor, training: bool | None
+) -> Tensor:
+    """Contract, add the adapters and the bias, activate."""
+    inputs = layer.convert_input(inputs)
+    kernel = _keras_compat.stored_kernel(layer)
+    x = layer.float8_einsum(equation, inputs, kernel, training)
+    if layer.lora_enabled:
+        x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))
+    if layer.bias is not None:
+        x = ops.add(x, layer.convert_input(ops.convert_to_tensor(layer.bias)))
+    return x if layer.activation is None else layer.activation(x)

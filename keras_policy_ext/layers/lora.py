@@ -1,0 +1,82 @@
+"""Low-rank adapters beside a float8 kernel.
+
+The kernel is contracted in float8 and the adapters in the compute dtype:
+`x·W + (alpha / rank)·(x·A)·B`. Merging them first, as stock layers do, would
+round a small adapter away with the scale of the whole kernel.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext.kernels import einsum
+
+Tensor = Any
+
+
+def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
+    """What the adapters add to `einsum(equation, inputs, kernel)`.
+
+    Args:
+        layer: A layer with LoRA enabled.
+        equation: Of inputs and kernel; `...` is allowed.
+        inputs: The first operand, in the compute dtype.
+
+    Returns:
+        Tensor of the shape of the outputs, in the compute dtype.
+    """
+    a, b = _factors(layer)
+    equation = einsum.explicit(equation, len(inputs.shape), len(a.shape))
+    first, second, out = einsum.split(equation)
+    last = second[-1]
+    rank = next(c for c in string.ascii_letters if c not in equation)
+    factor_a, factor_b = second[:-1] + rank, rank + last
+    if last in first and last in out:
+        merged = ops.matmul(a, b)
+        return _scale(layer, ops.einsum(equation, inputs, merged))
+    if last in out:
+        middle = out.replace(last, rank)
+        steps = (factor_a, a), (factor_b, b)
+    else:
+        middle = first.replace(last, rank)
+        steps = (factor_b, b), (factor_a, a)
+    (term, factor), (next_term, next_factor) = steps
+    x = ops.einsum(f"{first},{term}->{middle}", inputs, factor)
+    x = ops.einsum(f"{middle},{next_term}->{out}", x, next_factor)
+    return _scale(layer, x)
+
+
+def conv_adapter(layer: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """What the adapters add to a convolution.
+
+    A convolution with the first factor, then one of size 1 with the second.
+    With groups the factors do not split so, and their product is convolved.
+
+    Args:
+        layer: A convolution with LoRA enabled.
+        inputs: In the compute dtype.
+        arguments: The keyword arguments of `ops.conv`.
+
+    Returns:
+        Tensor of the shape of the outputs, in the compute dtype.
+    """
+    a, b = _factors(layer)
+    if layer.groups > 1:
+        return _scale(layer, ops.conv(inputs, ops.matmul(a, b), **arguments))
+    x = ops.conv(inputs, a, **arguments)
+    b = ops.reshape(b, (1,) * layer.rank + tuple(b.shape))
+    return _scale(layer, ops.conv(x, b, data_format=layer.data_format))
+
+
+def _factors(layer: Any) -> tuple[Tensor, Tensor]:
+    return tuple(
+        layer.convert_input(ops.convert_to_tensor(factor))
+        for factor in (layer.lora_kernel_a, layer.lora_kernel_b)
+    )
+
+
+def _scale(layer: Any, x: Tensor) -> Tensor:
+    return ops.multiply(x, layer.lora_alpha / layer.lora_rank)

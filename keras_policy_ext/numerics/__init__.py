@@ -1,0 +1,31 @@
+"""Float8 arithmetic in `keras.ops`: the same bits on every backend.
+
+`casting` changes dtypes, `scaling` turns amaxes into scales, `rules` applies a
+recipe to an operand, `errors` measures what was lost. `reference` (NumPy) is
+the judge of all of it.
+"""
+
+from keras_policy_ext.numerics.casting import (
+    cast,
+    dequantize,
+    quantize,
+    quantize_dequantize,
+)
+from keras_policy_ext.numerics.errors import sqnr_db, underflow_fraction
+from keras_policy_ext.numerics.scaling import (
+    amax,
+    round_up_to_power_of_two,
+    scale_from_amax,
+)
+
+__all__ = [
+    "amax",
+    "cast",
+    "dequantize",
+    "quantize",
+    "quantize_dequantize",
+    "round_up_to_power_of_two",
+    "scale_from_amax",
+    "sqnr_db",
+    "underflow_fraction",
+]

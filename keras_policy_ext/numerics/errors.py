@@ -1,0 +1,52 @@
+"""How much a quantization lost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext.numerics.casting import quantize
+
+Tensor = Any
+
+
+def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
+    """Signal to quantization noise ratio, in decibels.
+
+    `20 log10(|reference| / |reference - approximation|)` with Frobenius
+    norms in float32; infinite where the two agree.
+
+    Args:
+        reference: Tensor of any shape.
+        approximation: Tensor of the shape of `reference`.
+
+    Returns:
+        Scalar float32 tensor, dB.
+    """
+    reference = ops.cast(reference, "float32")
+    noise = reference - ops.cast(approximation, "float32")
+    signal_power = ops.sum(ops.square(reference))
+    noise_power = ops.sum(ops.square(noise))
+    return (10.0 / math.log(10.0)) * (
+        ops.log(signal_power) - ops.log(noise_power)
+    )
+
+
+def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """Fraction of the non-zero values which quantization turns into zero.
+
+    Args:
+        x: Tensor of any shape.
+        scale: Dequantizing scale, float32, broadcastable to `x`.
+        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+
+    Returns:
+        Scalar float32 tensor between 0 and 1; 0 where `x` is all zero.
+    """
+    non_zero = ops.not_equal(x, 0)
+    quantized = ops.cast(quantize(x, scale, dtype), "float32")
+    lost = ops.logical_and(non_zero, ops.equal(quantized, 0))
+    total = ops.sum(ops.cast(non_zero, "float32"))
+    return ops.sum(ops.cast(lost, "float32")) / ops.maximum(total, 1.0)

@@ -1,0 +1,115 @@
+"""The state of delayed scaling as one sum-safe matrix.
+
+Only the gradient can carry the amax of an output gradient out of a backward
+pass on JAX, and automatic differentiation sums gradients over the uses of a
+layer. So the state is a variable that Keras overwrites with its "gradient",
+and what travels survives a sum. A row per operand:
+
+| column | settled | observation of one use |
+|---|---|---|
+| `uses` | -1 | 1 |
+| 8 `slots` | 0 | amax in the slot of this use, 0 elsewhere |
+| `scale` | last scale used, 0 if none | 0 |
+| `history` | amaxes, newest first, 0 if none | 0 |
+
+The sum over the uses of a step has `uses` > 0, and the newest amax is the
+largest slot: exact up to 8 uses. Later uses share slots, and a scanned layer
+has one for all its steps, so that there it is a sum, an upper bound. A row of
+zeros (JAX's gradient of what was not used) means "not observed".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras import ops
+
+Tensor = Any
+
+SLOTS = 8
+"""Uses of a layer in one step whose amaxes are told apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where things are in a row of the state.
+
+    Attributes:
+        length: Length of the amax history.
+    """
+
+    length: int
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return 2 + SLOTS + self.length
+
+    def history(self, state: Tensor) -> Tensor:
+        """Amax histories, (rows, length), newest first."""
+        return state[:, 2 + SLOTS :]
+
+    def scale(self, state: Tensor) -> Tensor:
+        """Scales last used, (rows,); 0 where none was."""
+        return state[:, 1 + SLOTS]
+
+    def observation(self, amaxes: Tensor, slot: int) -> Tensor:
+        """One use.
+
+        Args:
+            amaxes: Float32 (rows,).
+            slot: Which use of the step this is; taken modulo 8.
+
+        Returns:
+            Float32 (rows, width).
+        """
+        slot = slot % SLOTS
+        column = ops.expand_dims(amaxes, 1)
+        rows = column.shape[0]
+        after = self.width - 2 - slot
+        return ops.concatenate(
+            [
+                ops.ones((rows, 1), "float32"),
+                ops.zeros((rows, slot), "float32"),
+                column,
+                ops.zeros((rows, after), "float32"),
+            ],
+            axis=1,
+        )
+
+    def settled(self, scale: Tensor, history: Tensor) -> Tensor:
+        """A state with these scales, (rows,), and histories."""
+        rows = history.shape[0]
+        return ops.concatenate(
+            [
+                -ops.ones((rows, 1), "float32"),
+                ops.zeros((rows, SLOTS), "float32"),
+                ops.expand_dims(scale, 1),
+                history,
+            ],
+            axis=1,
+        )
+
+    def settle(self, value: Tensor, previous: Tensor, used: Tensor) -> Tensor:
+        """Interpret an assigned value.
+
+        Args:
+            value: (rows, width); an observation, a settled state or zeros,
+                row by row.
+            previous: (rows, width), settled.
+            used: Float32 (rows,), the scales of the observed step.
+
+        Returns:
+            (rows, width), settled. An amax that is not finite is not entered.
+        """
+        uses = value[:, :1]
+        slots = value[:, 1 : 1 + SLOTS]
+        newest = ops.max(slots, axis=1, keepdims=True)
+        finite = ops.all(ops.isfinite(slots), axis=1, keepdims=True)
+        history = self.history(previous)
+        rolled = ops.concatenate([newest, history[:, :-1]], axis=1)
+        history = ops.where(finite, rolled, history)
+        observed = self.settled(used, history)
+        kept = ops.where(ops.less(uses, 0.0), value, previous)
+        return ops.where(ops.greater(uses, 0.0), observed, kept)

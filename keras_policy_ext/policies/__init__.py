@@ -1,0 +1,115 @@
+"""Dtype policies: how a layer computes.
+
+`Float8DTypePolicy` is a map in Keras's sense (`DTypePolicyMap`): float8 for
+the layers that can follow it, the plain source policy for all others. Stock
+layers take the source policy from it and layers of this package ask
+`for_path`. Instances are immutable.
+
+The global policy is Keras's own and so belongs to one thread; a new thread
+starts with the floatx policy. `carry_policy` takes it along.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import keras
+
+from keras_policy_ext.policies import _global, _plain
+from keras_policy_ext.policies._global import dtype_policy
+from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
+
+__all__ = [
+    "Float8DTypePolicy",
+    "as_float8",
+    "carry_policy",
+    "deserialize",
+    "dtype_policy",
+    "get",
+    "policy_scope",
+    "serialize",
+    "set_dtype_policy",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def serialize(policy: Any) -> dict[str, Any]:
+    """The config dict of a policy (or of anything `get` takes)."""
+    return keras.dtype_policies.serialize(get(policy))
+
+
+def deserialize(config: Mapping[str, Any]) -> keras.DTypePolicy:
+    """Build a policy from `serialize(policy)`, tf_keras dicts included.
+
+    Raises:
+        TypeError: If the config is no dict.
+        ValueError: If it means no policy.
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"Cannot deserialize a policy. Received: {config!r} (of type "
+            f"{type(config).__name__}). Allowed: the dict of `serialize`. "
+            "Use `get` for names and dtypes."
+        )
+    return get(config)
+
+
+def set_dtype_policy(policy: Any) -> None:
+    """Set the global policy of this thread.
+
+    Args:
+        policy: Anything `get` takes that computes in floating point; None
+            goes back to the live floatx: a later `set_floatx` then counts.
+
+    Raises:
+        ValueError: If it means no policy or not a floating one; the global
+            policy then stays what it was.
+    """
+    if policy is None:
+        _global.restore((None, keras.config.floatx()))
+        return
+    _global.restore((_plain.floating(get(policy), "The global policy"), None))
+
+
+@contextlib.contextmanager
+def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
+    """Set the global policy of this thread for a `with` block.
+
+    Scopes nest; at the end, after an exception too, the very object that
+    was set before is back.
+
+    Args:
+        policy: As for `set_dtype_policy`.
+
+    Yields:
+        The policy that is set.
+    """
+    before = _global.snapshot()
+    set_dtype_policy(policy)
+    try:
+        yield dtype_policy()
+    finally:
+        _global.restore(before)
+
+
+def carry_policy(function: _F) -> _F:
+    """Wrap a function so that it runs under today's policy in any thread.
+
+    Keras's global policy belongs to one thread. The policy of the thread
+    that calls `carry_policy` is taken; the thread that runs the function
+    gets its own policy back afterwards.
+    """
+    carried = _global.snapshot()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _global.snapshot()
+        _global.restore(carried)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _global.restore(before)
+
+    return run  # type: ignore[return-value]

@@ -1,0 +1,59 @@
+"""Keras's global policy, read without fixing it.
+
+Keras keeps it per thread.
+"""
+
+import threading
+
+import keras
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.policies import _plain
+
+#: The stored policy (None: none) and the floatx that is followed (or None).
+State = tuple[keras.DTypePolicy | None, str | None]
+
+
+class _Following(threading.local):
+    """The floatx last seen while the global policy follows it, or None."""
+
+    floatx: str | None = None
+
+
+_following = _Following()
+
+
+def dtype_policy() -> keras.DTypePolicy:
+    """The global policy of this thread.
+
+    Reading it never fixes the floatx. Keras's own read does: it stores the
+    policy of the floatx it finds. After `set_dtype_policy(None)` this
+    function discards such a stored policy when the floatx has changed.
+    """
+    stored = _keras_compat.stored_global_policy()
+    if _following.floatx is not None and _is_floatx_of(
+        stored, _following.floatx
+    ):
+        restore((None, keras.config.floatx()))
+        stored = None
+    if stored is None:
+        return keras.DTypePolicy(keras.config.floatx())
+    return stored
+
+
+def snapshot() -> State:
+    """The state of this thread; `restore` brings it back."""
+    return _keras_compat.stored_global_policy(), _following.floatx
+
+
+def restore(state: State) -> None:
+    """Set the policy and what is followed."""
+    policy, _following.floatx = state
+    _keras_compat.store_global_policy(policy)
+
+
+def _is_floatx_of(stored: keras.DTypePolicy | None, floatx: str) -> bool:
+    now = keras.config.floatx()
+    return now != floatx and (
+        stored is None or (_plain.is_plain(stored) and stored.name == floatx)
+    )

@@ -1,0 +1,27 @@
+"""Plain policies: which dtypes a policy may compute in."""
+
+from typing import Any
+
+import keras
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOAT_NAMES = ", ".join(map(repr, FLOATS))
+
+
+def is_plain(policy: Any) -> bool:
+    return type(policy) in (
+        keras.DTypePolicy,
+        keras.dtype_policies.FloatDTypePolicy,
+    )
+
+
+def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
+    dtypes = (policy.compute_dtype, policy.variable_dtype)
+    if all(dtype in FLOATS for dtype in dtypes):
+        return policy
+    raise ValueError(
+        f"{role} must compute in floating point. Received: {policy.name!r}. "
+        "Allowed: 'mixed_bfloat16', 'mixed_float16', and policies whose "
+        f"dtypes are among {FLOAT_NAMES}. Give integer and "
+        "complex dtypes to single layers, by `dtype=`."
+    )

@@ -1,0 +1,447 @@
+"""`Float8DTypePolicy`, and `get`, which turns anything into a policy."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_policy_ext import _keras_compat, policy_names, recipes
+from keras_policy_ext.policies import _arguments, _global, _plain
+
+_ALLOWED = (
+    "a policy object, a config dict, a dtype, None (the global policy), or a "
+    "name: 'mixed_bfloat16', 'mixed_float16', a dtype such as 'float32', "
+    "'mixed_float8', 'float8_from_<source>', "
+    "'float8/<recipe>_from_<source>', or a quantized Keras policy such as "
+    "'int8_from_float32'"
+)
+
+
+Rules = tuple[tuple[str, keras.DTypePolicy | None], ...]
+
+
+class _Given(NamedTuple):
+    """What the source argument says: plain source, and maybe more."""
+
+    source: keras.DTypePolicy
+    recipe: recipes.Recipe | None = None
+    rules: Rules = ()
+
+
+@keras.saving.register_keras_serializable(package="keras_policy_ext")
+class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
+    """Float8 for the layers that can follow it, the source for all others.
+
+    Usable wherever Keras takes a policy: `dtype=policy` of any layer or
+    model, `keras.config.set_dtype_policy(policy)`.
+
+    Args:
+        source_name: The plain policy that float8 stands on:
+            `"mixed_bfloat16"`, `"float32"`, a plain `keras.DTypePolicy`, or
+            None for the global policy (its source, if that is float8). Also
+            a full float8 name such as `"float8/16_from_mixed_bfloat16"` or
+            a float8 policy, whose recipe and rules are then taken over.
+        *args: Keras's older, mode-first form: `Float8DTypePolicy("float8",
+            source_name)` or `("float8", source_name, amax_history_length)`.
+        amax_history_length: Steps that delayed scaling remembers, int >= 1.
+        recipe: A recipe, its name or spec string, or None for
+            `DelayedScaling(amax_history_length=…)`.
+        rules: Ordered pairs `(pattern, policy or None)`. The first whose
+            pattern is, or as a regular expression fully matches, a layer's
+            path decides: None keeps the source policy, otherwise any
+            identifier that `get` takes, plain or float8 without rules.
+        mode: `"float8"`; for Keras's keyword form `mode="float8"`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is not allowed, the source doesn't compute in
+            floating point, or name, recipe and history length disagree.
+    """
+
+    def __init__(
+        self,
+        source_name: Any = None,
+        *args: Any,
+        amax_history_length: int = _arguments.DEFAULT_LENGTH,
+        recipe: Any = None,
+        rules: Any = (),
+        mode: str | None = None,
+    ) -> None:
+        source_name, length = _arguments.mode_first(
+            source_name, args, mode, amax_history_length
+        )
+        given = _read_source(source_name)
+        super().__init__(default_policy=given.source)
+        self._source_policy = given.source
+        self._source_name = given.source.name
+        self._recipe = _arguments.merge_recipes(given.recipe, recipe, length)
+        self._rules = _merge_rules(given.rules, _read_rules(rules))
+        self._patterns = [re.compile(pattern) for pattern, _ in self._rules]
+        self._name = self._source_name  # Keras reads the attribute of maps.
+        self._without_rules = self
+        if self._rules:
+            self._without_rules = type(self)(given.source, recipe=self._recipe)
+
+    @property
+    def name(self) -> str:
+        """The source policy's name: what Keras parses. See `full_name`."""
+        return self._source_name
+
+    @property
+    def full_name(self) -> str:
+        """The name that says everything: `get(p.full_name) == p`."""
+        return policy_names.render(
+            self._recipe.spec, self._source_name, self._named_rules()
+        )
+
+    @property
+    def source_name(self) -> str:
+        """The name of the plain policy that float8 stands on."""
+        return self._source_name
+
+    @property
+    def source_policy(self) -> keras.DTypePolicy:
+        """The plain policy of layers that don't follow float8."""
+        return self._source_policy
+
+    @property
+    def amax_history_length(self) -> int | None:
+        """Steps that the recipe remembers; None if it has no history."""
+        return self._recipe.history_length or None
+
+    @property
+    def recipe(self) -> recipes.Recipe:
+        """How numbers are scaled."""
+        return self._recipe
+
+    @property
+    def rules(self) -> Rules:
+        """Ordered pairs `(pattern, policy or None)`."""
+        return self._rules
+
+    @property
+    def mode(self) -> str:
+        """Always `"float8"`."""
+        return "float8"
+
+    @property
+    def quantization_mode(self) -> None:
+        """Always None: Keras dispatches every layer and container on it.
+
+        The layers that follow float8 report `"float8"` themselves.
+        """
+        return None
+
+    def for_path(self, path: str | None) -> keras.DTypePolicy:
+        """The policy of the layer at a path.
+
+        Args:
+            path: The layer's path, e.g. `"model/block/dense"`; None (a layer
+                that isn't built) applies no rules.
+
+        Returns:
+            A `Float8DTypePolicy` without rules if a capable layer is to
+            compute in float8, otherwise a plain `keras.DTypePolicy`.
+        """
+        if path is None:
+            return self._without_rules
+        for (text, policy), pattern in zip(
+            self._rules, self._patterns, strict=True
+        ):
+            if text == path or pattern.fullmatch(path):
+                return self._source_policy if policy is None else policy
+        return self._without_rules
+
+    def __getitem__(self, key: str) -> keras.DTypePolicy:
+        policy = self.for_path(key)
+        if isinstance(policy, Float8DTypePolicy):
+            return policy.source_policy
+        return policy
+
+    def __setitem__(self, key: str, policy: Any) -> None:
+        # Keras's setter writes here; the layer gets a policy of its own.
+        layer = _keras_compat.layer_whose_policy_is_set(self)
+        if layer is None:
+            raise TypeError(self._immutable(key))
+        _keras_compat.replace_layer_policy(layer, get(policy))
+
+    def __delitem__(self, key: str) -> None:
+        # Keras's setter deletes an exact key before it writes it.
+        if _keras_compat.layer_whose_policy_is_set(self) is None:
+            raise TypeError(self._immutable(key))
+
+    def __contains__(self, key: object) -> bool:
+        return any(key == pattern for pattern, _ in self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([pattern for pattern, _ in self._rules])
+
+    def __bool__(self) -> bool:
+        return True  # Otherwise a policy without rules is an empty map.
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Float8DTypePolicy):
+            return NotImplemented
+        return type(self) is type(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._key()))
+
+    def __repr__(self) -> str:
+        arguments = [repr(self._source_name)]
+        length = self._recipe.history_length
+        if self._recipe.spec == str(length):
+            arguments.append(f"amax_history_length={length}")
+        elif self._recipe.spec:
+            arguments.append(f"recipe={self._recipe.spec!r}")
+        if self._rules:
+            arguments.append(f"rules={self._named_rules()!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+    def __copy__(self) -> "Float8DTypePolicy":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8DTypePolicy":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (type(self), self.get_config())
+
+    def get_config(self) -> dict[str, Any]:
+        """All fields, as JSON types."""
+        return {
+            "source_name": self._source_name,
+            "recipe": recipes.serialize(self._recipe),
+            "rules": [list(rule) for rule in self._named_rules()],
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Any = None
+    ) -> "Float8DTypePolicy":
+        """Build the policy from `get_config()`.
+
+        Also from the config of Keras's `QuantizedFloat8DTypePolicy`.
+        """
+        return cls(**config)
+
+    def _named_rules(self) -> policy_names.NamedRules:
+        return tuple((pattern, _name(rule)) for pattern, rule in self._rules)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self._source_name, self._recipe, self._named_rules()
+
+    def _immutable(self, key: object) -> str:
+        return (
+            "A Float8DTypePolicy is immutable: many layers share it. "
+            f"Received: a write to {key!r}. Allowed: reading it. Build a "
+            f"policy with rules=[({key!r}, …)], or set the `dtype_policy` "
+            "of the one layer."
+        )
+
+
+def get(identifier: Any) -> keras.DTypePolicy:
+    """Turn anything that means a dtype policy into a policy.
+
+    Args:
+        identifier: A policy, a config dict, a dtype (NumPy, ml_dtypes, JAX,
+            TensorFlow, PyTorch or Python), None for the global policy, or a
+            name. Keras's `QuantizedFloat8DTypePolicy` becomes a
+            `Float8DTypePolicy` (see `as_float8`); the dtype names `"int8"`
+            and `"float8_e4m3fn"` are plain policies of that dtype.
+
+    Returns:
+        A `keras.DTypePolicy`; never a string.
+
+    Raises:
+        ValueError: If the identifier means no policy.
+    """
+    if identifier is None:
+        return as_float8(_global.dtype_policy())
+    if isinstance(identifier, keras.DTypePolicy):
+        return as_float8(identifier)
+    if isinstance(identifier, str):
+        return _from_name(identifier)
+    if isinstance(identifier, Mapping):
+        return _from_dict(identifier)
+    return _from_dtype(identifier)
+
+
+def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """Turn Keras's own float8 policy into this package's; pass others on.
+
+    `keras.dtype_policies.QuantizedFloat8DTypePolicy` means delayed scaling
+    with its history length.
+
+    Raises:
+        ValueError: If its history length is < 1, which Keras accepts.
+    """
+    if not isinstance(policy, keras.dtype_policies.QuantizedFloat8DTypePolicy):
+        return policy
+    config = policy.get_config()
+    return Float8DTypePolicy(
+        config["source_name"],
+        amax_history_length=config["amax_history_length"],
+    )
+
+
+def _from_name(name: str) -> keras.DTypePolicy:
+    if policy_names.is_full_name(name):
+        return Float8DTypePolicy(name)
+    try:
+        if "_from_" in name:
+            return as_float8(keras.dtype_policies.get(name))
+        return keras.DTypePolicy(name)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(_unknown(name, str(error))) from error
+
+
+def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
+    if config.get("class_name") in ("Policy", "PolicyV1"):
+        return _from_legacy(config.get("config"))
+    try:
+        policy = keras.dtype_policies.deserialize(
+            dict(config), {"Float8DTypePolicy": Float8DTypePolicy}
+        )
+    except Exception as error:  # Keras raises what the dict makes it raise.
+        raise ValueError(_unknown(config, str(error))) from error
+    if not isinstance(policy, keras.DTypePolicy):
+        raise ValueError(_unknown(config, f"it means {policy!r}"))
+    return as_float8(policy)
+
+
+def _from_legacy(config: Any) -> keras.DTypePolicy:
+    """Read the config of tf_keras's `Policy`: a name, maybe a loss scale."""
+    fields = dict(config) if isinstance(config, Mapping) else {}
+    name = fields.pop("name", None)
+    loss_scale = fields.pop("loss_scale", None)
+    if isinstance(name, str) and not fields and loss_scale in (None, "auto"):
+        return _from_name(name)
+    raise ValueError(
+        f"Cannot read this config of a tf_keras policy. Received: {config!r}. "
+        "Allowed: {'name': <policy name>} without a loss scale. Remove the "
+        "other entries and set the loss scale on the optimizer."
+    )
+
+
+def _from_dtype(identifier: Any) -> keras.DTypePolicy:
+    try:
+        text = str(identifier)
+        if text.startswith("torch."):  # Keras knows them on torch only.
+            return keras.DTypePolicy(text.removeprefix("torch."))
+        return keras.DTypePolicy(keras.backend.standardize_dtype(identifier))
+    except (TypeError, ValueError) as error:
+        raise ValueError(_unknown(identifier, str(error))) from error
+
+
+def _unknown(identifier: Any, cause: str) -> str:
+    return (
+        f"Cannot interpret this as a dtype policy. Received: {identifier!r} "
+        f"(of type {type(identifier).__name__}). Allowed: {_ALLOWED}. Pass "
+        f"one of these. Cause: {cause}"
+    )
+
+
+def _read_source(identifier: Any) -> _Given:
+    if isinstance(identifier, str) and policy_names.is_full_name(identifier):
+        name = policy_names.parse(identifier)
+        recipe = None if name.spec is None else recipes.parse(name.spec)
+        return _Given(
+            _plain_source(name.source), recipe, _read_rules(name.rules)
+        )
+    policy = get(identifier)
+    if not isinstance(policy, Float8DTypePolicy):
+        return _Given(_plain_source(policy))
+    if identifier is None:
+        return _Given(policy.source_policy)
+    return _Given(policy.source_policy, policy.recipe, policy.rules)
+
+
+def _plain_source(identifier: Any) -> keras.DTypePolicy:
+    policy = get(identifier)
+    if _plain.is_plain(policy):
+        _plain.floating(policy, "The source of a Float8DTypePolicy")
+        # Keras renames policies that it finds in a map: keep an own object.
+        return keras.DTypePolicy(policy.name)
+    raise ValueError(
+        "The source of a Float8DTypePolicy must be a plain policy, or its "
+        f"other settings would be lost. Received: {identifier!r}. Allowed: "
+        f"'mixed_bfloat16', 'mixed_float16', {_plain.FLOAT_NAMES}. Pass the "
+        "name of the plain policy."
+    )
+
+
+def _merge_rules(named: Rules, rules: Rules) -> Rules:
+    if named and rules and _named(named) != _named(rules):
+        raise ValueError(
+            "Name and `rules` of a Float8DTypePolicy disagree. Received: "
+            f"{named!r} and {rules!r}. Allowed: one of them. Say it once."
+        )
+    return named or rules
+
+
+def _read_rules(rules: Any) -> Rules:
+    if isinstance(rules, Mapping):
+        rules = rules.items()
+    if isinstance(rules, (str, bytes)) or not isinstance(rules, Iterable):
+        raise TypeError(_wrong_rules(rules))
+    read = tuple(_read_rule(rule) for rule in rules)
+    patterns = [pattern for pattern, _ in read]
+    twice = {p for p in patterns if patterns.count(p) > 1}
+    if twice:
+        raise ValueError(
+            "The first rule that matches decides, so a second rule with the "
+            f"same pattern is never used. Received: {sorted(twice)} more "
+            "than once. Allowed: each pattern once. Remove one of them."
+        )
+    return read
+
+
+def _read_rule(rule: Any) -> tuple[str, keras.DTypePolicy | None]:
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+        raise TypeError(_wrong_rules(rule))
+    pattern, identifier = rule
+    if not isinstance(pattern, str):
+        raise TypeError(_wrong_rules(rule))
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(_wrong_rules(rule, f" Cause: {error}")) from error
+    if identifier is None:
+        return pattern, None
+    policy = get(identifier)
+    if isinstance(policy, Float8DTypePolicy):
+        if policy.rules:
+            raise ValueError(_wrong_rules(rule))
+        return pattern, policy
+    return pattern, _plain_source(policy)
+
+
+def _wrong_rules(received: Any, cause: str = "") -> str:
+    return (
+        f"Cannot read rules of a Float8DTypePolicy. Received: {received!r}. "
+        "Allowed: pairs (pattern, policy), where the pattern is a regular "
+        "expression for layer paths and the policy None (the source), a "
+        "plain floating policy, or a float8 policy without rules of its own. "
+        f"Write for instance rules=[('.*/head', None)].{cause}"
+    )
+
+
+def _named(rules: Rules) -> policy_names.NamedRules:
+    return tuple((pattern, _name(policy)) for pattern, policy in rules)
+
+
+def _name(policy: keras.DTypePolicy | None) -> str | None:
+    if isinstance(policy, Float8DTypePolicy):
+        return policy.full_name
+    return None if policy is None else policy.name
+
+
+def _unpickle(
+    cls: type[Float8DTypePolicy], config: dict[str, Any]
+) -> Float8DTypePolicy:
+    return cls.from_config(config)

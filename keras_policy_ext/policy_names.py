@@ -1,0 +1,131 @@
+"""The grammar of float8 policy names: pure parsing, no keras.
+
+```
+full name = "float8" ["/" spec] "_from_" source [";rules=" JSON]
+          | "mixed_float8" [";rules=" JSON]      (source "mixed_bfloat16")
+```
+
+`spec` is a recipe's compact string (`Recipe.spec`), `source` a plain policy
+name, and the JSON is a compact list of `[pattern, policy name or null]`.
+Examples: `float8_from_mixed_bfloat16`, `float8/16_from_float32`,
+`float8/current_from_float32;rules=[["head",null],["emb.*","float32"]]`.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+ALIAS = "mixed_float8"
+_ALIAS_MEANS = "float8_from_mixed_bfloat16"
+
+_FULL_NAME = re.compile(
+    r"float8(?:/(?P<spec>[^;]+?))?_from_(?P<source>\w+)"
+    r"(?:;rules=(?P<rules>.*))?",
+    re.DOTALL,
+)
+
+NamedRules = tuple[tuple[str, str | None], ...]
+
+
+class PolicyName(NamedTuple):
+    """The parts of a full name.
+
+    Attributes:
+        spec: The recipe's compact string; None where the name has none.
+        source: The source policy's name.
+        rules: Pairs `(pattern, policy name or None)`.
+    """
+
+    spec: str | None
+    source: str
+    rules: NamedRules
+
+
+def is_full_name(name: str) -> bool:
+    """Whether a string is meant as a float8 policy name.
+
+    `"float8_e4m3fn"` is a dtype and `"float8"` a mode: neither is meant.
+    """
+    if name == ALIAS or name.startswith(ALIAS + ";"):
+        return True
+    return name.startswith("float8/") or (
+        name.startswith("float8") and "_from_" in name
+    )
+
+
+def parse(name: str) -> PolicyName:
+    """Split a full name into its parts.
+
+    Args:
+        name: A string for which `is_full_name` holds.
+
+    Returns:
+        Its `PolicyName`.
+
+    Raises:
+        ValueError: If it doesn't follow the grammar of this module.
+    """
+    text = name
+    if text.startswith(ALIAS):
+        text = _ALIAS_MEANS + text[len(ALIAS) :]
+    match = _FULL_NAME.fullmatch(text)
+    if match is None:
+        raise ValueError(_malformed(name))
+    rules = match["rules"]
+    return PolicyName(
+        spec=match["spec"],
+        source=match["source"],
+        rules=() if rules is None else _parse_rules(rules, name),
+    )
+
+
+def render(
+    spec: str, source: str, rules: Iterable[tuple[str, str | None]] = ()
+) -> str:
+    """Write a full name; `parse` reads it back.
+
+    Args:
+        spec: The recipe's compact string, `""` for the default recipe.
+        source: The source policy's name.
+        rules: Pairs `(pattern, policy name or None)`.
+
+    Returns:
+        The full name.
+    """
+    mode = f"float8/{spec}" if spec else "float8"
+    pairs = [list(rule) for rule in rules]
+    if not pairs:
+        return f"{mode}_from_{source}"
+    compact = json.dumps(pairs, separators=(",", ":"))
+    return f"{mode}_from_{source};rules={compact}"
+
+
+def _parse_rules(text: str, name: str) -> NamedRules:
+    try:
+        pairs = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(_malformed(name)) from error
+    if not isinstance(pairs, list) or not all(map(_is_rule, pairs)):
+        raise ValueError(_malformed(name))
+    return tuple((pattern, policy) for pattern, policy in pairs)
+
+
+def _is_rule(pair: object) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and (pair[1] is None or isinstance(pair[1], str))
+    )
+
+
+def _malformed(name: str) -> str:
+    return (
+        f"Cannot read this as a float8 policy name. Received: {name!r}. "
+        "Allowed: 'mixed_float8', 'float8_from_<source>' or "
+        "'float8/<recipe>_from_<source>', where <source> is a plain policy "
+        "name and <recipe> a history length or a recipe, each with an "
+        'optional \';rules=[["<path pattern>","<policy>" or null],…]\'. '
+        "Write for instance 'float8/16_from_mixed_bfloat16'."
+    )
