@@ -7,44 +7,68 @@ policy = kpe.Float8DTypePolicy("mixed_bfloat16")
 model = keras.Sequential([kpe.layers.Dense(512, dtype=policy), ...])
 ```
 
-Importing this package imports Keras and registers the classes which saved
-files name. The rooms load on first use.
+Importing this package imports Keras and registers the classes that saved
+files name. Kernels and tools load on first use.
 """
 
 import importlib
+import pathlib
+import sys
 from typing import Any
 
 from keras_policy_ext._version import __version__
 
-_ROOMS = (
+
+def _is_the_command() -> bool:
+    """Whether this process is `keras-policy-ext`, under either name.
+
+    The command chooses the backend, which Keras reads once, on import: so
+    here alone the package comes without Keras, and `cli` loads the rest.
+    """
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # the package of a module that is about to run
+        return not {__name__, f"-m{__name__}"}.isdisjoint(sys.orig_argv)
+    return pathlib.PurePath(program).stem == "keras-policy-ext"
+
+
+if not _is_the_command():
+    from keras_policy_ext import formats, layers, policies, recipes
+    from keras_policy_ext.policies import (
+        Float8DTypePolicy,
+        carry_policy,
+        deserialize,
+        dtype_policy,
+        get,
+        policy_scope,
+        serialize,
+        set_dtype_policy,
+    )
+
+_LAZY = ("kernels", "numerics", "reference")
+
+__all__ = [
+    "Float8DTypePolicy",
+    "__version__",
+    "carry_policy",
+    "deserialize",
+    "dtype_policy",
     "formats",
+    "get",
     "kernels",
     "layers",
     "numerics",
     "policies",
+    "policy_scope",
     "recipes",
     "reference",
-)
-_POLICY_NAMES = (
-    "Float8DTypePolicy",
-    "carry_policy",
-    "deserialize",
-    "dtype_policy",
-    "get",
-    "policy_scope",
     "serialize",
     "set_dtype_policy",
-)
-
-__all__ = ["__version__", *_ROOMS, *_POLICY_NAMES]
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _POLICY_NAMES:
-        policies = importlib.import_module(f"{__name__}.policies")
-        return getattr(policies, name)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}. It has: "
         f"{', '.join(__all__)}."

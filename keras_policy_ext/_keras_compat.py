@@ -137,12 +137,23 @@ def stored_kernel(layer: Any) -> Any:
 def has_value(variable: Any) -> bool:
     """Whether a variable can be read now.
 
-    The JAX trainer empties the variables while it trains (keras 3.3 to 3.15)
-    and assigns the results before it reads them again.
+    The JAX trainer empties the variables while it trains, or leaves buffers
+    in them which the training step has deleted (`train_on_batch`; both seen
+    in keras 3.3 to 3.15), and assigns the results before it reads them again.
     """
-    if getattr(variable, "_value", variable) is not None:
+    value = getattr(variable, "_value", variable)
+    if value is not None and not _is_deleted(value):
         return True
     scope = _global_state and _global_state.get_global_attribute(
         "stateless_scope"
     )
     return bool(scope) and scope.get_current_value(variable) is not None
+
+
+def _is_deleted(value: Any) -> bool:
+    """Whether this is an array that JAX has donated to a computation."""
+    is_deleted = getattr(value, "is_deleted", None)
+    try:
+        return callable(is_deleted) and bool(is_deleted())
+    except TypeError:  # a tracer knows no buffers
+        return False

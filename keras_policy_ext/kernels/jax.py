@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_policy_ext import formats
 from keras_policy_ext.kernels.agnostic import AgnosticEngine
 from keras_policy_ext.kernels.contract import Choice, Quantized
 from keras_policy_ext.kernels.contractions import Einsum
@@ -34,17 +33,6 @@ class JaxEngine(AgnosticEngine):
         if plan.prefer == "emulated":
             return Choice("emulated", "asked for by kernels.prefer")
         return Choice("native", _native_reason(jax.default_backend()))
-
-    def quantize(
-        self, x: Tensor, scale: Tensor, dtype: str, native: bool
-    ) -> Quantized:
-        """See `Engine.quantize`."""
-        limit = formats.get(dtype).max
-        scaled = jnp.clip(x.astype(jnp.float32) / scale, -limit, limit)
-        values = scaled.astype(dtype)
-        if not native:
-            values = values.astype(jnp.float32)
-        return Quantized(values, scale)
 
     def einsum(
         self,

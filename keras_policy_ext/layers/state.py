@@ -130,7 +130,17 @@ def _matrix(variable: StateVariable, store: Any) -> np.ndarray:
         prefix = f"{variable.name}.{operand}"
         if f"{prefix}.amax_history" not in store.keys():
             continue
-        newest = np.asarray(store[f"{prefix}.amax_history"])[:length]
+        history = np.asarray(store[f"{prefix}.amax_history"])
         matrix[row, first - 1] = np.asarray(store[f"{prefix}.scale"])
-        matrix[row, first : first + len(newest)] = newest
+        matrix[row, first:] = _resized(history, length)
     return matrix
+
+
+def _resized(ring: np.ndarray, length: int) -> np.ndarray:
+    """A history cut or padded with zeros, the newest entries kept.
+
+    In the ring index 0 is the newest and the last index the one before it.
+    """
+    aged = np.concatenate([ring[:1], ring[:0:-1]])[:length]
+    aged = np.pad(aged, (0, length - len(aged)))
+    return np.concatenate([aged[:1], aged[:0:-1]])

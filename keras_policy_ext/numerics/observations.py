@@ -3,19 +3,21 @@
 Only the gradient can carry the amax of an output gradient out of a backward
 pass on JAX, and automatic differentiation sums gradients over the uses of a
 layer. So the state is a variable that Keras overwrites with its "gradient",
-and what travels survives a sum. A row per operand:
+and what travels survives a sum. A row per operand
+(of `recipes.OPERANDS`):
 
 | column | settled | observation of one use |
 |---|---|---|
 | `uses` | -1 | 1 |
 | 8 `slots` | 0 | amax in the slot of this use, 0 elsewhere |
 | `scale` | last scale used, 0 if none | 0 |
-| `history` | amaxes, newest first, 0 if none | 0 |
+| `history` | amaxes, a ring with the newest at index 0 | 0 |
 
 The sum over the uses of a step has `uses` > 0, and the newest amax is the
 largest slot: exact up to 8 uses. Later uses share slots, and a scanned layer
-has one for all its steps, so that there it is a sum, an upper bound. A row of
-zeros (JAX's gradient of what was not used) means "not observed".
+has one for all its steps, so that there it is a sum, an upper bound. A kernel
+is the same in all uses, and its amax their mean. A row of zeros (JAX's
+gradient of what was not used) means "not observed".
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 from keras import ops
+
+from keras_policy_ext.recipes import OPERANDS
 
 Tensor = Any
 
@@ -47,7 +52,7 @@ class Layout:
         return 2 + SLOTS + self.length
 
     def history(self, state: Tensor) -> Tensor:
-        """Amax histories, (rows, length), newest first."""
+        """Amax histories, (rows, length), newest at index 0."""
         return state[:, 2 + SLOTS :]
 
     def scale(self, state: Tensor) -> Tensor:
@@ -105,11 +110,27 @@ class Layout:
         """
         uses = value[:, :1]
         slots = value[:, 1 : 1 + SLOTS]
-        newest = ops.max(slots, axis=1, keepdims=True)
+        newest = self._newest(uses, slots)
         finite = ops.all(ops.isfinite(slots), axis=1, keepdims=True)
         history = self.history(previous)
-        rolled = ops.concatenate([newest, history[:, :-1]], axis=1)
+        rolled = _roll(newest, history)
         history = ops.where(finite, rolled, history)
         observed = self.settled(used, history)
         kept = ops.where(ops.less(uses, 0.0), value, previous)
         return ops.where(ops.greater(uses, 0.0), observed, kept)
+
+    def _newest(self, uses: Tensor, slots: Tensor) -> Tensor:
+        mean = ops.sum(slots, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
+        largest = ops.max(slots, axis=1, keepdims=True)
+        constant = np.array([[operand == "kernel"] for operand in OPERANDS])
+        return ops.where(constant, mean, largest)
+
+
+def _roll(newest: Tensor, history: Tensor) -> Tensor:
+    """Enter the newest amax as Keras and Flax do.
+
+    The ring turns left and index 0 is overwritten: index 1 is the oldest
+    entry and the last index the one before the newest.
+    """
+    parts = [newest, history[:, 2:], history[:, :1]]
+    return ops.concatenate(parts, axis=1)[:, : history.shape[1]]

@@ -77,9 +77,12 @@ class CurrentRule:
         return None if amax is None else ops.add(ops.multiply(amax, 0.0), 1.0)
 
     def _from_amax(self, operand: str, amax: Tensor) -> Tensor:
-        dtype = self.recipe.format_of(operand)
-        return scaling.scale_from_amax(
-            amax, dtype, **self.recipe.scale_options
+        limit = formats.get(self.recipe.format_of(operand)).max
+        return self._scale(amax, limit, 1.0)
+
+    def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
+        return scaling.scale_for_limit(
+            amax, limit, previous=previous, **self.recipe.scale_options
         )
 
 
@@ -156,17 +159,17 @@ class DelayedRule(CurrentRule):
             used = ops.where(prior.unseen, stored, used)
         return self.layout.settle(value, previous, used)
 
+    def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
+        margin = self.recipe.margin
+        return scaling.scale_of_multiplier(amax, limit, margin, previous)
+
     def _prior(self, history: Tensor, stored: Tensor) -> Prior:
         newest_only = self.recipe.amax_compute == "most_recent"
         reduced = history[:, 0] if newest_only else ops.max(history, axis=1)
         known = ops.greater(stored, 0.0)
         previous = ops.where(known, stored, self._initial)
-        scales = scaling.scale_for_limit(
-            reduced,
-            ops.convert_to_tensor(self._limits, "float32"),
-            previous=previous,
-            **self.recipe.scale_options,
-        )
+        limits = ops.convert_to_tensor(self._limits, "float32")
+        scales = self._scale(reduced, limits, previous)
         if not self._from_current:
             return Prior(scales, None)
         seen = ops.logical_or(known, scaling.is_positive_finite(reduced))

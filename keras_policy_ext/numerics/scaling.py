@@ -81,11 +81,44 @@ def scale_for_limit(
 ) -> Tensor:
     """`scale_from_amax` for the largest value itself, or a tensor of them."""
     amax = ops.cast(amax, "float32")
-    scale = amax / limit * 2.0**margin
+    known = is_positive_finite(amax)
+    # XLA multiplies by the reciprocal of a constant divisor, which differs in
+    # the last bit (seen on JAX 0.10); this one is no constant to it.
+    divisor = ops.where(known, limit, 1.0)
+    scale = amax / divisor * 2.0**margin
     scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
-    return ops.where(is_positive_finite(amax), scale, previous)
+    return ops.where(known, scale, previous)
+
+
+def scale_of_multiplier(
+    amax: Tensor, limit: Any, margin: int = 0, previous: Tensor = 1.0
+) -> Tensor:
+    """`1 / (limit / amax / 2**margin)`: what delayed scaling takes.
+
+    Flax and Transformer Engine compute the quantizing multiplier and invert
+    it; this differs from `amax / limit` by one ulp at most. Delayed scaling
+    feeds its own rounding back, and after a few steps only the same order of
+    operations gives the same amax histories as theirs.
+
+    Source: `compute_scale` in flax/linen/fp8_ops.py.
+
+    Args:
+        amax: Float32 tensor of any shape, not negative.
+        limit: Largest value of the format, or a tensor of them.
+        margin: Powers of two of headroom left above `amax`.
+        previous: Scale to keep where `amax` is 0 or not finite.
+
+    Returns:
+        Float32 tensor of the shape of `amax`.
+    """
+    known = is_positive_finite(amax)
+    multiplier = limit / ops.where(known, amax, 1.0) / 2.0**margin
+    # The selection keeps XLA from turning 1 / (a / b) into b / a.
+    scale = 1.0 / ops.where(known, multiplier, 1.0)
+    scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
+    return ops.where(known, scale, previous)
 
 
 def is_positive_finite(amax: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ FLOAT_NAMES = ", ".join(map(repr, FLOATS))
 
 
 def is_plain(policy: Any) -> bool:
+    """Whether a policy is a plain one: nothing but its name would be lost."""
     return type(policy) in (
         keras.DTypePolicy,
         keras.dtype_policies.FloatDTypePolicy,
@@ -16,6 +17,11 @@ def is_plain(policy: Any) -> bool:
 
 
 def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
+    """The policy, if it computes and stores in floating point.
+
+    Raises:
+        ValueError: If it doesn't; `role` begins the sentence.
+    """
     dtypes = (policy.compute_dtype, policy.variable_dtype)
     if all(dtype in FLOATS for dtype in dtypes):
         return policy

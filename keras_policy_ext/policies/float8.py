@@ -230,7 +230,7 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
         return cls(**config)
 
     def _named_rules(self) -> policy_names.NamedRules:
-        return tuple((pattern, _name(rule)) for pattern, rule in self._rules)
+        return _named(self._rules)
 
     def _key(self) -> tuple[Any, ...]:
         return self._source_name, self._recipe, self._named_rules()

@@ -1,0 +1,111 @@
+"""One suite for every backend; KERAS_BACKEND says which one runs it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+
+import pytest
+
+BACKENDS = ("jax", "torch", "tensorflow")
+
+if "KERAS_BACKEND" not in os.environ:
+    for _name in BACKENDS:
+        if importlib.util.find_spec(_name):
+            os.environ["KERAS_BACKEND"] = _name
+            break
+
+try:
+    import hypothesis
+except ImportError:  # a single test file can be run without it
+    pass
+else:
+    # Tracing and compilation make the first example slow: no deadline. Runs
+    # are reproducible; `--hypothesis-seed=random` explores.
+    hypothesis.settings.register_profile(
+        "default", deadline=None, derandomize=True, database=None
+    )
+    hypothesis.settings.load_profile("default")
+
+
+def visible_gpus():
+    """Number of GPUs that the backend in use can see."""
+    backend = os.environ["KERAS_BACKEND"]
+    if backend == "torch":
+        import torch
+
+        return torch.cuda.device_count()
+    if backend == "jax":
+        import jax
+
+        return sum(d.platform == "gpu" for d in jax.devices())
+    import tensorflow as tf
+
+    return len(tf.config.list_physical_devices("GPU"))
+
+
+def pytest_report_header(config):
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("keras", *BACKENDS, "numpy", "ml_dtypes")
+        if importlib.util.find_spec(name)
+    ]
+    return [
+        f"backend: {os.environ.get('KERAS_BACKEND')}",
+        f"versions: {', '.join(versions)}",
+    ]
+
+
+def pytest_collection_modifyitems(config, items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not visible_gpus():
+        reason = f"no GPU that {os.environ['KERAS_BACKEND']} can see"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def global_dtype_policy_is_restored():
+    """A test that sets the global policy cannot change the next test's."""
+    before = global_policy_state()
+    yield
+    after = global_policy_state()
+    if after != before:
+        from keras.src.backend.common import global_state
+
+        policy, floatx = before
+        sys.modules["keras"].config.set_floatx(floatx)
+        global_state.set_global_attribute("dtype_policy", policy)
+
+
+def global_policy_state():
+    """The policy that was set (None: never) and floatx."""
+    if "keras" not in sys.modules:
+        return None, "float32"
+    from keras.src.backend.common import global_state
+
+    return (
+        global_state.get_global_attribute("dtype_policy"),
+        sys.modules["keras"].config.floatx(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_are_seeded():
+    """Every test sees the same random numbers, whatever ran before it."""
+    import random
+
+    import numpy as np
+
+    random.seed(0)
+    np.random.seed(0)
+    if "keras" in sys.modules:
+        sys.modules["keras"].utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def keras_session_ends_with_the_module():
+    """Layer names start over in every test file, and memory is freed."""
+    yield
+    if "keras" in sys.modules:
+        sys.modules["keras"].utils.clear_session()

@@ -1,0 +1,114 @@
+"""Gradients and training steps, written once for every backend."""
+
+import keras
+import numpy as np
+from keras import ops
+
+
+def numpy(x):
+    """A tensor or variable of any dtype as a NumPy array."""
+    x = ops.convert_to_tensor(x)
+    if "float8" in keras.backend.standardize_dtype(x.dtype):
+        x = ops.cast(x, "float32")
+    return ops.convert_to_numpy(x)
+
+
+def gradients(layer, x, loss, training=True):
+    """`(outputs, gradient of x, gradients of layer.trainable_variables)`.
+
+    Args:
+        layer: A built layer or model.
+        x: Inputs, an array.
+        loss: Function of the outputs, to a scalar.
+        training: Passed on to the call.
+    """
+    run = {
+        "jax": _jax_gradients,
+        "tensorflow": _tensorflow_gradients,
+        "torch": _torch_gradients,
+    }
+    backend = keras.backend.backend()
+    return run[backend](layer, x, loss, training)
+
+
+def step(layer, optimizer, x, loss, training=True):
+    """One eager step of a custom loop with a Keras optimizer."""
+    outputs, _, grads = gradients(layer, x, loss, training)
+    value = float(numpy(loss(outputs)))
+    with no_grad():
+        optimizer.apply(grads, layer.trainable_variables)
+    return value
+
+
+def no_grad():
+    """`torch.no_grad` on torch, nothing elsewhere."""
+    if keras.backend.backend() != "torch":
+        import contextlib
+
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()
+
+
+def _jax_gradients(layer, x, loss, training):
+    import jax
+
+    def scalar(trainable, x):
+        outputs, _ = layer.stateless_call(
+            trainable,
+            [v.value for v in layer.non_trainable_variables],
+            x,
+            training=training,
+        )
+        return loss(outputs), outputs
+
+    trainable = [v.value for v in layer.trainable_variables]
+    (_, outputs), (grads, x_grad) = jax.value_and_grad(
+        scalar, argnums=(0, 1), has_aux=True
+    )(trainable, ops.convert_to_tensor(x))
+    return outputs, x_grad, grads
+
+
+def _tensorflow_gradients(layer, x, loss, training):
+    import tensorflow as tf
+
+    x = ops.convert_to_tensor(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = layer(x, training=training)
+        value = loss(outputs)
+    variables = [v.value for v in layer.trainable_variables]
+    grads = tape.gradient(value, [x, *variables])
+    return outputs, grads[0], grads[1:]
+
+
+def _torch_gradients(layer, x, loss, training):
+    import torch
+
+    for variable in layer.trainable_variables:
+        variable.value.grad = None
+    x = ops.convert_to_tensor(x)
+    if x.dtype.is_floating_point:
+        x = x.detach().requires_grad_()
+    outputs = layer(x, training=training)
+    loss(outputs).backward()
+    grads = [v.value.grad for v in layer.trainable_variables]
+    return outputs.detach(), x.grad, grads
+
+
+def state_of(layer):
+    """The settled float8 state of a layer's one kernel, by operand.
+
+    Returns:
+        Dict of `inputs`, `kernel`, `outputs_grad` to `(scale, history)`.
+    """
+    from keras_policy_ext.numerics.rules import rule_of
+    from keras_policy_ext.recipes import OPERANDS
+
+    (variable,) = layer.float8_state.matrices
+    layout = rule_of(variable.recipe).layout
+    matrix = numpy(variable)
+    assert np.all(matrix[:, 0] == -1.0), "the state is not settled"
+    pairs = zip(layout.scale(matrix), layout.history(matrix), strict=True)
+    return dict(zip(OPERANDS, pairs, strict=True))

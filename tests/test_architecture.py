@@ -1,0 +1,150 @@
+"""Who may import what, read off the source of the installed package.
+
+The import linter checks the direction between the rooms. These rules need to
+look at parts of an external package, or at imports that happen inside a
+function or through `importlib`, which it does not see.
+"""
+
+import ast
+import importlib.util
+import pathlib
+
+import pytest
+
+FRAMEWORKS = {"jax", "jaxlib", "tensorflow", "torch", "triton"}
+
+
+def package_root():
+    spec = importlib.util.find_spec("keras_policy_ext")
+    return pathlib.Path(spec.submodule_search_locations[0])
+
+
+SOURCES = {
+    path.relative_to(package_root()).as_posix(): path
+    for path in sorted(package_root().rglob("*.py"))
+}
+
+
+def imported_names(tree):
+    """Every dotted name that an import, wherever it stands, may load.
+
+    `from a.b import c` gives both `a.b` and `a.b.c`; a call of
+    `import_module` or `__import__` with a literal gives that literal.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            function, first = node.func, node.args[0]
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if (
+                name in ("import_module", "__import__")
+                and isinstance(first, ast.Constant)
+                and isinstance(first.value, str)
+            ):
+                yield first.value
+
+
+def attribute_chains(tree):
+    """`keras.src.backend` as it is written in an expression."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts = [node.attr]
+            value = node.value
+            while isinstance(value, ast.Attribute):
+                parts.append(value.attr)
+                value = value.value
+            if isinstance(value, ast.Name):
+                yield ".".join([value.id, *reversed(parts)])
+
+
+def uses_keras_internals(tree):
+    names = [*imported_names(tree), *attribute_chains(tree)]
+    return sorted({n for n in names if f"{n}.".startswith("keras.src.")})
+
+
+def imported_frameworks(tree):
+    return sorted(
+        {n for n in imported_names(tree) if n.split(".")[0] in FRAMEWORKS}
+    )
+
+
+def parse(name):
+    return ast.parse(SOURCES[name].read_text(encoding="utf-8"), filename=name)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_keras_compat_touches_keras_internals(name):
+    if name == "_keras_compat.py":
+        pytest.skip("this file is the one contact with Keras internals")
+
+    assert uses_keras_internals(parse(name)) == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_kernels_import_a_framework(name):
+    allowed = {
+        f"kernels/{file}.py": modules
+        for file, modules in {
+            "jax": {"jax", "jaxlib"},
+            "tensorflow": {"tensorflow"},
+            "torch": {"torch", "triton"},
+        }.items()
+    }.get(name, set())
+
+    found = imported_frameworks(parse(name))
+
+    assert [n for n in found if n.split(".")[0] not in allowed] == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_package_contains_no_assert_statement(name):
+    lines = [
+        node.lineno
+        for node in ast.walk(parse(name))
+        if isinstance(node, ast.Assert)
+    ]
+
+    assert lines == [], "python -O drops asserts: raise an error instead"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_environment_is_read_by_the_command_line_only(name):
+    if name == "cli.py":
+        pytest.skip("the command line is where the environment is read")
+    readers = {"os.environ", "os.getenv"}
+    tree = parse(name)
+    used = {*imported_names(tree), *attribute_chains(tree)}
+
+    assert sorted(readers & used) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import keras.src",
+        "from keras.src import backend",
+        "from keras import src",
+        "def f():\n    from keras.src.layers import layer",
+        "import importlib\nimportlib.import_module('keras.src.utils')",
+        "import keras\nx = keras.src.backend.config",
+    ],
+)
+def test_the_check_sees_every_way_into_keras_internals(source):
+    assert uses_keras_internals(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax.numpy as jnp",
+        "def f():\n    import torch",
+        "from tensorflow import function",
+        "from importlib import import_module\nimport_module('jax')",
+    ],
+)
+def test_the_check_sees_every_way_to_a_framework(source):
+    assert imported_frameworks(ast.parse(source))

@@ -1,0 +1,107 @@
+"""What an installed distribution promises before any arithmetic."""
+
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+DISTRIBUTION = "keras-policy-ext"
+FRAMEWORKS = ("jax", "tensorflow", "torch")
+
+LOADED = f"""
+import json, sys
+print(json.dumps([m for m in ("keras", *{FRAMEWORKS!r}) if m in sys.modules]))
+"""
+
+
+def modules_loaded_by(code):
+    """Names among keras and the frameworks that `code` has imported."""
+    process = subprocess.run(
+        [sys.executable, "-c", code + LOADED],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=300,
+    )
+    if process.returncode:
+        pytest.fail(f"this failed:\n{code}\n{process.stderr}")
+    return set(json.loads(process.stdout.splitlines()[-1]))
+
+
+def test_py_typed_is_shipped():
+    marker = importlib.resources.files("keras_policy_ext") / "py.typed"
+
+    assert marker.is_file()
+
+
+def test_version_equals_metadata():
+    import keras_policy_ext
+
+    version = importlib.metadata.version(DISTRIBUTION)
+
+    assert keras_policy_ext.__version__ == version
+
+
+def test_console_script_points_at_a_callable():
+    scripts = importlib.metadata.distribution(DISTRIBUTION).entry_points
+    (script,) = scripts.select(group="console_scripts", name=DISTRIBUTION)
+
+    assert script.value == "keras_policy_ext.cli:main"
+    assert callable(script.load())
+
+
+def test_module_can_be_run():
+    process = subprocess.run(
+        [sys.executable, "-m", "keras_policy_ext", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("extra", FRAMEWORKS)
+def test_each_framework_is_an_extra(extra):
+    metadata = importlib.metadata.metadata(DISTRIBUTION)
+
+    assert extra in metadata.get_all("Provides-Extra")
+
+
+@pytest.mark.parametrize(
+    "module", ["formats", "recipes", "reference", "policy_names"]
+)
+def test_plain_data_modules_import_neither_keras_nor_a_framework(module):
+    assert modules_loaded_by(f"import keras_policy_ext.{module}") == set()
+
+
+def test_every_public_name_exists():
+    import keras_policy_ext
+
+    missing = [
+        name
+        for name in keras_policy_ext.__all__
+        if not hasattr(keras_policy_ext, name)
+    ]
+
+    assert missing == []
+
+
+def test_package_imports_no_framework_but_the_backend():
+    """Keras itself imports jax where it is installed: that is not ours."""
+    backend = os.environ["KERAS_BACKEND"]
+    stock = modules_loaded_by("import keras")
+    ours = modules_loaded_by(
+        "import keras_policy_ext as kpe\n"
+        "import keras\n"
+        "for name in kpe.__all__:\n"
+        "    getattr(kpe, name)"
+    )
+
+    assert backend in ours
+    assert ours == stock

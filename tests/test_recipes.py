@@ -1,0 +1,324 @@
+import dataclasses
+import json
+import pickle
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_policy_ext import formats, recipes
+from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+
+FORMATS = st.sampled_from(["hybrid", "e4m3"])
+DELAYED = st.builds(
+    DelayedScaling,
+    amax_history_length=st.integers(1, 10**6),
+    margin=st.integers(0, 20),
+    fp8_format=FORMATS,
+    amax_compute=st.sampled_from(["max", "most_recent"]),
+    initial_scale=st.sampled_from(["current", 1.0]),
+)
+CURRENT = st.builds(
+    CurrentScaling, fp8_format=FORMATS, power_of_two=st.booleans()
+)
+RECIPES = DELAYED | CURRENT
+
+
+@given(RECIPES)
+def test_spec_is_read_back_exactly(recipe):
+    assert recipes.parse(recipe.spec) == recipe
+    assert recipes.get(recipe.spec) == recipe
+
+
+@given(RECIPES)
+def test_config_is_read_back_exactly_through_json(recipe):
+    config = json.loads(json.dumps(recipe.get_config()))
+    assert type(recipe).from_config(config) == recipe
+    serialized = json.loads(json.dumps(recipes.serialize(recipe)))
+    assert recipes.get(serialized) == recipe
+    assert recipes.get({"name": recipe.name, **config}) == recipe
+
+
+@given(RECIPES)
+def test_pickle_and_repr_keep_every_field(recipe):
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    scope = {
+        "DelayedScaling": DelayedScaling,
+        "CurrentScaling": CurrentScaling,
+    }
+    assert eval(repr(recipe), scope) == recipe
+
+
+@given(RECIPES, RECIPES)
+def test_equality_and_hash_are_over_all_fields(a, b):
+    same = type(a) is type(b) and a.get_config() == b.get_config()
+    assert (a == b) == same
+    assert (a.spec == b.spec) == same
+    if same:
+        assert hash(a) == hash(b)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_recipe_or_a_value_error(text):
+    try:
+        recipe = recipes.parse(text)
+    except ValueError:
+        return
+    assert recipes.parse(recipe.spec) == recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "spec"),
+    [
+        (DelayedScaling(), ""),
+        (DelayedScaling(amax_history_length=16), "16"),
+        (DelayedScaling(margin=1), "delayed(margin=1)"),
+        (
+            DelayedScaling(margin=1, amax_history_length=16),
+            "delayed(amax_history_length=16,margin=1)",
+        ),
+        (DelayedScaling(initial_scale=1.0), "delayed(initial_scale=1.0)"),
+        (CurrentScaling(), "current"),
+        (CurrentScaling(power_of_two=True), "current(power_of_two=True)"),
+        (
+            CurrentScaling(fp8_format="e4m3", power_of_two=True),
+            "current(fp8_format='e4m3',power_of_two=True)",
+        ),
+    ],
+)
+def test_spec_has_only_changed_fields_in_field_order(recipe, spec):
+    assert recipe.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "recipe"),
+    [
+        ("delayed", DelayedScaling()),
+        ("delayed()", DelayedScaling()),
+        (" current ( power_of_two = True ) ", None),
+        ("current( power_of_two = True )", CurrentScaling(power_of_two=True)),
+        ("delayed(margin=0)", DelayedScaling()),
+    ],
+)
+def test_parse_takes_equivalent_spellings(spec, recipe):
+    if recipe is None:
+        with pytest.raises(ValueError, match="Cannot read"):
+            recipes.parse(spec)
+    else:
+        assert recipes.parse(spec) == recipe
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "0",
+        "-3",
+        "1.5",
+        "delayed(",
+        "delayed(16)",
+        "delayed(**{})",
+        "delayed(margin=1,margin=2)",
+        "delayed(margin=__import__('os'))",
+        "delayed(margin=1)(margin=2)",
+        "delayed(margin=1) or f()",
+        "delayed(wrong=1)",
+        "delayed(margin=-1)",
+        "16 16",
+        "Delayed",
+    ],
+)
+def test_malformed_specs_are_value_errors(spec):
+    with pytest.raises(ValueError):
+        recipes.parse(spec)
+
+
+def test_parse_evaluates_nothing():
+    with pytest.raises(ValueError, match="Cannot read"):
+        recipes.parse("delayed(margin=print('x'))")
+
+
+def test_none_means_delayed_scaling():
+    assert recipes.get(None) == DelayedScaling()
+    assert DelayedScaling().amax_history_length == 1024
+
+
+def test_a_recipe_object_is_returned_as_it_is():
+    recipe = CurrentScaling()
+    assert recipes.get(recipe) is recipe
+
+
+@pytest.mark.parametrize("wrong", [16, 1.0, True, [], object()])
+def test_other_types_are_type_errors(wrong):
+    with pytest.raises(TypeError, match="Allowed: a recipe object"):
+        recipes.get(wrong)
+
+
+def test_names_come_in_order_of_definition():
+    assert recipes.names()[:2] == ("delayed", "current")
+
+
+@pytest.mark.parametrize("name", ["unknown", "rowwise2", "none"])
+def test_unknown_names_are_answered_with_the_known_ones(name):
+    with pytest.raises(ValueError, match="delayed, current"):
+        recipes.get(name)
+
+
+@pytest.mark.parametrize("name", recipes.PLANNED)
+def test_planned_names_say_that_this_version_lacks_them(name):
+    if name in recipes.names():
+        pytest.skip(f"{name} is no longer only planned")
+    with pytest.raises(ValueError, match="this version"):
+        recipes.get(name)
+
+
+@pytest.mark.parametrize("value", [np.int64(4), np.int8(4), np.uint32(4), 4])
+def test_numpy_integers_become_python_integers(value):
+    recipe = DelayedScaling(amax_history_length=value, margin=value)
+    assert recipe == DelayedScaling(amax_history_length=4, margin=4)
+    assert type(recipe.amax_history_length) is int
+    assert type(recipe.margin) is int
+
+
+@pytest.mark.parametrize("length", [0, -3, np.int64(0)])
+def test_a_history_shorter_than_one_is_refused(length):
+    with pytest.raises(ValueError, match="integer >= 1"):
+        DelayedScaling(amax_history_length=length)
+
+
+@pytest.mark.parametrize(
+    "length", [True, np.bool_(True), 4.0, np.float32(4), "4", None, [4]]
+)
+def test_a_history_length_that_is_no_integer_is_refused(length):
+    with pytest.raises(TypeError, match="amax_history_length"):
+        DelayedScaling(amax_history_length=length)
+
+
+@pytest.mark.parametrize("margin", [-1, True, 1.5, "1"])
+def test_a_margin_that_is_no_natural_number_is_refused(margin):
+    with pytest.raises((TypeError, ValueError), match="margin"):
+        DelayedScaling(margin=margin)
+
+
+@pytest.mark.parametrize("cls", [DelayedScaling, CurrentScaling])
+@pytest.mark.parametrize("value", ["e5m2", "E4M3", None, 1])
+def test_other_fp8_formats_are_refused(cls, value):
+    with pytest.raises(ValueError, match="'hybrid' or 'e4m3'"):
+        cls(fp8_format=value)
+
+
+@pytest.mark.parametrize("value", ["mean", None, 1])
+def test_other_reductions_are_refused(value):
+    with pytest.raises(ValueError, match="'max' or 'most_recent'"):
+        DelayedScaling(amax_compute=value)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int64(1)])
+def test_an_initial_scale_of_one_becomes_a_float(value):
+    recipe = DelayedScaling(initial_scale=value)
+    assert type(recipe.initial_scale) is float
+    assert recipe == DelayedScaling(initial_scale=1.0)
+
+
+@pytest.mark.parametrize("value", [0, 2.0, True, "one", None, float("nan")])
+def test_other_initial_scales_are_refused(value):
+    with pytest.raises(ValueError, match=r"'current' or 1\.0"):
+        DelayedScaling(initial_scale=value)
+
+
+def test_power_of_two_is_a_bool():
+    assert CurrentScaling(power_of_two=np.bool_(True)).power_of_two is True
+    for wrong in (1, 0, "True", None):
+        with pytest.raises(TypeError, match="True or False"):
+            CurrentScaling(power_of_two=wrong)
+
+
+def test_arguments_are_keyword_only_and_fields_frozen():
+    with pytest.raises(TypeError):
+        DelayedScaling(16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DelayedScaling().margin = 2
+
+
+@pytest.mark.parametrize("cls", [DelayedScaling, CurrentScaling])
+def test_hybrid_is_wide_for_output_gradients_only(cls):
+    recipe = cls(fp8_format="hybrid")
+    assert recipe.format_of("inputs") == "float8_e4m3fn"
+    assert recipe.format_of("kernel") == "float8_e4m3fn"
+    assert recipe.format_of("outputs_grad") == "float8_e5m2"
+
+
+@pytest.mark.parametrize("cls", [DelayedScaling, CurrentScaling])
+def test_e4m3_is_the_same_for_all_operands(cls):
+    recipe = cls(fp8_format="e4m3")
+    used = {recipe.format_of(operand) for operand in recipes.OPERANDS}
+    assert used == {"float8_e4m3fn"}
+    assert used <= set(formats.names())
+
+
+@pytest.mark.parametrize("operand", ["forward", "output", "x", None])
+def test_other_operands_are_refused(operand):
+    with pytest.raises(ValueError, match="inputs, kernel, outputs_grad"):
+        DelayedScaling().format_of(operand)
+
+
+def test_history_length_is_zero_without_history():
+    assert DelayedScaling(amax_history_length=7).history_length == 7
+    assert CurrentScaling().history_length == 0
+
+
+def test_scale_options_are_what_scale_from_amax_takes():
+    assert DelayedScaling(margin=2).scale_options == {
+        "margin": 2,
+        "power_of_two": False,
+    }
+    assert CurrentScaling(power_of_two=True).scale_options == {
+        "margin": 0,
+        "power_of_two": True,
+    }
+
+
+def test_unknown_parameters_are_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="fp8_format, power_of_two"):
+        CurrentScaling.from_config({"margin": 1})
+
+
+@pytest.mark.parametrize("config", [{}, {"config": {}}, {"class_name": "X"}])
+def test_dicts_that_name_no_recipe_are_value_errors(config):
+    with pytest.raises(ValueError):
+        recipes.get(config)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(recipes, "_REGISTRY", dict(recipes._REGISTRY))
+
+
+def test_a_new_recipe_is_one_dataclass(registry):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Tiled(recipes.Recipe):
+        name: ClassVar[str] = "tiled"
+        granularity: ClassVar[str] = "blockwise"
+        tile: tuple[int, int] = (1, 128)
+
+    recipe = Tiled(tile=(2, 2))
+    assert "tiled" in recipes.names()
+    assert recipes.get("tiled") == Tiled()
+    assert recipe.spec == "tiled(tile=(2, 2))"
+    assert recipes.parse(recipe.spec) == recipe
+    assert recipes.get(recipes.serialize(recipe)) == recipe
+    assert recipe.format_of("kernel") == "float8_e4m3fn"
+    assert recipe.history_length == 0
+
+
+def test_two_recipes_cannot_share_a_name(registry):
+    with pytest.raises(ValueError, match="Two recipes want the name"):
+
+        class Other(recipes.Recipe):
+            name: ClassVar[str] = "current"
+
+
+def test_granularity_is_told():
+    assert DelayedScaling.granularity == "tensorwise"
+    assert CurrentScaling().granularity == "tensorwise"
