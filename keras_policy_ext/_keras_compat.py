@@ -157,3 +157,55 @@ def _is_deleted(value: Any) -> bool:
         return callable(is_deleted) and bool(is_deleted())
     except TypeError:  # a tracer knows no buffers
         return False
+
+
+class _OwnAverage:
+    """Stands where an optimizer keeps the moving average of a variable.
+
+    Reads as the variable itself and ignores what is assigned, so that to
+    overwrite the variable with its average changes nothing.
+    """
+
+    def __init__(self, variable: Any):
+        self._variable = variable
+
+    def assign(self, value: Any) -> None:
+        """Leave the variable as it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variable, name)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._variable.value * other
+
+    def __jax_array__(self) -> Any:
+        return self._variable.value
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> Any:
+        return self._variable.__tf_tensor__(dtype, name)
+
+
+def spare_from_averaging(variable: Any) -> None:
+    """Keep an optimizer with `use_ema` from failing on a state variable.
+
+    To be called where the optimizer asks a variable whether it is overwritten
+    with its gradient. For such a variable the optimizer keeps None as the
+    average and then fails: on TensorFlow at the end of `fit`, on TensorFlow
+    and JAX with `ema_overwrite_frequency` (keras 3.12 to 3.15; torch skips
+    None). The optimizer is taken from the frame of the question, since Keras
+    tells a variable nothing about its optimizer. Expires when Keras skips
+    None everywhere.
+    """
+    if keras.backend.backend() == "torch":
+        return
+    frame = sys._getframe(2) if hasattr(sys, "_getframe") else None
+    optimizer = frame.f_locals.get("self") if frame is not None else None
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    averages = getattr(optimizer, "_model_variables_moving_average", None)
+    find = getattr(optimizer, "_get_variable_index", None)
+    if not averages or find is None:
+        return
+    index = find(variable)
+    if averages[index] is None:
+        averages[index] = _OwnAverage(variable)

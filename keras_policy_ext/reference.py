@@ -104,7 +104,7 @@ def quantize(x: Any, scale: Any, dtype: str) -> Array:
     Returns:
         Codes: an array of that dtype and of x's shape.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return cast(_float32(x) / _float32(scale), dtype)
 
 
@@ -147,28 +147,68 @@ def scale_from_amax(
     """The dequantizing scale that maps amax onto the largest number.
 
     `scale = amax / max(dtype) * 2**margin` in float32, between 2^-126 (the
-    smallest normal float32, whose reciprocal is finite) and 2^127.
-    Element-wise over arrays of amax.
+    smallest normal float32, whose reciprocal is finite) and 2^127. An amax
+    below 2^-126 counts as 2^-126: JAX and TensorFlow on a CPU compute with
+    subnormals as if they were 0. Element-wise over arrays of amax.
 
     Args:
         amax: Array of any shape.
         dtype: The narrow format.
-        margin: Head-room in powers of two.
+        margin: Head-room in powers of two; more than 127 act as 127.
         power_of_two: Round the scale up to a power of two, on the bits.
         previous: Kept where amax is 0 or not finite; broadcastable to amax.
 
     Returns:
         float32 array of amax's shape.
     """
-    observed = _float32(amax)
-    usable = np.isfinite(observed) & (observed > 0)
-    safe = np.where(usable, observed, np.float32(1))
-    with np.errstate(over="ignore"):
-        scale = np.ldexp(safe / np.float32(formats.get(dtype).max), margin)
+    observed, usable = _usable(amax)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = observed / _limit_with_margin(dtype, margin)
     scale = np.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     if power_of_two:
         scale = _round_up_to_power_of_two(scale)
     return np.where(usable, scale, _float32(previous))
+
+
+def scale_of_multiplier(
+    amax: Any, dtype: str, margin: int = 0, previous: Any = 1.0
+) -> Array:
+    """`1 / (max(dtype) / 2**margin / amax)`: the scale of delayed scaling.
+
+    Flax and Transformer Engine compute the quantizing multiplier and invert
+    it. This differs from `scale_from_amax` by one ulp at most, but delayed
+    scaling feeds its own rounding back through the weights: after some steps
+    only the same order of operations gives the same amaxes as theirs.
+    Element-wise over arrays of amax.
+
+    Source: `compute_scale` in flax/linen/fp8_ops.py.
+
+    Args:
+        amax: Array of any shape.
+        dtype: The narrow format.
+        margin: Head-room in powers of two; more than 127 act as 127.
+        previous: Kept where amax is 0 or not finite; broadcastable to amax.
+
+    Returns:
+        float32 array of amax's shape, between 2^-126 and 2^126.
+    """
+    observed, usable = _usable(amax)
+    with np.errstate(over="ignore", under="ignore"):
+        multiplier = _limit_with_margin(dtype, margin) / observed
+    multiplier = np.clip(multiplier, SMALLEST_SCALE, 1 / SMALLEST_SCALE)
+    return np.where(usable, np.float32(1) / multiplier, _float32(previous))
+
+
+def _usable(amax: Any) -> tuple[Array, Array]:
+    """Normal amaxes, 1 where there is none, and where there is one."""
+    observed = _float32(amax)
+    usable = np.isfinite(observed) & (observed > 0)
+    normal = np.maximum(observed, SMALLEST_SCALE)
+    return np.where(usable, normal, np.float32(1)), usable
+
+
+def _limit_with_margin(dtype: str, margin: int) -> np.float32:
+    return np.float32(formats.get(dtype).max * 2.0 ** -min(margin, 127))
 
 
 def _round_up_to_power_of_two(scale: Array) -> Array:
@@ -204,19 +244,22 @@ def delayed_scale(
     dtype: str,
     *,
     current_amax: Any,
-    previous: Any = 1.0,
+    previous: Any = None,
     margin: int = 0,
     amax_compute: str = "max",
     initial_scale: Any = "current",
 ) -> np.float32:
     """The scale that delayed scaling uses in this step.
 
+    It is the `scale_of_multiplier` of the reduced history.
+
     Args:
         history: `(length,)`, as it is **before** this step's amax enters.
         dtype: The narrow format.
         current_amax: This tensor's own amax, used by
-            `initial_scale="current"` while the history is all zero.
-        previous: The scale of the last step, 1 at first.
+            `initial_scale="current"` while there is nothing else.
+        previous: The scale of the last step, kept while the history is all
+            zero; None while only zeros were ever observed.
         margin: Head-room in powers of two.
         amax_compute: `"max"` or `"most_recent"`.
         initial_scale: `"current"` or 1.0.
@@ -226,10 +269,10 @@ def delayed_scale(
     """
     entries = _float32(history)
     reduced = entries[0] if amax_compute == "most_recent" else entries.max()
-    if initial_scale == "current" and not entries.any():
+    if initial_scale == "current" and previous is None and not reduced:
         reduced = current_amax
-    scale = scale_from_amax(reduced, dtype, margin, previous=previous)
-    return np.float32(scale)
+    previous = 1.0 if previous is None else previous
+    return np.float32(scale_of_multiplier(reduced, dtype, margin, previous))
 
 
 # Errors
@@ -321,7 +364,9 @@ class DelayedLinear:
     """A linear layer under delayed scaling, step by step.
 
     `forward` and `backward` of one step use the scales that follow from the
-    histories before it, then observe (NUMERICS.md §4).
+    histories before it, then observe (NUMERICS.md §4). Products accumulate in
+    float64; the scales are `scale_of_multiplier`'s, so that a free-running
+    trace of steps has the amaxes and scales of Flax.
 
     Args:
         recipe: A `recipes.DelayedScaling`.
@@ -335,6 +380,7 @@ class DelayedLinear:
         self.recipe = recipe
         self.histories: dict[str, Array] = {}
         self.scales: dict[str, np.float32] = {}
+        self._known: set[str] = set()
         self.quantized: dict[str, Array] = {}
         for operand in ("inputs", "kernel", "outputs_grad"):
             length = recipe.history_length
@@ -370,7 +416,7 @@ class DelayedLinear:
             self.histories[operand],
             dtype,
             current_amax=observed,
-            previous=self.scales[operand],
+            previous=self.scales[operand] if operand in self._known else None,
             margin=self.recipe.margin,
             amax_compute=self.recipe.amax_compute,
             initial_scale=self.recipe.initial_scale,
@@ -381,6 +427,8 @@ class DelayedLinear:
             self.histories[operand] = history
             self.scales[operand] = scale
             self.quantized[operand] = codes
+            if history.any():
+                self._known.add(operand)
         return codes, scale
 
 

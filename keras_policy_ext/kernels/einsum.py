@@ -50,7 +50,7 @@ def split(equation: str) -> Terms:
     if not arrow or len(terms) != 3:
         raise ValueError(_form_error(equation, "it has another form"))
     for term in terms:
-        letters = term.replace("...", "")
+        letters = term.replace("...", "", 1)
         if not all(letter in string.ascii_letters for letter in letters):
             raise ValueError(
                 _form_error(equation, f"{term!r} has other signs than letters")

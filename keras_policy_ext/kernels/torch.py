@@ -48,11 +48,13 @@ class TorchEngine(AgnosticEngine):
         """See `Engine.quantize`."""
         fmt = formats.get(dtype)
         values = (x.float() / scale).clamp(-fmt.max, fmt.max)
-        if native or values.device.type != "cpu":
+        if native:
             values = values.to(getattr(torch, dtype))
-            values = values if native else values.float()
-        else:
+        elif values.device.type == "cpu" and not torch.compiler.is_compiling():
             values = _round_to_grid(values, fmt)
+        else:
+            # Compiled, adding and subtracting would cancel (torch 2.13).
+            values = values.to(getattr(torch, dtype)).float()
         return Quantized(values, scale)
 
     def einsum(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels, policies
@@ -45,8 +49,25 @@ class Float8Mixin:
         if kwargs.get("dtype") is not None:
             kwargs["dtype"] = policies.get(kwargs["dtype"])
         super().__init__(*args, **kwargs)
-        self.dtype_policy = policies.as_float8(self.dtype_policy)
         self.float8_state = Float8State()
+        self._float8_kernel_count = 0
+        self.dtype_policy = policies.as_float8(self.dtype_policy)
+
+    @property
+    def dtype_policy(self) -> keras.DTypePolicy:
+        """The dtype policy of this layer.
+
+        Raises:
+            ValueError: When it is set, once the layer has kernels, to a
+                policy that needs another state than they have.
+        """
+        return super().dtype_policy
+
+    @dtype_policy.setter
+    def dtype_policy(self, value: Any) -> None:
+        policy = policies.get(value)
+        self._follow(policy)
+        keras.layers.Layer.dtype_policy.fset(self, policy)
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
@@ -79,10 +100,35 @@ class Float8Mixin:
         """
         variable = super().add_weight(*args, **kwargs)
         if self._is_float8_kernel(variable) if float8 is None else float8:
+            self._float8_kernel_count += 1
             policy = self.float8_policy
             if policy is not None:
-                self.float8_state.add(variable, policy.recipe)
+                with keras.name_scope(self.name, caller=self):
+                    self.float8_state.add(variable, policy.recipe)
         return variable
+
+    def get_build_config(self) -> dict[str, Any] | None:
+        """`Layer.get_build_config`, and the path of this layer."""
+        config = super().get_build_config()
+        return {**config, "path": self.path} if config else config
+
+    def build_from_config(self, config: dict[str, Any]) -> None:
+        """`Layer.build_from_config`, under the path that was saved.
+
+        Keras builds the layers of a saved Sequential one by one, outside of
+        it, where a rule for `"model/dense"` would not match.
+        """
+        names = ((config or {}).get("path") or "").split("/")[:-1]
+        with contextlib.ExitStack() as scopes:
+            for name in names:
+                scopes.enter_context(keras.name_scope(name))
+            super().build_from_config(config)
+
+    def load_own_variables(self, store: Any) -> None:
+        """`Layer.load_own_variables`; the state hears how it ended."""
+        self.float8_state.layer_loads(store)
+        super().load_own_variables(store)
+        self.float8_state.layer_has_loaded()
 
     def count_params(self) -> int:
         """The number of scalars in the weights; state does not count."""
@@ -165,6 +211,18 @@ class Float8Mixin:
         """What Keras calls for a layer with a quantization mode."""
         return self.call(*args, **kwargs)
 
+    def rematerialized_call(
+        self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Callable[..., Tensor]:
+        """Keras's, with the keyword arguments bound before.
+
+        Keras would rematerialize a function of them: JAX then traces
+        `training`, and TensorFlow refuses keyword arguments in a graph.
+        """
+        bound = functools.partial(layer_call, **kwargs)
+        again = super().rematerialized_call(bound, *args)
+        return lambda *args, **kwargs: again(*args)
+
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `add_weight` makes the state of a float8 layer."""
         if self.quantization_mode != "float8":
@@ -175,6 +233,27 @@ class Float8Mixin:
         """Which weights are saved: in float8 those of a float layer."""
         spec = dict(super().variable_serialization_spec)
         return {**spec, "float8": spec[None]}
+
+    def _follow(self, policy: keras.DTypePolicy) -> None:
+        """Let the state follow another policy, or raise if it cannot."""
+        if isinstance(policy, Float8DTypePolicy):
+            policy = policy.for_path(self.path)
+        if not isinstance(policy, Float8DTypePolicy):
+            return
+        state, recipe = self.float8_state, policy.recipe
+        lacks = self._float8_kernel_count > len(state.matrices)
+        if (lacks and recipe.history_length) or not state.fits(recipe):
+            raise ValueError(
+                f"The kernels of layer {self.name!r} are made, and their "
+                "float8 state does not fit this policy. Received: "
+                f"{policy.full_name!r}. The layer has: "
+                f"{self.dtype_policy!r}. Allowed now: a plain policy, a "
+                "recipe without history, or the history length that the "
+                "layer was made with. Make a new layer or model with the "
+                "policy, save the weights of this one and load them there: "
+                "a history of another length is cut or padded."
+            )
+        state.follow(recipe)
 
     def _is_float8_kernel(self, variable: keras.Variable) -> bool:
         if self.float8_kernels is not None:
@@ -199,6 +278,7 @@ class Float8Mixin:
         inputs = self.convert_input(inputs)
         if training is None:
             training = _keras_compat.training_of_call()
+        training = _static_flag(training)
         state, slot = self._state_of(kernel, policy, training)
         value = _keras_compat.value_without_autocast(kernel)
         plan = kernels.make_plan(
@@ -234,6 +314,12 @@ class Float8Mixin:
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
+
+
+def _static_flag(training: Any) -> bool | None:
+    """True, False, or None where the flag is traced and so not known."""
+    known = isinstance(training, (bool, int, np.bool_))
+    return bool(training) if known else None
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -1,4 +1,17 @@
-"""The float8 state of a layer: a sub-layer that holds sum-safe matrices."""
+"""The float8 state of a layer: a sub-layer that holds sum-safe matrices.
+
+In a file it is a group of its own beside the weights of the layer, which
+stock layers don't look at. For the kernel that was made as number `i`:
+
+| key | shape | value |
+|---|---|---|
+| `format_version` | () | 1; once in the group |
+| `i.<operand>.scale` | () | last scale used, 0 if none |
+| `i.<operand>.amax_history` | (length,) | amaxes, the ring of `numerics.observations` |
+
+Kernels have numbers and not names, as Keras has it for weights: a weight that
+was not given a name is called differently in each model.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +24,11 @@ from keras import ops
 from keras_policy_ext import _keras_compat, kernels
 from keras_policy_ext.numerics.rules import rule_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
+
+FORMAT_VERSION = 1
+"""Of the entries in a file. Raise it when an older reader would misread them."""
+
+VERSION_KEY = "format_version"
 
 SUFFIX = "_amax"
 """Ends the name of a state variable: a LayoutMap for kernels won't match."""
@@ -43,10 +61,16 @@ class StateVariable(keras.Variable):
             aggregation="only_first_replica",
             name=name,
         )
-        self.overwrite_with_gradient = True
 
     def assign(self, value: Any) -> Any:
-        """Settle `value`, an observation or a state, and store the result."""
+        """Settle `value`, an observation or a state, and store the result.
+
+        Raises:
+            ValueError: If `value` is a NumPy array, as in `set_weights`, that
+                is no observation and no state.
+        """
+        if isinstance(value, np.ndarray):
+            _check_rows(self, value)
         self.uses = 0
         value = self._convert_to_tensor(value, dtype=self.dtype)
         readable = _keras_compat.has_value(self)
@@ -54,6 +78,12 @@ class StateVariable(keras.Variable):
             value = kernels.engine().combine_replicas(value)
             value = rule_of(self.recipe).settle(value, self.value)
         return super().assign(value)
+
+    @property
+    def overwrite_with_gradient(self) -> bool:
+        """Always true, to an optimizer that asks."""
+        _keras_compat.spare_from_averaging(self)
+        return True
 
     def next_slot(self) -> int:
         """Number the uses between two assignments."""
@@ -68,12 +98,24 @@ class Float8State(keras.layers.Layer):
     def __init__(self, name: str = "float8_state"):
         super().__init__(name=name, dtype="float32")
         self._owners: dict[str, str] = {}
+        self._layer_loaded: bool | None = None
+        self._failure: ValueError | None = None
         self.built = True
 
     def add(self, kernel: keras.Variable, recipe: Recipe) -> None:
-        """Create the state of a kernel, where the recipe has state."""
-        if rule_of(recipe).state_shape is None or kernel.path in self._owners:
+        """Create the state of a kernel, where the recipe has state.
+
+        Raises:
+            ValueError: If there is a kernel of this path already.
+        """
+        if rule_of(recipe).state_shape is None:
             return
+        if kernel.path in self._owners:
+            raise ValueError(
+                "Two float8 kernels of a layer must have different names, or "
+                f"they would share one state. Received: {kernel.path!r} "
+                "twice. Allowed: any other name. Pass `name=` to `add_weight`."
+            )
         name = kernel.name + SUFFIX
         with keras.name_scope(self.name):
             setattr(self, name, StateVariable(recipe, name))
@@ -94,46 +136,172 @@ class Float8State(keras.layers.Layer):
         """All state variables, in the order of creation."""
         return [getattr(self, name) for name in self._owners.values()]
 
+    def fits(self, recipe: Recipe) -> bool:
+        """Whether these matrices can be the state of a recipe."""
+        shape = rule_of(recipe).state_shape
+        return shape is None or all(
+            tuple(variable.shape) == shape for variable in self.matrices
+        )
+
+    def follow(self, recipe: Recipe) -> None:
+        """Go on under another recipe, one that `fits`."""
+        if rule_of(recipe).state_shape is not None:
+            for variable in self.matrices:
+                variable.recipe = recipe
+
     def save_own_variables(self, store: Any) -> None:
-        """Write the scale and the amax history of each operand by name."""
-        for variable in self.matrices:
-            for key, value in _entries(variable).items():
+        """Write the scale and the amax history of each operand."""
+        if self.matrices:
+            store[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
+        for number, variable in enumerate(self.matrices):
+            for key, value in _entries(number, variable).items():
                 store[key] = value
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, as far as it is there.
 
         A state that is not in the file starts anew. A history of another
-        length is cut or padded with zeros; the newest entries are kept.
+        length is cut or padded with zeros; the newest entries are kept. All
+        matrices are assigned or, on an error, none. Where the layer's own
+        weights were not loaded, its state stays as it was.
+
+        Raises:
+            ValueError: If the entries are incomplete, of wrong shapes or
+                values, or written by a newer version of this package.
         """
-        for variable in self.matrices:
-            variable.assign(_matrix(variable, store))
+        layer_loaded, self._layer_loaded = self._layer_loaded, None
+        if layer_loaded is False:
+            # Keras looks for an object that failed in other places of the
+            # file; finding nothing there must not end the failure.
+            if self._failure is not None:
+                raise self._failure
+            return
+        try:
+            matrices = _read(self.matrices, store)
+        except ValueError as error:
+            self._failure = error
+            raise
+        self._failure = None
+        for variable, matrix in zip(self.matrices, matrices, strict=True):
+            variable.assign(matrix)
+
+    def layer_loads(self, store: Any) -> None:
+        """Be told that the layer is about to load its weights."""
+        self._layer_loaded = False
+        if len(store.keys()):
+            self._failure = None
+
+    def layer_has_loaded(self) -> None:
+        """Be told that the layer has loaded its weights."""
+        self._layer_loaded = True
 
 
-def _entries(variable: StateVariable) -> dict[str, np.ndarray]:
+def _entries(number: int, variable: StateVariable) -> dict[str, np.ndarray]:
     layout = rule_of(variable.recipe).layout
     matrix = keras.ops.convert_to_numpy(variable.value)
     entries = {}
     for row, operand in enumerate(OPERANDS):
-        prefix = f"{variable.name}.{operand}"
+        prefix = f"{number}.{operand}"
         entries[f"{prefix}.scale"] = layout.scale(matrix)[row]
         entries[f"{prefix}.amax_history"] = layout.history(matrix)[row]
     return entries
 
 
-def _matrix(variable: StateVariable, store: Any) -> np.ndarray:
-    length = rule_of(variable.recipe).layout.length
+def _read(variables: list[StateVariable], store: Any) -> list[np.ndarray]:
+    """The matrices that a store means; those it lacks start anew."""
+    keys = set(store.keys())
+    if not keys or not variables:
+        return [_anew(variable) for variable in variables]
+    path = variables[0].path.rpartition("/")[0]
+    if VERSION_KEY not in keys:
+        raise ValueError(_damaged(path, f"it lacks {VERSION_KEY!r}"))
+    version = np.asarray(store[VERSION_KEY])
+    if version.shape or version.dtype.kind != "i" or version < 1:
+        raise ValueError(_damaged(path, f"{VERSION_KEY!r} is {version!r}"))
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"The float8 state of {path!r} was written by a newer version of "
+            f"keras_policy_ext. Received: format {version}. Allowed: up to "
+            f"{FORMAT_VERSION}. Update keras_policy_ext, or load the weights "
+            "without float8 state: into the model with a plain policy."
+        )
+    return [
+        _matrix(number, variable, store, keys, path)
+        for number, variable in enumerate(variables)
+    ]
+
+
+def _anew(variable: StateVariable) -> np.ndarray:
     matrix = np.zeros(tuple(variable.shape), "float32")
     matrix[:, 0] = -1.0
-    first = matrix.shape[1] - length
-    for row, operand in enumerate(OPERANDS):
-        prefix = f"{variable.name}.{operand}"
-        if f"{prefix}.amax_history" not in store.keys():
-            continue
-        history = np.asarray(store[f"{prefix}.amax_history"])
-        matrix[row, first - 1] = np.asarray(store[f"{prefix}.scale"])
-        matrix[row, first:] = _resized(history, length)
     return matrix
+
+
+def _matrix(
+    number: int,
+    variable: StateVariable,
+    store: Any,
+    keys: set[str],
+    path: str,
+) -> np.ndarray:
+    layout = rule_of(variable.recipe).layout
+    matrix = _anew(variable)
+    names = [f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")]
+    wanted = {f"{number}.{name}" for name in names}
+    if keys.isdisjoint(wanted):
+        return matrix
+    if not wanted <= keys:
+        lacking = ", ".join(sorted(wanted - keys))
+        raise ValueError(_damaged(path, f"it lacks {lacking}"))
+    for row, operand in enumerate(OPERANDS):
+        prefix = f"{number}.{operand}"
+        history = _entry(store, f"{prefix}.amax_history", 1, path)
+        layout.scale(matrix)[row] = _entry(store, f"{prefix}.scale", 0, path)
+        layout.history(matrix)[row] = _resized(history, layout.length)
+    return matrix
+
+
+def _entry(store: Any, key: str, rank: int, path: str) -> np.ndarray:
+    value = np.asarray(store[key])
+    if value.ndim != rank or not value.size or value.dtype.kind != "f":
+        found = f"{key!r} is {value.dtype} of shape {value.shape}"
+        raise ValueError(_damaged(path, found))
+    with np.errstate(over="ignore"):
+        value = value.astype("float32")
+    if not _is_amax(value):
+        raise ValueError(_damaged(path, f"{key!r} is {value}"))
+    return value
+
+
+def _is_amax(values: np.ndarray) -> bool:
+    return bool(np.all(np.isfinite(values)) and np.all(values >= 0))
+
+
+def _damaged(path: str, found: str) -> str:
+    keys = "i.<operand>.scale and i.<operand>.amax_history"
+    return (
+        f"The float8 state of {path!r} in this file is damaged; the layer's "
+        f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r} "
+        f"and, for each kernel i and each of {', '.join(OPERANDS)}, a float "
+        f"scalar and a float vector ({keys}), finite and >= 0. Save the "
+        "model again, or delete the group from the file: the state then "
+        "starts anew."
+    )
+
+
+def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
+    """Raise if this array is no observation and no state."""
+    if value.shape != tuple(variable.shape):
+        return  # Keras says so.
+    uses = value[:, 0]
+    settled = value[uses < 0]
+    if np.any(np.isnan(uses)) or not _is_amax(settled[:, 1:]):
+        raise ValueError(
+            f"This array is no float8 state of {variable.path!r}. Received: "
+            f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "
+            "as `get_weights` returns them. Leave the variable as it is, or "
+            "load the model from a file."
+        )
 
 
 def _resized(ring: np.ndarray, length: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext.numerics.casting import quantize
+from keras_policy_ext.numerics.scaling import amax
 
 Tensor = Any
 
@@ -27,11 +28,18 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
     """
     reference = ops.cast(reference, "float32")
     noise = reference - ops.cast(approximation, "float32")
-    signal_power = ops.sum(ops.square(reference))
-    noise_power = ops.sum(ops.square(noise))
-    return (10.0 / math.log(10.0)) * (
-        ops.log(signal_power) - ops.log(noise_power)
-    )
+    lost = _log_norm(noise)
+    level = (20.0 / math.log(10.0)) * (_log_norm(reference) - lost)
+    # Of zeros that stay zeros the difference would be NaN.
+    return ops.where(ops.equal(lost, -math.inf), math.inf, level)
+
+
+def _log_norm(x: Tensor) -> Tensor:
+    """Logarithm of the Frobenius norm; its square might overflow."""
+    largest = amax(x)
+    unit = ops.where(ops.greater(largest, 0.0), largest, 1.0)
+    power = ops.sum(ops.square(ops.divide(x, unit)))
+    return ops.log(unit) + 0.5 * ops.log(power)
 
 
 def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:

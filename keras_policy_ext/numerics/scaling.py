@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -16,6 +17,9 @@ SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32."""
+
+LARGEST_MARGIN = 127
+"""Powers of two; with more head-room than this every scale is extreme."""
 
 _INFINITY_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
@@ -40,8 +44,14 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
             keepdims=keepdims,
             initial=0.0,
         )
-    magnitude = ops.max(ops.abs(x), axis=axis, keepdims=keepdims)
-    return ops.cast(magnitude, "float32")
+    magnitude = ops.abs(x)
+    if keras.backend.backend() == "tensorflow" and _is_floating(x):
+        # XLA as TensorFlow configures it on a CPU drops NaN from a maximum
+        # (TF 2.21 with jit_compile=True; JAX configures it otherwise).
+        is_nan = ops.isnan(magnitude)
+        magnitude = ops.where(is_nan, float("inf"), magnitude)
+    largest = ops.max(magnitude, axis=axis, keepdims=keepdims)
+    return ops.cast(largest, "float32")
 
 
 def scale_from_amax(
@@ -54,13 +64,14 @@ def scale_from_amax(
     """The dequantizing scale which maps `amax` to the top of the format.
 
     `amax / max(dtype) * 2**margin` in float32, never below 2^-126 (a scale of
-    0 would give NaN) and never infinite. Where `amax` is 0 or not finite,
-    `previous`.
+    0 would give NaN) and never infinite. An `amax` below 2^-126 counts as
+    2^-126. Where `amax` is 0 or not finite, `previous`.
 
     Args:
         amax: Float32 tensor of any shape, not negative.
         dtype: Name of the format, `"float8_e4m3fn"` or `"float8_e5m2"`.
-        margin: Powers of two of headroom left above `amax`.
+        margin: Powers of two of headroom left above `amax`; more than 127
+            act as 127.
         power_of_two: Whether the scale is rounded up to a power of two.
         previous: Scale to keep, broadcastable to `amax`.
 
@@ -84,8 +95,9 @@ def scale_for_limit(
     known = is_positive_finite(amax)
     # XLA multiplies by the reciprocal of a constant divisor, which differs in
     # the last bit (seen on JAX 0.10); this one is no constant to it.
-    divisor = ops.where(known, limit, 1.0)
-    scale = amax / divisor * 2.0**margin
+    divisor = ops.where(known, _with_margin(limit, margin), 1.0)
+    # JAX and TensorFlow on a CPU take a subnormal for 0, torch does not.
+    scale = ops.maximum(amax, SMALLEST_SCALE) / divisor
     scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
@@ -95,7 +107,7 @@ def scale_for_limit(
 def scale_of_multiplier(
     amax: Tensor, limit: Any, margin: int = 0, previous: Tensor = 1.0
 ) -> Tensor:
-    """`1 / (limit / amax / 2**margin)`: what delayed scaling takes.
+    """`1 / (limit / 2**margin / amax)`: what delayed scaling takes.
 
     Flax and Transformer Engine compute the quantizing multiplier and invert
     it; this differs from `amax / limit` by one ulp at most. Delayed scaling
@@ -107,18 +119,33 @@ def scale_of_multiplier(
     Args:
         amax: Float32 tensor of any shape, not negative.
         limit: Largest value of the format, or a tensor of them.
-        margin: Powers of two of headroom left above `amax`.
+        margin: Powers of two of headroom left above `amax`; more than 127
+            act as 127.
         previous: Scale to keep where `amax` is 0 or not finite.
 
     Returns:
-        Float32 tensor of the shape of `amax`.
+        Float32 tensor of the shape of `amax`, between 2^-126 and 2^126.
     """
     known = is_positive_finite(amax)
-    multiplier = limit / ops.where(known, amax, 1.0) / 2.0**margin
-    # The selection keeps XLA from turning 1 / (a / b) into b / a.
-    scale = 1.0 / ops.where(known, multiplier, 1.0)
-    scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
-    return ops.where(known, scale, previous)
+    # Without the clips XLA would turn 1 / (a / b) into b / a. Written `1 / x`,
+    # torch (`a / x` for a number a) and TensorFlow's graphs (for 1) multiply
+    # by a reciprocal, which TensorFlow even approximates.
+    normal = ops.maximum(amax, SMALLEST_SCALE)
+    multiplier = ops.divide(_with_margin(limit, margin), normal)
+    multiplier = ops.clip(multiplier, SMALLEST_SCALE, 1.0 / SMALLEST_SCALE)
+    one = ops.where(known, 1.0, previous)
+    return ops.divide(one, ops.where(known, multiplier, 1.0))
+
+
+def _is_floating(x: Tensor) -> bool:
+    return "float" in keras.backend.standardize_dtype(x.dtype)
+
+
+def _with_margin(limit: Any, margin: int) -> Any:
+    # An exact division. Applied to the quotient instead it might go through
+    # a subnormal, which JAX and TensorFlow on a CPU flush to 0, and XLA
+    # would turn a / b / c into a / (b * c), which can overflow.
+    return limit / 2.0 ** min(margin, LARGEST_MARGIN)
 
 
 def is_positive_finite(amax: Tensor) -> Tensor:

@@ -1,0 +1,241 @@
+"""The command `keras-policy-ext`.
+
+The environment is read and written here and nowhere else in the package.
+Keras takes its backend from it when it is first imported, so that this
+module imports neither Keras nor what imports it before the choice is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from keras_policy_ext import recipes
+from keras_policy_ext._version import __version__
+from keras_policy_ext.diagnostics import demo
+
+BACKENDS = ("jax", "torch", "tensorflow")
+"""In the order in which an installed one is taken."""
+
+_DEMO = """\
+Train a small transformer for next-character prediction three times, in
+float32, mixed_bfloat16 and float8, from the same weights on the same batches.
+Prints a table of the results, and writes a plot and a CSV file of the losses.
+"""
+_DOCTOR = """\
+Say which backend, versions and device are in use, and which contractions run
+natively in float8 or are emulated, and why.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None for those of the process.
+
+    Returns:
+        0, the exit status.
+
+    Raises:
+        SystemExit: With status 2 and one line on stderr, if an argument or
+            the machine does not allow what is asked; with 0 after `--help`
+            and `--version`.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    command: argparse.ArgumentParser = arguments.parser
+    try:
+        prepared = arguments.prepare(arguments)
+    except ValueError as error:
+        command.error(str(error))
+    try:
+        arguments.run(arguments, prepared)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def choose_backend(asked: str | None) -> str:
+    """The backend to use.
+
+    Args:
+        asked: What the command line says; None: `KERAS_BACKEND`, and where
+            that is not set, the first of `BACKENDS` that is installed.
+
+    Returns:
+        One of `BACKENDS`.
+
+    Raises:
+        ValueError: If it is unknown or not installed, or if Keras already
+            runs on another one in this process.
+    """
+    installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
+    named = asked or os.environ.get("KERAS_BACKEND") or None
+    if named is None and not installed:
+        raise ValueError(
+            "no framework is installed; get one of them with "
+            "pip install 'keras-policy-ext[jax]', [torch] or [tensorflow]"
+        )
+    backend = named or installed[0]
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"unknown backend {backend!r} in KERAS_BACKEND; allowed: "
+            f"{', '.join(BACKENDS)}"
+        )
+    if backend not in installed:
+        raise ValueError(
+            f"the backend {backend!r} is not installed (installed: "
+            f"{', '.join(installed) or 'none'}); get it with "
+            f"pip install 'keras-policy-ext[{backend}]'"
+        )
+    _check_not_running_another(backend)
+    return backend
+
+
+def _check_not_running_another(backend: str) -> None:
+    keras = sys.modules.get("keras")
+    running = keras.backend.backend() if keras else backend
+    if running != backend:
+        raise ValueError(
+            f"Keras already runs on {running!r} in this process; start "
+            f"another one for {backend!r}"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="keras-policy-ext",
+        description="Float8 dtype policies for Keras 3.",
+        epilog="`keras-policy-ext COMMAND --help` tells the options of each.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {__version__}"
+    )
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True
+    )
+    _add_demo(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train in float32, bfloat16 and float8 and compare",
+        description=_DEMO,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_backend(parser)
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="UTF-8 text to learn from; without it the topics of Python's "
+        "own pydoc",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--steps", type=_at_least(1), default=300, help="training steps"
+    )
+    parser.add_argument(
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        help="of the weights and the batches",
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=recipes.names(),
+        default="delayed",
+        help="how float8 numbers are scaled",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default="keras-policy-ext-demo",
+        help="folder for the plot and the CSV file; made if missing",
+    )
+    parser.set_defaults(parser=parser, prepare=_prepare_demo, run=_run_demo)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what runs natively in float8 on this machine, and why",
+        description=_DOCTOR,
+    )
+    _add_backend(doctor)
+    doctor.set_defaults(
+        parser=doctor, prepare=_prepare_backend, run=_run_doctor
+    )
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        choices=sorted(BACKENDS),
+        help="framework; without it KERAS_BACKEND, and where that is not "
+        f"set, the first installed of {', '.join(BACKENDS)}",
+        default=argparse.SUPPRESS,
+    )
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: an int that is not smaller."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"an integer of {least} or more is needed, not {text!r}"
+            )
+        return int(text)
+
+    return integer
+
+
+def _prepare_backend(arguments: argparse.Namespace) -> None:
+    backend = choose_backend(getattr(arguments, "backend", None))
+    os.environ["KERAS_BACKEND"] = backend
+    # TensorFlow, which Keras imports wherever it is installed, logs what is
+    # no concern of the user, from C++; its errors are Python exceptions.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if backend == "torch":
+        # OpenMP's threads wait by spinning: where they outnumber the free
+        # cores, a step of a model this small takes ten times as long.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _prepare_demo(arguments: argparse.Namespace) -> demo.Prepared:
+    _prepare_backend(arguments)
+    return demo.prepare(
+        demo.Settings(
+            steps=arguments.steps,
+            seed=arguments.seed,
+            recipe=arguments.recipe,
+            text=getattr(arguments, "text", None),
+            out=arguments.out,
+        )
+    )
+
+
+def _run_demo(arguments: argparse.Namespace, prepared: demo.Prepared) -> None:
+    demo.run(prepared)
+
+
+def _run_doctor(arguments: argparse.Namespace, prepared: None) -> None:
+    from keras_policy_ext.diagnostics import doctor
+
+    doctor.run()

@@ -1,0 +1,1 @@
+"""Watching float8 at work: the demo, the doctor, tables and plots."""

@@ -1,0 +1,53 @@
+"""What the demo is asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """The size of a decoder.
+
+    Attributes:
+        context: Characters it sees at once.
+        width: Of the residual stream.
+        heads: Of each attention.
+        hidden: Of each feed-forward part.
+        blocks: Attention and feed-forward pairs.
+    """
+
+    context: int = 64
+    width: int = 128
+    heads: int = 4
+    hidden: int = 512
+    blocks: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the demo is asked to do; the defaults are the command's.
+
+    Attributes:
+        steps: Training steps for each precision.
+        seed: Of the weights and the batches.
+        recipe: Name of the float8 recipe.
+        text: UTF-8 file to learn from; None: the topics of `pydoc`.
+        out: Folder for the plot and the CSV file.
+        size: Of the model.
+        windows: Windows of text in a batch.
+        learning_rate: The highest; it rises and falls again.
+        validations: How often the validation loss is taken on the way.
+        validation_windows: Windows of text in the validation batch.
+    """
+
+    steps: int = 300
+    seed: int = 0
+    recipe: str = "delayed"
+    text: str | None = None
+    out: str = "keras-policy-ext-demo"
+    size: Size = Size()
+    windows: int = 32
+    learning_rate: float = 3e-3
+    validations: int = 10
+    validation_windows: int = 256

@@ -1,0 +1,124 @@
+"""The text of the demo, as numbers: NumPy only."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+from collections import Counter
+
+import numpy as np
+
+VOCABULARY_LIMIT = 256
+"""At most so many tokens; rarer characters share token 0."""
+
+VALIDATION_FRACTION = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Windows of text and, for each character, the next one.
+
+    Attributes:
+        inputs: (windows, context), int32.
+        targets: (windows, context), int32.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text split for training and validation.
+
+    Attributes:
+        source: Where it comes from, for people.
+        vocabulary: The characters, one for each token; token 0 stands for
+            all that are not among them.
+        train: (n,), int32: the first nine tenths.
+        validation: (m,), int32: the rest.
+    """
+
+    source: str
+    vocabulary: str
+    train: np.ndarray
+    validation: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """The number of different tokens."""
+        return len(self.vocabulary) + 1
+
+    def batch(self, step: int, seed: int, windows: int, context: int) -> Batch:
+        """The training batch of a step: the same for every precision."""
+        random = np.random.default_rng((seed, step))
+        starts = random.integers(len(self.train) - context, size=windows)
+        return _windows(self.train, starts, context)
+
+    def validation_batch(self, windows: int, context: int) -> Batch:
+        """At most so many windows, evenly over the validation text."""
+        last = len(self.validation) - context - 1
+        count = min(windows, last // context + 1)
+        starts = np.linspace(0, last, count).astype(int)
+        return _windows(self.validation, starts, context)
+
+
+def load(path: str | None, context: int) -> Corpus:
+    """Read the text to learn from.
+
+    Args:
+        path: A UTF-8 file; None for the topics of Python's own `pydoc`.
+        context: Characters in a window; both parts must hold one.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        ValueError: If there is no such file, it is no UTF-8 text, or it is
+            too short.
+    """
+    source, text = _pydoc_topics() if path is None else _file(path)
+    needed = int((context + 1) / VALIDATION_FRACTION) + 1
+    if len(text) < needed:
+        raise ValueError(
+            f"{source} is too short: it has {len(text):,} characters, and "
+            f"{needed:,} are the least."
+        )
+    return encode(source, text)
+
+
+def encode(source: str, text: str) -> Corpus:
+    """Number the characters of a text and split it."""
+    common = Counter(text).most_common(VOCABULARY_LIMIT - 1)
+    vocabulary = "".join(sorted(character for character, _ in common))
+    number = {character: i + 1 for i, character in enumerate(vocabulary)}
+    tokens = np.array([number.get(c, 0) for c in text], "int32")
+    split = len(tokens) - int(len(tokens) * VALIDATION_FRACTION)
+    return Corpus(source, vocabulary, tokens[:split], tokens[split:])
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> Batch:
+    index = starts[:, None] + np.arange(context)
+    return Batch(tokens[index], tokens[index + 1])
+
+
+def _pydoc_topics() -> tuple[str, str]:
+    try:
+        module = importlib.import_module("pydoc_data.topics")
+    except ImportError as error:
+        raise ValueError(
+            "This Python comes without pydoc_data, whose text the demo "
+            "learns from. Name a text of your own: --text FILE."
+        ) from error
+    return "pydoc_data.topics", "\n".join(module.topics.values())
+
+
+def _file(path: str) -> tuple[str, str]:
+    try:
+        return path, pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"Cannot read {path}: {reason}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}.") from error

@@ -1,0 +1,217 @@
+"""Training one model in one precision, and what was seen of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import policies
+from keras_policy_ext.diagnostics.demo.model import decoder
+from keras_policy_ext.diagnostics.demo.settings import Settings
+from keras_policy_ext.diagnostics.demo.text import Corpus
+
+BASELINE = "mixed_bfloat16"
+"""The precision that the others are compared with."""
+
+COMPILATION_STEPS = 2
+"""The first steps compile; they are left out of steps/s."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul of the model, as it ran in float8.
+
+    Attributes:
+        layer: Name of the layer.
+        equation: What it contracts, inputs first and kernel second.
+        kind: `"native"` or `"emulated"`.
+        reason: Why.
+    """
+
+    layer: str
+    equation: str
+    kind: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What was seen of one training.
+
+    Attributes:
+        precision: Short name.
+        policy: Full name of the dtype policy.
+        losses: Training loss of each step, in nats per character.
+        validation: Validation loss after so many steps, likewise.
+        seconds: Duration of each step.
+        matmuls: Those that ran in float8.
+    """
+
+    precision: str
+    policy: str
+    losses: tuple[float, ...]
+    validation: dict[int, float]
+    seconds: tuple[float, ...]
+    matmuls: tuple[Matmul, ...]
+
+    @property
+    def validation_loss(self) -> float:
+        """After the last step."""
+        return self.validation[len(self.losses)]
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """From the median step; None if there was nothing but compilation."""
+        timed = self.seconds[COMPILATION_STEPS:]
+        return 1.0 / statistics.median(timed) if timed else None
+
+    def gap_percent(self, baseline: Run) -> float:
+        """How much higher the validation loss is than that of another run."""
+        return 100.0 * (self.validation_loss / baseline.validation_loss - 1.0)
+
+
+def policies_compared(recipe: str) -> dict[str, keras.DTypePolicy]:
+    """The policies that are compared, by short name."""
+    return {
+        "float32": policies.get("float32"),
+        BASELINE: policies.get(BASELINE),
+        "float8": policies.Float8DTypePolicy(BASELINE, recipe=recipe),
+    }
+
+
+def initial_weights(corpus: Corpus, settings: Settings) -> dict[str, Any]:
+    """Arrays for all weights of the model, by path.
+
+    Matrices are normal, drawn by NumPy: all frameworks start alike.
+    """
+    model = decoder(corpus.tokens, settings.size, "float32")
+    random = np.random.default_rng(settings.seed)
+    deviation = settings.size.width**-0.5
+    weights = {}
+    for variable in model.weights:
+        array = keras.ops.convert_to_numpy(variable)
+        if array.ndim > 1 and not variable.path.endswith("bias"):
+            array = random.normal(0.0, deviation, array.shape)
+        weights[variable.path] = array.astype("float32")
+    return weights
+
+
+def train(
+    precision: str,
+    policy: keras.DTypePolicy,
+    corpus: Corpus,
+    settings: Settings,
+    weights: dict[str, Any],
+    on_step: Callable[[float], None],
+) -> Run:
+    """Train a model from given weights.
+
+    Args:
+        precision: Short name, for the result.
+        policy: The dtype policy of all layers.
+        corpus: The text.
+        settings: Steps, seed and sizes.
+        weights: From `initial_weights`.
+        on_step: Called after each step with its training loss.
+
+    Returns:
+        What was seen.
+    """
+    keras.utils.set_random_seed(settings.seed)
+    model = _compiled(corpus, settings, policy, weights)
+    evaluated = _evaluated_after(settings)
+    losses, seconds = [], []
+    validation = {0: _validation_loss(model, corpus, settings)}
+    for step in range(settings.steps):
+        loss, duration = _step(model, corpus, settings, step)
+        losses.append(loss)
+        seconds.append(duration)
+        if step + 1 in evaluated:
+            validation[step + 1] = _validation_loss(model, corpus, settings)
+        on_step(loss)
+    return Run(
+        precision,
+        getattr(policy, "full_name", policy.name),
+        tuple(losses),
+        validation,
+        tuple(seconds),
+        tuple(_matmuls(model)),
+    )
+
+
+def _compiled(
+    corpus: Corpus,
+    settings: Settings,
+    policy: keras.DTypePolicy,
+    weights: dict[str, Any],
+) -> keras.Model:
+    model = decoder(corpus.tokens, settings.size, policy)
+    for variable in model.weights:
+        if variable.path in weights:  # the rest is float8 state
+            variable.assign(weights[variable.path])
+    model.compile(
+        keras.optimizers.Adam(_learning_rate(settings), beta_2=0.99),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def _learning_rate(settings: Settings) -> Any:
+    """A tenth of the steps up to the highest rate, then down by a cosine."""
+    rising = settings.steps // 10
+    return keras.optimizers.schedules.CosineDecay(
+        initial_learning_rate=settings.learning_rate / 100,
+        decay_steps=max(settings.steps - rising, 1),
+        alpha=0.01,
+        warmup_target=settings.learning_rate,
+        warmup_steps=rising,
+    )
+
+
+def _evaluated_after(settings: Settings) -> set[int]:
+    steps = np.linspace(0, settings.steps, settings.validations + 1)
+    return {int(step) for step in steps[1:]}
+
+
+def _step(
+    model: keras.Model, corpus: Corpus, settings: Settings, step: int
+) -> tuple[float, float]:
+    """The loss of a training step and its duration in seconds."""
+    batch = corpus.batch(
+        step, settings.seed, settings.windows, settings.size.context
+    )
+    start = time.perf_counter()
+    model.reset_metrics()
+    # The result is a number on the host: the step is over when it is there.
+    loss = float(model.train_on_batch(batch.inputs, batch.targets))
+    return loss, time.perf_counter() - start
+
+
+def _validation_loss(
+    model: keras.Model, corpus: Corpus, settings: Settings
+) -> float:
+    batch = corpus.validation_batch(
+        settings.validation_windows, settings.size.context
+    )
+    loss = model.evaluate(
+        batch.inputs, batch.targets, batch_size=settings.windows, verbose=0
+    )
+    return float(loss)
+
+
+def _matmuls(model: keras.Model) -> list[Matmul]:
+    return [
+        Matmul(
+            layer.name,
+            getattr(layer, "equation", "...x,xy->...y"),
+            *layer.kernel_choice,
+        )
+        for layer in model.layers
+        if getattr(layer, "kernel_choice", None) is not None
+    ]

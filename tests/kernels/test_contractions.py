@@ -1,0 +1,478 @@
+"""The three matmuls of a layer, against NumPy on the quantized operands."""
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from keras import ops
+from steps import gradients, no_grad, numpy, state_of, step
+from ways import BACKEND, bits, same_bits
+
+import keras_policy_ext as kpe
+from keras_policy_ext import kernels, reference
+from keras_policy_ext.numerics import scaling
+from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+
+FLOAT32_TOLERANCE = 1e-6
+"""Relative RMS of a float32 result against one accumulated in float64."""
+
+
+def policy(source="float32", recipe=None):
+    return kpe.Float8DTypePolicy(source, recipe=recipe or CurrentScaling())
+
+
+def normal(*shape, seed=0, scale=1.0):
+    values = np.random.default_rng(seed).normal(size=shape) * scale
+    return values.astype("float32")
+
+
+def half(x, dtype):
+    """`x` rounded to a 16-bit dtype, as float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(getattr(ml_dtypes, dtype, dtype)).astype("float32")
+
+
+def quantized(x, operand, recipe):
+    """What float8 keeps of `x` under current scaling, in float64."""
+    dtype = recipe.format_of(operand)
+    amax = reference.amax(x)
+    scale = reference.scale_from_amax(amax, dtype, **recipe.scale_options)
+    codes = reference.quantize(x, scale, dtype)
+    return codes.astype("float64") * np.float64(scale)
+
+
+def relative_rms(actual, expected):
+    error = np.sqrt(np.mean(np.square(actual - expected)))
+    signal = np.sqrt(np.mean(np.square(expected)))
+    return error / signal if error else 0.0
+
+
+def within_half_an_ulp(actual, exact, terms, bits_stored):
+    """Whether `actual` is `exact` rounded to a 16-bit dtype.
+
+    The slack is that of a float32 sum of products; `terms` is the sum of
+    their magnitudes.
+    """
+    exponents = np.frexp(np.maximum(np.abs(exact), 1e-30))[1] - 1
+    half_an_ulp = 2.0 ** (exponents - bits_stored - 1)
+    slack = 2.0**-20 * terms
+    return np.all(np.abs(actual - exact) <= half_an_ulp * 1.0001 + slack)
+
+
+def run_layer(layer, x, g):
+    """`(y, dx, dkernel)` for the output gradient `g`."""
+    g = ops.convert_to_tensor(g)
+
+    def loss(y):
+        return ops.sum(ops.multiply(ops.cast(y, "float32"), g))
+
+    y, dx, grads = gradients(layer, x, loss)
+    return numpy_of_any(y), numpy_of_any(dx), numpy_of_any(grads[0])
+
+
+def numpy_of_any(x):
+    return numpy(ops.cast(x, "float32"))
+
+
+def dense(units, inputs, dtype=None, **kwargs):
+    layer = kpe.layers.Dense(units, dtype=dtype or policy(), **kwargs)
+    layer.build((None, inputs))
+    return layer
+
+
+class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
+    """A layer of one einsum, any equation."""
+
+    def __init__(self, equation, shape, **kwargs):
+        super().__init__(**kwargs)
+        self.equation = equation
+        self.shape = shape
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(name="kernel", shape=self.shape)
+
+    def call(self, inputs, training=None):
+        return self.float8_einsum(self.equation, inputs, self.kernel, training)
+
+
+RECIPES = {
+    "hybrid": CurrentScaling(),
+    "e4m3": CurrentScaling(fp8_format="e4m3"),
+    "power_of_two": CurrentScaling(power_of_two=True),
+}
+
+
+def check_float32(layer, equation, x, w, recipe):
+    """Compare a built float32 layer with einsums of quantized operands."""
+    with no_grad():
+        layer.kernel.assign(w)
+    qx, qw = quantized(x, "inputs", recipe), quantized(w, "kernel", recipe)
+    expected = np.einsum(equation, qx, qw)
+    g = normal(*expected.shape, seed=7)
+    qg = quantized(g, "outputs_grad", recipe)
+    y, dx, dw = run_layer(layer, x, g)
+    assert y.shape == expected.shape
+    assert relative_rms(y, expected) < FLOAT32_TOLERANCE
+    assert relative_rms(dx, derivative(equation, qg, qw, 0, x.shape)) < (
+        FLOAT32_TOLERANCE
+    )
+    assert relative_rms(dw, derivative(equation, qg, qx, 1, w.shape)) < (
+        FLOAT32_TOLERANCE
+    )
+
+
+def derivative(equation, g, other, operand, shape):
+    """The gradient of one operand, without the package's own algebra.
+
+    A second copy `Z` of each axis of the operand, tied to it by identity
+    matrices, keeps apart what is summed: ordinary einsum then does the rest.
+    """
+    terms, out = equation.split("->")
+    term = terms.split(",")[operand]
+    copies = "".join("PQRSTUVW"["abcdefgh".index(c)] for c in term)
+    ties = [np.eye(size) for size in shape]
+    tied = ",".join(c + p for c, p in zip(term, copies, strict=True))
+    rest = terms.split(",")[1 - operand]
+    return np.einsum(
+        f"{out},{rest},{tied}->{copies}", g, other, *ties, optimize=True
+    )
+
+
+# Dense and EinsumDense
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5), (2, 2, 3, 5)], ids=len)
+def test_dense_multiplies_quantized_operands(recipe, shape):
+    layer = dense(7, 5, policy(recipe=recipe), use_bias=False)
+    letters = "abc"[: len(shape) - 1]
+    equation = f"{letters}d,de->{letters}e"
+    check_float32(layer, equation, normal(*shape), normal(5, 7, seed=1), recipe)
+
+
+EINSUM_DENSE = [
+    # equation, explicit equation, output_shape, inputs
+    ("ab,bc->ac", "ab,bc->ac", 5, (3, 4)),
+    ("...x,xy->...y", "abc,cd->abd", 5, (2, 3, 4)),
+    ("abc,cde->abde", "abc,cde->abde", (None, 2, 3), (2, 3, 4)),
+    ("abcd,cde->abe", "abcd,cde->abe", (None, 5), (2, 3, 2, 4)),
+    ("abc,cd->abd", "abc,cd->abd", (None, 4), (2, 3, 5)),
+    ("abc,bcd->abd", "abc,bcd->abd", (3, 5), (2, 3, 4)),
+    ("ab,bc->ca", "ab,bc->ca", (3,), (3, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("equation", "explicit", "output_shape", "shape"),
+    EINSUM_DENSE,
+    ids=[case[0] for case in EINSUM_DENSE],
+)
+def test_einsum_dense_multiplies_quantized_operands(
+    equation, explicit, output_shape, shape
+):
+    layer = kpe.layers.EinsumDense(equation, output_shape, dtype=policy())
+    if equation == "ab,bc->ca":  # Keras wants the batch first
+        layer = Contract(equation, (4, 5), dtype=policy())
+    layer.build(shape)
+    w = normal(*layer.kernel.shape, seed=1)
+    check_float32(layer, explicit, normal(*shape), w, CurrentScaling())
+
+
+MIXIN = [
+    ("ab,bc->ac", (3, 4), (4, 5)),
+    ("ab,cb->ac", (3, 4), (5, 4)),  # a transposed kernel
+    ("ab,bc->ca", (3, 4), (4, 5)),  # reordered outputs
+    ("abc,cde->eadb", (2, 3, 4), (4, 2, 3)),
+    ("abc,acd->abd", (2, 3, 4), (2, 4, 5)),  # a batch axis in both
+    ("abc,bcd->abd", (2, 3, 4), (3, 4, 5)),
+    ("abcd,bdce->eab", (2, 3, 2, 4), (3, 4, 2, 5)),
+    ("ab,bc->c", (3, 4), (4, 5)),  # an axis of the inputs summed away
+    ("ab,bcd->ac", (3, 4), (4, 2, 5)),  # an axis of the kernel summed away
+    ("ab,cd->adbc", (2, 3), (4, 5)),  # nothing contracted
+    ("ab,ab->ab", (3, 4), (3, 4)),  # nothing but batch
+    ("ab,ab->", (3, 4), (3, 4)),  # a scalar
+]
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "kernel"), MIXIN, ids=[case[0] for case in MIXIN]
+)
+def test_any_einsum_of_a_mixin_layer_multiplies_quantized_operands(
+    equation, shape, kernel
+):
+    layer = Contract(equation, kernel, dtype=policy())
+    layer.build(shape)
+    w = normal(*kernel, seed=1)
+    check_float32(layer, equation, normal(*shape), w, CurrentScaling())
+
+
+# Sixteen-bit sources
+
+HALVES = {
+    "mixed_bfloat16": ("bfloat16", 7),
+    "mixed_float16": ("float16", 10),
+    "bfloat16": ("bfloat16", 7),
+}
+
+
+@pytest.mark.parametrize("source", HALVES)
+def test_outputs_are_rounded_once_to_the_compute_dtype(source):
+    compute, stored = HALVES[source]
+    recipe = CurrentScaling()
+    layer = dense(7, 24, policy(source), use_bias=False)
+    x, w, g = half(normal(16, 24), compute), normal(24, 7, seed=1), normal(16, 7)
+    with no_grad():
+        layer.kernel.assign(w)
+    if source == compute:
+        w = half(w, compute)
+    g = half(g, compute)
+    qx, qw, qg = (
+        quantized(value, operand, recipe)
+        for value, operand in ((x, "inputs"), (w, "kernel"), (g, "outputs_grad"))
+    )
+    y, dx, dw = run_layer(layer, x, g)
+    terms = np.abs(qx) @ np.abs(qw)
+    assert within_half_an_ulp(y, qx @ qw, terms, stored)
+    terms = np.abs(qg) @ np.abs(qw.T)
+    assert within_half_an_ulp(dx, qg @ qw.T, terms, stored)
+    if source == compute:
+        terms = np.abs(qx.T) @ np.abs(qg)
+        assert within_half_an_ulp(dw, qx.T @ qg, terms, stored)
+    else:  # the gradient of a float32 variable stays float32
+        assert relative_rms(dw, qx.T @ qg) < FLOAT32_TOLERANCE
+
+
+def rounded_codes_differ(w, dtype="float8_e4m3fn"):
+    scale = reference.scale_from_amax(reference.amax(w), dtype)
+    direct = bits(reference.quantize(w, scale, dtype))
+    twice = bits(reference.quantize(half(w, "bfloat16"), scale, dtype))
+    return direct != twice
+
+
+def test_the_kernel_is_quantized_from_its_float32_master():
+    w = normal(16, 64, seed=3)
+    w[0, 0] = 4.0  # an amax that bfloat16 has too
+    differ = rounded_codes_differ(w)
+    assert differ.sum() > 5
+    layer = dense(64, 16, policy("mixed_bfloat16"), use_bias=False)
+    with no_grad():
+        layer.kernel.assign(w)
+    y = numpy_of_any(layer(np.eye(16, dtype="float32")))
+    recipe = CurrentScaling()
+    qx = quantized(np.eye(16), "inputs", recipe)
+    expected = half(qx @ quantized(w, "kernel", recipe), "bfloat16")
+    wrong = half(qx @ quantized(half(w, "bfloat16"), "kernel", recipe), "bfloat16")
+    np.testing.assert_array_equal(y, expected)
+    assert np.all(y[differ] != wrong[differ])
+
+
+# Native and emulated
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+def test_native_and_emulated_operands_have_the_same_bits(dtype, source):
+    engine = kernels.engine()
+    random = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint64)
+    x = random.astype(np.uint32).view("float32")
+    codes = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype))
+    x = np.concatenate([x, codes.astype("float32"), normal(1000)])
+    # A subnormal quotient is 0 or not, and float8 rounds it to 0 anyway.
+    x = np.where(np.abs(x) < 2.0**-126, 0, x)
+    tensor = ops.cast(ops.convert_to_tensor(x), source)
+    for scale in (np.float32(1), np.float32(0.1), np.float32(3e-5)):
+        results = []
+        for native in (True, False):
+            values, _ = engine.quantize(
+                tensor, ops.convert_to_tensor(scale), dtype, native
+            )
+            stored = keras.backend.standardize_dtype(values.dtype)
+            assert stored == (dtype if native else "float32")
+            results.append(ops.cast(values, dtype))
+            exact = ops.cast(ops.cast(values, dtype), "float32")
+            same_bits(exact, ops.cast(values, "float32"))
+        same_bits(*results)
+        expected = reference.quantize(half(x, source), scale, dtype)
+        same_bits(results[0], expected)
+
+
+@pytest.mark.parametrize("source", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("equation", "shape", "kernel"),
+    [MIXIN[0], MIXIN[3], MIXIN[4]],
+    ids=["matmul", "reordered", "batched"],
+)
+def test_native_and_emulated_results_agree(source, equation, shape, kernel):
+    results = {}
+    layer = Contract(equation, kernel, dtype=policy(source))
+    layer.build(shape)
+    x = half(normal(*shape), "bfloat16")
+    g = half(normal(*numpy_of_any(layer(x)).shape), "bfloat16")
+    for kind in ("native", "emulated"):
+        with kernels.prefer(kind):
+            results[kind] = run_layer(layer, x, g)
+            chosen = layer.kernel_choice.kind
+        possible = kernels.select(equation, "current").kind
+        if kind == "emulated":
+            assert chosen == "emulated"
+        elif possible == "native":
+            assert chosen == "native"
+    for native, emulated in zip(*results.values(), strict=True):
+        if source == "float32":
+            assert relative_rms(native, emulated) < FLOAT32_TOLERANCE
+        else:  # both round once; the sums before may differ by an ulp
+            terms = 64 * np.abs(emulated).max()
+            assert within_half_an_ulp(native, emulated, terms, 6)
+
+
+# What is never computed
+
+
+class Count:
+    """Counts executions, inside compiled branches too."""
+
+    def __init__(self):
+        self.value = 0
+
+    def increment(self):
+        """Count one execution where this is traced or run."""
+        if BACKEND == "jax":
+            import jax
+
+            jax.debug.callback(self._add)
+        elif BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            tf.numpy_function(self._add, [], tf.int64)
+        else:
+            self._add()
+
+    def _add(self):
+        self.value += 1
+        return np.int64(self.value)
+
+    def taken(self):
+        """The number of executions since the last call."""
+        if BACKEND == "jax":
+            import jax
+
+            jax.effects_barrier()
+        taken, self.value = self.value, 0
+        return taken
+
+
+@pytest.fixture
+def amaxes(monkeypatch):
+    """Counts the amaxes that are computed, not those that are traced."""
+    if BACKEND == "jax":
+        import jax
+
+        jax.clear_caches()  # earlier traces do not count
+    count, amax = Count(), scaling.amax
+
+    def counted(*args, **kwargs):
+        count.increment()
+        return amax(*args, **kwargs)
+
+    monkeypatch.setattr(scaling, "amax", counted)
+    yield count
+    if BACKEND == "jax":
+        jax.clear_caches()
+
+
+def compiled_call(layer):
+    """`layer(x, training=False)` as `predict` runs it."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jit(lambda x: layer(x, training=False))
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(lambda x: layer(x, training=False))
+    return lambda x: layer(x, training=False)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_inference_with_a_delayed_recipe_computes_no_amax(amaxes, how):
+    layer = dense(4, 4, policy(recipe=DelayedScaling(amax_history_length=2)))
+
+    def predict(x):
+        if how == "eager":
+            return layer(ops.convert_to_tensor(x), training=False)
+        return compiled_call(layer)(ops.convert_to_tensor(x))
+
+    x = normal(3, 4)
+    predict(x)
+    assert amaxes.taken() == 2  # nothing was observed: inputs and kernel
+    step(layer, keras.optimizers.SGD(0.0), x, ops.sum)
+    assert amaxes.taken() == 3  # inputs, kernel and gradient, once each
+    predict(x)
+    assert amaxes.taken() == 0
+
+
+def test_a_gradient_without_training_computes_no_amax(amaxes):
+    layer = dense(4, 4, policy(recipe=DelayedScaling(amax_history_length=2)))
+    optimizer, x = keras.optimizers.SGD(0.0), normal(3, 4)
+    step(layer, optimizer, x, ops.sum)
+    amaxes.taken()
+    step(layer, optimizer, x, ops.sum, training=False)
+    assert amaxes.taken() == 0
+
+
+# Gradients are defined, not derived
+
+
+def test_no_gradient_is_taken_of_a_cast():
+    """Where every input saturates, the gradient of a clip would be zero."""
+    recipe = DelayedScaling(amax_history_length=1)
+    layer = dense(6, 4, policy(recipe=recipe), use_bias=False)
+    optimizer = keras.optimizers.SGD(0.0)
+    x, g = np.full((5, 4), 3.0, "float32"), normal(5, 6, scale=1e-3)
+    layer_loss = _weighted(g)
+    step(layer, optimizer, x, layer_loss)
+    scales = {o: h[0] / _limit(recipe, o) for o, (_, h) in state_of(layer).items()}
+    y, dx, dw = run_layer(layer, x * 1000, g)
+    qx = np.full((5, 4), 3.0)  # saturated at the amax of the step before
+    qw, qg = (
+        reference.quantize_dequantize(v, s, recipe.format_of(o)).astype("float64")
+        for v, o, s in (
+            (numpy(layer.kernel), "kernel", scales["kernel"]),
+            (g, "outputs_grad", scales["outputs_grad"]),
+        )
+    )
+    assert relative_rms(y, qx @ qw) < FLOAT32_TOLERANCE
+    assert relative_rms(dx, qg @ qw.T) < FLOAT32_TOLERANCE
+    assert relative_rms(dw, qx.T @ qg) < FLOAT32_TOLERANCE
+    assert np.all(np.abs(dx).max(axis=1) > 0)
+
+
+def _weighted(g):
+    g = ops.convert_to_tensor(g)
+    return lambda y: ops.sum(ops.multiply(y, g))
+
+
+def _limit(recipe, operand):
+    return kpe.formats.get(recipe.format_of(operand)).max
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_zeros_have_zero_outputs_and_finite_gradients(recipe):
+    layer = dense(6, 4, policy(recipe=recipe), use_bias=False)
+    y, dx, dw = run_layer(layer, np.zeros((5, 4), "float32"), normal(5, 6))
+    assert not y.any()
+    assert not dw.any()
+    assert np.all(np.isfinite(dx))
+    y, dx, dw = run_layer(layer, normal(5, 4), np.zeros((5, 6), "float32"))
+    assert not dx.any()
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_a_gradient_that_is_not_finite_reaches_the_loss_scaler(poison):
+    layer = dense(6, 4, use_bias=False)
+    g = normal(5, 6)
+    g[2, 3] = poison
+    _, dx, dw = run_layer(layer, normal(5, 4), g)
+    assert not np.all(np.isfinite(dw))
+    assert not np.all(np.isfinite(dx))

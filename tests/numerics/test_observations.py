@@ -1,0 +1,411 @@
+"""The sum-safe state of delayed scaling, against the reference's histories."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+from ways import FASTEST, WAYS, compiled, run, same_bits
+
+from keras_policy_ext import reference
+from keras_policy_ext.numerics.observations import SLOTS, Layout
+from keras_policy_ext.numerics.rules import DelayedRule, rule_of
+from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
+
+ROWS = len(OPERANDS)
+LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
+
+
+def delayed(length=4, **kwargs):
+    return rule_of(DelayedScaling(amax_history_length=length, **kwargs))
+
+
+def fresh(rule):
+    """The state of a layer that was just built."""
+    state = np.zeros(rule.state_shape, "float32")
+    state[:, 0] = -1.0
+    return state
+
+
+def settled(rule, scale, history):
+    """A state with these scales (3,) and histories (3, length)."""
+    arrays = np.asarray(scale, "float32"), np.asarray(history, "float32")
+    result = rule.layout.settled(*map(ops.convert_to_tensor, arrays))
+    return ops.convert_to_numpy(result)
+
+
+def random_state(rule, seed=0):
+    rng = np.random.default_rng(seed)
+    history = rng.uniform(0.1, 9, (ROWS, rule.layout.length))
+    return settled(rule, rng.uniform(0.01, 1, ROWS), history)
+
+
+def observed(rule, *uses, slots=None):
+    """The sum over uses, each with the amaxes of the three operands."""
+    total = np.zeros(rule.state_shape, "float32")
+    for slot, amaxes in zip(slots or range(len(uses)), uses, strict=True):
+        total[:, 0] += 1
+        total[:, 1 + slot % SLOTS] += np.asarray(amaxes, "float32")
+    return total
+
+
+_COMPILED = {}
+
+
+def settle(rule, value, previous, way=FASTEST):
+    key = rule.recipe, way
+    if key not in _COMPILED:
+        _COMPILED[key] = compiled(rule.settle, way)
+    arrays = np.asarray(value, "float32"), np.asarray(previous, "float32")
+    result = _COMPILED[key](*map(ops.convert_to_tensor, arrays))
+    return ops.convert_to_numpy(result)
+
+
+def histories(rule, state):
+    return np.asarray(rule.layout.history(state))
+
+
+def scales(rule, state):
+    return np.asarray(rule.layout.scale(state))
+
+
+# What leaves the state alone
+
+
+@LENGTHS
+@WAYS
+def test_zeros_keep_the_state_bit_for_bit(length, way):
+    rule = delayed(length)
+    for state in (fresh(rule), random_state(rule)):
+        same_bits(settle(rule, np.zeros_like(state), state, way), state)
+
+
+@LENGTHS
+@WAYS
+def test_a_settled_value_is_taken_as_it_is(length, way):
+    rule = delayed(length)
+    for value in (fresh(rule), random_state(rule, 1)):
+        once = settle(rule, value, random_state(rule, 2), way)
+        same_bits(once, value)
+        same_bits(settle(rule, once, once, way), value)
+
+
+@WAYS
+def test_each_operand_is_judged_alone(way):
+    rule = delayed(2)
+    state, other = random_state(rule, 1), random_state(rule, 2)
+    value = np.stack([np.zeros_like(state[0]), other[1], [1, 5, *[0] * 10]])
+    result = settle(rule, value, state, way)
+    same_bits(result[:2], np.stack([state[0], other[1]]))
+    newest = [5.0, histories(rule, state)[2, 0]]
+    same_bits(histories(rule, result)[2], np.float32(newest))
+
+
+# What is observed
+
+
+@LENGTHS
+@pytest.mark.parametrize("slot", [0, 1, SLOTS - 1, SLOTS, 3 * SLOTS + 2])
+def test_an_observation_is_one_use_in_one_slot(length, slot):
+    rule = delayed(length)
+    amaxes = [ops.convert_to_tensor(np.float32(a)) for a in (1, 2, 3)]
+    observation = rule.observation(amaxes, slot)
+    same_bits(observation, observed(rule, [1, 2, 3], slots=[slot]))
+
+
+@WAYS
+@pytest.mark.parametrize("uses", range(1, SLOTS + 1))
+def test_the_largest_amax_of_eight_uses_is_exact(uses, way):
+    rule = delayed(2)
+    amaxes = np.random.default_rng(uses).uniform(0.1, 9, (uses, ROWS))
+    amaxes = amaxes.astype("float32")
+    amaxes[:, 1] = np.float32(0.3)
+    result = settle(rule, observed(rule, *amaxes), random_state(rule), way)
+    newest = histories(rule, result)[:, 0]
+    largest = amaxes.max(axis=0)
+    same_bits(newest[[0, 2]], largest[[0, 2]])
+    # The mean of equal numbers, summed and divided in float32.
+    assert newest[1] == pytest.approx(largest[1], rel=uses * 2.0**-24)
+
+
+def test_an_amax_of_zero_hides_no_other_use():
+    rule = delayed(1)
+    total = observed(rule, [0, 0, 0], [3, 1, 2], [0, 2, 0])
+    assert settle(rule, total, fresh(rule))[:, -1].tolist() == [3, 1, 2]
+
+
+def test_more_than_eight_uses_give_an_upper_bound():
+    rule = delayed(1)
+    uses = [[1.0 + i / 100, 2.0, 3.0 + i] for i in range(20)]
+    newest = settle(rule, observed(rule, *uses), fresh(rule))[:, -1]
+    assert 1.19 <= newest[0] <= 3 * 1.19
+    assert newest[1] == 2
+    assert 22 <= newest[2] <= 3 * 22
+
+
+def test_uses_in_one_slot_add_up_as_in_a_scanned_layer():
+    rule = delayed(1)
+    total = observed(rule, *[[1.0, 2.0, 3.0]] * 5, slots=[0] * 5)
+    assert settle(rule, total, fresh(rule))[:, -1].tolist() == [5, 2, 15]
+
+
+def test_the_kernel_row_is_the_mean_over_the_uses():
+    rule = delayed(1)
+    total = observed(rule, [1, 2, 1], [1, 4, 1], [1, 6, 1])
+    assert settle(rule, total, fresh(rule))[:, -1].tolist() == [1, 4, 1]
+
+
+@WAYS
+def test_an_amax_of_zero_is_entered(way):
+    rule = delayed(2)
+    state = settled(rule, [1, 1, 1], [[3, 4]] * ROWS)
+    result = settle(rule, observed(rule, [0, 0, 0]), state, way)
+    assert histories(rule, result).tolist() == [[0, 3]] * ROWS
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("uses", [1, 3])
+@WAYS
+def test_what_is_not_finite_never_enters(poison, uses, way):
+    rule = delayed(2)
+    state = settled(rule, [0.5, 0.5, 0.5], [[3, 4], [5, 6], [7, 8]])
+    amaxes = np.ones((uses, ROWS), "float32")
+    amaxes[-1, 0] = poison
+    result = settle(rule, observed(rule, *amaxes), state, way)
+    expected = [[3, 4], [1, 5], [1, 7]]
+    assert histories(rule, result).tolist() == expected
+    assert np.all(np.isfinite(result))
+
+
+@WAYS
+def test_the_sum_of_opposite_infinities_never_enters(way):
+    rule = delayed(2)
+    state = random_state(rule)
+    with np.errstate(invalid="ignore"):
+        total = observed(rule, [np.inf] * 3) + observed(rule, [-np.inf] * 3)
+    result = settle(rule, total, state, way)
+    same_bits(histories(rule, result), histories(rule, state))
+
+
+# The history
+
+
+@LENGTHS
+@WAYS
+def test_the_ring_turns_as_in_the_reference(length, way):
+    rule = delayed(length)
+    state, expected = fresh(rule), np.zeros(length, "float32")
+    for amax in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        state = settle(rule, observed(rule, [amax] * ROWS), state, way)
+        expected = reference.update_history(expected, amax)
+        for row in histories(rule, state):
+            same_bits(row, expected)
+
+
+def test_the_columns_are_uses_slots_scale_history():
+    layout = Layout(4)
+    assert layout.width == 1 + SLOTS + 1 + 4
+    row = np.arange(layout.width, dtype="float32")[None]
+    assert layout.scale(row).tolist() == [1 + SLOTS]
+    assert layout.history(row).tolist() == [[10, 11, 12, 13]]
+
+
+# The scales
+
+
+def prior(rule, state, way="eager"):
+    def scales_and_unseen(state):
+        result = rule.prior(state)
+        if result.unseen is None:
+            return (result.scales,)
+        return result.scales, result.unseen
+
+    result = run(scales_and_unseen, way, np.asarray(state, "float32"))
+    return [ops.convert_to_numpy(x) for x in result]
+
+
+FORMATS = [DelayedScaling().format_of(operand) for operand in OPERANDS]
+
+
+@pytest.mark.parametrize("amax_compute", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 3])
+@WAYS
+def test_scales_are_those_of_the_reference(amax_compute, margin, way):
+    rule = delayed(4, amax_compute=amax_compute, margin=margin)
+    state = random_state(rule)
+    got, unseen = prior(rule, state, way)
+    expected = [
+        reference.delayed_scale(
+            row,
+            dtype,
+            current_amax=np.nan,
+            margin=margin,
+            amax_compute=amax_compute,
+        )
+        for row, dtype in zip(histories(rule, state), FORMATS, strict=True)
+    ]
+    same_bits(got, np.float32(expected))
+    assert not unseen.any()
+
+
+@WAYS
+def test_most_recent_forgets_a_spike_at_once(way):
+    state = settled(delayed(2), [1] * ROWS, [[448.0, 4480.0]] * ROWS)
+    newest, _ = prior(delayed(2, amax_compute="most_recent"), state, way)
+    largest, _ = prior(delayed(2), state, way)
+    assert newest[0] == 1
+    assert largest[0] == 10
+
+
+@pytest.mark.parametrize("initial_scale", ["current", 1.0])
+@WAYS
+def test_an_all_zero_history_keeps_the_previous_scale(initial_scale, way):
+    rule = delayed(2, initial_scale=initial_scale)
+    previous = [0.3, 0.7, 1e-20]
+    state = settled(rule, previous, np.zeros((ROWS, 2)))
+    got, *unseen = prior(rule, state, way)
+    same_bits(got, np.float32(previous))
+    assert not np.any(unseen)
+    result = settle(rule, observed(rule, [0, 0, 0]), state, way)
+    same_bits(scales(rule, result), np.float32(previous))
+
+
+@WAYS
+def test_a_fresh_layer_takes_its_scale_from_the_tensor_itself(way):
+    rule = delayed(2)
+    x = np.float32([[3.0, -5.0]])
+    for observe in (True, False):
+
+        def scale(state, x, observe=observe):
+            return rule.scale("inputs", x, rule.prior(state), observe)[0]
+
+        expected = reference.scale_of_multiplier(5.0, FORMATS[0])
+        same_bits(run(scale, way, fresh(rule), x), expected)
+
+
+@WAYS
+def test_a_fresh_layer_with_initial_scale_one_has_scale_one(way):
+    rule = delayed(2, initial_scale=1.0)
+    (got,) = prior(rule, fresh(rule), way)
+    assert got.tolist() == [1, 1, 1]
+
+
+@WAYS
+def test_only_zeros_seen_is_as_good_as_nothing_seen(way):
+    rule = delayed(2)
+    state = settle(rule, observed(rule, [0, 0, 0]), fresh(rule), way)
+    _, unseen = prior(rule, state, way)
+    assert unseen.all()
+
+
+@WAYS
+def test_the_scale_in_the_state_is_the_one_that_was_used(way):
+    rule = delayed(2)
+    state = settled(rule, [9, 9, 9], [[448.0, 0], [896.0, 0], [57344.0, 0]])
+    result = settle(rule, observed(rule, [1e6, 1e6, 1e6]), state, way)
+    assert scales(rule, result).tolist() == [1, 2, 1]
+
+
+def test_delayed_scaling_needs_no_guard_and_current_scaling_has_one():
+    amax = ops.convert_to_tensor(np.float32(3.0))
+    assert delayed().guard(amax) is None
+    current = rule_of(CurrentScaling())
+    assert current.guard(None) is None
+    assert float(current.guard(amax)) == 1
+    for poison in (np.inf, np.nan):
+        guard = current.guard(ops.convert_to_tensor(np.float32(poison)))
+        assert np.isnan(float(guard))
+
+
+def test_equal_recipes_share_a_rule_and_strangers_have_none():
+    assert rule_of(DelayedScaling()) is rule_of(DelayedScaling())
+    assert isinstance(rule_of(DelayedScaling()), DelayedRule)
+    with pytest.raises(NotImplementedError, match="DelayedScaling"):
+        rule_of(object())
+
+
+# Random training runs
+
+amaxes = st.one_of(
+    st.floats(2.0**-60, 2.0**60, width=32),
+    st.sampled_from([0.0, np.inf, np.nan]),
+)
+steps = st.lists(
+    st.one_of(
+        st.none(),  # not observed
+        st.lists(st.tuples(amaxes, amaxes), min_size=1, max_size=3),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+class Simulated:
+    """What the reference makes of one operand."""
+
+    def __init__(self, rule, dtype):
+        self.recipe, self.dtype = rule.recipe, dtype
+        self.history = np.zeros(rule.layout.length, "float32")
+        self.scale = None
+
+    def observe(self, uses):
+        """Enter one step, the largest amax of its uses."""
+        scale = reference.delayed_scale(
+            self.history,
+            self.dtype,
+            current_amax=np.nan,
+            previous=self.scale,
+            margin=self.recipe.margin,
+            amax_compute=self.recipe.amax_compute,
+        )
+        if self.scale is not None or self.history.any():
+            self.scale = scale
+        amax = max(uses) if np.all(np.isfinite(uses)) else np.nan
+        self.history = reference.update_history(self.history, amax)
+
+
+@LENGTHS
+@pytest.mark.parametrize("amax_compute", ["max", "most_recent"])
+@settings(max_examples=40)
+@given(steps=steps)
+def test_any_training_run_ends_as_in_the_reference(length, amax_compute, steps):
+    rule = delayed(length, amax_compute=amax_compute, margin=1)
+    state = fresh(rule)
+    rows = {0: Simulated(rule, FORMATS[0]), 2: Simulated(rule, FORMATS[2])}
+    for uses in steps:
+        if uses is None:
+            value = np.zeros_like(state)
+        else:
+            value = observed(rule, *[(x, 1.0, g) for x, g in uses])
+            rows[0].observe([x for x, _ in uses])
+            rows[2].observe([g for _, g in uses])
+        state = settle(rule, value, state)
+        for row, expected in rows.items():
+            same_bits(histories(rule, state)[row], expected.history)
+            known = np.float32(expected.scale or 0)
+            same_bits(scales(rule, state)[row], known)
+
+
+@pytest.mark.parametrize("initial_scale", ["current", 1.0])
+@settings(max_examples=40)
+@given(xs=st.lists(st.sampled_from([0.0, 0.1, 7.0, 3e4]), min_size=1, max_size=8))
+def test_the_scales_of_any_run_are_those_of_the_reference_layer(
+    initial_scale, xs
+):
+    recipe = DelayedScaling(amax_history_length=2, initial_scale=initial_scale)
+    rule, layer = rule_of(recipe), reference.DelayedLinear(recipe)
+
+    def scale_and_amax(state, x):
+        return rule.scale("inputs", x, rule.prior(state), True)
+
+    run_scale = _COMPILED.setdefault(
+        initial_scale, compiled(scale_and_amax, FASTEST)
+    )
+    state = fresh(rule)
+    for x in xs:
+        x = np.full((1, 1), x, "float32")
+        layer.forward(x, np.ones((1, 1)))
+        scale, amax = run_scale(*map(ops.convert_to_tensor, (state, x)))
+        same_bits(scale, layer.scales["inputs"])
+        value = observed(rule, [ops.convert_to_numpy(amax), 1.0, 1.0])
+        state = settle(rule, value, state)

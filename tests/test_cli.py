@@ -1,0 +1,189 @@
+"""The command line: what it prints, and how it refuses."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from keras_policy_ext import __version__, cli
+from keras_policy_ext.diagnostics import plots
+
+BACKEND = os.environ["KERAS_BACKEND"]
+
+
+@pytest.fixture(autouse=True)
+def environment_is_restored(monkeypatch):
+    """The command writes into the environment; the next test must not see."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+def in_a_process(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "keras_policy_ext", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=300,
+    )
+
+
+def error_of(capsys, *arguments):
+    """The one line on stderr of a command that ends with status 2."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+
+    assert ended.value.code == 2
+    assert output.out == ""
+    return line
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "demo" in printed
+    assert "doctor" in printed
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+
+    assert ended.value.code == 0
+    assert "--backend {jax,tensorflow,torch}" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"keras-policy-ext {__version__}\n"
+
+
+def test_doctor_tells_backend_and_a_reason_for_every_contraction(capsys):
+    assert cli.main(["doctor"]) == 0
+
+    printed = capsys.readouterr().out
+    assert BACKEND in printed
+    assert "matmul" in printed
+    assert "native" in printed or "emulated" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
+        (["demo", "--steps", "0"], "an integer of 1 or more"),
+        (["demo", "--steps", "ten"], "an integer of 1 or more"),
+        (["demo", "--seed", "-1"], "an integer of 0 or more"),
+        (["demo", "--recipe", "magic"], "invalid choice: 'magic'"),
+    ],
+)
+def test_wrong_arguments_get_one_line(arguments, words, capsys):
+    assert words in error_of(capsys, *arguments)
+
+
+def test_missing_text_file_gets_one_line(capsys, tmp_path):
+    line = error_of(capsys, "demo", "--text", str(tmp_path / "none.txt"))
+
+    assert "none.txt" in line
+    assert "No such file" in line
+
+
+def test_binary_file_gets_one_line(capsys, tmp_path):
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00" * 1000)
+
+    assert "not UTF-8" in error_of(capsys, "demo", "--text", str(file))
+
+
+def test_short_text_gets_one_line_and_leaves_no_folder(capsys, tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("short")
+    folder = tmp_path / "out"
+
+    line = error_of(capsys, "demo", "--text", str(file), "--out", str(folder))
+
+    assert "too short: it has 5 characters" in line
+    assert not folder.exists()
+
+
+def test_folder_that_cannot_be_made_gets_one_line(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+
+    line = error_of(capsys, "demo", "--out", str(file / "folder"))
+
+    assert "Cannot make the folder" in line
+
+
+def test_missing_matplotlib_is_told_before_training(capsys, monkeypatch):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "choose_backend", lambda asked: BACKEND)
+
+    line = error_of(capsys, "demo")
+
+    assert "pip install keras-policy-ext[demo]" in line
+
+
+def test_backend_that_is_not_installed_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+
+    line = error_of(capsys, "doctor", "--backend", "torch")
+
+    assert "'torch' is not installed" in line
+    assert "pip install 'keras-policy-ext[torch]'" in line
+
+
+def test_no_framework_at_all_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    del os.environ["KERAS_BACKEND"]
+
+    assert "no framework is installed" in error_of(capsys, "doctor")
+
+
+def test_another_backend_in_one_process_is_refused(capsys, monkeypatch):
+    import keras
+
+    other = "torch" if keras.backend.backend() == "jax" else "jax"
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name)
+
+    line = error_of(capsys, "doctor", "--backend", other)
+
+    assert "start another one" in line
+
+
+def test_first_installed_backend_is_taken_without_the_variable(monkeypatch):
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: name == BACKEND or None
+    )
+    del os.environ["KERAS_BACKEND"]
+
+    assert cli.choose_backend(None) == BACKEND
+
+
+def test_unknown_backend_in_the_environment_is_told_without_traceback():
+    process = in_a_process("doctor", KERAS_BACKEND="abacus")
+
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.count("\n") == 1
+    assert "unknown backend 'abacus' in KERAS_BACKEND" in process.stderr
+
+
+def test_argument_wins_over_the_environment():
+    process = in_a_process(
+        "doctor", "--backend", BACKEND, KERAS_BACKEND="abacus"
+    )
+
+    assert process.returncode == 0, process.stderr
+    assert BACKEND in process.stdout

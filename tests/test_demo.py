@@ -1,0 +1,183 @@
+"""The demo in small: what it promises of its tables, files and numbers."""
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from keras_policy_ext.diagnostics import demo
+from keras_policy_ext.diagnostics.demo import report, text, train
+
+STEPS = 4
+SMALL = demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1)
+PRECISIONS = ["float32", "mixed_bfloat16", "float8"]
+
+
+def small_settings(folder):
+    return demo.Settings(
+        steps=STEPS,
+        size=SMALL,
+        windows=4,
+        validations=2,
+        validation_windows=8,
+        out=str(folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """What a run leaves behind, and what it prints."""
+    settings = small_settings(tmp_path_factory.mktemp("demo"))
+    console = Console(file=io.StringIO(), width=100)
+    outcome = demo.run(demo.prepare(settings), console)
+    return outcome, console.file.getvalue()
+
+
+def read_csv(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_table_has_a_row_for_each_precision(small):
+    outcome, printed = small
+
+    rows = report.result_rows(outcome.runs)
+
+    assert [row[0] for row in rows] == PRECISIONS
+    assert all(name in printed for name in PRECISIONS)
+
+
+def test_gap_to_bfloat16_is_finite(small):
+    runs = {run.precision: run for run in small[0].runs}
+
+    gap = runs["float8"].gap_percent(runs["mixed_bfloat16"])
+
+    assert math.isfinite(gap)
+
+
+def test_float8_runs_in_every_matmul_and_says_why(small):
+    runs = {run.precision: run for run in small[0].runs}
+
+    matmuls = runs["float8"].matmuls
+
+    assert len(matmuls) == 7
+    assert {m.kind for m in matmuls} <= {"native", "emulated"}
+    assert all(m.reason for m in matmuls)
+    assert runs["float32"].matmuls == runs["mixed_bfloat16"].matmuls == ()
+
+
+def test_precisions_start_from_the_same_weights(small):
+    start = {run.precision: run.validation[0] for run in small[0].runs}
+
+    # bfloat16 has 8 bits: half an ulp of it bounds one rounding, 2**-9.
+    assert start["mixed_bfloat16"] == pytest.approx(start["float32"], rel=2**-8)
+    # e4m3 has 4 bits; roundings of many products average out.
+    assert start["float8"] == pytest.approx(start["float32"], rel=2**-5)
+
+
+def test_csv_has_every_step_of_every_precision(small):
+    lines = read_csv(small[0].csv)
+
+    assert list(lines[0]) == list(report.CSV_COLUMNS)
+    for run in small[0].runs:
+        own = [line for line in lines if line["precision"] == run.precision]
+        assert [int(line["step"]) for line in own] == list(range(STEPS + 1))
+        losses = [float(line["training_loss"]) for line in own[1:]]
+        assert losses == list(run.losses)
+        assert float(own[-1]["validation_loss"]) == run.validation_loss
+
+
+def test_plot_is_a_png(small):
+    assert small[0].plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_seed_gives_the_same_numbers_twice(small):
+    before = small[0].runs[-1]
+    prepared = demo.prepare(small_settings(small[0].csv.parent))
+    settings, corpus = prepared.settings, prepared.corpus
+
+    again = train.train(
+        before.precision,
+        train.policies_compared(settings.recipe)[before.precision],
+        corpus,
+        settings,
+        train.initial_weights(corpus, settings),
+        on_step=lambda loss: None,
+    )
+
+    assert again.losses == before.losses
+    assert again.validation == before.validation
+
+
+def test_another_seed_gives_other_weights_and_batches():
+    corpus = text.encode("test", "the quick brown fox " * 100)
+    settings = [demo.Settings(seed=seed, size=SMALL) for seed in (0, 1)]
+
+    weights = [train.initial_weights(corpus, s) for s in settings]
+    batches = [corpus.batch(0, s.seed, 4, 16) for s in settings]
+
+    name = "logits/kernel"
+    assert np.any(weights[0][name] != weights[1][name])
+    assert np.any(batches[0].inputs != batches[1].inputs)
+
+
+def test_recipe_is_that_of_the_float8_policy():
+    compared = train.policies_compared("current")
+
+    assert list(compared) == PRECISIONS
+    assert compared["float8"].full_name == "float8/current_from_mixed_bfloat16"
+
+
+def test_steps_per_second_leaves_compilation_out():
+    run = train.Run("float8", "", (1.0,) * 5, {}, (9.0, 9.0, 0.5, 0.5, 9.0), ())
+    short = train.Run("float8", "", (1.0,), {}, (9.0,), ())
+
+    assert run.steps_per_second == 2.0
+    assert short.steps_per_second is None
+
+
+def test_default_text_is_english_and_long_enough():
+    corpus = text.load(None, context=64)
+
+    assert len(corpus.train) > 100_000
+    assert "e" in corpus.vocabulary
+
+
+def test_targets_are_the_next_characters():
+    corpus = text.encode("test", "abcdefghij" * 100)
+
+    batch = corpus.batch(step=3, seed=1, windows=2, context=16)
+
+    np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+
+
+def test_validation_text_is_not_trained_on():
+    corpus = text.encode("test", "a" * 900 + "b" * 100)
+
+    assert set(corpus.train) == {corpus.vocabulary.index("a") + 1}
+    assert set(corpus.validation) == {corpus.vocabulary.index("b") + 1}
+
+
+def test_rare_characters_share_a_token():
+    alphabet = "".join(chr(0x4E00 + i) for i in range(1000))
+
+    corpus = text.encode("test", alphabet + "common" * 100)
+
+    assert corpus.tokens == text.VOCABULARY_LIMIT
+    assert corpus.train.min() == 0
+    assert corpus.train.max() < corpus.tokens
+
+
+def test_blocks_that_are_alike_share_a_row():
+    matmuls = tuple(
+        train.Matmul(f"block_{i}_{name}", "ab,bc->ac", "native", "why")
+        for i in range(2)
+        for name in ("query", "key")
+    )
+
+    assert report.matmul_rows(matmuls) == [
+        ("query, key", "ab,bc->ac", "4 native", "why")
+    ]
