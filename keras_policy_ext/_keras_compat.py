@@ -122,7 +122,9 @@ def value_without_autocast(variable: Any) -> Any:
             "keras_policy_ext that names this Keras as supported."
         )
     with _AutocastScope(None):
-        return keras.ops.convert_to_tensor(variable)
+        # On TensorFlow ops.convert_to_tensor would return the Keras variable,
+        # to be read, and autocast, after this scope.
+        return variable.value
 
 
 def stored_kernel(layer: Any) -> Any:

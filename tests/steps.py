@@ -13,7 +13,7 @@ def numpy(x):
     return ops.convert_to_numpy(x)
 
 
-def gradients(layer, x, loss, training=True):
+def gradients(layer, x, loss, training=True, compiled=False):
     """`(outputs, gradient of x, gradients of layer.trainable_variables)`.
 
     Args:
@@ -21,7 +21,11 @@ def gradients(layer, x, loss, training=True):
         x: Inputs, an array.
         loss: Function of the outputs, to a scalar.
         training: Passed on to the call.
+        compiled: Whether JAX compiles the whole: sooner done than the many
+            operations of an eager call, which are compiled one by one.
     """
+    if compiled and keras.backend.backend() == "jax":
+        return _jax_gradients(layer, x, loss, training, compiled)
     run = {
         "jax": _jax_gradients,
         "tensorflow": _tensorflow_gradients,
@@ -51,7 +55,7 @@ def no_grad():
     return torch.no_grad()
 
 
-def _jax_gradients(layer, x, loss, training):
+def _jax_gradients(layer, x, loss, training, compiled=False):
     import jax
 
     def scalar(trainable, x):
@@ -64,9 +68,12 @@ def _jax_gradients(layer, x, loss, training):
         return loss(outputs), outputs
 
     trainable = [v.value for v in layer.trainable_variables]
-    (_, outputs), (grads, x_grad) = jax.value_and_grad(
-        scalar, argnums=(0, 1), has_aux=True
-    )(trainable, ops.convert_to_tensor(x))
+    differentiate = jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
+    if compiled:
+        differentiate = jax.jit(differentiate)
+    (_, outputs), (grads, x_grad) = differentiate(
+        trainable, ops.convert_to_tensor(x)
+    )
     return outputs, x_grad, grads
 
 
@@ -84,7 +91,6 @@ def _tensorflow_gradients(layer, x, loss, training):
 
 
 def _torch_gradients(layer, x, loss, training):
-    import torch
 
     for variable in layer.trainable_variables:
         variable.value.grad = None

@@ -73,13 +73,6 @@ def test_each_framework_is_an_extra(extra):
     assert extra in metadata.get_all("Provides-Extra")
 
 
-@pytest.mark.parametrize(
-    "module", ["formats", "recipes", "reference", "policy_names"]
-)
-def test_plain_data_modules_import_neither_keras_nor_a_framework(module):
-    assert modules_loaded_by(f"import keras_policy_ext.{module}") == set()
-
-
 def test_every_public_name_exists():
     import keras_policy_ext
 

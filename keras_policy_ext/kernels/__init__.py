@@ -11,6 +11,7 @@ import importlib
 
 import keras
 
+from keras_policy_ext.kernels import einsum
 from keras_policy_ext.kernels.contract import Choice, Engine, Quantized
 from keras_policy_ext.kernels.contractions import Conv, Einsum
 from keras_policy_ext.kernels.plan import Plan, make_plan
@@ -35,7 +36,7 @@ __all__ = [
 FRAMEWORKS = ("tensorflow", "jax", "torch")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def engine() -> Engine:
     """The kernels of Keras's backend.
 
@@ -66,8 +67,12 @@ def select(
 
     Returns:
         The choice, `(kind, reason)`, on this backend and device.
+
+    Raises:
+        ValueError: If the equation is malformed or there is no such recipe.
     """
     if isinstance(contraction, str):
+        einsum.split(contraction)
         contraction = Einsum(contraction)
     plan = make_plan(
         contraction,

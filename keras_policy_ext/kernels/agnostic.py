@@ -31,10 +31,8 @@ class AgnosticEngine:
         self, x: Tensor, scale: Tensor, dtype: str, native: bool
     ) -> Quantized:
         """See `Engine.quantize`."""
-        values = casting.quantize(x, scale, dtype)
-        if not native:
-            values = ops.cast(values, "float32")
-        return Quantized(values, scale)
+        quantize = casting.quantize if native else casting.quantize_float32
+        return Quantized(quantize(x, scale, dtype), scale)
 
     def einsum(
         self,
@@ -117,8 +115,6 @@ def float32(operand: Quantized) -> Tensor:
     return ops.cast(operand.values, "float32")
 
 
-def scaled(
-    product: Tensor, a: Quantized, b: Quantized, dtype: str
-) -> Tensor:
+def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
     """Apply both scales in float32, then cast to `dtype`."""
     return ops.cast(ops.multiply(product, a.scale * b.scale), dtype)

@@ -69,7 +69,9 @@ class Engine(Protocol):
         `dtype`.
         """
 
-    def conv(self, conv: Conv, x: Quantized, w: Quantized, dtype: str) -> Tensor:
+    def conv(
+        self, conv: Conv, x: Quantized, w: Quantized, dtype: str
+    ) -> Tensor:
         """The convolution, likewise."""
 
     def conv_inputs_grad(

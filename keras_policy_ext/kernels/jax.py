@@ -32,7 +32,28 @@ class JaxEngine(AgnosticEngine):
             return Choice("emulated", "an axis of one operand is summed alone")
         if plan.prefer == "emulated":
             return Choice("emulated", "asked for by kernels.prefer")
-        return Choice("native", _native_reason(jax.default_backend()))
+        if jax.default_backend() != "cpu":
+            return Choice("native", "lax.dot_general on float8 operands")
+        if plan.prefer == "native":
+            return Choice("native", "lax.dot_general, converted by XLA")
+        # 256x512x2048 on 2 cores: 2.7 ms in float8, 1.3 ms in bfloat16.
+        return Choice(
+            "emulated",
+            "XLA has no float8 matmul for a CPU; bfloat16 holds"
+            " the same numbers",
+        )
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, dtype: str, native: bool
+    ) -> Quantized:
+        """See `Engine.quantize`; emulated numbers are held in bfloat16.
+
+        Every float8 number is one of bfloat16, and CPUs multiply these faster
+        than float32; sums are in float32.
+        """
+        values, scale = super().quantize(x, scale, dtype, native)
+        values = values if native else values.astype(jnp.bfloat16)
+        return Quantized(values, scale)
 
     def einsum(
         self,
@@ -43,7 +64,7 @@ class JaxEngine(AgnosticEngine):
         fast: bool = False,
     ) -> Tensor:
         """See `Engine.einsum`; XLA itself decides how to accumulate."""
-        if a.values.dtype == jnp.float32:
+        if matmul_form(equation) is None:
             return super().einsum(equation, a, b, dtype, fast)
         product = _dot_general(equation, a.values, b.values)
         return (product * (a.scale * b.scale)).astype(dtype)
@@ -111,7 +132,9 @@ def _dot_general(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """The einsum as one `dot_general`, accumulated in float32."""
     first, second, out = split(equation)
     form = matmul_form(equation)
-    contracted = [[t.index(c) for c in form.contracted] for t in (first, second)]
+    contracted = [
+        [t.index(c) for c in form.contracted] for t in (first, second)
+    ]
     batch = [[t.index(c) for c in form.batch] for t in (first, second)]
     product = lax.dot_general(
         a,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from keras_policy_ext.kernels.contract import Choice, Quantized
 from keras_policy_ext.kernels.contractions import Conv, Einsum
 from keras_policy_ext.kernels.einsum import matmul_form, split
 from keras_policy_ext.kernels.plan import Plan, Residuals
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.rules import Prior
 
 Tensor = Any
@@ -46,15 +46,12 @@ class TorchEngine(AgnosticEngine):
         self, x: Tensor, scale: Tensor, dtype: str, native: bool
     ) -> Quantized:
         """See `Engine.quantize`."""
-        fmt = formats.get(dtype)
-        values = (x.float() / scale).clamp(-fmt.max, fmt.max)
         if native:
-            values = values.to(getattr(torch, dtype))
-        elif values.device.type == "cpu" and not torch.compiler.is_compiling():
-            values = _round_to_grid(values, fmt)
+            values = _clipped(x, scale, dtype).to(getattr(torch, dtype))
+        elif torch.compiler.is_compiling():
+            values = _rounded_in_graph(x, scale, dtype)
         else:
-            # Compiled, adding and subtracting would cancel (torch 2.13).
-            values = values.to(getattr(torch, dtype)).float()
+            values = _rounded(x, scale, dtype)
         return Quantized(values, scale)
 
     def einsum(
@@ -164,27 +161,45 @@ def _refusal(plan: Plan) -> str | None:
     return None
 
 
-def _round_to_grid(x: Tensor, fmt: formats.Format) -> Tensor:
-    """Round float32 to the numbers of a format, staying in float32.
+def _clipped(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    limit = formats.get(dtype).max
+    return (x.float() / scale).clamp_(-limit, limit)
 
-    Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
-    nearest, ties to even; k comes from the exponent of each value, and for
-    subnormals from the format. On a CPU torch needs four times as long to
-    cast to float8 and back. The sign of a zero is kept.
 
-    Args:
-        x: Float32, clipped to the format's largest value.
-        fmt: The format.
+def _rounded(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """The quantized numbers, in float32."""
+    values = _clipped(x, scale, dtype)
+    if values.device.type == "cpu":
+        return _round_to_format(values, dtype)
+    return values.to(getattr(torch, dtype)).float()
+
+
+@torch.library.custom_op("keras_policy_ext::rounded", mutates_args=())
+def _rounded_in_graph(
+    x: torch.Tensor, scale: torch.Tensor, dtype: str
+) -> torch.Tensor:
+    """`_rounded` as one operation that a compiler cannot look into.
+
+    Inductor computes in float32 throughout and drops a cast to float8 and
+    back (torch 2.13): nothing would be quantized.
     """
-    bits = x.view(torch.int32) & 0x7F800000
-    lowest = (127 + _exponent(fmt.smallest_normal)) << 23
-    anchor = bits.clamp_min(lowest) + ((23 - fmt.mantissa_bits) << 23)
-    anchor = anchor.view(torch.float32) * 1.5
-    return ((x + anchor) - anchor).copysign(x)
+    return _rounded(x, scale, dtype)
 
 
-def _exponent(power_of_two: float) -> int:
-    return math.frexp(power_of_two)[1] - 1
+@_rounded_in_graph.register_fake
+def _(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32)
+
+
+def _round_to_format(x: Tensor, dtype: str) -> Tensor:
+    """`casting.round_to_format` in place, as far as it goes.
+
+    On a CPU torch needs four times as long to cast to float8 and back.
+    """
+    lowest, shift = casting.grid_constants(dtype)
+    bits = x.view(torch.int32) & casting.EXPONENT_BITS
+    anchor = bits.clamp_min_(lowest).add_(shift).view(torch.float32)
+    return (x + anchor).sub_(anchor).copysign_(x)
 
 
 def _matmul_2d(equation: str, a: Tensor, b: Tensor, matmul: Any) -> Tensor:
@@ -233,8 +248,8 @@ def _scaled_mm(
     if a.device.type == "cuda":
         a, b = _padded(a), _padded(b)
     product = F.scaled_mm(
-        a.contiguous(),
-        b.t().contiguous().t(),
+        _contiguous(a),
+        _contiguous(b.t()).t(),
         scale_a,
         F.ScalingType.TensorWise,
         scale_b,
@@ -242,17 +257,23 @@ def _scaled_mm(
         output_dtype=dtype,
         use_fast_accum=fast and a.device.type == "cuda",
     )
-    return product[:rows, :columns]
+    return product.narrow(0, 0, rows).narrow(1, 0, columns)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    # `contiguous` and slices want the device itself; a clone and `narrow` can
+    # be checked on fake CUDA tensors without CUDA (torch 2.13).
+    if x.is_contiguous():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor) -> Tensor:
     """Zeros appended so that both sizes are multiples of `ALIGNMENT`."""
-    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in x.shape]
-    if sizes == list(x.shape):
+    rows, columns = (-size % ALIGNMENT for size in x.shape)
+    if not rows and not columns:
         return x
-    padded = torch.zeros(sizes, dtype=torch.uint8, device=x.device)
-    padded[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)
-    return padded.view(x.dtype)
+    return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)
 
 
 def _conv_backward(

@@ -49,7 +49,9 @@ def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
     return _scale(layer, x)
 
 
-def conv_adapter(layer: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
+def conv_adapter(
+    layer: Any, inputs: Tensor, arguments: dict[str, Any]
+) -> Tensor:
     """What the adapters add to a convolution.
 
     A convolution with the first factor, then one of size 1 with the second.

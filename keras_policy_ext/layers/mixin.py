@@ -45,6 +45,9 @@ class Float8Mixin:
 
     float8_kernels: tuple[str, ...] | None = None
 
+    # No path: TensorFlow does not call the setter below for an equal value.
+    _float8_policy_path: str | None = ""
+
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("dtype") is not None:
             kwargs["dtype"] = policies.get(kwargs["dtype"])
@@ -68,14 +71,14 @@ class Float8Mixin:
         policy = policies.get(value)
         self._follow(policy)
         keras.layers.Layer.dtype_policy.fset(self, policy)
+        self._resolve_float8_policy()
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
         """The float8 policy that this layer follows, None if it does not."""
-        policy = self.dtype_policy
-        if isinstance(policy, Float8DTypePolicy):
-            policy = policy.for_path(self.path)
-        return policy if isinstance(policy, Float8DTypePolicy) else None
+        if self._float8_policy_path != self.path:
+            self._resolve_float8_policy()
+        return self._float8_policy
 
     @property
     def quantization_mode(self) -> str | None:
@@ -254,6 +257,16 @@ class Float8Mixin:
                 "a history of another length is cut or padded."
             )
         state.follow(recipe)
+
+    def _resolve_float8_policy(self) -> None:
+        # Kept, and not asked for in each call: torch.compile takes the class
+        # of a mapping for another one and would leave float8 out (torch 2.13).
+        policy = self.dtype_policy
+        if isinstance(policy, Float8DTypePolicy):
+            policy = policy.for_path(self.path)
+        follows = isinstance(policy, Float8DTypePolicy)
+        self._float8_policy = policy if follows else None
+        self._float8_policy_path = self.path
 
     def _is_float8_kernel(self, variable: keras.Variable) -> bool:
         if self.float8_kernels is not None:

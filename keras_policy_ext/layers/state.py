@@ -7,10 +7,11 @@ stock layers don't look at. For the kernel that was made as number `i`:
 |---|---|---|
 | `format_version` | () | 1; once in the group |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
-| `i.<operand>.amax_history` | (length,) | amaxes, the ring of `numerics.observations` |
+| `i.<operand>.amax_history` | (length,) | the ring of amaxes |
 
-Kernels have numbers and not names, as Keras has it for weights: a weight that
-was not given a name is called differently in each model.
+The ring is that of `numerics.observations`. Kernels have numbers and not
+names, as weights have in Keras: a weight that was not given a name is called
+differently in each model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from keras_policy_ext.numerics.rules import rule_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1
-"""Of the entries in a file. Raise it when an older reader would misread them."""
+"""Of the entries in a file; one more when older readers would misread it."""
 
 VERSION_KEY = "format_version"
 
@@ -37,7 +38,10 @@ SUFFIX = "_amax"
 def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
     """The settled state of what was never observed."""
     return ops.concatenate(
-        [-ops.ones((shape[0], 1), dtype), ops.zeros((shape[0], shape[1] - 1), dtype)],
+        [
+            -ops.ones((shape[0], 1), dtype),
+            ops.zeros((shape[0], shape[1] - 1), dtype),
+        ],
         axis=1,
     )
 
@@ -246,7 +250,9 @@ def _matrix(
 ) -> np.ndarray:
     layout = rule_of(variable.recipe).layout
     matrix = _anew(variable)
-    names = [f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")]
+    names = [
+        f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")
+    ]
     wanted = {f"{number}.{name}" for name in names}
     if keys.isdisjoint(wanted):
         return matrix

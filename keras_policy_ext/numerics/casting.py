@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
@@ -12,6 +13,9 @@ Tensor = Any
 
 CASTABLE = ("float8_e4m3fn", "float8_e5m2")
 """Formats that all three frameworks can store."""
+
+EXPONENT_BITS = 0x7F800000
+SIGN_BIT = -0x80000000
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
@@ -37,7 +41,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
         ValueError: If `dtype` is not a float8 format that can be stored.
     """
     limit = _limit(dtype)
-    return ops.cast(_clip(ops.cast(x, "float32"), limit), dtype)
+    return ops.cast(ops.clip(ops.cast(x, "float32"), -limit, limit), dtype)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
@@ -54,13 +58,63 @@ def quantize(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     Raises:
         ValueError: If `dtype` is not a float8 format that can be stored.
     """
-    limit = _limit(dtype)
-    x = ops.cast(x, "float32")
-    # XLA turns a division by a broadcast scalar into a multiplication by its
-    # reciprocal, off by one ulp in a quarter of the cases (JAX 0.10). This
-    # divisor is no broadcast to it, and the quotient the same.
-    divisor = ops.where(ops.isnan(x), float("nan"), scale)
-    return ops.cast(_clip(ops.divide(x, divisor), limit), dtype)
+    return ops.cast(_scaled(x, scale, dtype), dtype)
+
+
+def quantize_float32(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """The numbers that `quantize` gives, held in float32.
+
+    Without a float8 dtype on the way, which costs a CPU most of the time and
+    which a compiler may leave out.
+
+    Args:
+        x: Tensor of any shape and real dtype; read as float32.
+        scale: Dequantizing scale, float32, broadcastable to `x`.
+        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+
+    Returns:
+        Float32 tensor of the shape of `x`.
+
+    Raises:
+        ValueError: If `dtype` is not a float8 format that can be stored.
+    """
+    return round_to_format(_scaled(x, scale, dtype), dtype)
+
+
+def round_to_format(x: Tensor, dtype: str) -> Tensor:
+    """Round float32 to the numbers of a format, staying in float32.
+
+    Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
+    nearest, ties to even. Here k - 23 is the exponent of the last mantissa
+    bit that the format has for each value; below the smallest normal number
+    it is the format's. The sign of a zero is kept, and so is NaN.
+
+    Args:
+        x: Float32 tensor, no larger than the format's largest value.
+        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+
+    Returns:
+        Float32 tensor of the shape of `x`.
+    """
+    lowest, shift = grid_constants(dtype)
+    bits = ops.view(x, "int32")
+    exponent = ops.maximum(ops.bitwise_and(bits, EXPONENT_BITS), lowest)
+    anchor = ops.view(exponent + shift, "float32")
+    rounded = ops.view(ops.subtract(ops.add(x, anchor), anchor), "int32")
+    sign = ops.bitwise_and(bits, SIGN_BIT)
+    return ops.view(ops.bitwise_or(rounded, sign), "float32")
+
+
+def grid_constants(dtype: str) -> tuple[int, int]:
+    """What `round_to_format` adds to the bits of an exponent.
+
+    Returns:
+        The bits of the exponent of the smallest normal number, and what turns
+        the bits of 2^e into those of 1.5 * 2^(e + 23 - mantissa bits).
+    """
+    fmt = formats.get(dtype)
+    lowest = int(np.float32(fmt.smallest_normal).view(np.int32))
+    return lowest, ((23 - fmt.mantissa_bits) << 23) + (1 << 22)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
@@ -108,8 +162,11 @@ def _limit(dtype: str) -> float:
     return formats.get(name).max
 
 
-def _clip(x: Tensor, limit: float) -> Tensor:
-    # Comparison and selection, not `ops.clip`: TensorFlow's minimum and
-    # maximum do not promise to pass NaN on.
-    x = ops.where(ops.greater(x, limit), limit, x)
-    return ops.where(ops.less(x, -limit), -limit, x)
+def _scaled(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    limit = _limit(dtype)
+    x = ops.cast(x, "float32")
+    # XLA turns a division by a broadcast scalar into a multiplication by its
+    # reciprocal, off by one ulp in a quarter of the cases (JAX 0.10). This
+    # divisor is no broadcast to it, and the quotient the same.
+    divisor = ops.where(ops.isnan(x), float("nan"), scale)
+    return ops.clip(ops.divide(x, divisor), -limit, limit)

@@ -155,9 +155,7 @@ def is_positive_finite(amax: Tensor) -> Tensor:
     0 in a float comparison and torch does not.
     """
     bits = ops.view(amax, "int32")
-    return ops.logical_and(
-        ops.greater(bits, 0), ops.less(bits, _INFINITY_BITS)
-    )
+    return ops.logical_and(ops.greater(bits, 0), ops.less(bits, _INFINITY_BITS))
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

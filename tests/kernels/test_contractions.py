@@ -1,17 +1,27 @@
 """The three matmuls of a layer, against NumPy on the quantized operands."""
 
+import itertools
+
 import keras
 import ml_dtypes
 import numpy as np
 import pytest
 from keras import ops
-from steps import gradients, no_grad, numpy, state_of, step
-from ways import BACKEND, bits, same_bits
 
 import keras_policy_ext as kpe
 from keras_policy_ext import kernels, reference
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+from steps import gradients, no_grad, numpy, state_of
+from ways import (
+    BACKEND,
+    COMPILERS,
+    FASTEST,
+    bits,
+    compiled,
+    run,
+    same_bits,
+)
 
 FLOAT32_TOLERANCE = 1e-6
 """Relative RMS of a float32 result against one accumulated in float64."""
@@ -60,14 +70,24 @@ def within_half_an_ulp(actual, exact, terms, bits_stored):
 
 
 def run_layer(layer, x, g):
-    """`(y, dx, dkernel)` for the output gradient `g`."""
-    g = ops.convert_to_tensor(g)
-
-    def loss(y):
-        return ops.sum(ops.multiply(ops.cast(y, "float32"), g))
-
-    y, dx, grads = gradients(layer, x, loss)
+    """`(y, dx, dkernel)` for the output gradient `g`, as NumPy arrays."""
+    y, dx, grads = gradients(layer, x, weighted(g), compiled=True)
     return numpy_of_any(y), numpy_of_any(dx), numpy_of_any(grads[0])
+
+
+def weighted(g):
+    """A loss whose gradient for the outputs is `g`."""
+    g = ops.convert_to_tensor(g)
+    return lambda y: ops.sum(ops.multiply(ops.cast(y, "float32"), g))
+
+
+def observe(layer, x, g, training=True):
+    """A training step that changes the float8 state and no weight."""
+    _, _, grads = gradients(layer, x, weighted(g), training)
+    variables = layer.trainable_variables
+    with no_grad():
+        variables[-1].assign(grads[-1])
+    assert variables[-1] in layer.float8_state.matrices
 
 
 def numpy_of_any(x):
@@ -141,9 +161,18 @@ def derivative(equation, g, other, operand, shape):
 # Dense and EinsumDense
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5), (2, 2, 3, 5)], ids=len)
-def test_dense_multiplies_quantized_operands(recipe, shape):
+DENSE = [
+    ("hybrid", (6, 5)),
+    ("e4m3", (6, 5)),
+    ("power_of_two", (6, 5)),
+    ("hybrid", (2, 3, 5)),
+    ("hybrid", (2, 2, 3, 5)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), DENSE)
+def test_dense_multiplies_quantized_operands(name, shape):
+    recipe = RECIPES[name]
     layer = dense(7, 5, policy(recipe=recipe), use_bias=False)
     letters = "abc"[: len(shape) - 1]
     equation = f"{letters}d,de->{letters}e"
@@ -152,13 +181,10 @@ def test_dense_multiplies_quantized_operands(recipe, shape):
 
 EINSUM_DENSE = [
     # equation, explicit equation, output_shape, inputs
-    ("ab,bc->ac", "ab,bc->ac", 5, (3, 4)),
     ("...x,xy->...y", "abc,cd->abd", 5, (2, 3, 4)),
     ("abc,cde->abde", "abc,cde->abde", (None, 2, 3), (2, 3, 4)),
     ("abcd,cde->abe", "abcd,cde->abe", (None, 5), (2, 3, 2, 4)),
-    ("abc,cd->abd", "abc,cd->abd", (None, 4), (2, 3, 5)),
     ("abc,bcd->abd", "abc,bcd->abd", (3, 5), (2, 3, 4)),
-    ("ab,bc->ca", "ab,bc->ca", (3,), (3, 4)),
 ]
 
 
@@ -171,8 +197,6 @@ def test_einsum_dense_multiplies_quantized_operands(
     equation, explicit, output_shape, shape
 ):
     layer = kpe.layers.EinsumDense(equation, output_shape, dtype=policy())
-    if equation == "ab,bc->ca":  # Keras wants the batch first
-        layer = Contract(equation, (4, 5), dtype=policy())
     layer.build(shape)
     w = normal(*layer.kernel.shape, seed=1)
     check_float32(layer, explicit, normal(*shape), w, CurrentScaling())
@@ -184,7 +208,6 @@ MIXIN = [
     ("ab,bc->ca", (3, 4), (4, 5)),  # reordered outputs
     ("abc,cde->eadb", (2, 3, 4), (4, 2, 3)),
     ("abc,acd->abd", (2, 3, 4), (2, 4, 5)),  # a batch axis in both
-    ("abc,bcd->abd", (2, 3, 4), (3, 4, 5)),
     ("abcd,bdce->eab", (2, 3, 2, 4), (3, 4, 2, 5)),
     ("ab,bc->c", (3, 4), (4, 5)),  # an axis of the inputs summed away
     ("ab,bcd->ac", (3, 4), (4, 2, 5)),  # an axis of the kernel summed away
@@ -220,15 +243,19 @@ def test_outputs_are_rounded_once_to_the_compute_dtype(source):
     compute, stored = HALVES[source]
     recipe = CurrentScaling()
     layer = dense(7, 24, policy(source), use_bias=False)
-    x, w, g = half(normal(16, 24), compute), normal(24, 7, seed=1), normal(16, 7)
+    x, g = (half(normal(16, n), compute) for n in (24, 7))
+    w = normal(24, 7, seed=1)
     with no_grad():
         layer.kernel.assign(w)
     if source == compute:
         w = half(w, compute)
-    g = half(g, compute)
     qx, qw, qg = (
         quantized(value, operand, recipe)
-        for value, operand in ((x, "inputs"), (w, "kernel"), (g, "outputs_grad"))
+        for value, operand in (
+            (x, "inputs"),
+            (w, "kernel"),
+            (g, "outputs_grad"),
+        )
     )
     y, dx, dw = run_layer(layer, x, g)
     terms = np.abs(qx) @ np.abs(qw)
@@ -261,7 +288,8 @@ def test_the_kernel_is_quantized_from_its_float32_master():
     recipe = CurrentScaling()
     qx = quantized(np.eye(16), "inputs", recipe)
     expected = half(qx @ quantized(w, "kernel", recipe), "bfloat16")
-    wrong = half(qx @ quantized(half(w, "bfloat16"), "kernel", recipe), "bfloat16")
+    wrong = qx @ quantized(half(w, "bfloat16"), "kernel", recipe)
+    wrong = half(wrong, "bfloat16")
     np.testing.assert_array_equal(y, expected)
     assert np.all(y[differ] != wrong[differ])
 
@@ -287,13 +315,28 @@ def test_native_and_emulated_operands_have_the_same_bits(dtype, source):
                 tensor, ops.convert_to_tensor(scale), dtype, native
             )
             stored = keras.backend.standardize_dtype(values.dtype)
-            assert stored == (dtype if native else "float32")
+            assert native == (stored == dtype)
             results.append(ops.cast(values, dtype))
             exact = ops.cast(ops.cast(values, dtype), "float32")
             same_bits(exact, ops.cast(values, "float32"))
         same_bits(*results)
         expected = reference.quantize(half(x, source), scale, dtype)
         same_bits(results[0], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@COMPILERS
+def test_a_compiler_leaves_no_rounding_out(dtype, way):
+    """Emulated numbers are rounded without a cast; sums must not cancel."""
+    engine, x = kernels.engine(), normal(5000)
+
+    def rounded(x, scale):
+        values = engine.quantize(x, scale, dtype, False).values
+        return ops.cast(values, "float32")
+
+    scale = np.float32(0.013)
+    expected = reference.quantize(x, scale, dtype).astype("float32")
+    same_bits(run(rounded, way, x, scale), expected)
 
 
 @pytest.mark.parametrize("source", ["float32", "mixed_bfloat16"])
@@ -364,10 +407,6 @@ class Count:
 @pytest.fixture
 def amaxes(monkeypatch):
     """Counts the amaxes that are computed, not those that are traced."""
-    if BACKEND == "jax":
-        import jax
-
-        jax.clear_caches()  # earlier traces do not count
     count, amax = Count(), scaling.amax
 
     def counted(*args, **kwargs):
@@ -375,48 +414,48 @@ def amaxes(monkeypatch):
         return amax(*args, **kwargs)
 
     monkeypatch.setattr(scaling, "amax", counted)
-    yield count
-    if BACKEND == "jax":
-        jax.clear_caches()
+    return count
+
+
+_sizes = itertools.count(11)
+
+
+def counted_layer():
+    """A layer and inputs of a size that was never traced before."""
+    size = next(_sizes)
+    recipe = DelayedScaling(amax_history_length=2)
+    return dense(size, size, policy(recipe=recipe)), normal(size, size)
 
 
 def compiled_call(layer):
     """`layer(x, training=False)` as `predict` runs it."""
-    if BACKEND == "jax":
-        import jax
-
-        return jax.jit(lambda x: layer(x, training=False))
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(lambda x: layer(x, training=False))
-    return lambda x: layer(x, training=False)
+    return compiled(lambda x: layer(x, training=False), FASTEST)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_inference_with_a_delayed_recipe_computes_no_amax(amaxes, how):
-    layer = dense(4, 4, policy(recipe=DelayedScaling(amax_history_length=2)))
+    layer, x = counted_layer()
 
-    def predict(x):
-        if how == "eager":
-            return layer(ops.convert_to_tensor(x), training=False)
-        return compiled_call(layer)(ops.convert_to_tensor(x))
+    def predict():
+        call = compiled_call(layer) if how == "compiled" else layer
+        tensor = ops.convert_to_tensor(x)
+        return (
+            call(tensor) if how == "compiled" else call(tensor, training=False)
+        )
 
-    x = normal(3, 4)
-    predict(x)
+    predict()
     assert amaxes.taken() == 2  # nothing was observed: inputs and kernel
-    step(layer, keras.optimizers.SGD(0.0), x, ops.sum)
+    observe(layer, x, x)
     assert amaxes.taken() == 3  # inputs, kernel and gradient, once each
-    predict(x)
+    predict()
     assert amaxes.taken() == 0
 
 
 def test_a_gradient_without_training_computes_no_amax(amaxes):
-    layer = dense(4, 4, policy(recipe=DelayedScaling(amax_history_length=2)))
-    optimizer, x = keras.optimizers.SGD(0.0), normal(3, 4)
-    step(layer, optimizer, x, ops.sum)
-    amaxes.taken()
-    step(layer, optimizer, x, ops.sum, training=False)
+    layer, x = counted_layer()
+    observe(layer, x, x)
+    assert amaxes.taken() == 3
+    gradients(layer, x, weighted(x), training=False)
     assert amaxes.taken() == 0
 
 
@@ -427,29 +466,27 @@ def test_no_gradient_is_taken_of_a_cast():
     """Where every input saturates, the gradient of a clip would be zero."""
     recipe = DelayedScaling(amax_history_length=1)
     layer = dense(6, 4, policy(recipe=recipe), use_bias=False)
-    optimizer = keras.optimizers.SGD(0.0)
     x, g = np.full((5, 4), 3.0, "float32"), normal(5, 6, scale=1e-3)
-    layer_loss = _weighted(g)
-    step(layer, optimizer, x, layer_loss)
-    scales = {o: h[0] / _limit(recipe, o) for o, (_, h) in state_of(layer).items()}
+    observe(layer, x, g)
+    scales = {
+        operand: history[0] / _limit(recipe, operand)
+        for operand, (_, history) in state_of(layer).items()
+    }
     y, dx, dw = run_layer(layer, x * 1000, g)
     qx = np.full((5, 4), 3.0)  # saturated at the amax of the step before
     qw, qg = (
-        reference.quantize_dequantize(v, s, recipe.format_of(o)).astype("float64")
-        for v, o, s in (
-            (numpy(layer.kernel), "kernel", scales["kernel"]),
-            (g, "outputs_grad", scales["outputs_grad"]),
+        reference.quantize_dequantize(
+            value, scales[operand], recipe.format_of(operand), "float64"
+        )
+        for value, operand in (
+            (numpy(layer.kernel), "kernel"),
+            (g, "outputs_grad"),
         )
     )
     assert relative_rms(y, qx @ qw) < FLOAT32_TOLERANCE
     assert relative_rms(dx, qg @ qw.T) < FLOAT32_TOLERANCE
     assert relative_rms(dw, qx.T @ qg) < FLOAT32_TOLERANCE
     assert np.all(np.abs(dx).max(axis=1) > 0)
-
-
-def _weighted(g):
-    g = ops.convert_to_tensor(g)
-    return lambda y: ops.sum(ops.multiply(y, g))
 
 
 def _limit(recipe, operand):

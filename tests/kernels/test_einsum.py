@@ -130,7 +130,9 @@ def equations(draw):
     shuffle = random.Random(draw(st.integers(0, 2**16))).sample
 
     def term(members):
-        chosen = [c for c, k in zip(letters, kinds, strict=True) if k in members]
+        chosen = [
+            c for c, k in zip(letters, kinds, strict=True) if k in members
+        ]
         return "".join(shuffle(chosen, len(chosen)))
 
     equation = f"{term(IN_FIRST)},{term(IN_SECOND)}->{term(IN_OUT)}"
@@ -193,9 +195,7 @@ def test_the_gradient_of_the_inputs_is_the_derivative(case):
     x, w, g = operands(*case)
     equation, axes = einsum.inputs_grad(case[0])
     gradient = broadcast(np.einsum(equation, g, w), axes, x.shape)
-    expected = numeric_gradient(
-        lambda x: np.einsum(case[0], x, w), g, x.shape
-    )
+    expected = numeric_gradient(lambda x: np.einsum(case[0], x, w), g, x.shape)
     np.testing.assert_array_equal(gradient, expected)
     pairing = np.sum(g * np.einsum(case[0], x, w))
     assert np.sum(gradient * x) == pairing
@@ -206,9 +206,7 @@ def test_the_gradient_of_the_kernel_is_the_derivative(case):
     x, w, g = operands(*case)
     equation, axes = einsum.kernel_grad(case[0])
     gradient = broadcast(np.einsum(equation, x, g), axes, w.shape)
-    expected = numeric_gradient(
-        lambda w: np.einsum(case[0], x, w), g, w.shape
-    )
+    expected = numeric_gradient(lambda w: np.einsum(case[0], x, w), g, w.shape)
     np.testing.assert_array_equal(gradient, expected)
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
-from ways import COMPILERS, WAYS, compiled, run, same_bits
 
 import keras_policy_ext as kpe
 from keras_policy_ext import formats, reference
 from keras_policy_ext.numerics import casting
+from ways import COMPILERS, WAYS, compiled, run, same_bits
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2"]
 both = pytest.mark.parametrize("dtype", DTYPES)
@@ -62,6 +62,11 @@ def ties(dtype, scale):
 
 def cast(dtype):
     return lambda x: kpe.numerics.cast(x, dtype)
+
+
+def no_subnormals(x):
+    """Zero where JAX and TensorFlow on a CPU would read zero."""
+    return np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
 
 
 # Casting
@@ -158,7 +163,9 @@ def test_integers_are_read_as_numbers(dtype):
     "dtype",
     ["e4m3", "float8_e4m3", "float8_e8m0fnu", "float4_e2m1fn", "float32", 8],
 )
-@pytest.mark.parametrize("function", ["cast", "quantize", "quantize_dequantize"])
+@pytest.mark.parametrize(
+    "function", ["cast", "quantize", "quantize_dequantize"]
+)
 def test_another_dtype_is_refused_with_what_is_allowed(dtype, function):
     arguments = (ops.ones(2), dtype)
     if function != "cast":
@@ -285,6 +292,23 @@ def test_quantize_dequantize_survives_compilation(dtype, way):
     expected = reference.quantize_dequantize(x, 0.1, dtype)
     same_bits(run(function, way, x, np.float32(0.1)), expected)
     assert np.any(expected != x)
+
+
+@both
+@WAYS
+def test_numbers_held_in_float32_are_those_of_the_float8_codes(dtype, way):
+    random = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint64)
+    random = no_subnormals(random.astype(np.uint32).view("float32"))
+    values = codes(dtype).astype("float32")
+    special = np.float32([0.0, -0.0, np.inf, -np.inf, 449, 465, 1e4])
+    x = np.concatenate([random, values, beside(midpoints(dtype)), special])
+
+    def function(x, scale):
+        return casting.quantize_float32(x, scale, dtype)
+
+    for scale in (np.float32(1), np.float32(0.1)):
+        expected = reference.quantize(x, scale, dtype).astype("float32")
+        same_bits(run(function, way, x, scale), expected)
 
 
 @both

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
-from ways import FASTEST, WAYS, compiled, run, same_bits
 
 from keras_policy_ext import reference
 from keras_policy_ext.numerics.observations import SLOTS, Layout
 from keras_policy_ext.numerics.rules import DelayedRule, rule_of
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
+from ways import FASTEST, WAYS, compiled, run, same_bits
 
 ROWS = len(OPERANDS)
 LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
@@ -388,7 +388,9 @@ def test_any_training_run_ends_as_in_the_reference(length, amax_compute, steps):
 
 @pytest.mark.parametrize("initial_scale", ["current", 1.0])
 @settings(max_examples=40)
-@given(xs=st.lists(st.sampled_from([0.0, 0.1, 7.0, 3e4]), min_size=1, max_size=8))
+@given(
+    xs=st.lists(st.sampled_from([0.0, 0.1, 7.0, 3e4]), min_size=1, max_size=8)
+)
 def test_the_scales_of_any_run_are_those_of_the_reference_layer(
     initial_scale, xs
 ):

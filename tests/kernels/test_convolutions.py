@@ -1,0 +1,273 @@
+"""Convolutions and both their gradients, against a loop over the taps.
+
+The loop runs in float64 on operands that the reference has quantized.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+from keras_policy_ext import reference
+from keras_policy_ext.recipes import CurrentScaling
+from steps import gradients, no_grad, numpy
+
+RECIPE = CurrentScaling()
+FLOAT32_TOLERANCE = 1e-6
+"""Relative RMS of a float32 result against one accumulated in float64."""
+
+
+class Taps:
+    """A convolution, channels last, as a sum over the taps of its kernel.
+
+    Attributes:
+        outputs: Spatial shape of the outputs.
+    """
+
+    def __init__(self, spatial, kernel_size, strides, padding, dilation):
+        self.strides, self.dilation = strides, dilation
+        self.kernel_size, self.spatial = kernel_size, spatial
+        reach = [(k - 1) * d + 1 for k, d in zip(kernel_size, dilation)]
+        self.pads = [
+            _pads(n, r, s, padding) for n, r, s in zip(spatial, reach, strides)
+        ]
+        self.outputs = tuple(
+            (n + sum(pad) - r) // s + 1
+            for n, pad, r, s in zip(spatial, self.pads, reach, strides)
+        )
+
+    def _windows(self):
+        """Each tap, and the slices of the padded inputs that it sees."""
+        for tap in itertools.product(*map(range, self.kernel_size)):
+            starts = [t * d for t, d in zip(tap, self.dilation)]
+            yield (
+                tap,
+                tuple(
+                    slice(start, start + (n - 1) * s + 1, s)
+                    for start, n, s in zip(starts, self.outputs, self.strides)
+                ),
+            )
+
+    def _padded(self, x):
+        return np.pad(x, [(0, 0), *self.pads, (0, 0)])
+
+    def forward(self, x, w):
+        """Outputs (batch, *outputs, filters)."""
+        y = np.zeros((len(x), *self.outputs, w.shape[-1]))
+        x = self._padded(x)
+        for tap, window in self._windows():
+            for inputs, filters in _groups(x, w):
+                seen = x[:, *window, inputs]
+                y[..., filters] += seen @ w[tap][:, filters]
+        return y
+
+    def inputs_grad(self, g, w, shape):
+        """The transpose of `forward` in `x`."""
+        dx = np.zeros_like(self._padded(np.zeros(shape)))
+        for tap, window in self._windows():
+            for inputs, filters in _groups(dx, w):
+                dx[:, *window, inputs] += g[..., filters] @ w[tap][:, filters].T
+        crop = [slice(b, b + n) for (b, _), n in zip(self.pads, self.spatial)]
+        return dx[:, *crop]
+
+    def kernel_grad(self, x, g, shape):
+        """The transpose of `forward` in `w`."""
+        dw = np.zeros(shape)
+        x = self._padded(x)
+        for tap, window in self._windows():
+            for inputs, filters in _groups(x, dw):
+                seen = x[:, *window, inputs].reshape(-1, shape[-2])
+                flat = g[..., filters].reshape(len(seen), -1)
+                dw[tap][:, filters] += seen.T @ flat
+        return dw
+
+
+def _pads(size, reach, stride, padding):
+    """Zeros before and after, as TensorFlow pads."""
+    if padding == "causal":
+        return reach - 1, 0
+    outputs = -(-size // stride)
+    total = max((outputs - 1) * stride + reach - size, 0)
+    total = total if padding == "same" else 0
+    return total // 2, total - total // 2
+
+
+def _groups(x, w):
+    """Slices of the input channels and of the filters, group by group."""
+    per_group = w.shape[-2]
+    groups = x.shape[-1] // per_group
+    filters = w.shape[-1] // groups
+    for i in range(groups):
+        yield (
+            slice(i * per_group, (i + 1) * per_group),
+            slice(i * filters, (i + 1) * filters),
+        )
+
+
+def quantized(x, operand):
+    """What float8 keeps of `x` under current scaling, in float64."""
+    dtype = RECIPE.format_of(operand)
+    scale = reference.scale_from_amax(reference.amax(x), dtype)
+    codes = reference.quantize(x, scale, dtype)
+    return codes.astype("float64") * np.float64(scale)
+
+
+def relative_rms(actual, expected):
+    error = np.sqrt(np.mean(np.square(actual - expected)))
+    return error / np.sqrt(np.mean(np.square(expected)))
+
+
+def normal(*shape, seed):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return values.astype("float32")
+
+
+def moved(x, data_format, to_last):
+    if data_format == "channels_last":
+        return x
+    return np.moveaxis(x, 1, -1) if to_last else np.moveaxis(x, -1, 1)
+
+
+def convolution(rank, spatial, channels=3, source="float32", **kwargs):
+    """A built layer without bias, and its taps."""
+    kwargs = {"filters": 4, "kernel_size": 3, **kwargs}
+    policy = kpe.Float8DTypePolicy(source, recipe=RECIPE)
+    cls = getattr(kpe.layers, f"Conv{rank}D")
+    layer = cls(use_bias=False, dtype=policy, **kwargs)
+    shape = moved(
+        np.empty((2, *spatial, channels)), layer.data_format, False
+    ).shape
+    layer.build(shape)
+    taps = Taps(
+        spatial,
+        layer.kernel_size,
+        layer.strides,
+        layer.padding,
+        layer.dilation_rate,
+    )
+    return layer, taps, shape
+
+
+CASES = {
+    "1d valid": (1, (9,), {}),
+    "1d same, stride 2, odd": (1, (9,), {"padding": "same", "strides": 2}),
+    "1d same, stride 3, even": (1, (10,), {"padding": "same", "strides": 3}),
+    "1d same, dilation": (1, (9,), {"padding": "same", "dilation_rate": 2}),
+    "1d causal": (1, (8,), {"padding": "causal"}),
+    "1d causal, dilation": (1, (8,), {"padding": "causal", "dilation_rate": 2}),
+    "1d kernel 1": (1, (5,), {"kernel_size": 1}),
+    "1d stride beyond kernel": (1, (11,), {"kernel_size": 2, "strides": 4}),
+    "1d channels first": (
+        1,
+        (9,),
+        {"padding": "same", "strides": 2, "data_format": "channels_first"},
+    ),
+    "2d valid": (2, (6, 7), {}),
+    "2d same, even kernel": (
+        2,
+        (5, 6),
+        {"kernel_size": (2, 4), "padding": "same"},
+    ),
+    "2d strides of two sizes": (
+        2,
+        (8, 7),
+        {"padding": "same", "strides": (2, 3)},
+    ),
+    "2d dilation": (2, (8, 7), {"dilation_rate": (2, 1)}),
+    "2d same, stride leaves a rest": (
+        2,
+        (8, 8),
+        {"strides": 3, "kernel_size": 2},
+    ),
+    "2d groups": (2, (5, 5), {"groups": 2, "channels": 4, "padding": "same"}),
+    "2d depthwise": (2, (5, 5), {"groups": 4, "channels": 4, "filters": 8}),
+    "2d channels first": (
+        2,
+        (6, 5),
+        {"padding": "same", "strides": 2, "data_format": "channels_first"},
+    ),
+    "2d channels first, groups": (
+        2,
+        (5, 5),
+        {"groups": 2, "channels": 4, "data_format": "channels_first"},
+    ),
+    "3d same": (3, (3, 4, 5), {"padding": "same", "kernel_size": 2}),
+    "3d strides": (
+        3,
+        (4, 5, 3),
+        {"strides": (1, 2, 1), "kernel_size": (1, 2, 3)},
+    ),
+    "3d channels first": (
+        3,
+        (3, 4, 3),
+        {"kernel_size": 2, "data_format": "channels_first"},
+    ),
+}
+
+
+def run_layer(layer, x, g):
+    """`(y, dx, dkernel)` for the output gradient `g`."""
+    g = ops.convert_to_tensor(g)
+
+    def loss(y):
+        return ops.sum(ops.multiply(ops.cast(y, "float32"), g))
+
+    y, dx, grads = gradients(layer, x, loss, compiled=True)
+    return [numpy(ops.cast(t, "float32")) for t in (y, dx, grads[0])]
+
+
+@pytest.mark.parametrize(
+    ("rank", "spatial", "kwargs"), CASES.values(), ids=CASES
+)
+def test_a_convolution_and_its_gradients_take_quantized_operands(
+    rank, spatial, kwargs
+):
+    layer, taps, shape = convolution(rank, spatial, **kwargs)
+    x, w = normal(*shape, seed=0), normal(*layer.kernel.shape, seed=1)
+    with no_grad():
+        layer.kernel.assign(w)
+    qw = quantized(w, "kernel")
+    qx = moved(quantized(x, "inputs"), layer.data_format, True)
+    expected = taps.forward(qx, qw)
+    g = normal(*expected.shape, seed=2)
+    qg = quantized(g, "outputs_grad")
+    y, dx, dw = run_layer(layer, x, moved(g, layer.data_format, False))
+    y, dx = (moved(t, layer.data_format, True) for t in (y, dx))
+    assert y.shape == expected.shape
+    assert relative_rms(y, expected) < FLOAT32_TOLERANCE
+    expected = taps.inputs_grad(qg, qw, qx.shape)
+    assert relative_rms(dx, expected) < FLOAT32_TOLERANCE
+    expected = taps.kernel_grad(qx, qg, w.shape)
+    assert relative_rms(dw, expected) < FLOAT32_TOLERANCE
+
+
+def test_sixteen_bit_outputs_are_rounded_once():
+    layer, taps, shape = convolution(2, (5, 5), source="mixed_bfloat16")
+    x, w = normal(*shape, seed=0), normal(*layer.kernel.shape, seed=1)
+    x = numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
+    with no_grad():
+        layer.kernel.assign(w)
+    y, _, dw = run_layer(layer, x, np.ones((2, *taps.outputs, 4), "float32"))
+    qx, qw = quantized(x, "inputs"), quantized(w, "kernel")
+    exact = taps.forward(qx, qw)
+    half_an_ulp = 2.0 ** (np.frexp(np.abs(exact))[1] - 9)
+    slack = 2.0**-20 * taps.forward(np.abs(qx), np.abs(qw))
+    assert np.all(np.abs(y - exact) <= half_an_ulp + slack)
+    qg = quantized(np.ones_like(exact), "outputs_grad")
+    expected = taps.kernel_grad(qx, qg, w.shape)
+    assert relative_rms(dw, expected) < FLOAT32_TOLERANCE
+
+
+def test_the_loop_over_the_taps_is_its_own_transpose():
+    """The judge judged: <g, forward(x, w)> is <gradient, operand>."""
+    taps = Taps((7, 5), (3, 2), (2, 1), "same", (1, 2))
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 7, 5, 4)), rng.normal(size=(3, 2, 2, 6))
+    y = taps.forward(x, w)
+    g = rng.normal(size=y.shape)
+    pairing = np.sum(g * y)
+    dx, dw = taps.inputs_grad(g, w, x.shape), taps.kernel_grad(x, g, w.shape)
+    assert np.sum(dx * x) == pytest.approx(pairing)
+    assert np.sum(dw * w) == pytest.approx(pairing)

@@ -1,0 +1,128 @@
+"""The layouts that CUDA demands of torch's float8 matmul, without a GPU."""
+
+import contextlib
+import logging
+
+import keras
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras.backend import standardize_dtype
+
+from keras_policy_ext import kernels
+from keras_policy_ext.kernels import einsum
+
+if keras.backend.backend() != "torch":
+    pytest.skip(
+        f"torch's kernels; the backend is {keras.backend.backend()}",
+        allow_module_level=True,
+    )
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from keras_policy_ext.kernels.torch import _padded
+
+
+@contextlib.contextmanager
+def fake_cuda():
+    """Fake CUDA tensors, whose matmul checks layouts as CUDA does.
+
+    Yields a function `(*shape, dtype) -> tensor`.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)  # it logs what the tests provoke
+    with FakeTensorMode():
+
+        def empty(*shape, dtype="float8_e4m3fn"):
+            return torch.empty(
+                shape, dtype=getattr(torch, dtype), device="cuda"
+            )
+
+        yield empty
+    logger.setLevel(before)
+
+
+@pytest.fixture
+def cuda():
+    with fake_cuda() as empty:
+        yield empty
+
+
+SIZES = [(32, 48, 64), (5, 7, 3), (1, 1, 1), (17, 16, 33), (16, 1, 128)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("gradient", ["float8_e4m3fn", "float8_e5m2"])
+def test_the_three_matmuls_obey_the_layout_rules_of_cuda(cuda, sizes, gradient):
+    three_matmuls(
+        "ab,bc->ac", dict(zip("abc", sizes, strict=True)), gradient, cuda
+    )
+
+
+@pytest.mark.parametrize(
+    "equation", ["abc,cde->abde", "abcd,cde->abe", "ab,cb->ac", "ab,bc->ca"]
+)
+def test_every_einsum_that_is_a_matmul_obeys_them(cuda, equation):
+    sizes = {"a": 2, "b": 3, "c": 5, "d": 7, "e": 4}
+    three_matmuls(equation, sizes, "float8_e5m2", cuda)
+
+
+@settings(max_examples=25)
+@given(sizes=st.tuples(*[st.integers(1, 70)] * 3))
+def test_any_sizes_obey_them(sizes):
+    sizes = dict(zip("abc", sizes, strict=True))
+    with fake_cuda() as empty:
+        three_matmuls("ab,bc->ac", sizes, "float8_e5m2", empty)
+
+
+def three_matmuls(equation, sizes, gradient, empty):
+    """Run forward and both gradients on fake float8 tensors."""
+    engine, contraction = kernels.engine(), kernels.Einsum(equation)
+    terms = einsum.split(equation)
+    x, w, y = (tuple(sizes[c] for c in term) for term in terms)
+    one = empty(dtype="float32")
+    inputs = kernels.Quantized(empty(*x), one)
+    kernel = kernels.Quantized(empty(*w), one)
+    g = kernels.Quantized(empty(*y, dtype=gradient), one)
+    outputs = contraction.forward(engine, inputs, kernel, "bfloat16")
+    dx = contraction.inputs_grad(engine, g, kernel, x, "bfloat16")
+    dw = contraction.kernel_grad(engine, inputs, g, w, "float32")
+    assert [tuple(t.shape) for t in (outputs, dx, dw)] == [y, x, w]
+    dtypes = [standardize_dtype(t.dtype) for t in (outputs, dx, dw)]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (lambda e: e(48, 32).t(), lambda e: e(64, 48).t(), "row_major"),
+        (lambda e: e(32, 48), lambda e: e(48, 64), "col_major"),
+        (lambda e: e(5, 7), lambda e: e(3, 7).t(), "divisible by 16"),
+    ],
+    ids=["first not row-major", "second not column-major", "sizes"],
+)
+def test_fake_cuda_refuses_a_wrong_layout(cuda, first, second, message):
+    """Or else the tests above would show nothing."""
+    one, tensorwise = cuda(dtype="float32"), F.ScalingType.TensorWise
+    a, b = first(cuda), second(cuda)
+    with pytest.raises(RuntimeError, match=message):
+        F.scaled_mm(a, b, one, tensorwise, one, tensorwise)
+
+
+def test_padding_appends_zeros_and_keeps_the_numbers():
+    x = torch.arange(1, 16.0).reshape(3, 5).to(torch.float8_e4m3fn)
+    padded = _padded(x)
+    assert padded.shape == (16, 16)
+    assert torch.equal(padded[:3, :5].float(), x.float())
+    assert padded.float().abs().sum() == x.float().abs().sum()
+    aligned = torch.zeros(16, 32, dtype=torch.float8_e5m2)
+    assert _padded(aligned) is aligned
+
+
+@pytest.mark.gpu
+def test_a_matmul_is_native_on_a_gpu_with_float8_units():
+    hopper_or_ada = torch.cuda.get_device_capability() >= (8, 9)
+    assert kernels.select("ab,bc->ac").native == hopper_or_ada
