@@ -7,6 +7,7 @@ which is one ulp away; losses differ by 2e-7 at most.
 
 import numpy as np
 import pytest
+
 from processes import BACKENDS, is_installed, run
 
 TRAIN = """

@@ -110,7 +110,9 @@ def main():
     arguments = parser.parse_args()
     table = Table(title=f"keras {keras.__version__} on {BACKEND}, CPU")
     for column in ("policy", "what", "ours, ms", "stock, ms", "ratio"):
-        table.add_column(column, justify="left" if column in ("policy", "what") else "right")
+        table.add_column(
+            column, justify="left" if column in ("policy", "what") else "right"
+        )
     for source in arguments.sources:
         for name, ours, stock in cases(source):
             a, b, ratio = ratios(ours, stock, arguments.rounds)

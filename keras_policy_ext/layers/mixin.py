@@ -288,7 +288,8 @@ class Float8Mixin:
         training: bool | None,
     ) -> Tensor:
         policy = self.float8_policy
-        inputs = self.convert_input(inputs)
+        if keras.backend.standardize_dtype(inputs.dtype) != self.compute_dtype:
+            inputs = ops.cast(inputs, self.compute_dtype)
         if training is None:
             training = _keras_compat.training_of_call()
         training = _static_flag(training)
@@ -297,7 +298,7 @@ class Float8Mixin:
         plan = kernels.make_plan(
             contraction,
             policy.recipe,
-            keras.backend.standardize_dtype(inputs.dtype),
+            self.compute_dtype,
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
@@ -319,7 +320,7 @@ class Float8Mixin:
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"
-        got = getattr(kernel, "path", f"a tensor of shape {kernel.shape}")
+        got = getattr(kernel, "path", f"a tensor of shape {tuple(kernel.shape)}")
         return (
             f"Layer {self.name!r} has no float8 state for this kernel, which "
             f"the recipe {self.float8_policy.recipe!r} needs. Received: "

@@ -3,6 +3,7 @@
 The loop runs in float64 on operands that the reference has quantized.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -13,6 +14,8 @@ import keras_policy_ext as kpe
 from keras_policy_ext import reference
 from keras_policy_ext.recipes import CurrentScaling
 from steps import gradients, no_grad, numpy
+
+together = functools.partial(zip, strict=True)
 
 RECIPE = CurrentScaling()
 FLOAT32_TOLERANCE = 1e-6
@@ -29,24 +32,27 @@ class Taps:
     def __init__(self, spatial, kernel_size, strides, padding, dilation):
         self.strides, self.dilation = strides, dilation
         self.kernel_size, self.spatial = kernel_size, spatial
-        reach = [(k - 1) * d + 1 for k, d in zip(kernel_size, dilation)]
+        reach = [(k - 1) * d + 1 for k, d in together(kernel_size, dilation)]
         self.pads = [
-            _pads(n, r, s, padding) for n, r, s in zip(spatial, reach, strides)
+            _pads(n, r, s, padding)
+            for n, r, s in together(spatial, reach, strides)
         ]
         self.outputs = tuple(
             (n + sum(pad) - r) // s + 1
-            for n, pad, r, s in zip(spatial, self.pads, reach, strides)
+            for n, pad, r, s in together(spatial, self.pads, reach, strides)
         )
 
     def _windows(self):
         """Each tap, and the slices of the padded inputs that it sees."""
         for tap in itertools.product(*map(range, self.kernel_size)):
-            starts = [t * d for t, d in zip(tap, self.dilation)]
+            starts = [t * d for t, d in together(tap, self.dilation)]
             yield (
                 tap,
                 tuple(
                     slice(start, start + (n - 1) * s + 1, s)
-                    for start, n, s in zip(starts, self.outputs, self.strides)
+                    for start, n, s in together(
+                        starts, self.outputs, self.strides
+                    )
                 ),
             )
 
@@ -69,7 +75,9 @@ class Taps:
         for tap, window in self._windows():
             for inputs, filters in _groups(dx, w):
                 dx[:, *window, inputs] += g[..., filters] @ w[tap][:, filters].T
-        crop = [slice(b, b + n) for (b, _), n in zip(self.pads, self.spatial)]
+        crop = [
+            slice(b, b + n) for (b, _), n in together(self.pads, self.spatial)
+        ]
         return dx[:, *crop]
 
     def kernel_grad(self, x, g, shape):
