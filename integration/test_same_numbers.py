@@ -25,7 +25,8 @@ model = keras.Sequential([
 for layer in model.layers:
     shape = tuple(layer.kernel.shape)
     layer.kernel.assign(rng.normal(size=shape) / np.sqrt(shape[0]))
-model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=keras.backend.backend() == "jax")
+jit = keras.backend.backend() == "jax"
+model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=jit)
 results = {"losses": []}
 for step in range(5):
     x = rng.normal(size=(32, 16)).astype("float32")

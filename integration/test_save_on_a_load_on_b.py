@@ -87,7 +87,8 @@ for source in map(pathlib.Path, sys.argv[2:]):
         write(f"{source.name}-{way}-loaded", model)
         slots = map(numpy, model.optimizer.variables)
         np.savez(folder / f"{source.name}-{way}-slots.npz", *slots)
-        layers = [l for l in model.layers if isinstance(l, kpe.layers.Float8Mixin)]
+        mixin = kpe.layers.Float8Mixin
+        layers = [x for x in model.layers if isinstance(x, mixin)]
         facts = {
             "modes": [layer.quantization_mode for layer in layers],
             "names": [layer.dtype_policy.full_name for layer in layers],

@@ -22,7 +22,7 @@ except ImportError:  # Keras has moved it: see `value_without_autocast`.
 
 
 # --------------------------------------------------------------------------
-# The global dtype policy (used by policies.py)
+# The global dtype policy (used by policies/)
 # --------------------------------------------------------------------------
 
 

@@ -364,7 +364,7 @@ class DelayedLinear:
     """A linear layer under delayed scaling, step by step.
 
     `forward` and `backward` of one step use the scales that follow from the
-    histories before it, then observe (NUMERICS.md §4). Products accumulate in
+    histories before it, then observe. Products accumulate in
     float64; the scales are `scale_of_multiplier`'s, so that a free-running
     trace of steps has the amaxes and scales of Flax.
 
@@ -531,7 +531,7 @@ def quantize_mx(
         dtype: The narrow format of the elements.
         block: Columns of a block.
         rounding: `"round_up"` (arXiv 2506.08027) or `"floor"` (OCP MX 1.0),
-            bit for bit as in NUMERICS.md §4.
+            to the bit.
 
     Returns:
         Codes `(rows, columns)` and scales as `float8_e8m0fnu`, whose byte E
@@ -562,8 +562,7 @@ def quantize_mx(
 def quantize_nvfp4(x: Any, tile: tuple[int, int] = (1, 16)) -> NVFP4Quantized:
     """NVFP4: e2m1 elements, e4m3 block scales, one float32 tensor scale.
 
-    Bit for bit as in NUMERICS.md §4 (Transformer Engine's reference
-    quantizer), with rounding to nearest.
+    Bit for bit Transformer Engine's reference quantizer, with rounding to nearest.
 
     Args:
         x: `(rows, columns)`.

@@ -449,9 +449,7 @@ def test_scales_follow_from_the_histories_of_flax_bit_for_bit(flax):
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-@given(
-    amax=st.floats(2.0**-100, 2.0**100, width=32), margin=st.integers(0, 20)
-)
+@given(amax=st.floats(2.0**-100, 2.0**100, width=32), margin=st.integers(0, 20))
 def test_scale_of_the_multiplier_is_within_an_ulp(dtype, amax, margin):
     inverted = reference.scale_of_multiplier(amax, dtype, margin)
     divided = reference.scale_from_amax(amax, dtype, margin)

@@ -19,7 +19,7 @@ Tensor = Any
 
 
 class AgnosticEngine:
-    """Quantizes to float8 and back to float32, multiplies in float32."""
+    """Rounds to float8 numbers held in float32, multiplies in float32."""
 
     name = "keras.ops"
 

@@ -148,9 +148,3 @@ def _dot_general(equation: str, a: Tensor, b: Tensor) -> Tensor:
     if order == out:
         return product
     return jnp.transpose(product, [order.index(c) for c in out])
-
-
-def _native_reason(platform: str) -> str:
-    if platform == "cpu":
-        return "lax.dot_general reads float8; XLA converts it on a CPU"
-    return "lax.dot_general reads float8; XLA calls cuBLASLt where it can"

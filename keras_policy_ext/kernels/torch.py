@@ -65,7 +65,7 @@ class TorchEngine(AgnosticEngine):
         """See `Engine.einsum`."""
         if a.values.dtype == torch.float32:
             product = _matmul_2d(equation, a.values, b.values, torch.mm)
-            return scaled(product, a, b, dtype)
+            return product.mul_(a.scale * b.scale).to(getattr(torch, dtype))
         return _matmul_2d(
             equation,
             a.values,
@@ -170,7 +170,7 @@ def _rounded(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     """The quantized numbers, in float32."""
     values = _clipped(x, scale, dtype)
     if values.device.type == "cpu":
-        return _round_to_format(values, dtype)
+        return _round_to_format(values, dtype).copysign_(x)
     return values.to(getattr(torch, dtype)).float()
 
 
@@ -192,14 +192,15 @@ def _(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
 
 
 def _round_to_format(x: Tensor, dtype: str) -> Tensor:
-    """`casting.round_to_format` in place, as far as it goes.
+    """`casting.round_to_format` in place, the signs of zeros left to do.
 
-    On a CPU torch needs four times as long to cast to float8 and back.
+    On a CPU torch needs four times as long to cast to float8 and back, and
+    most of the time of a new tensor is that of its memory.
     """
     lowest, shift = casting.grid_constants(dtype)
     bits = x.view(torch.int32) & casting.EXPONENT_BITS
     anchor = bits.clamp_min_(lowest).add_(shift).view(torch.float32)
-    return (x + anchor).sub_(anchor).copysign_(x)
+    return x.add_(anchor).sub_(anchor)
 
 
 def _matmul_2d(equation: str, a: Tensor, b: Tensor, matmul: Any) -> Tensor:
@@ -218,8 +219,10 @@ def _matmul_2d(equation: str, a: Tensor, b: Tensor, matmul: Any) -> Tensor:
     a = _permute(a, first, form.rows + form.contracted)
     b = _permute(b, second, form.contracted + form.columns)
     rows, columns = a.shape[: len(form.rows)], b.shape[len(form.contracted) :]
+    contracted = b.shape[: len(form.contracted)].numel()
     product = matmul(
-        a.reshape(rows.numel(), -1), b.reshape(-1, columns.numel())
+        a.reshape(rows.numel(), contracted),
+        b.reshape(contracted, columns.numel()),
     )
     product = product.reshape(rows + columns)
     return _permute(product, form.rows + form.columns, out)

@@ -320,7 +320,9 @@ class Float8Mixin:
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"
-        got = getattr(kernel, "path", f"a tensor of shape {tuple(kernel.shape)}")
+        got = getattr(
+            kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
+        )
         return (
             f"Layer {self.name!r} has no float8 state for this kernel, which "
             f"the recipe {self.float8_policy.recipe!r} needs. Received: "

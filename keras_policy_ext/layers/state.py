@@ -23,6 +23,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.rules import rule_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
@@ -90,9 +91,12 @@ class StateVariable(keras.Variable):
         return True
 
     def next_slot(self) -> int:
-        """Number the uses between two assignments."""
+        """Number the uses between two assignments, modulo `SLOTS`.
+
+        More numbers would mean more plans, each compiled for itself.
+        """
         slot = self.uses
-        self.uses = slot + 1
+        self.uses = (slot + 1) % SLOTS
         return slot
 
 
@@ -300,8 +304,9 @@ def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
     if value.shape != tuple(variable.shape):
         return  # Keras says so.
     uses = value[:, 0]
-    settled = value[uses < 0]
-    if np.any(np.isnan(uses)) or not _is_amax(settled[:, 1:]):
+    # Not the slots: another optimizer than Keras's may have moved them.
+    settled = value[uses < 0][:, 1 + SLOTS :]
+    if np.any(np.isnan(uses)) or not _is_amax(settled):
         raise ValueError(
             f"This array is no float8 state of {variable.path!r}. Received: "
             f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "

@@ -97,10 +97,12 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
         Float32 tensor of the shape of `x`.
     """
     lowest, shift = grid_constants(dtype)
-    bits = ops.view(x, "int32")
+    bits = _view(x, "int32")
     exponent = ops.maximum(ops.bitwise_and(bits, EXPONENT_BITS), lowest)
     anchor = ops.view(exponent + shift, "float32")
-    rounded = ops.view(ops.subtract(ops.add(x, anchor), anchor), "int32")
+    # `+`, as ops.add takes an empty x of two axes for a bias on TensorFlow
+    # (keras 3.15).
+    rounded = ops.view(x + anchor - anchor, "int32")
     sign = ops.bitwise_and(bits, SIGN_BIT)
     return ops.view(ops.bitwise_or(rounded, sign), "float32")
 
@@ -170,3 +172,13 @@ def _scaled(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     # divisor is no broadcast to it, and the quotient the same.
     divisor = ops.where(ops.isnan(x), float("nan"), scale)
     return ops.clip(ops.divide(x, divisor), -limit, limit)
+
+
+def _view(x: Tensor, dtype: str) -> Tensor:
+    """`ops.view`, which fails on TensorFlow for a last axis of unknown size.
+
+    Seen on keras 3.15.
+    """
+    if not x.shape or x.shape[-1] is not None:
+        return ops.view(x, dtype)
+    return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)

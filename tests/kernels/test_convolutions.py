@@ -161,11 +161,8 @@ def convolution(rank, spatial, channels=3, source="float32", **kwargs):
 CASES = {
     "1d valid": (1, (9,), {}),
     "1d same, stride 2, odd": (1, (9,), {"padding": "same", "strides": 2}),
-    "1d same, stride 3, even": (1, (10,), {"padding": "same", "strides": 3}),
     "1d same, dilation": (1, (9,), {"padding": "same", "dilation_rate": 2}),
-    "1d causal": (1, (8,), {"padding": "causal"}),
     "1d causal, dilation": (1, (8,), {"padding": "causal", "dilation_rate": 2}),
-    "1d kernel 1": (1, (5,), {"kernel_size": 1}),
     "1d stride beyond kernel": (1, (11,), {"kernel_size": 2, "strides": 4}),
     "1d channels first": (
         1,
@@ -184,11 +181,6 @@ CASES = {
         {"padding": "same", "strides": (2, 3)},
     ),
     "2d dilation": (2, (8, 7), {"dilation_rate": (2, 1)}),
-    "2d same, stride leaves a rest": (
-        2,
-        (8, 8),
-        {"strides": 3, "kernel_size": 2},
-    ),
     "2d groups": (2, (5, 5), {"groups": 2, "channels": 4, "padding": "same"}),
     "2d depthwise": (2, (5, 5), {"groups": 4, "channels": 4, "filters": 8}),
     "2d channels first": (

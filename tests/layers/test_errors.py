@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from steps import numpy
 
 import keras_policy_ext as kpe
+from steps import numpy
 
 POLICY = kpe.Float8DTypePolicy("float32", amax_history_length=4)
 

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from steps import gradients, no_grad, numpy, state_of, step
 
 import keras_policy_ext as kpe
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
+from steps import gradients, no_grad, numpy, state_of, step
 
 SOURCES = ["float32", "mixed_bfloat16", "mixed_float16"]
 

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from steps import gradients, numpy, state_of
 
 import keras_policy_ext as kpe
 from keras_policy_ext.recipes import OPERANDS
+from steps import gradients, numpy, state_of
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

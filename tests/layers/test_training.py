@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from steps import gradients, numpy, state_of, step
 
 import keras_policy_ext as kpe
 from keras_policy_ext.recipes import OPERANDS
+from steps import gradients, numpy, state_of, step
 
 BACKEND = keras.backend.backend()
 
@@ -286,7 +286,9 @@ def test_a_frozen_layer_keeps_its_state_and_passes_gradients():
     frozen.trainable = True
     model.compile(keras.optimizers.SGD(0.01), "mse")
     fit(model, epochs=1)
-    assert not np.array_equal(before["inputs"][1], state_of(frozen)["inputs"][1])
+    assert not np.array_equal(
+        before["inputs"][1], state_of(frozen)["inputs"][1]
+    )
 
 
 def test_a_frozen_layer_that_never_trained_is_scaled():
