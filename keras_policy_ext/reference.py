@@ -562,7 +562,7 @@ def quantize_mx(
 def quantize_nvfp4(x: Any, tile: tuple[int, int] = (1, 16)) -> NVFP4Quantized:
     """NVFP4: e2m1 elements, e4m3 block scales, one float32 tensor scale.
 
-    Bit for bit Transformer Engine's reference quantizer, with rounding to nearest.
+    Bit for bit Transformer Engine's reference quantizer, rounding to nearest.
 
     Args:
         x: `(rows, columns)`.

@@ -179,6 +179,6 @@ def _view(x: Tensor, dtype: str) -> Tensor:
 
     Seen on keras 3.15.
     """
-    if not x.shape or x.shape[-1] is not None:
+    if len(x.shape) == 0 or x.shape[-1] is not None:
         return ops.view(x, dtype)
     return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)
