@@ -87,5 +87,7 @@ class Engine(Protocol):
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """The maximum of an observation over data-parallel replicas."""
 
-    def run(self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor):
+    def run(
+        self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
+    ) -> Tensor:
         """`plan.forward`, differentiable by `plan.backward`."""

@@ -131,7 +131,7 @@ _run.defvjp(_run_forward, _run_backward)
 def _dot_general(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """The einsum as one `dot_general`, accumulated in float32."""
     first, second, out = split(equation)
-    form = matmul_form(equation)
+    form: Any = matmul_form(equation)
     contracted = [
         [t.index(c) for c in form.contracted] for t in (first, second)
     ]

@@ -25,7 +25,8 @@ def drop_in(cls: LayerClass) -> LayerClass:
         The class.
     """
     stock = getattr(keras.layers, cls.__name__)
-    cls.__signature__ = inspect.signature(stock)
+    documented: Any = cls
+    documented.__signature__ = inspect.signature(stock)
     _STOCK[stock] = cls
     register = keras.saving.register_keras_serializable("keras_policy_ext")
     return register(cls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -20,7 +20,14 @@ Tensor = Any
 Contraction = kernels.Einsum | kernels.Conv
 
 
-class Float8Mixin:
+# What the mixin is mixed into, to a type checker.
+if TYPE_CHECKING:
+    _Layer: Any
+else:
+    _Layer = object
+
+
+class Float8Mixin(_Layer):
     """Makes a layer's contractions follow a float8 policy.
 
     ```python
@@ -287,7 +294,7 @@ class Float8Mixin:
         kernel: Any,
         training: bool | None,
     ) -> Tensor:
-        policy = self.float8_policy
+        policy: Any = self.float8_policy
         if keras.backend.standardize_dtype(inputs.dtype) != self.compute_dtype:
             inputs = ops.cast(inputs, self.compute_dtype)
         if training is None:
@@ -325,7 +332,7 @@ class Float8Mixin:
         )
         return (
             f"Layer {self.name!r} has no float8 state for this kernel, which "
-            f"the recipe {self.float8_policy.recipe!r} needs. Received: "
+            f"the policy {self.dtype_policy!r} needs. Received: "
             f"{got}. Weights with state: {known}. Pass a weight which this "
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."

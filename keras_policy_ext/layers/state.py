@@ -131,7 +131,7 @@ class Float8State(keras.layers.Layer):
 
     def of(self, kernel: Any) -> StateVariable | None:
         """The state of a kernel, None where it has none."""
-        name = self._owners.get(getattr(kernel, "path", None))
+        name = self._owners.get(getattr(kernel, "path", ""))
         return None if name is None else getattr(self, name)
 
     @property

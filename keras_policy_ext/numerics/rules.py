@@ -42,7 +42,7 @@ class Prior(NamedTuple):
 class CurrentRule:
     """One scale per tensor, from the tensor itself; no state."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Any):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
 
@@ -89,7 +89,7 @@ class CurrentRule:
 class DelayedRule(CurrentRule):
     """One scale per tensor, from the amaxes of the steps before."""
 
-    def __init__(self, recipe: DelayedScaling):
+    def __init__(self, recipe: Any):
         super().__init__(recipe)
         self.layout = Layout(recipe.history_length)
         self.state_shape = (len(OPERANDS), self.layout.width)
@@ -106,7 +106,7 @@ class DelayedRule(CurrentRule):
         return self._prior(history, stored)
 
     def scale(
-        self, operand: str, x: Tensor, prior: Prior | None, observe: bool
+        self, operand: str, x: Tensor, prior: Any, observe: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See `CurrentRule.scale`; the amax is computed only if needed."""
         index = OPERANDS.index(operand)
@@ -176,7 +176,10 @@ class DelayedRule(CurrentRule):
         return Prior(scales, ops.logical_not(seen))
 
 
-_RULES = {DelayedScaling: DelayedRule, CurrentScaling: CurrentRule}
+_RULES: dict[type[Recipe], Any] = {
+    DelayedScaling: DelayedRule,
+    CurrentScaling: CurrentRule,
+}
 
 
 @functools.cache

@@ -318,7 +318,7 @@ def test_a_non_finite_input_never_enters_the_history(poison):
 
 
 def test_a_spike_is_forgotten_after_the_history_has_passed():
-    layer, optimizer = trained_dense(dtype=policy(length=4))
+    layer, _ = trained_dense(dtype=policy(length=4))
     step(layer, keras.optimizers.SGD(0.0), normal(4, 8) * 1e30, mean_square)
     assert state_of(layer)["inputs"][1].max() > 1e29
     quiet = keras.optimizers.SGD(0.0)
