@@ -93,19 +93,32 @@ def _backward(plan: Plan, shapes: tuple[Any, ...]) -> Any:
     return backward
 
 
-# Eagerly a pass is some thirty operations of which most are on scalars; as
-# one graph it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21).
-# One function for each shape: TensorFlow warns of a function that retraces.
+class _Graph:
+    """A pass as one graph, made at the first call.
+
+    Eagerly a pass is some thirty operations of which most are on scalars; so
+    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). Concrete,
+    since `tf.function` warns of a Python function that it traces often.
+    """
+
+    def __init__(self, function: Any):
+        self._function = tf.function(function, autograph=False)
+        self._concrete: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._concrete is None:
+            self._concrete = self._function.get_concrete_function(*arguments)
+        return self._concrete(*arguments)
 
 
 @functools.lru_cache(maxsize=1024)
 def _eager_forward(plan: Plan, shapes: tuple[Any, ...]) -> Any:
-    return tf.function(_forward(plan), autograph=False)
+    return _Graph(_forward(plan))
 
 
 @functools.lru_cache(maxsize=1024)
 def _eager_backward(plan: Plan, shapes: tuple[Any, ...]) -> Any:
-    return tf.function(_backward(plan, shapes), autograph=False)
+    return _Graph(_backward(plan, shapes))
 
 
 def _shapes(*tensors: Tensor) -> tuple[Any, ...]:

@@ -96,9 +96,12 @@ class TorchEngine(AgnosticEngine):
     ) -> Tensor:
         """See `Engine.run`."""
         tensors = (inputs, kernel, *state)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return _Contract.apply(plan, inputs, kernel, *state)
-        return plan.forward(self, inputs, kernel, state, observe=False)[0]
+        with _no_autocast(inputs):
+            if torch.is_grad_enabled() and any(
+                tensor.requires_grad for tensor in tensors
+            ):
+                return _Contract.apply(plan, inputs, kernel, *state)
+            return plan.forward(self, inputs, kernel, state, observe=False)[0]
 
 
 ENGINE = TorchEngine()
@@ -130,15 +133,21 @@ class _Contract(torch.autograd.Function):
             None if scales is None else Prior(scales, unseen),
             None if ax is None else (ax, aw),
         )
-        inputs_grad, kernel_grad, state_grad = ctx.plan.backward(
-            ENGINE,
-            residuals,
-            outputs_grad,
-            ctx.shapes,
-            tuple(state),
-            needed=ctx.needs_input_grad[1:3],
-        )
+        with _no_autocast(outputs_grad):
+            inputs_grad, kernel_grad, state_grad = ctx.plan.backward(
+                ENGINE,
+                residuals,
+                outputs_grad,
+                ctx.shapes,
+                tuple(state),
+                needed=ctx.needs_input_grad[1:3],
+            )
         return None, inputs_grad, kernel_grad, *state_grad
+
+
+def _no_autocast(x: Tensor) -> Any:
+    """Keeps `torch.autocast` from narrowing unscaled products."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _refusal(plan: Plan) -> str | None:

@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels, policies
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state import Float8State, StateVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 
 Tensor = Any
@@ -56,8 +56,7 @@ class Float8Mixin(_Layer):
     _float8_policy_path: str | None = ""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        if kwargs.get("dtype") is not None:
-            kwargs["dtype"] = policies.get(kwargs["dtype"])
+        kwargs["dtype"] = policies.get(kwargs.get("dtype"))
         super().__init__(*args, **kwargs)
         self.float8_state = Float8State()
         self._float8_kernel_count = 0
@@ -134,6 +133,22 @@ class Float8Mixin(_Layer):
                 scopes.enter_context(keras.name_scope(name))
             super().build_from_config(config)
 
+    def save_own_variables(self, store: Any) -> None:
+        """`Layer.save_own_variables`, which merges LoRA's adapters."""
+        self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
+        super().save_own_variables(store)
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """`Layer.set_weights`, where nothing is set if a state is wrong.
+
+        Raises:
+            ValueError: If the arrays do not fit, or one is no float8 state.
+        """
+        for variable, value in zip(self.weights, weights, strict=False):
+            if isinstance(variable, StateVariable):
+                variable.check(value)
+        super().set_weights(weights)
+
     def load_own_variables(self, store: Any) -> None:
         """`Layer.load_own_variables`; the state hears how it ended."""
         self.float8_state.layer_loads(store)
@@ -203,6 +218,7 @@ class Float8Mixin(_Layer):
             ValueError: If the equation is malformed, does not fit the
                 operands, or the kernel is no weight of this layer.
         """
+        inputs = ops.convert_to_tensor(inputs)
         ranks = len(inputs.shape), len(kernel.shape)
         explicit = einsum.explicit(equation, *ranks)
         _check_sizes(explicit, inputs.shape, kernel.shape)
@@ -283,9 +299,11 @@ class Float8Mixin(_Layer):
     def _plain_einsum(
         self, equation: str, inputs: Tensor, kernel: Any
     ) -> Tensor:
-        inputs = self.convert_input(inputs)
-        kernel = self.convert_input(ops.convert_to_tensor(kernel))
-        return ops.einsum(equation, inputs, kernel)
+        dtype = self.compute_dtype
+        kernel = ops.convert_to_tensor(kernel)
+        return ops.einsum(
+            equation, ops.cast(inputs, dtype), ops.cast(kernel, dtype)
+        )
 
     def _contract(
         self,

@@ -74,8 +74,7 @@ class StateVariable(keras.Variable):
             ValueError: If `value` is a NumPy array, as in `set_weights`, that
                 is no observation and no state.
         """
-        if isinstance(value, np.ndarray):
-            _check_rows(self, value)
+        self.check(value)
         self.uses = 0
         value = self._convert_to_tensor(value, dtype=self.dtype)
         readable = _keras_compat.has_value(self)
@@ -83,6 +82,15 @@ class StateVariable(keras.Variable):
             value = kernels.engine().combine_replicas(value)
             value = rule_of(self.recipe).settle(value, self.value)
         return super().assign(value)
+
+    def check(self, value: Any) -> None:
+        """Raise if an array is no observation and no state.
+
+        Raises:
+            ValueError: If so; tensors are not looked at.
+        """
+        if isinstance(value, np.ndarray):
+            _check_rows(self, value)
 
     @property
     def overwrite_with_gradient(self) -> bool:
@@ -106,6 +114,9 @@ class Float8State(keras.layers.Layer):
     def __init__(self, name: str = "float8_state"):
         super().__init__(name=name, dtype="float32")
         self._owners: dict[str, str] = {}
+        # Whether files hold another kernel, the one with adapters merged in:
+        # what was observed of this one is then not written.
+        self.merged = False
         self._layer_loaded: bool | None = None
         self._failure: ValueError | None = None
         self.built = True
@@ -163,7 +174,8 @@ class Float8State(keras.layers.Layer):
             store[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
         for number, variable in enumerate(self.matrices):
             for key, value in _entries(number, variable).items():
-                store[key] = value
+                other_kernel = self.merged and ".kernel." in key
+                store[key] = np.zeros_like(value) if other_kernel else value
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, as far as it is there.

@@ -145,3 +145,36 @@ def test_quantizing_a_float8_layer_again_is_refused_with_the_reason():
         layer.quantize("int8")
     assert layer.dtype_policy == before
     assert layer.quantization_mode == "float8"
+
+
+def test_weights_with_a_wrong_state_change_nothing():
+    layer = kpe.layers.Dense(3, dtype=POLICY)
+    layer.build((None, 4))
+    before = layer.get_weights()
+    wrong = [w * 0 for w in before]
+    wrong[2] = before[2].copy()
+    wrong[2][:, 12] = -5
+    with pytest.raises(ValueError, match="no float8 state"):
+        layer.set_weights(wrong)
+    for a, b in zip(before, layer.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [POLICY, "float32"], ids=["float8", "plain"])
+@pytest.mark.parametrize("kind", ["int32", "float32", "list"])
+def test_a_contraction_takes_arrays_as_keras_does(dtype, kind):
+    layer = OneKernel(None, dtype=dtype)
+    layer.build((2, 4))
+    x = np.arange(8).reshape(2, 4)
+    given = x.tolist() if kind == "list" else x.astype(kind)
+    y = layer.float8_matmul(given, layer.kernel)
+    expected = layer.float8_matmul(x.astype("float32"), layer.kernel)
+    assert keras.backend.standardize_dtype(y.dtype) == "float32"
+    np.testing.assert_array_equal(numpy(y), numpy(expected))
+
+
+def test_layers_follow_the_live_floatx():
+    kpe.set_dtype_policy(None)
+    keras.layers.ReLU()  # makes Keras store the policy of today's floatx
+    keras.config.set_floatx("bfloat16")
+    assert kpe.layers.Dense(1).compute_dtype == "bfloat16"

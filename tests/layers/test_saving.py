@@ -316,3 +316,20 @@ def test_a_file_has_the_adapters_merged_as_in_stock_keras(route, tmp_path):
     bound = 2**-4 * (1 + 2**-4) * x @ (np.abs(kernel) + np.abs(merged))
     bound += 6 * LORA_AMAX * 2 * 2**-10 * LORA_AMAX / 448
     assert np.all(np.abs(predictions(model) - predictions(other)) <= bound)
+
+
+def test_a_merged_kernel_is_not_scaled_by_the_amax_of_the_old_one(tmp_path):
+    dtype = kpe.Float8DTypePolicy("float32", amax_history_length=8)
+    layer = kpe.layers.Dense(64, use_bias=False, dtype=dtype)
+    model = keras.Sequential([keras.Input((6,)), layer])
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 6)).astype("float32")
+    model.compile("sgd", "mse")
+    model.fit(x, np.zeros((8, 64), "float32"), verbose=0)
+    layer.enable_lora(2)
+    layer.lora_kernel_b.assign(np.full((2, 64), 30.0, "float32"))
+    exact = x @ keras.ops.convert_to_numpy(layer.kernel)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.saving.load_model(path).predict(x, verbose=0)
+    assert kpe.reference.sqnr_db(exact, loaded) > 20

@@ -420,3 +420,19 @@ def state_values(layer):
     """Scales and histories, whether the state is settled or not."""
     (variable,) = layer.float8_state.matrices
     return numpy(variable)[:, 9:]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="torch.autocast is torch's")
+@pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
+def test_torch_autocast_does_not_narrow_the_products(narrow):
+    import torch
+
+    layer = kpe.layers.Dense(3, dtype=policy("float32"))
+    layer.build((None, 8))
+    x = torch.tensor(normal(4, 8) * 100)
+    alone = layer(x)
+    with torch.autocast("cpu", dtype=getattr(torch, narrow)):
+        inside = layer(x)
+        inside.sum().backward()
+    np.testing.assert_array_equal(numpy(alone), numpy(inside))
+    assert torch.isfinite(layer.kernel.value.grad).all()
