@@ -6,7 +6,6 @@ written in `keras.ops`. `plan` holds the three matmuls that they share.
 
 from __future__ import annotations
 
-import functools
 import importlib
 
 import keras
@@ -36,7 +35,9 @@ __all__ = [
 FRAMEWORKS = ("tensorflow", "jax", "torch")
 
 
-@functools.cache
+_engines: dict[str, Engine] = {}
+
+
 def engine() -> Engine:
     """The kernels of Keras's backend.
 
@@ -44,6 +45,13 @@ def engine() -> Engine:
         NotImplementedError: If the backend is not one of the three.
     """
     backend = keras.backend.backend()
+    # A plain look-up, which torch.compile follows; it breaks on an import.
+    if backend not in _engines:
+        _engines[backend] = _load(backend)
+    return _engines[backend]
+
+
+def _load(backend: str) -> Engine:
     if backend not in FRAMEWORKS:
         raise NotImplementedError(
             f"No float8 kernels for the Keras backend {backend!r}. Allowed: "

@@ -14,6 +14,8 @@ from keras import ops
 from keras_policy_ext.kernels.contract import Choice, Quantized
 from keras_policy_ext.kernels.contractions import Conv
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.recipes import Recipe
 
 Tensor = Any
 
@@ -92,6 +94,19 @@ class AgnosticEngine:
             f"The engine {self.name!r} cannot transpose a function. Use the "
             "engine of a framework: keras_policy_ext.kernels.engine()."
         )
+
+    def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
+        """What a state becomes when `value` is assigned to it.
+
+        Args:
+            recipe: A recipe with state.
+            value: An observation, a settled state, or zeros.
+            previous: The settled state before.
+
+        Returns:
+            The settled state, on every replica the same.
+        """
+        return rule_of(recipe).settle(self.combine_replicas(value), previous)
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """The maximum over data-parallel replicas, where there are any.

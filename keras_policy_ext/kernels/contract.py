@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from keras_policy_ext.kernels.contractions import Conv
     from keras_policy_ext.kernels.plan import Plan
+    from keras_policy_ext.recipes import Recipe
 
 Tensor = Any
 
@@ -83,6 +84,9 @@ class Engine(Protocol):
         self, conv: Conv, x: Quantized, g: Quantized, shape: Any, dtype: str
     ) -> Tensor:
         """Its gradient for a kernel of this shape."""
+
+    def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
+        """What a state becomes when `value` is assigned to it."""
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """The maximum of an observation over data-parallel replicas."""

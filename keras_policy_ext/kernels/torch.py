@@ -15,6 +15,7 @@ from keras_policy_ext.kernels.einsum import matmul_form, split
 from keras_policy_ext.kernels.plan import Plan, Residuals
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.rules import Prior
+from keras_policy_ext.recipes import Recipe
 
 Tensor = Any
 
@@ -91,6 +92,16 @@ class TorchEngine(AgnosticEngine):
         gradient = _conv_backward(conv, float32(g), float32(x), w, 1)
         return scaled(gradient, x, g, dtype)
 
+    @torch.compiler.disable
+    def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
+        """See `Engine.settle`; not compiled either."""
+        with torch.no_grad():
+            return super().settle(recipe, value, previous)
+
+    # torch.compile goes on around a contraction and not into it: compiled, a
+    # step of a 512-2048-512 MLP took a third longer, and a minute to compile
+    # (torch 2.13, 2 cores).
+    @torch.compiler.disable
     def run(
         self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
     ) -> Tensor:
@@ -125,6 +136,7 @@ class _Contract(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
         x, sx, w, sw, scales, unseen, ax, aw, *state = ctx.saved_tensors
         residuals = Residuals(

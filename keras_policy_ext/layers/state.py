@@ -79,8 +79,8 @@ class StateVariable(keras.Variable):
         value = self._convert_to_tensor(value, dtype=self.dtype)
         readable = _keras_compat.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            value = kernels.engine().combine_replicas(value)
-            value = rule_of(self.recipe).settle(value, self.value)
+            engine = kernels.engine()
+            value = engine.settle(self.recipe, value, self.value)
         return super().assign(value)
 
     def check(self, value: Any) -> None:
