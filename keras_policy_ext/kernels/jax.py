@@ -36,24 +36,7 @@ class JaxEngine(AgnosticEngine):
             return Choice("native", "lax.dot_general on float8 operands")
         if plan.prefer == "native":
             return Choice("native", "lax.dot_general, converted by XLA")
-        # 256x512x2048 on 2 cores: 2.7 ms in float8, 1.3 ms in bfloat16.
-        return Choice(
-            "emulated",
-            "XLA has no float8 matmul for a CPU; bfloat16 holds"
-            " the same numbers",
-        )
-
-    def quantize(
-        self, x: Tensor, scale: Tensor, dtype: str, native: bool
-    ) -> Quantized:
-        """See `Engine.quantize`; emulated numbers are held in bfloat16.
-
-        Every float8 number is one of bfloat16, and CPUs multiply these faster
-        than float32; sums are in float32.
-        """
-        values, scale = super().quantize(x, scale, dtype, native)
-        values = values if native else values.astype(jnp.bfloat16)
-        return Quantized(values, scale)
+        return Choice("emulated", "XLA has no float8 matmul for a CPU")
 
     def einsum(
         self,
