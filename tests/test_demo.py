@@ -128,7 +128,7 @@ def test_recipe_is_that_of_the_float8_policy():
     compared = train.policies_compared("current")
 
     assert list(compared) == PRECISIONS
-    assert compared["float8"].full_name == "float8/current_from_mixed_bfloat16"
+    assert compared["float8"].recipe.name == "current"
 
 
 def test_steps_per_second_leaves_compilation_out():
