@@ -33,6 +33,26 @@ def numpy(tensor):
 def arrays(model):
     return {f"{i:03}": numpy(v) for i, v in enumerate(model.weights)}
 
+@keras.saving.register_keras_serializable("on_a_load_on_b")
+class Block(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.wide = keras.layers.Dense(16, activation="relu")
+        self.rest = keras.layers.Dense(8)
+
+    def build(self, input_shape):
+        self.wide.build(input_shape)
+        self.rest.build((*input_shape[:-1], 16))
+
+    def call(self, x):
+        return x + self.rest(self.wide(x))
+
+def stock():
+    inputs = keras.Input((6, 8))
+    h = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
+    h = keras.layers.GlobalAveragePooling1D()(Block()(h))
+    return keras.Model(inputs, keras.layers.Dense(3)(h))
+
 def write(name, model):
     outputs = numpy(model(x, training=False))
     np.savez(folder / f"{name}.npz", outputs=outputs, **arrays(model))
@@ -56,6 +76,15 @@ model.save_weights(folder / "model.weights.h5")
 (folder / "model.json").write_text(model.to_json())
 np.savez(folder / "slots.npz", *map(numpy, model.optimizer.variables))
 write("saved", model)
+
+model = stock()
+model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=jit)
+kpe.convert(model, "float8/4_from_float32")
+for _ in range(3):
+    model.train_on_batch(x, y)
+model.save(folder / "converted.keras")
+np.savez(folder / "converted-slots.npz", *map(numpy, model.optimizer.variables))
+write("converted", model)
 """
 
 LOAD = """
@@ -82,6 +111,21 @@ def load(way, source):
     return model
 
 for source in map(pathlib.Path, sys.argv[2:]):
+    model = kpe.load_model(source / "converted.keras")
+    model.jit_compile = jit
+    write(f"{source.name}-converted-loaded", model)
+    np.savez(
+        folder / f"{source.name}-converted-slots.npz",
+        *map(numpy, model.optimizer.variables),
+    )
+    layers = [x for x in model._flatten_layers() if x.count_params()]
+    facts = {
+        "modes": [x.quantization_mode for x in layers if hasattr(x, "bias")],
+        "loss": float(model.train_on_batch(x, y)),
+        "optimizer": type(model.optimizer).__name__,
+    }
+    text = json.dumps(facts)
+    (folder / f"{source.name}-converted.json").write_text(text)
     for way in ("keras", "weights", "arrays"):
         model = load(way, source)
         write(f"{source.name}-{way}-loaded", model)
@@ -200,3 +244,29 @@ def test_one_more_step_moves_weights_and_state(pair):
         np.testing.assert_array_equal(newest, oldest)
         assert np.all(after[name][:, 10] > 0)
         assert np.all(after[name][:, 0] == -1)
+
+
+def test_a_converted_model_comes_back_whole(pair):
+    saved, loaded = pair
+    expected = read(saved, "converted")
+    found = read(loaded, f"{saved.name}-converted-loaded")
+    assert found.keys() == expected.keys()
+    for name in expected.keys() - {"outputs"}:
+        np.testing.assert_array_equal(found[name], expected[name])
+    slots = read(saved, "converted-slots")
+    found_slots = read(loaded, f"{saved.name}-converted-slots")
+    assert len(found_slots) == len(slots) == 2 + 2 * 14
+    for name, value in slots.items():
+        np.testing.assert_array_equal(found_slots[name], value)
+    # As above; the last layer has 8 inputs too.
+    error = np.linalg.norm(found["outputs"] - expected["outputs"])
+    assert error < 2**-3 * 2 / 8 * np.linalg.norm(expected["outputs"])
+
+
+def test_a_converted_model_goes_on_training(pair):
+    saved, loaded = pair
+    text = (loaded / f"{saved.name}-converted.json").read_text()
+    facts = json.loads(text)
+    assert facts["modes"] == ["float8"] * 7
+    assert facts["optimizer"] == "Adam"
+    assert np.isfinite(facts["loss"])

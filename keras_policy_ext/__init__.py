@@ -32,9 +32,18 @@ def _is_the_command() -> bool:
 
 
 if not _is_the_command():
-    from keras_policy_ext import formats, layers, policies, recipes
+    from keras_policy_ext import (
+        activations,
+        formats,
+        layers,
+        mixed_precision,
+        policies,
+        recipes,
+    )
+    from keras_policy_ext.layers import autocast_scope, is_autocast_variable
     from keras_policy_ext.policies import (
         Float8DTypePolicy,
+        LossScaleDTypePolicy,
         carry_policy,
         deserialize,
         dtype_policy,
@@ -44,23 +53,48 @@ if not _is_the_command():
         set_dtype_policy,
     )
 
-_LAZY = ("kernels", "numerics", "reference")
+_LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
+
+# Public names and the modules that load on their first use.
+_LAZY_NAMES = {
+    "calibrate": "conversion",
+    "convert": "conversion",
+    "filters": "conversion",
+    "inspect": "diagnostics.inspection",
+    "load_model": "conversion",
+    "load_weights": "conversion",
+    "revert": "conversion",
+}
 
 __all__ = [
     "Float8DTypePolicy",
+    "LossScaleDTypePolicy",
     "__version__",
+    "activations",
+    "autocast_scope",
+    "calibrate",
     "carry_policy",
+    "conversion",
+    "convert",
     "deserialize",
     "dtype_policy",
+    "filters",
     "formats",
     "get",
+    "inspect",
+    "is_autocast_variable",
     "kernels",
     "layers",
+    "load_model",
+    "load_weights",
+    "migration",
+    "mixed_precision",
     "numerics",
     "policies",
     "policy_scope",
     "recipes",
     "reference",
+    "revert",
     "serialize",
     "set_dtype_policy",
 ]
@@ -69,6 +103,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _LAZY_NAMES:
+        home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
+        return getattr(home, name)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}. It has: "
         f"{', '.join(__all__)}."

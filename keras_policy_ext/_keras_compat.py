@@ -5,7 +5,10 @@ on, and when it can go. Internals are feature-detected: where they are gone,
 the public API does as much as it can.
 """
 
+import contextlib
+import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -16,9 +19,19 @@ except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
 
 try:
+    from keras.src.utils import tracking as _tracking
+except ImportError:  # Keras has moved it: see `_replace_list`.
+    _tracking = None
+
+try:
     from keras.src.backend import AutocastScope as _AutocastScope
-except ImportError:  # Keras has moved it: see `value_without_autocast`.
+except ImportError:  # Keras has moved it: see `autocast_scope`.
     _AutocastScope = None
+
+try:
+    from keras.src.backend.common import masking as _masking
+except ImportError:  # Keras has moved it: see `keep_mask`.
+    _masking = None
 
 
 # --------------------------------------------------------------------------
@@ -103,6 +116,25 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
+def autocast_scope(dtype: str | None) -> Any:
+    """Keras's context manager under which variables are read in a dtype.
+
+    Inside, variables that autocast are handed out in `dtype`; None: in their
+    own. Layers enter it around their `call`; there is no public name for it
+    (keras 3.0 to 3.15). Expires when there is one.
+
+    Raises:
+        ImportError: If this Keras keeps it elsewhere.
+    """
+    if _AutocastScope is None:
+        raise ImportError(
+            f"Keras {keras.__version__} has moved AutocastScope, without "
+            "which variables cannot be read in their own dtype. Install a "
+            "version of keras_policy_ext that names this Keras as supported."
+        )
+    return _AutocastScope(dtype)
+
+
 def value_without_autocast(variable: Any) -> Any:
     """The tensor in a variable, in the variable's own dtype.
 
@@ -115,16 +147,23 @@ def value_without_autocast(variable: Any) -> Any:
     """
     if not isinstance(variable, keras.Variable):
         return variable
-    if _AutocastScope is None:
-        raise ImportError(
-            f"Keras {keras.__version__} has moved AutocastScope, which float8 "
-            "layers need to read float32 kernels. Install a version of "
-            "keras_policy_ext that names this Keras as supported."
-        )
-    with _AutocastScope(None):
+    with autocast_scope(None):
         # On TensorFlow ops.convert_to_tensor would return the Keras variable,
         # to be read, and autocast, after this scope.
         return variable.value
+
+
+def rematerialize_with_outer(layer: Any) -> None:
+    """Let a layer be rematerialized with the one that it is in, not again.
+
+    Where all of the outer layer is, to do it again inside saves nothing, and
+    on TensorFlow a stock layer that is called with keyword arguments, such as
+    a softmax with its mask, cannot be (keras 3.8 to 3.15). Expires when Keras
+    rematerializes functions with keyword arguments there.
+    """
+    mode = getattr(layer, "_remat_mode", None)
+    if getattr(mode, "mode", None) == "full":
+        layer._remat_mode = None
 
 
 def stored_kernel(layer: Any) -> Any:
@@ -134,6 +173,53 @@ def stored_kernel(layer: Any) -> Any:
     (keras 3.0 to 3.15).
     """
     return layer._kernel if hasattr(layer, "_kernel") else layer.kernel
+
+
+def stored_embeddings(layer: Any) -> Any:
+    """The embeddings variable of Embedding and ReversibleEmbedding.
+
+    Public `layer.embeddings` merges LoRA's adapters into a new tensor
+    (keras 3.0 to 3.15).
+    """
+    if hasattr(layer, "_embeddings"):
+        return layer._embeddings
+    return layer.embeddings
+
+
+class _WithCell:
+    """An RNN layer as its own `inner_loop` sees it, but for the cell."""
+
+    def __init__(self, layer: Any, cell: Any):
+        self._layer = layer
+        self.cell = cell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def run_recurrent_loop(
+    layer: Any, step: Any, inputs: Any, initial_state: Any, mask: Any
+) -> Any:
+    """`keras.layers.RNN.inner_loop` of a layer around another step.
+
+    There is no public loop over time steps with masks, and the one of `RNN`
+    calls `self.cell`; so it is called with a stand-in for the layer
+    (keras 3.0 to 3.15). Where it comes to need more than attributes, it
+    raises, and float8 RNN layers with it. Expires with a public `ops.rnn`.
+
+    Args:
+        layer: An RNN layer.
+        step: Of (inputs of a step, states) to (outputs, new states).
+        inputs: (batch, steps, ...).
+        initial_state: A list of states.
+        mask: None, or boolean (batch, steps).
+
+    Returns:
+        The last outputs, all outputs, and the last states.
+    """
+    return keras.layers.RNN.inner_loop(
+        _WithCell(layer, step), inputs, initial_state, mask
+    )
 
 
 def has_value(variable: Any) -> bool:
@@ -153,10 +239,18 @@ def has_value(variable: Any) -> bool:
 
 
 def _is_deleted(value: Any) -> bool:
-    """Whether this is an array that JAX has donated to a computation."""
+    """Whether JAX has donated this array, or a part of it, to a computation.
+
+    On several devices the array passes for a whole one if NumPy has a view
+    of its first buffer, which then stays; to read it ends the process
+    (jaxlib 0.10).
+    """
     is_deleted = getattr(value, "is_deleted", None)
     try:
-        return callable(is_deleted) and bool(is_deleted())
+        if not callable(is_deleted) or is_deleted():
+            return callable(is_deleted)
+        shards = getattr(value, "addressable_shards", ())
+        return any(shard.data.is_deleted() for shard in shards)
     except TypeError:  # a tracer knows no buffers
         return False
 
@@ -211,3 +305,458 @@ def spare_from_averaging(variable: Any) -> None:
     index = find(variable)
     if averages[index] is None:
         averages[index] = _OwnAverage(variable)
+
+
+# --------------------------------------------------------------------------
+# Autocasting (used by layers/autocast.py)
+# --------------------------------------------------------------------------
+
+
+def in_autocast_scope() -> bool:
+    """Whether this thread is inside some `autocast_scope`.
+
+    Read off Keras's thread-local state, which has no public form (keras 3.0
+    to 3.15). Where that is gone, False: a layer that is not mixed then leaves
+    the scope that it is called in as it is.
+    """
+    if _global_state is None:
+        return False
+    return _global_state.get_global_attribute("autocast_scope") is not None
+
+
+def autocasts(variable: Any) -> bool:
+    """Whether a variable says that it is cast where it is read in a scope.
+
+    `autocast=` is an argument of `keras.Variable` and cannot be read back
+    publicly (`_autocast`, keras 3.0 to 3.15). Where it is gone, True, which
+    is Keras's default.
+    """
+    return bool(getattr(variable, "_autocast", True))
+
+
+def set_autocasts(variable: Any, value: bool) -> None:
+    """Change what `autocasts` returns, after the variable was made.
+
+    Where Keras keeps it elsewhere, nothing: the variable stays as it was
+    made.
+    """
+    if hasattr(variable, "_autocast"):
+        variable._autocast = value
+
+
+class OwnArgumentConversion:
+    """A layer that converts the arguments of its call itself.
+
+    Keras's `__call__` casts every floating argument unless the layer says
+    `_convert_input_args = False`, as Keras's preprocessing layers do (keras
+    3.0 to 3.15); per argument there is nothing to say. Whatever a layer
+    says, Keras is told no here, and `converts_arguments` keeps the answer.
+    Where Keras no longer asks, it casts all arguments once more. Expires
+    when a layer can say which arguments are cast.
+    """
+
+    @property
+    def converts_arguments(self) -> bool:
+        """Whether arguments are to be converted at all."""
+        return bool(self.__dict__.get("_converts_arguments", True))
+
+    @property
+    def _convert_input_args(self) -> int:
+        # Not False: TensorFlow skips the setter for the object that is there.
+        return 0
+
+    @_convert_input_args.setter
+    def _convert_input_args(self, value: bool) -> None:
+        self.__dict__["_converts_arguments"] = bool(value)
+
+
+def keep_mask(old: Any, new: Any) -> Any:
+    """Give a tensor the Keras mask of the one that it was cast from.
+
+    As Keras does when it casts arguments. Masks are attributes of tensors
+    without public access (`masking`, keras 3.4 to 3.15); where the module is
+    gone, the mask is lost, unless it is given as `mask=`.
+
+    Returns:
+        `new`.
+    """
+    if _masking is not None and new is not old:
+        mask = _masking.get_keras_mask(old)
+        if mask is not None:
+            _masking.set_keras_mask(new, mask)
+    return new
+
+
+# --------------------------------------------------------------------------
+# Layers that exist already (used by layers/adoption.py and conversion/)
+# --------------------------------------------------------------------------
+
+
+def layers_within(layer: Any) -> list[Any]:
+    """A layer and all layers in it, each once, in order, outer ones first.
+
+    `model.layers` has one level only. `_flatten_layers` was seen in keras
+    3.0 to 3.15, and is asked for one level at a time, since it turns the
+    order of the deeper ones around; where it is gone, the attributes are
+    followed through `layer.layers`. Expires with a public way to walk a
+    model.
+    """
+    found: dict[int, Any] = {}
+    waiting = [layer]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            waiting.extend(reversed(_layers_directly_in(each)))
+    return list(found.values())
+
+
+def _layers_directly_in(layer: Any) -> list[Any]:
+    if hasattr(layer, "_flatten_layers"):
+        return list(layer._flatten_layers(include_self=False, recursive=False))
+    return list(getattr(layer, "layers", ()))
+
+
+def own_weights(layer: Any) -> list[Any]:
+    """The weights of a layer that are not those of a layer in it.
+
+    `layer.weights` has both (keras 3.0 to 3.15).
+    """
+    inner = layers_within(layer)[1:]
+    others = {id(weight) for each in inner for weight in each.weights}
+    return [weight for weight in layer.weights if id(weight) not in others]
+
+
+@contextlib.contextmanager
+def unlocked(layer: Any) -> Iterator[None]:
+    """Let a built layer get or lose variables and sub-layers for a while.
+
+    What `quantize` of Keras's own layers does (keras 3.10 to 3.15). Expires
+    with a public way to add a sub-layer to a built layer.
+    """
+    locked = layer._tracker.locked
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        if locked:
+            layer._tracker.lock()
+
+
+def swap_class(layer: Any, cls: type) -> None:
+    """Give a built layer another class, one of the same attributes.
+
+    Keras keeps what it found out about `call` when the layer was made, such
+    as whether it takes `training` (keras 3.0 to 3.15): found out again here.
+    """
+    object.__setattr__(layer, "__class__", cls)
+    signature = inspect.signature(layer.call)
+    names = list(signature.parameters)
+    renewed = {
+        "_call_signature": signature,
+        "call_signature_parameters": names,
+        "_call_has_training_arg": "training" in names,
+        "_call_has_mask_arg": "mask" in names,
+        "_call_has_context_arg": {
+            name: name in names
+            for name in getattr(layer, "_call_context_args", ())
+        },
+    }
+    for name, value in renewed.items():
+        if hasattr(layer, name):
+            object.__setattr__(layer, name, value)
+
+
+def detach(layer: Any, name: str) -> None:
+    """Take a sub-layer out of an unlocked layer, and its attribute.
+
+    Deleting the attribute leaves the sub-layer tracked (keras 3.0 to 3.15).
+    """
+    layer._tracker.untrack(getattr(layer, name))
+    delattr(layer, name)
+
+
+@contextlib.contextmanager
+def shown(layer: Any, name: str, value: Any) -> Iterator[None]:
+    """Let those who look at a layer's attributes see another value for one.
+
+    Keras's loader follows the attributes that `dir` lists, and asks for each
+    with `getattr` (keras 3.0 to 3.15). What is put into the instance here is
+    found before what Keras or PyTorch keeps under this name elsewhere, and is
+    not tracked, so that a built layer need not be unlocked. Where the loader
+    takes its objects from the tracker, nothing is read. Expires with a public
+    way to know where in a file a layer is.
+    """
+    attributes = layer.__dict__
+    hidden = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(hidden)
+
+
+def track_again(layers: Iterable[Any]) -> None:
+    """Let PyTorch see the variables that layers have now.
+
+    Keras's layers on torch register their variables as parameters when they
+    are built (keras 3.0 to 3.15); nothing to do elsewhere.
+    """
+    for layer in layers:
+        if hasattr(layer, "_track_variables"):
+            layer._track_variables()
+
+
+def serialize_as(cls: type, original: type) -> None:
+    """Let files name a class as they name another.
+
+    For a class made while the program runs: a file must name the one that a
+    program which loads it can import. Keras has the names in a table
+    (keras 3.0 to 3.15); where that is gone, the class is found by its module
+    and name, which are those of the original.
+    """
+    try:
+        from keras.src.saving import object_registration
+    except ImportError:
+        return
+    names = getattr(object_registration, "GLOBAL_CUSTOM_NAMES", None)
+    if isinstance(names, dict) and original in names:
+        names[cls] = names[original]
+
+
+# --------------------------------------------------------------------------
+# Compiled models (used by conversion/)
+# --------------------------------------------------------------------------
+
+
+def known_to_optimizer(optimizer: Any) -> list[Any] | None:
+    """The model variables that an optimizer was built with, None if not.
+
+    `_trainable_variables`, keras 3.0 to 3.15; where it is gone, None, and
+    the optimizer has to be compiled anew.
+    """
+    if not getattr(optimizer, "built", False):
+        return None
+    variables = getattr(optimizer, "_trainable_variables", None)
+    return None if variables is None else list(variables)
+
+
+def optimizers_within(optimizer: Any) -> list[Any]:
+    """An optimizer and the ones that it wraps, outermost first."""
+    found = []
+    while isinstance(optimizer, keras.optimizers.Optimizer):
+        found.append(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return found
+
+
+def retarget_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Let a built optimizer know another list of variables.
+
+    Slots are moved and none is copied or made: only variables that are
+    overwritten with their gradient, which have no slots, may be new. An
+    optimizer keeps, for each model variable in order, one entry in each of
+    its lists of slots (keras 3.0 to 3.15), and variables for the
+    accumulation of gradients. Expires with a public way to add a variable.
+    """
+    before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    places = [before.get(id(v)) for v in variables]
+    slots = [
+        name
+        for name, value in vars(optimizer).items()
+        if name not in ("_variables", "_accumulated_gradients")
+        and _are_slots(value, before)
+    ]
+    _retarget_accumulators(optimizer, variables, places)
+    for name in slots:
+        old = getattr(optimizer, name)
+        moved = [None if i is None else old[i] for i in places]
+        _replace_list(optimizer, name, moved)
+    _replace_list(optimizer, "_trainable_variables", list(variables))
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(v): i for i, v in enumerate(variables)
+    }
+
+
+def _are_slots(candidate: Any, before: dict[int, int]) -> bool:
+    """Whether this is a list with a slot, or None, for each variable."""
+    if not isinstance(candidate, list) or len(candidate) != len(before):
+        return False
+    return all(
+        slot is None
+        or isinstance(slot, _OwnAverage)
+        or (isinstance(slot, keras.Variable) and id(slot) not in before)
+        for slot in candidate
+    )
+
+
+def _retarget_accumulators(
+    optimizer: Any, variables: list[Any], places: list[int | None]
+) -> None:
+    """Accumulators for new variables, in the order in which `build` has them.
+
+    Files keep the variables of an optimizer by their number.
+    """
+    if not optimizer.gradient_accumulation_steps:
+        return
+    old = list(optimizer._accumulated_gradients)
+    ids = [id(v) for v in optimizer._variables]
+    start = min((ids.index(id(v)) for v in old), default=len(ids))
+    new = [
+        optimizer.add_variable_from_reference(v, name="gradient_accumulator")
+        if i is None
+        else old[i]
+        for v, i in zip(variables, places, strict=True)
+    ]
+    moved = {id(v) for v in (*old, *new)}
+    rest = [v for v in optimizer._variables if id(v) not in moved]
+    ordered = rest[:start] + new + rest[start:]
+    _replace_list(optimizer, "_variables", ordered)
+    tracked = optimizer._tracker.config
+    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    _replace_list(optimizer, "_accumulated_gradients", new)
+
+
+def _replace_list(owner: Any, name: str, values: list[Any]) -> None:
+    """Fill a list attribute of an optimizer anew, without tracking it.
+
+    As stock `build` does. TensorFlow's checkpoints refuse a list of theirs
+    whose elements were replaced, and take another list.
+    """
+    if _tracking is None:
+        getattr(owner, name)[:] = values
+        return
+    with _tracking.DotNotTrackScope():
+        setattr(owner, name, values)
+
+
+def forget_compiled_functions(model: Any) -> None:
+    """Let a model trace its training, test and prediction steps anew.
+
+    As `compile` does, which would also ask for the loss and the metrics
+    again (keras 3.0 to 3.15). KerasHub's models that generate keep one step
+    more, which `compile` sets to None too (keras_hub 0.32). A `fit` that is
+    under way, and has called back, makes no training step by itself.
+    """
+    trains = getattr(model, "train_function", None) is not None
+    names = ["train_function", "test_function", "predict_function"]
+    if hasattr(model, "make_generate_function"):
+        names.append("generate_function")
+    for name in names:
+        if hasattr(model, name):
+            setattr(model, name, None)
+    if trains:
+        model.make_train_function()
+
+
+def count_adapted_layers_again(model: Any) -> None:
+    """Let a KerasHub backbone find its LoRA layers where they now are.
+
+    It remembers them by their number among all layers with weights, for its
+    files of adapters (keras_hub 0.32); a float8 state is one more of those.
+    Nothing happens where LoRA was not enabled, or that list is gone. Expires
+    when KerasHub goes by path.
+    """
+    if not writes_map_of_quantized_layers(model):
+        return
+    if getattr(model, "_lora_enabled_layers", None):
+        # In KerasHub's order, which is not that of `layers_within`.
+        layers = model._flatten_layers(include_self=False)
+        layers = [x for x in layers if x.weights]
+        model._lora_enabled_layers = [
+            number
+            for number, layer in enumerate(layers)
+            if getattr(layer, "lora_enabled", False)
+        ]
+
+
+def writes_map_of_quantized_layers(model: Any) -> bool:
+    """Whether a model's config names a policy for each quantized layer.
+
+    KerasHub's backbones do (keras_hub 0.32): once a layer reports a
+    `quantization_mode`, the config has a map of those layers in place of the
+    backbone's policy, and no word about the others, which come back in the
+    global policy. A policy that is itself a map is written as it is. Expires
+    when KerasHub gives that map a default.
+    """
+    hub = sys.modules.get("keras_hub")
+    return hub is not None and isinstance(model, hub.models.Backbone)
+
+
+def follow_weight_decay_exclusions(
+    optimizer: Any, pairs: Iterable[tuple[Any, Any]]
+) -> None:
+    """Exclude from weight decay what stands in for an excluded variable.
+
+    `exclude_from_weight_decay(var_list=…)` is kept as the keys of variables,
+    which a stand-in does not have on JAX and torch; there is no way to ask
+    (keras 3.12 to 3.15). Where Keras keeps it otherwise, nothing happens:
+    exclude through the wrapper, or by `var_names`. Expires with a public way
+    to read the exclusions.
+
+    Args:
+        optimizer: A Keras optimizer.
+        pairs: Variables and what stands in for each.
+    """
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    key = getattr(optimizer, "_var_key", None)
+    if not isinstance(excluded, set) or key is None:
+        return
+    for variable, stand_in in pairs:
+        if key(variable) in excluded:
+            excluded.add(key(stand_in))
+
+
+# --------------------------------------------------------------------------
+# Operations in the graph of a model (used by migration/)
+# --------------------------------------------------------------------------
+
+
+def operation_class(
+    function: Any,
+    operands: int = 1,
+    takes_list: bool = False,
+    **options: Any,
+) -> Any:
+    """The class that Keras puts into a graph for a function of `keras.ops`.
+
+    `keras.ops` exports the functions alone, and a saved graph names the
+    classes (keras 3.0 to 3.15). The class is taken from the history of a
+    symbolic result.
+
+    Args:
+        function: Such as `keras.ops.add`.
+        operands: How many tensors it takes; they get the shape (3, 3).
+        takes_list: Whether it takes them as a list.
+        **options: Other arguments that it cannot be called without.
+
+    Raises:
+        ImportError: If symbolic tensors of this Keras have no history.
+    """
+    # A square shape: a matrix product takes it too.
+    tensors = [keras.KerasTensor((3, 3)) for _ in range(operands)]
+    result = function(tensors) if takes_list else function(*tensors, **options)
+    history = getattr(result, "_keras_history", None)
+    if history is None:
+        raise ImportError(
+            f"Keras {keras.__version__} keeps no history in symbolic tensors, "
+            "which the migration of TensorFlow operations needs. Install a "
+            "version of keras_policy_ext that names this Keras as supported."
+        )
+    return type(history.operation)
+
+
+def amend_compile_config(model: Any, changes: dict[str, Any]) -> None:
+    """Let a compiled model be saved as compiled with other arguments.
+
+    `get_compile_config` returns what `compile` was given, except for
+    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that
+    was compiled with False would be wrapped when it is loaded. Where it is
+    gone, nothing: files then say what Keras says. Expires when Keras saves
+    the argument, and public classes on torch.
+    """
+    kept = getattr(model, "_compile_config", None)
+    arguments = getattr(kept, "config", None)
+    if isinstance(arguments, dict):
+        arguments.update(changes)

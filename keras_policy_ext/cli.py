@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from keras_policy_ext import recipes
 from keras_policy_ext._version import __version__
@@ -29,6 +29,18 @@ Prints a table of the results, and writes a plot and a CSV file of the losses.
 _DOCTOR = """\
 Say which backend, versions and device are in use, and which contractions run
 natively in float8 or are emulated, and why.
+"""
+
+_INSPECT = """\
+Load a .keras file and print, for each layer with weights, its policy, whether
+it runs natively in float8 or is emulated, and its amaxes and scales. Code in
+the file is not run.
+"""
+
+_MIGRATE = """\
+Write a .keras file of Keras 3 from a .h5 or .keras file of tf_keras (Keras 2):
+the model, its weights, and how it was compiled. The input is only read, and
+code in it is not run.
 """
 
 
@@ -129,6 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_demo(commands)
     _add_doctor(commands)
+    _add_inspect(commands)
+    _add_migrate(commands)
     return parser
 
 
@@ -183,6 +197,45 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="what each layer of a saved model computes in",
+        description=_INSPECT,
+    )
+    _add_backend(parser)
+    parser.add_argument("file", metavar="FILE", help="a .keras file")
+    parser.set_defaults(
+        parser=parser, prepare=_prepare_inspect, run=_run_inspect
+    )
+
+
+def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "migrate",
+        help="make a Keras 3 file of one that tf_keras wrote",
+        description=_MIGRATE,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_backend(parser)
+    parser.add_argument("input", metavar="IN", help="a .h5 or .keras file")
+    parser.add_argument(
+        "output", metavar="OUT", help="the .keras file to write"
+    )
+    parser.add_argument(
+        "--on-loss-scale",
+        choices=["drop", "keep", "error"],
+        default="drop",
+        help="with keep, loading OUT needs keras_policy_ext",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite OUT if it exists"
+    )
+    parser.set_defaults(
+        parser=parser, prepare=_prepare_migrate, run=_run_migrate
+    )
+
+
 def _add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
@@ -233,6 +286,38 @@ def _prepare_demo(arguments: argparse.Namespace) -> demo.Prepared:
 
 def _run_demo(arguments: argparse.Namespace, prepared: demo.Prepared) -> None:
     demo.run(prepared)
+
+
+def _prepare_inspect(arguments: argparse.Namespace) -> Any:
+    _prepare_backend(arguments)
+    from keras_policy_ext.conversion import load_model
+
+    try:
+        return load_model(arguments.file, compile=False)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"cannot load {arguments.file}: {error}") from error
+
+
+def _run_inspect(arguments: argparse.Namespace, model: Any) -> None:
+    from keras_policy_ext.diagnostics.inspection import inspect
+
+    print(inspect(model))
+
+
+def _prepare_migrate(arguments: argparse.Namespace) -> Any:
+    _prepare_backend(arguments)
+    from keras_policy_ext.migration import command
+
+    return command.prepare(
+        arguments.input,
+        arguments.output,
+        on_loss_scale=arguments.on_loss_scale,
+        force=arguments.force,
+    )
+
+
+def _run_migrate(arguments: argparse.Namespace, prepared: Any) -> None:
+    prepared.run()
 
 
 def _run_doctor(arguments: argparse.Namespace, prepared: None) -> None:

@@ -9,6 +9,7 @@ import math
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from keras_policy_ext import formats
@@ -91,6 +92,37 @@ def round_scalar(x: float, dtype: str) -> float:
     spacing = Fraction(2) ** (max(exponent, lowest) - target.mantissa_bits)
     steps = round(Fraction(abs(x)) / spacing)  # Ties go to the even integer.
     return math.copysign(min(float(steps * spacing), target.max), x)
+
+
+def stochastic_round(x: Any, bits: Any, dtype: str = "bfloat16") -> Array:
+    """Round to one of the two neighbours, as 16 random bits say.
+
+    A number at the fraction p between its neighbours, p rounded down to a
+    multiple of 2^-16, becomes the one further from 0 where p + bits * 2^-16
+    reaches 1: for a share p of all bits. Finite numbers stay finite.
+
+    Args:
+        x: Array of any shape, read as float32.
+        bits: Integers from 0 to 2^16 - 1, broadcastable to x.
+        dtype: `"bfloat16"`, `"float16"`, or another signed ml_dtypes format
+            with infinities.
+
+    Returns:
+        Array of that dtype.
+    """
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    with np.errstate(invalid="ignore"):  # NumPy warns of NaN.
+        x = _float32(x).astype(np.float64)
+    finite = np.where(np.isfinite(x), np.abs(x), 0.0)
+    exponent = np.maximum(np.frexp(finite)[1] - 1, info.minexp)
+    spacing = np.ldexp(1.0, exponent - info.nmant)
+    below = np.floor(finite / spacing)
+    fraction = np.floor((finite / spacing - below) * 2**16)
+    further = fraction + np.asarray(bits, np.int64) >= 2**16
+    rounded = np.minimum((below + further) * spacing, float(info.max))
+    return np.where(np.isfinite(x), np.copysign(rounded, x), x).astype(
+        info.dtype
+    )
 
 
 def quantize(x: Any, scale: Any, dtype: str) -> Array:

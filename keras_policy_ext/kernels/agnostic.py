@@ -6,7 +6,8 @@ machinery that `keras.ops` lacks, and replace what they do better.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from keras import ops
@@ -109,15 +110,82 @@ class AgnosticEngine:
         return rule_of(recipe).settle(self.combine_replicas(value), previous)
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
-        """The maximum over data-parallel replicas, where there are any.
+        """What all data-parallel replicas observed, where there are any.
 
         Args:
-            observation: What this replica observed.
+            observation: (rows, width), what this replica observed, or a
+                settled state.
+
+        Returns:
+            (rows, width or more), for `Layout.settle`; the same on every
+            replica.
+        """
+        return observation
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """A block in which loops are run and not traced; no gradients.
+
+        For what has to see the numbers of each step of a recurrent layer.
+        """
+        return nullcontext()
+
+    def take_gradient(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that the framework keeps with a tensor, now cleared.
+
+        Args:
+            tensor: The value of a variable.
+
+        Returns:
+            Tensor of the same shape, None where there is none.
+
+        Raises:
+            ValueError: If the framework hands gradients out instead.
+        """
+        raise ValueError(
+            f"On {self.name} gradients are not kept with the variables. "
+            "Received: none. Allowed: gradients for all of "
+            "`model.trainable_variables`, as taken in your training step; "
+            "pass them on."
+        )
+
+    def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """Whether a flag is true on every replica, where there are any.
+
+        Args:
+            flag: Bool scalar of this replica.
 
         Returns:
             The same on every replica.
         """
-        return observation
+        return flag
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """Run an update of variables where a flag holds.
+
+        Args:
+            flag: Bool scalar, the same on every replica.
+            update: Called with the arguments.
+            arguments: Nested tensors and variables.
+            variables: All that `update` assigns.
+        """
+        ops.cond(flag, lambda: update(*arguments), lambda: None)
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """The value of a tensor, where it has one now.
+
+        Args:
+            x: Integer scalar.
+
+        Returns:
+            The number; None in a function that is being compiled.
+        """
+        return int(x)
 
 
 def convolve(conv: Conv, x: Tensor, w: Tensor) -> Tensor:

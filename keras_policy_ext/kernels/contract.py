@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
     from keras_policy_ext.kernels.contractions import Conv
     from keras_policy_ext.kernels.plan import Plan
     from keras_policy_ext.recipes import Recipe
@@ -89,7 +92,28 @@ class Engine(Protocol):
         """What a state becomes when `value` is assigned to it."""
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
-        """The maximum of an observation over data-parallel replicas."""
+        """What all data-parallel replicas observed, in one matrix."""
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """A block in which loops are run and not traced; no gradients."""
+
+    def take_gradient(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that a framework keeps with a tensor, now cleared."""
+
+    def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """Whether a bool scalar is true on every data-parallel replica."""
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """`update(*arguments)`, which assigns `variables`, if `flag` holds."""
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """An integer scalar as a number; None while it is being compiled."""
 
     def run(
         self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor

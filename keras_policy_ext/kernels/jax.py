@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax import lax
 
 from keras_policy_ext.kernels.agnostic import AgnosticEngine
@@ -56,6 +59,42 @@ class JaxEngine(AgnosticEngine):
         """See `AgnosticEngine.transpose`."""
         like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         return jax.linear_transpose(function, like)(cotangent)[0]
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """See `AgnosticEngine.step_by_step`."""
+        return jax.disable_jit()
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """See `AgnosticEngine.run_if`.
+
+        A branch of `lax.cond` must not assign: what it would assign is its
+        result. Eagerly no branch is traced.
+        """
+        if not isinstance(flag, jax.core.Tracer):
+            if flag:
+                update(*arguments)
+            return
+        before = [variable.value for variable in variables]
+
+        def updated() -> list[Tensor]:
+            mapping = list(zip(variables, before, strict=True))
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                update(*arguments)
+            return [scope.get_current_value(v) for v in variables]
+
+        after = lax.cond(flag, updated, lambda: before)
+        for variable, value in zip(variables, after, strict=True):
+            variable.assign(value)
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """See `AgnosticEngine.known_integer`."""
+        return None if isinstance(x, jax.core.Tracer) else int(x)
 
     def run(
         self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor

@@ -98,6 +98,8 @@ class Plan:
         )
         outputs = self.contraction.forward(engine, x, w, self.inputs_dtype)
         amaxes = (x_amax, w_amax) if observe else None
+        # The outputs are those of saturated operands; the gradients tell.
+        x, w = self._guarded(x, x_amax), self._guarded(w, w_amax)
         return outputs, Residuals(x, w, prior, amaxes)
 
     def observed(
@@ -141,9 +143,7 @@ class Plan:
             amaxes is not None,
             native,
         )
-        guard = self.rule.guard(g_amax)
-        if guard is not None:
-            g = Quantized(g.values, g.scale * guard)
+        g = self._guarded(g, g_amax)
         inputs_grad = kernel_grad = None
         if needed[0]:
             inputs_grad = self.contraction.inputs_grad(
@@ -159,6 +159,13 @@ class Plan:
             return inputs_grad, kernel_grad, (ops.zeros_like(state[0]),)
         observed = self.rule.observation([*amaxes, g_amax], self.slot)
         return inputs_grad, kernel_grad, (observed,)
+
+    def _guarded(self, operand: Quantized, amax: Tensor | None) -> Quantized:
+        """An operand that spoils a gradient if it was not finite."""
+        guard = self.rule.guard(amax)
+        if guard is None:
+            return operand
+        return Quantized(operand.values, operand.scale * guard)
 
     def _quantize(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,10 +36,65 @@ class TensorFlowEngine(AgnosticEngine):
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """See `Engine.combine_replicas`."""
         context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
+        replicas = 1 if context is None else context.num_replicas_in_sync
+        if replicas == 1:
             return observation
+        # Side by side and not slot by slot: replicas call the same layer, so
+        # that the first use on one may be the second on another.
         gathered = context.all_gather(observation[tf.newaxis], axis=0)
-        return tf.reduce_max(gathered, axis=0)
+        first, *_ = values = tf.unstack(gathered, replicas)
+        uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
+        uses = tf.where(first[:, :1] < 0.0, first[:, :1], uses)
+        return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
+
+    @contextlib.contextmanager
+    def step_by_step(self) -> Iterator[None]:
+        """See `AgnosticEngine.step_by_step`."""
+        before = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(before)
+
+    def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """See `AgnosticEngine.on_all_replicas`."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return flag
+        failed = tf.cast(tf.logical_not(flag), tf.float32)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, failed) == 0.0
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """See `AgnosticEngine.run_if`.
+
+        Replicas that run as threads meet inside `update`, which they cannot
+        in a branch: there the branch goes around all of them.
+        """
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            super().run_if(flag, update, arguments, variables)
+            return
+
+        def all_replicas(strategy: Any, flag: Any, *arguments: Any) -> None:
+            run = strategy.extended.call_for_each_replica
+            (flag, *_) = strategy.experimental_local_results(flag)
+            tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
+
+        context.merge_call(all_replicas, args=(flag, *arguments))
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """See `AgnosticEngine.known_integer`.
+
+        Asked of the context: AutoGraph makes a tensor of `int(x)`.
+        """
+        return int(x) if tf.executing_eagerly() else None
 
     def run(
         self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from keras_policy_ext import formats
 from keras_policy_ext.kernels.agnostic import AgnosticEngine, float32, scaled
@@ -98,6 +100,15 @@ class TorchEngine(AgnosticEngine):
         with torch.no_grad():
             return super().settle(recipe, value, previous)
 
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """See `AgnosticEngine.step_by_step`."""
+        return torch.no_grad()
+
+    def take_gradient(self, tensor: Tensor) -> Tensor | None:
+        """See `Engine.take_gradient`."""
+        gradient, tensor.grad = tensor.grad, None
+        return gradient
+
     # torch.compile goes on around a contraction and not into it: compiled, a
     # step of a 512-2048-512 MLP took a third longer, and a minute to compile
     # (torch 2.13, 2 cores).
@@ -128,12 +139,13 @@ class _Contract(torch.autograd.Function):
             ENGINE, inputs, kernel, state, observe
         )
         ctx.plan = plan
+        ctx.replica = _replica()
         ctx.shapes = tuple(inputs.shape), tuple(kernel.shape)
         x, w, prior, amaxes = residuals
         ctx.save_for_backward(
             *x, *w, *(prior or (None, None)), *(amaxes or (None, None)), *state
         )
-        return outputs
+        return _no_view(outputs)
 
     @staticmethod
     @torch.compiler.disable
@@ -154,7 +166,33 @@ class _Contract(torch.autograd.Function):
                 tuple(state),
                 needed=ctx.needs_input_grad[1:3],
             )
+            if state_grad and ctx.replica:
+                layout = ctx.plan.rule.layout
+                state_grad = (layout.of_replica(*state_grad, *ctx.replica),)
         return None, inputs_grad, kernel_grad, *state_grad
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """The same memory as a tensor of its own.
+
+    Autograd refuses to change a view in place where a custom function made
+    it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
+    """
+    return x.new_empty(0).set_(x) if x._is_view() else x
+
+
+def _replica() -> tuple[int, int] | None:
+    """Number and count of replicas, where gradients will be averaged.
+
+    That is inside the forward pass of DistributedDataParallel, and not where
+    the wrapped model is called by itself. PyTorch keeps the module of that
+    pass for its compiler (1.7 to 2.13), under no public name; were it gone,
+    amaxes would be averaged too.
+    """
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None:
+        return None
+    return ddp.process_group.rank(), ddp.process_group.size()
 
 
 def _no_autocast(x: Tensor) -> Any:

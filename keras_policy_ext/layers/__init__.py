@@ -8,15 +8,31 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext.layers.attention import (
+    GroupedQueryAttention,
+    MultiHeadAttention,
+)
+from keras_policy_ext.layers.autocast import (
+    AutocastMixin,
+    autocast_scope,
+    is_autocast_variable,
+)
 from keras_policy_ext.layers.conv import Conv1D, Conv2D, Conv3D
 from keras_policy_ext.layers.dense import Dense, EinsumDense
+from keras_policy_ext.layers.embedding import ReversibleEmbedding
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.rnn import GRU, LSTM, SimpleRNN
+from keras_policy_ext.layers.rnn_cells import GRUCell, LSTMCell, SimpleRNNCell
 
 Convolution1D = Conv1D
 Convolution2D = Conv2D
 Convolution3D = Conv3D
+GroupQueryAttention = GroupedQueryAttention
 
 __all__ = [
+    "GRU",
+    "LSTM",
+    "AutocastMixin",
     "Conv1D",
     "Conv2D",
     "Conv3D",
@@ -26,6 +42,16 @@ __all__ = [
     "Dense",
     "EinsumDense",
     "Float8Mixin",
+    "GRUCell",
+    "GroupQueryAttention",
+    "GroupedQueryAttention",
+    "LSTMCell",
+    "MultiHeadAttention",
+    "ReversibleEmbedding",
+    "SimpleRNN",
+    "SimpleRNNCell",
+    "autocast_scope",
+    "is_autocast_variable",
 ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_policy_ext import _keras_compat
+from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -55,6 +57,17 @@ class EinsumDense(Float8Mixin, keras.layers.EinsumDense):
         if self.float8_policy is None:
             return super().call(inputs, training=training)
         return _einsum_call(self, self.equation, inputs, training)
+
+    @classmethod
+    def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
+        """See `Float8Mixin.float8_sizes`; the equation says what is summed."""
+        _, second, out = einsum.split(layer.equation.replace("...", ""))
+        sizes = dict(zip(second, kernel.shape, strict=True))
+        free = [axis for axis in second if axis in out]
+        return (
+            math.prod(sizes[axis] for axis in second if axis not in out),
+            math.prod(sizes[axis] for axis in free),
+        )
 
 
 def _einsum_call(

@@ -1,13 +1,18 @@
-"""What makes a class a drop-in for a stock layer."""
+"""Which class is the float8 form of which stock layer."""
 
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any, TypeVar
 
 import keras
 
-_STOCK: dict[type, type] = {}
+from keras_policy_ext import _keras_compat
+
+_STOCK: set[type] = set()
+_FORMS: dict[type, type] = {}
+_ORIGINALS: dict[type, type] = {}
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
@@ -18,20 +23,93 @@ def drop_in(cls: LayerClass) -> LayerClass:
     It gets the stock signature, and is registered for saving.
 
     Args:
-        cls: A class that derives from `Float8Mixin` and, last, from the
-            stock layer of the same name.
+        cls: A class that derives, last, from the stock layer of the same
+            name; from `Float8Mixin` first if it has kernels itself.
 
     Returns:
         The class.
     """
-    stock = getattr(keras.layers, cls.__name__)
+    # Not from keras.layers: GroupedQueryAttention has another name there.
+    stock = next(b for b in cls.__mro__[1:] if b.__name__ == cls.__name__)
     documented: Any = cls
     documented.__signature__ = inspect.signature(stock)
-    _STOCK[stock] = cls
+    _STOCK.add(stock)
+    _FORMS[stock] = cls
+    _ORIGINALS[cls] = stock
     register = keras.saving.register_keras_serializable("keras_policy_ext")
     return register(cls)
 
 
 def drop_ins() -> dict[type, Any]:
     """Stock layer classes and the drop-in of each."""
-    return dict(_STOCK)
+    return {stock: _FORMS[stock] for stock in _STOCK}
+
+
+def form_of(cls: type) -> type | None:
+    """The float8 form of a class of layers.
+
+    A subclass of a stock layer gets a class of its own: the subclass with
+    the drop-in put behind it, so that its `super().call(...)` is the float8
+    one. Files go on naming the subclass itself.
+
+    Args:
+        cls: A class of layers.
+
+    Returns:
+        The class itself if it is a float8 form, None if there is none.
+
+    Raises:
+        TypeError: If a subclass replaces what the drop-in computes.
+    """
+    stock = next((base for base in cls.__mro__ if base in _STOCK), None)
+    if stock is None or _FORMS[stock] in cls.__mro__:
+        return None if stock is None else cls
+    if cls in _FORMS:
+        return _FORMS[cls]
+    replaced = _replaced(cls, stock)
+    if replaced:
+        raise TypeError(
+            f"its class {cls.__name__} has {replaced} of its own, so that it "
+            f"does not compute what keras.layers.{stock.__name__} does; "
+            "derive it from Float8Mixin and contract with float8_einsum"
+        )
+    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    form = type(cls.__name__, (cls, _FORMS[stock]), namespace)
+    form.__qualname__ = cls.__qualname__
+    _FORMS[cls] = form
+    _ORIGINALS[form] = cls
+    _keras_compat.serialize_as(form, cls)
+    return form
+
+
+def original_of(cls: type) -> type | None:
+    """The class that a float8 form stands for; None for any other class."""
+    return _ORIGINALS.get(cls)
+
+
+def _replaced(cls: type, stock: type) -> str | None:
+    """The name of what a subclass computes in another way, if it does.
+
+    A method may go on to the one that it overrides if the form has one too;
+    a float8 call does without the others, and so without what goes on to
+    them.
+    """
+    form: Any = _FORMS[stock]
+    own = form.__mro__[: form.__mro__.index(stock)]
+    for base in cls.__mro__[: cls.__mro__.index(stock)]:
+        for name in getattr(form, "float8_replaces", ()):
+            if name not in vars(base):
+                continue
+            called = any(name in vars(part) for part in own)
+            if not (called and _goes_on(vars(base)[name], name)):
+                return f"a `{name}`"
+    return None
+
+
+def _goes_on(method: Any, name: str) -> bool:
+    """Whether a method calls the one that it overrides."""
+    method = inspect.unwrap(getattr(method, "fget", None) or method)
+    code: CodeType | None = getattr(method, "__code__", None)
+    return (
+        code is not None and "super" in code.co_names and name in code.co_names
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels, policies
 from keras_policy_ext.kernels import einsum
+from keras_policy_ext.layers import watching
 from keras_policy_ext.layers.state import Float8State, StateVariable
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.recipes import CurrentScaling, Recipe
 
 Tensor = Any
 Contraction = kernels.Einsum | kernels.Conv
@@ -52,14 +55,18 @@ class Float8Mixin(_Layer):
 
     float8_kernels: tuple[str, ...] | None = None
 
+    float8_replaces: tuple[str, ...] = ("call", "kernel", "convolution_op")
+    """Attributes of the Keras class that a float8 call does without: a
+    subclass that changes one of them computes something else."""
+
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
+    _float8_kernel_paths: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs["dtype"] = policies.get(kwargs.get("dtype"))
         super().__init__(*args, **kwargs)
         self.float8_state = Float8State()
-        self._float8_kernel_count = 0
         self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     @property
@@ -108,13 +115,73 @@ class Float8Mixin(_Layer):
             The variable.
         """
         variable = super().add_weight(*args, **kwargs)
-        if self._is_float8_kernel(variable) if float8 is None else float8:
-            self._float8_kernel_count += 1
+        if float8 is None:
+            float8 = self.is_float8_kernel(self, variable)
+        if float8:
+            self._float8_kernel_paths += (variable.path,)
             policy = self.float8_policy
             if policy is not None:
-                with keras.name_scope(self.name, caller=self):
-                    self.float8_state.add(variable, policy.recipe)
+                self.float8_state.add(variable, policy.recipe)
         return variable
+
+    @property
+    def float8_contracted(self) -> list[keras.Variable]:
+        """The weights of this layer that are contracted in float8."""
+        paths = self._float8_kernel_paths
+        return [v for v in self.weights if v.path in paths]
+
+    @classmethod
+    def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+        """Whether a weight is contracted, as far as the class can tell.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            variable: One of its own weights.
+
+        Returns:
+            What `float8_kernels` says.
+        """
+        names = getattr(layer, "float8_kernels", cls.float8_kernels)
+        if names is not None:
+            return variable.name in names
+        return len(variable.shape) >= 2 and _is_floating(variable.dtype)
+
+    @classmethod
+    def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
+        """The sizes of the product with a kernel, per row of the inputs.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            kernel: One of its contracted weights.
+
+        Returns:
+            How many terms each sum has, and how many sums there are. Here:
+            all axes but the last are summed over.
+        """
+        *summed, free = kernel.shape
+        return math.prod(summed), free
+
+    def adopt_policy(self, policy: keras.DTypePolicy) -> None:
+        """Follow a policy with the kernels that are made, and unlocked.
+
+        The states are made anew for it, and keep the amaxes that they had.
+        See `layers.adoption`; `dtype_policy` is what users set.
+        """
+        kernels = self._kernels_to_adopt()
+        entries: dict[str, np.ndarray] = {}
+        if hasattr(self, "float8_state"):
+            self.float8_state.save_own_variables(entries)
+            _keras_compat.detach(self, "float8_state")
+        self.float8_state = Float8State()
+        self._float8_kernel_paths = tuple(kernel.path for kernel in kernels)
+        _keras_compat.replace_layer_policy(self, policy)
+        self._resolve_float8_policy()
+        if self._float8_policy is None:
+            return
+        for kernel in kernels:
+            self.float8_state.add(kernel, self._float8_policy.recipe)
+        if entries:
+            self.float8_state.load_own_variables(entries)
 
     def get_build_config(self) -> dict[str, Any] | None:
         """`Layer.get_build_config`, and the path of this layer."""
@@ -135,6 +202,9 @@ class Float8Mixin(_Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """`Layer.save_own_variables`, which merges LoRA's adapters."""
+        policy = self._policy_here()
+        named = policy if isinstance(policy, Float8DTypePolicy) else None
+        self.float8_state.policy_name = named.full_name if named else ""
         self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
         super().save_own_variables(store)
 
@@ -157,9 +227,8 @@ class Float8Mixin(_Layer):
 
     def count_params(self) -> int:
         """The number of scalars in the weights; state does not count."""
-        state = self.float8_state
-        counted = super().count_params()
-        return counted - (state.count_params() if state.weights else 0)
+        states = [v for v in self.weights if isinstance(v, StateVariable)]
+        return super().count_params() - sum(math.prod(v.shape) for v in states)
 
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
@@ -199,6 +268,7 @@ class Float8Mixin(_Layer):
         inputs: Tensor,
         kernel: Any,
         training: bool | None = None,
+        dtype: Any = None,
     ) -> Tensor:
         """`einsum(equation, inputs, kernel)` in float8.
 
@@ -210,9 +280,11 @@ class Float8Mixin(_Layer):
             training: True observes amaxes, False does not; None: what the
                 call of the layer says, and if that says nothing, amaxes are
                 observed where a gradient is taken.
+            dtype: Of the result; inputs are cast to it before they are
+                quantized. None: the compute dtype.
 
         Returns:
-            Tensor in the compute dtype.
+            Tensor in `dtype`.
 
         Raises:
             ValueError: If the equation is malformed, does not fit the
@@ -223,9 +295,50 @@ class Float8Mixin(_Layer):
         explicit = einsum.explicit(equation, *ranks)
         _check_sizes(explicit, inputs.shape, kernel.shape)
         if self.float8_policy is None:
-            return self._plain_einsum(explicit, inputs, kernel)
+            return self._plain_einsum(explicit, inputs, kernel, dtype)
         contraction = kernels.Einsum(explicit)
-        return self._contract(contraction, inputs, kernel, training)
+        return self._contract(contraction, inputs, kernel, training, dtype)
+
+    def float8_activations_einsum(
+        self, equation: str, first: Tensor, second: Tensor
+    ) -> Tensor:
+        """`einsum(equation, first, second)` of two activations in float8.
+
+        Forward and both gradients, in the formats of the policy's recipe.
+        What is no weight has no state: each operand is scaled by its own
+        amax, as in `recipes.CurrentScaling`, under any recipe.
+
+        Args:
+            equation: As for `float8_einsum`.
+            first: The first operand, floating.
+            second: The second operand, floating.
+
+        Returns:
+            Tensor in the compute dtype.
+
+        Raises:
+            ValueError: If the equation is malformed or does not fit the
+                operands.
+        """
+        first, second = (ops.convert_to_tensor(x) for x in (first, second))
+        ranks = len(first.shape), len(second.shape)
+        explicit = einsum.explicit(equation, *ranks)
+        _check_sizes(explicit, first.shape, second.shape)
+        if self.float8_policy is None:
+            return self._plain_einsum(explicit, first, second)
+        dtype = self.compute_dtype
+        plan = kernels.make_plan(
+            kernels.Einsum(explicit),
+            self._recipe_of_activations,
+            dtype,
+            dtype,
+            False,
+            0,
+            kernels.preferred(),
+        )
+        self.__dict__["_last_plan"] = plan
+        operands = ops.cast(first, dtype), ops.cast(second, dtype)
+        return kernels.engine().run(plan, *operands)
 
     @property
     def kernel_choice(self) -> kernels.Choice | None:
@@ -240,14 +353,27 @@ class Float8Mixin(_Layer):
     def rematerialized_call(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
-        """Keras's, with the keyword arguments bound before.
+        """Keras's, of a function of the floating tensors and nothing else.
 
-        Keras would rematerialize a function of them: JAX then traces
-        `training`, and TensorFlow refuses keyword arguments in a graph.
+        Keras would rematerialize a function of all arguments: JAX then traces
+        `training`, and TensorFlow refuses keyword arguments in a graph and
+        has no gradient for a tensor that is not an argument.
         """
-        bound = functools.partial(layer_call, **kwargs)
-        again = super().rematerialized_call(bound, *args)
-        return lambda *args, **kwargs: again(*args)
+        leaves = keras.tree.flatten((args, kwargs))
+        differentiable = [_is_floating_tensor(leaf) for leaf in leaves]
+        tensors = list(itertools.compress(leaves, differentiable))
+
+        def bound(*tensors: Tensor) -> Tensor:
+            given = iter(tensors)
+            merged = [
+                next(given) if is_given else leaf
+                for leaf, is_given in zip(leaves, differentiable, strict=True)
+            ]
+            args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), merged)
+            return layer_call(*args_, **kwargs_)
+
+        again = super().rematerialized_call(bound, *args, **kwargs)
+        return lambda *args, **kwargs: again(*tensors)
 
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `add_weight` makes the state of a float8 layer."""
@@ -267,7 +393,7 @@ class Float8Mixin(_Layer):
         if not isinstance(policy, Float8DTypePolicy):
             return
         state, recipe = self.float8_state, policy.recipe
-        lacks = self._float8_kernel_count > len(state.matrices)
+        lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and recipe.history_length) or not state.fits(recipe):
             raise ValueError(
                 f"The kernels of layer {self.name!r} are made, and their "
@@ -284,22 +410,31 @@ class Float8Mixin(_Layer):
     def _resolve_float8_policy(self) -> None:
         # Kept, and not asked for in each call: torch.compile takes the class
         # of a mapping for another one and would leave float8 out (torch 2.13).
-        policy = self.dtype_policy
-        if isinstance(policy, Float8DTypePolicy):
-            policy = policy.for_path(self.path)
+        policy = self._policy_here()
         follows = isinstance(policy, Float8DTypePolicy)
         self._float8_policy = policy if follows else None
+        self._recipe_of_activations = (
+            _current(policy.recipe) if follows else None
+        )
         self._float8_policy_path = self.path
 
-    def _is_float8_kernel(self, variable: keras.Variable) -> bool:
-        if self.float8_kernels is not None:
-            return variable.name in self.float8_kernels
-        return len(variable.shape) >= 2 and _is_floating(variable.dtype)
+    def _policy_here(self) -> keras.DTypePolicy:
+        """What the policy says for the path of this layer."""
+        policy = self.dtype_policy
+        if isinstance(policy, Float8DTypePolicy):
+            return policy.for_path(self.path)
+        return policy
+
+    def _kernels_to_adopt(self) -> list[keras.Variable]:
+        if self._float8_kernel_paths:
+            return self.float8_contracted
+        own = _keras_compat.own_weights(self)
+        return [v for v in own if self.is_float8_kernel(self, v)]
 
     def _plain_einsum(
-        self, equation: str, inputs: Tensor, kernel: Any
+        self, equation: str, inputs: Tensor, kernel: Any, dtype: Any = None
     ) -> Tensor:
-        dtype = self.compute_dtype
+        dtype = dtype or self.compute_dtype
         kernel = ops.convert_to_tensor(kernel)
         return ops.einsum(
             equation, ops.cast(inputs, dtype), ops.cast(kernel, dtype)
@@ -311,10 +446,12 @@ class Float8Mixin(_Layer):
         inputs: Tensor,
         kernel: Any,
         training: bool | None,
+        dtype: Any = None,
     ) -> Tensor:
         policy: Any = self.float8_policy
-        if keras.backend.standardize_dtype(inputs.dtype) != self.compute_dtype:
-            inputs = ops.cast(inputs, self.compute_dtype)
+        dtype = keras.backend.standardize_dtype(dtype or self.compute_dtype)
+        if keras.backend.standardize_dtype(inputs.dtype) != dtype:
+            inputs = ops.cast(inputs, dtype)
         if training is None:
             training = _keras_compat.training_of_call()
         training = _static_flag(training)
@@ -323,13 +460,14 @@ class Float8Mixin(_Layer):
         plan = kernels.make_plan(
             contraction,
             policy.recipe,
-            self.compute_dtype,
+            dtype,
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
             kernels.preferred(),
         )
         self.__dict__["_last_plan"] = plan
+        watching.tell(self.float8_state.of(kernel), inputs)
         return kernels.engine().run(plan, inputs, value, *state)
 
     def _state_of(
@@ -361,6 +499,21 @@ def _static_flag(training: Any) -> bool | None:
     """True, False, or None where the flag is traced and so not known."""
     known = isinstance(training, (bool, int, np.bool_))
     return bool(training) if known else None
+
+
+def _current(recipe: Recipe) -> CurrentScaling:
+    """The recipe without state that uses the formats of another one."""
+    if (
+        isinstance(recipe, CurrentScaling)
+        and recipe.granularity == "tensorwise"
+    ):
+        return recipe
+    wide = recipe.format_of("outputs_grad") != recipe.format_of("inputs")
+    return CurrentScaling(fp8_format="hybrid" if wide else "e4m3")
+
+
+def _is_floating_tensor(x: Any) -> bool:
+    return keras.ops.is_tensor(x) and _is_floating(x.dtype)
 
 
 def _is_floating(dtype: Any) -> bool:

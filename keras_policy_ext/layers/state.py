@@ -6,16 +6,19 @@ stock layers don't look at. For the kernel that was made as number `i`:
 | key | shape | value |
 |---|---|---|
 | `format_version` | () | 1; once in the group |
+| `policy` | (bytes,) | the policy that the layer has; once in the group |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
 
-The ring is that of `numerics.observations`. Kernels have numbers and not
-names, as weights have in Keras: a weight that was not given a name is called
-differently in each model.
+The ring is that of `numerics.observations`. `policy` is a full name in UTF-8:
+by it `load_model` knows a layer again that was made as a stock one. Kernels
+have numbers and not names, as weights have in Keras: a weight that was not
+given a name is called differently in each model.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -23,6 +26,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.rules import rule_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
@@ -31,6 +35,8 @@ FORMAT_VERSION = 1
 """Of the entries in a file; one more when older readers would misread it."""
 
 VERSION_KEY = "format_version"
+
+POLICY_KEY = "policy"
 
 SUFFIX = "_amax"
 """Ends the name of a state variable: a LayoutMap for kernels won't match."""
@@ -45,6 +51,19 @@ def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
         ],
         axis=1,
     )
+
+
+def _on_every_device() -> dict[str, Any]:
+    """The layout of a state on JAX: whole, whatever a LayoutMap matches.
+
+    Keras 3.12 searches a path for a pattern, so that the one of a kernel
+    finds the state of that kernel; other patterns name whole layers.
+    """
+    distribution = keras.distribution.distribution()
+    if keras.backend.backend() != "jax" or distribution is None:
+        return {}
+    mesh = distribution.device_mesh
+    return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
 
 
 class StateVariable(keras.Variable):
@@ -65,6 +84,7 @@ class StateVariable(keras.Variable):
             autocast=False,
             aggregation="only_first_replica",
             name=name,
+            **_on_every_device(),
         )
 
     def assign(self, value: Any) -> Any:
@@ -75,13 +95,59 @@ class StateVariable(keras.Variable):
                 is no observation and no state.
         """
         self.check(value)
+        settled = _is_settled(value)
         self.uses = 0
         value = self._convert_to_tensor(value, dtype=self.dtype)
-        readable = _keras_compat.has_value(self)
+        readable = not settled and _keras_compat.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
             engine = kernels.engine()
             value = engine.settle(self.recipe, value, self.value)
         return super().assign(value)
+
+    def observe(self, operand: str, amax: Any) -> None:
+        """Enter the amax of one operand, and leave the others as they are.
+
+        Args:
+            operand: One of `recipes.OPERANDS`.
+            amax: Float32 scalar.
+        """
+        amax = np.float32(ops.convert_to_numpy(amax))
+        row = OPERANDS.index(operand)
+        matrix = np.array(ops.convert_to_numpy(self.value))
+        layout = rule_of(self.recipe).layout
+        fresh = not (
+            layout.scale(matrix)[row] or layout.history(matrix)[row].any()
+        )
+        if fresh and np.isfinite(amax):
+            # What settling comes to, without its thirty operations.
+            layout.history(matrix)[row, 0] = amax
+        else:
+            matrix[row] = 0.0
+            matrix[row, :2] = 1.0, amax
+        self.assign(matrix)
+
+    def rows(self) -> dict[str, tuple[np.float32, np.ndarray]]:
+        """For each operand its last scale and its amaxes, newest first.
+
+        The scale is 0 where none came from a history yet, and the amaxes are
+        0 as far as nothing was observed.
+        """
+        layout = rule_of(self.recipe).layout
+        matrix = ops.convert_to_numpy(self.value)
+        return {
+            operand: (scale, _aged(ring))
+            for operand, scale, ring in zip(
+                OPERANDS,
+                layout.scale(matrix),
+                layout.history(matrix),
+                strict=True,
+            )
+        }
+
+    def has_seen(self, operand: str) -> bool:
+        """Whether an amax of an operand was ever entered."""
+        scale, amaxes = self.rows()[operand]
+        return bool(scale > 0 or np.any(amaxes > 0))
 
     def check(self, value: Any) -> None:
         """Raise if an array is no observation and no state.
@@ -117,6 +183,10 @@ class Float8State(keras.layers.Layer):
         # Whether files hold another kernel, the one with adapters merged in:
         # what was observed of this one is then not written.
         self.merged = False
+        # The full name of the layer's policy, which files get, and the one
+        # that the file last read had, which `load_model` looks at.
+        self.policy_name = ""
+        self.policy_in_file: np.ndarray | None = None
         self._layer_loaded: bool | None = None
         self._failure: ValueError | None = None
         self.built = True
@@ -136,9 +206,17 @@ class Float8State(keras.layers.Layer):
                 "twice. Allowed: any other name. Pass `name=` to `add_weight`."
             )
         name = kernel.name + SUFFIX
-        with keras.name_scope(self.name):
+        with _beside(kernel), keras.name_scope(self.name):
             setattr(self, name, StateVariable(recipe, name))
         self._owners[kernel.path] = name
+
+    def observe(self, kernels: list[keras.Variable]) -> None:
+        """Enter the amax of each kernel that has a state."""
+        for kernel in kernels:
+            variable = self.of(kernel)
+            if variable is not None:
+                value = _keras_compat.value_without_autocast(kernel)
+                variable.observe("kernel", scaling.amax(value))
 
     def of(self, kernel: Any) -> StateVariable | None:
         """The state of a kernel, None where it has none."""
@@ -169,9 +247,12 @@ class Float8State(keras.layers.Layer):
                 variable.recipe = recipe
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the scale and the amax history of each operand."""
-        if self.matrices:
+        """Write the policy, and scale and amax history of each operand."""
+        if self.matrices or self.policy_name:
             store[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
+        if self.policy_name:
+            name = self.policy_name.encode()
+            store[POLICY_KEY] = np.frombuffer(name, "uint8")
         for number, variable in enumerate(self.matrices):
             for key, value in _entries(number, variable).items():
                 other_kernel = self.merged and ".kernel." in key
@@ -196,8 +277,10 @@ class Float8State(keras.layers.Layer):
             if self._failure is not None:
                 raise self._failure
             return
+        entries = entries_of(store)
+        self.policy_in_file = entries.get(POLICY_KEY)
         try:
-            matrices = _read(self.matrices, store)
+            matrices = _read(self.matrices, entries)
         except ValueError as error:
             self._failure = error
             raise
@@ -216,6 +299,19 @@ class Float8State(keras.layers.Layer):
         self._layer_loaded = True
 
 
+def _beside(kernel: keras.Variable) -> Any:
+    """The name scope that a kernel was made in, wherever this is called.
+
+    So the paths of states are as distinct as those of their kernels, which
+    PyTorch needs: it keeps parameters by path.
+    """
+    owner = kernel.path.rpartition("/")[0]
+    if not owner:
+        return contextlib.nullcontext()
+    parent, _, name = owner.rpartition("/")
+    return keras.name_scope(name, override_parent=parent)
+
+
 def _entries(number: int, variable: StateVariable) -> dict[str, np.ndarray]:
     layout = rule_of(variable.recipe).layout
     matrix = keras.ops.convert_to_numpy(variable.value)
@@ -227,15 +323,74 @@ def _entries(number: int, variable: StateVariable) -> dict[str, np.ndarray]:
     return entries
 
 
-def _read(variables: list[StateVariable], store: Any) -> list[np.ndarray]:
-    """The matrices that a store means; those it lacks start anew."""
-    keys = set(store.keys())
-    if not keys or not variables:
-        return [_anew(variable) for variable in variables]
+def entries_of(store: Any) -> dict[str, np.ndarray]:
+    """What is in the store of a layer, each entry read once."""
+    return {key: np.asarray(store[key]) for key in sorted(store.keys())}
+
+
+def policy_name_in(entries: dict[str, np.ndarray], path: str) -> str:
+    """The full name of the policy that a layer was saved under, "" if none.
+
+    Args:
+        entries: What was in the file for the state of the layer.
+        path: That of the state, for messages.
+
+    Raises:
+        ValueError: If the entry is no text, or the file has a newer format.
+    """
+    if POLICY_KEY not in entries:
+        return ""
+    _check_version(entries, path)
+    value = entries[POLICY_KEY]
+    if value.ndim == 1 and value.dtype == "uint8" and value.size:
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.tobytes().decode()
+    found = f"{POLICY_KEY!r} is {value.dtype} of shape {value.shape}"
+    raise ValueError(_damaged(path, found))
+
+
+def matrices_in(
+    entries: dict[str, np.ndarray], recipe: Recipe, count: int, path: str
+) -> list[np.ndarray]:
+    """The states that a file has for the kernels of a layer.
+
+    Args:
+        entries: What was in the file for the state of the layer.
+        recipe: What the layer follows, or is going to.
+        count: How many kernels it has.
+        path: That of the state, for messages.
+
+    Returns:
+        A settled matrix for each kernel, none if the recipe has no state.
+        What the file lacks starts anew.
+
+    Raises:
+        ValueError: If the entries are incomplete, of wrong shapes or values,
+            or written by a newer version of this package.
+    """
+    shape = rule_of(recipe).state_shape
+    if shape is None or not count:
+        return []
+    if not entries:
+        return [_empty(shape) for _ in range(count)]
+    _check_version(entries, path)
+    return [_matrix(i, recipe, entries, path) for i in range(count)]
+
+
+def _read(
+    variables: list[StateVariable], entries: dict[str, np.ndarray]
+) -> list[np.ndarray]:
+    """The matrices that a file means; those it lacks start anew."""
+    if not variables:
+        return []
     path = variables[0].path.rpartition("/")[0]
-    if VERSION_KEY not in keys:
+    return matrices_in(entries, variables[0].recipe, len(variables), path)
+
+
+def _check_version(entries: dict[str, np.ndarray], path: str) -> None:
+    if VERSION_KEY not in entries:
         raise ValueError(_damaged(path, f"it lacks {VERSION_KEY!r}"))
-    version = np.asarray(store[VERSION_KEY])
+    version = entries[VERSION_KEY]
     if version.shape or version.dtype.kind != "i" or version < 1:
         raise ValueError(_damaged(path, f"{VERSION_KEY!r} is {version!r}"))
     if version > FORMAT_VERSION:
@@ -245,46 +400,45 @@ def _read(variables: list[StateVariable], store: Any) -> list[np.ndarray]:
             f"{FORMAT_VERSION}. Update keras_policy_ext, or load the weights "
             "without float8 state: into the model with a plain policy."
         )
-    return [
-        _matrix(number, variable, store, keys, path)
-        for number, variable in enumerate(variables)
-    ]
 
 
 def _anew(variable: StateVariable) -> np.ndarray:
-    matrix = np.zeros(tuple(variable.shape), "float32")
+    return _empty(tuple(variable.shape))
+
+
+def _empty(shape: tuple[int, ...]) -> np.ndarray:
+    matrix = np.zeros(shape, "float32")
     matrix[:, 0] = -1.0
     return matrix
 
 
 def _matrix(
-    number: int,
-    variable: StateVariable,
-    store: Any,
-    keys: set[str],
-    path: str,
+    number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
-    layout = rule_of(variable.recipe).layout
-    matrix = _anew(variable)
+    rule = rule_of(recipe)
+    matrix = _empty(rule.state_shape)
     names = [
         f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")
     ]
     wanted = {f"{number}.{name}" for name in names}
-    if keys.isdisjoint(wanted):
+    if wanted.isdisjoint(entries):
         return matrix
-    if not wanted <= keys:
-        lacking = ", ".join(sorted(wanted - keys))
+    if not wanted <= entries.keys():
+        lacking = ", ".join(sorted(wanted - entries.keys()))
         raise ValueError(_damaged(path, f"it lacks {lacking}"))
+    scales, histories = rule.layout.scale(matrix), rule.layout.history(matrix)
     for row, operand in enumerate(OPERANDS):
         prefix = f"{number}.{operand}"
-        history = _entry(store, f"{prefix}.amax_history", 1, path)
-        layout.scale(matrix)[row] = _entry(store, f"{prefix}.scale", 0, path)
-        layout.history(matrix)[row] = _resized(history, layout.length)
+        ring = _entry(entries, f"{prefix}.amax_history", 1, path)
+        scales[row] = _entry(entries, f"{prefix}.scale", 0, path)
+        histories[row] = _resized(ring, rule.layout.length)
     return matrix
 
 
-def _entry(store: Any, key: str, rank: int, path: str) -> np.ndarray:
-    value = np.asarray(store[key])
+def _entry(
+    entries: dict[str, np.ndarray], key: str, rank: int, path: str
+) -> np.ndarray:
+    value = entries[key]
     if value.ndim != rank or not value.size or value.dtype.kind != "f":
         found = f"{key!r} is {value.dtype} of shape {value.shape}"
         raise ValueError(_damaged(path, found))
@@ -303,9 +457,10 @@ def _damaged(path: str, found: str) -> str:
     keys = "i.<operand>.scale and i.<operand>.amax_history"
     return (
         f"The float8 state of {path!r} in this file is damaged; the layer's "
-        f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r} "
-        f"and, for each kernel i and each of {', '.join(OPERANDS)}, a float "
-        f"scalar and a float vector ({keys}), finite and >= 0. Save the "
+        f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r}, "
+        f"{POLICY_KEY!r} (a name in UTF-8, may be missing), and, for each "
+        f"kernel i and each of {', '.join(OPERANDS)}, a float scalar and a "
+        f"float vector ({keys}), finite and >= 0. Save the "
         "model again, or delete the group from the file: the state then "
         "starts anew."
     )
@@ -327,11 +482,25 @@ def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
         )
 
 
+def _aged(ring: np.ndarray) -> np.ndarray:
+    """A ring as a list, newest first."""
+    return np.concatenate([ring[:1], ring[:0:-1]])
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether an array has no row to settle."""
+    return (
+        isinstance(value, np.ndarray)
+        and value.ndim == 2
+        and bool(np.all(value[:, 0] < 0))
+    )
+
+
 def _resized(ring: np.ndarray, length: int) -> np.ndarray:
     """A history cut or padded with zeros, the newest entries kept.
 
     In the ring index 0 is the newest and the last index the one before it.
     """
-    aged = np.concatenate([ring[:1], ring[:0:-1]])[:length]
+    aged = _aged(ring)[:length]
     aged = np.pad(aged, (0, length - len(aged)))
     return np.concatenate([aged[:1], aged[:0:-1]])

@@ -1,8 +1,8 @@
 """Float8 arithmetic in `keras.ops`: the same bits on every backend.
 
 `casting` changes dtypes, `scaling` turns amaxes into scales, `rules` applies a
-recipe to an operand, `errors` measures what was lost. `reference` (NumPy) is
-the judge of all of it.
+recipe to an operand, `errors` measures what was lost, `stochastic` rounds to
+16 bits at random. `reference` (NumPy) is the judge of all of it.
 """
 
 from keras_policy_ext.numerics.casting import (
@@ -17,6 +17,7 @@ from keras_policy_ext.numerics.scaling import (
     round_up_to_power_of_two,
     scale_from_amax,
 )
+from keras_policy_ext.numerics.stochastic import stochastic_round
 
 __all__ = [
     "amax",
@@ -27,5 +28,6 @@ __all__ = [
     "round_up_to_power_of_two",
     "scale_from_amax",
     "sqnr_db",
+    "stochastic_round",
     "underflow_fraction",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -97,7 +98,7 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
         Float32 tensor of the shape of `x`.
     """
     lowest, shift = grid_constants(dtype)
-    bits = _view(x, "int32")
+    bits = view(x, "int32")
     exponent = ops.maximum(ops.bitwise_and(bits, EXPONENT_BITS), lowest)
     anchor = ops.view(exponent + shift, "float32")
     # `+`, as ops.add takes an empty x of two axes for a bias on TensorFlow
@@ -174,11 +175,12 @@ def _scaled(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     return ops.clip(ops.divide(x, divisor), -limit, limit)
 
 
-def _view(x: Tensor, dtype: str) -> Tensor:
+def view(x: Tensor, dtype: str) -> Tensor:
     """`ops.view`, which fails on TensorFlow for a last axis of unknown size.
 
-    Seen on keras 3.15.
+    Seen on keras 3.15; for a scalar on keras 3.12.
     """
-    if len(x.shape) == 0 or x.shape[-1] is not None:
+    known = len(x.shape) > 0 and x.shape[-1] is not None
+    if known or keras.backend.backend() != "tensorflow":
         return ops.view(x, dtype)
     return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)

@@ -17,7 +17,8 @@ The sum over the uses of a step has `uses` > 0, and the newest amax is the
 largest slot: exact up to 8 uses. Later uses share slots, and a scanned layer
 has one for all its steps, so that there it is a sum, an upper bound. A kernel
 is the same in all uses, and its amax their mean. A row of zeros (JAX's
-gradient of what was not used) means "not observed".
+gradient of what was not used) means "not observed". Replicas whose gradients
+are averaged write into columns of their own: `Layout.of_replica`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,37 @@ class Layout:
             axis=1,
         )
 
+    def of_replica(
+        self, observation: Tensor, replica: int, replicas: int
+    ) -> Tensor:
+        """An observation of one replica, so that their mean keeps the largest.
+
+        Where gradients are averaged over replicas, each writes into columns
+        of its own, those of scale and history included, and counts as often
+        as there are replicas: the mean is then the sum over all of them.
+        Exact where each has a column for each of its uses; replicas or uses
+        beyond that share columns, as uses beyond 8 do.
+
+        Args:
+            observation: Float32 (rows, width), or zeros.
+            replica: Number of this replica.
+            replicas: How many there are.
+
+        Returns:
+            Float32 (rows, width).
+        """
+        columns = self.width - 1
+        own = max(1, min(SLOTS, columns // replicas))
+        before = replica * own % columns
+        slots = ops.pad(
+            observation[:, 1 : 1 + SLOTS], [[0, 0], [0, -SLOTS % own]]
+        )
+        slots = ops.reshape(slots, (slots.shape[0], -1, own))
+        after = columns - before - own
+        slots = ops.pad(ops.sum(slots, axis=1), [[0, 0], [before, after]])
+        moved = ops.concatenate([observation[:, :1], slots], axis=1)
+        return ops.multiply(moved, float(replicas))
+
     def settled(self, scale: Tensor, history: Tensor) -> Tensor:
         """A state with these scales, (rows,), and histories."""
         rows = history.shape[0]
@@ -101,27 +133,27 @@ class Layout:
 
         Args:
             value: (rows, width); an observation, a settled state or zeros,
-                row by row.
+                row by row. More columns hold more amaxes.
             previous: (rows, width), settled.
             used: Float32 (rows,), the scales of the observed step.
 
         Returns:
             (rows, width), settled. An amax that is not finite is not entered.
         """
-        uses = value[:, :1]
-        slots = value[:, 1 : 1 + SLOTS]
-        newest = self._newest(uses, slots)
-        finite = ops.all(ops.isfinite(slots), axis=1, keepdims=True)
+        uses, amaxes = value[:, :1], value[:, 1:]
+        newest = self._newest(uses, amaxes)
+        finite = ops.all(ops.isfinite(amaxes), axis=1, keepdims=True)
         history = self.history(previous)
         rolled = _roll(newest, history)
         history = ops.where(finite, rolled, history)
         observed = self.settled(used, history)
-        kept = ops.where(ops.less(uses, 0.0), value, previous)
+        state = value[:, : self.width]
+        kept = ops.where(ops.less(uses, 0.0), state, previous)
         return ops.where(ops.greater(uses, 0.0), observed, kept)
 
-    def _newest(self, uses: Tensor, slots: Tensor) -> Tensor:
-        mean = ops.sum(slots, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
-        largest = ops.max(slots, axis=1, keepdims=True)
+    def _newest(self, uses: Tensor, amaxes: Tensor) -> Tensor:
+        mean = ops.sum(amaxes, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
+        largest = ops.max(amaxes, axis=1, keepdims=True)
         constant = np.array([[operand == "kernel"] for operand in OPERANDS])
         return ops.where(constant, mean, largest)
 

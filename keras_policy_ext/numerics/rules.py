@@ -70,7 +70,7 @@ class CurrentRule:
     def guard(self, amax: Tensor | None) -> Tensor | None:
         """A factor for the gradients: 1, or NaN where `amax` is not finite.
 
-        A saturating cast turns an infinite output gradient into a finite one.
+        A saturating cast turns an infinite operand into a finite one.
         A recipe with state carries the infinity out in its observation; one
         without has only the gradients to tell a loss scaler to skip the step.
         """

@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext.numerics.casting import view
 
 Tensor = Any
 
@@ -161,7 +162,7 @@ def is_positive_finite(amax: Tensor) -> Tensor:
     Read from the bits, since JAX and TensorFlow on a CPU take a subnormal for
     0 in a float comparison and torch does not.
     """
-    bits = ops.view(amax, "int32")
+    bits = view(amax, "int32")
     return ops.logical_and(ops.greater(bits, 0), ops.less(bits, _INFINITY_BITS))
 
 
@@ -177,6 +178,6 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     Returns:
         Float32 tensor of the same shape.
     """
-    bits = ops.view(scale, "int32")
+    bits = view(scale, "int32")
     exponent = ops.bitwise_and(bits + _MANTISSA_BITS, ~_MANTISSA_BITS)
-    return ops.view(exponent, "float32")
+    return view(exponent, "float32")

@@ -3,7 +3,8 @@
 `Float8DTypePolicy` is a map in Keras's sense (`DTypePolicyMap`): float8 for
 the layers that can follow it, the plain source policy for all others. Stock
 layers take the source policy from it and layers of this package ask
-`for_path`. Instances are immutable.
+`for_path`. Instances are immutable. `LossScaleDTypePolicy` says how the loss
+of a model is scaled, and is a map for the same reason: Keras saves a map whole.
 
 The global policy is Keras's own and so belongs to one thread; a new thread
 starts with the floatx policy. `carry_policy` takes it along.
@@ -18,10 +19,15 @@ import keras
 
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
+from keras_policy_ext.policies._plain import FLOATS, actual_dtype
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
+from keras_policy_ext.policies.loss_scale import LossScaleDTypePolicy
 
 __all__ = [
+    "FLOATS",
     "Float8DTypePolicy",
+    "LossScaleDTypePolicy",
+    "actual_dtype",
     "as_float8",
     "carry_policy",
     "deserialize",
@@ -66,9 +72,13 @@ def set_dtype_policy(policy: Any) -> None:
     Raises:
         ValueError: If it means no policy or not a floating one; the global
             policy then stays what it was.
+
+    Warns:
+        UserWarning: If it says float64 and JAX has none (see `get`).
     """
     if policy is None:
         _global.restore((None, keras.config.floatx()))
+        _plain.warn_of_missing_float64(dtype_policy())
         return
     _global.restore((_plain.floating(get(policy), "The global policy"), None))
 

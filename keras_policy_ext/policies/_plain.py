@@ -1,8 +1,12 @@
 """Plain policies: which dtypes a policy may compute in."""
 
+import sys
+import warnings
 from typing import Any
 
 import keras
+import numpy as np
+from keras import ops
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT_NAMES = ", ".join(map(repr, FLOATS))
@@ -31,3 +35,47 @@ def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
         f"dtypes are among {FLOAT_NAMES}. Give integer and "
         "complex dtypes to single layers, by `dtype=`."
     )
+
+
+def actual_dtype(dtype: str) -> str:
+    """The dtype that tensors get where a policy says `dtype`.
+
+    JAX makes float32 of float64 unless `jax_enable_x64` is set.
+    """
+    if dtype != "float64" or keras.backend.backend() != "jax":
+        return dtype
+    made = ops.convert_to_tensor(np.zeros((), dtype))
+    return str(keras.backend.standardize_dtype(made.dtype))
+
+
+def warn_of_missing_float64(policy: keras.DTypePolicy) -> None:
+    """Warn if a policy says float64 and JAX will make something else of it."""
+    if "float64" not in (policy.compute_dtype, policy.variable_dtype):
+        return
+    actual = actual_dtype("float64")
+    if actual == "float64":
+        return
+    warnings.warn(
+        f"Under the policy {policy.name!r} JAX will compute in {actual}: it "
+        "has no float64 while jax_enable_x64 is off, though layers will "
+        "report 'float64'. Call jax.config.update('jax_enable_x64', True) "
+        f"before the first tensor is made, or choose the policy {actual!r}.",
+        UserWarning,
+        stacklevel=_calls_since_user_code(),
+    )
+
+
+def _calls_since_user_code() -> int:
+    """The `stacklevel` of the first frame outside Keras and this package.
+
+    Python then shows the warning once for each line that asks for float64,
+    through however many functions it came.
+    """
+    inside = (__name__.partition(".")[0], "keras", "contextlib")
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] not in inside:
+            break
+        frame, level = frame.f_back, level + 1
+    return level

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext import _keras_compat, policy_names, recipes
+from keras_policy_ext import policy_names, recipes
 from keras_policy_ext.policies import _arguments, _global, _plain
+from keras_policy_ext.policies._source_map import SourceMap
+from keras_policy_ext.policies.loss_scale import AUTO, LossScaleDTypePolicy
 
 _ALLOWED = (
     "a policy object, a config dict, a dtype, None (the global policy), or a "
@@ -30,7 +32,7 @@ class _Given(NamedTuple):
 
 
 @keras.saving.register_keras_serializable(package="keras_policy_ext")
-class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
+class Float8DTypePolicy(SourceMap):
     """Float8 for the layers that can follow it, the source for all others.
 
     Usable wherever Keras takes a policy: `dtype=policy` of any layer or
@@ -72,21 +74,13 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
             source_name, args, mode, amax_history_length
         )
         given = _read_source(source_name)
-        super().__init__(default_policy=given.source)
-        self._source_policy = given.source
-        self._source_name = given.source.name
+        super().__init__(given.source)
         self._recipe = _arguments.merge_recipes(given.recipe, recipe, length)
         self._rules = _merge_rules(given.rules, _read_rules(rules))
         self._patterns = [re.compile(pattern) for pattern, _ in self._rules]
-        self._name = self._source_name  # Keras reads the attribute of maps.
         self._without_rules = self
         if self._rules:
             self._without_rules = type(self)(given.source, recipe=self._recipe)
-
-    @property
-    def name(self) -> str:
-        """The source policy's name: what Keras parses. See `full_name`."""
-        return self._source_name
 
     @property
     def full_name(self) -> str:
@@ -94,16 +88,6 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
         return policy_names.render(
             self._recipe.spec, self._source_name, self._named_rules()
         )
-
-    @property
-    def source_name(self) -> str:
-        """The name of the plain policy that float8 stands on."""
-        return self._source_name
-
-    @property
-    def source_policy(self) -> keras.DTypePolicy:
-        """The plain policy of layers that don't follow float8."""
-        return self._source_policy
 
     @property
     def amax_history_length(self) -> int | None:
@@ -159,18 +143,6 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
             return policy.source_policy
         return policy
 
-    def __setitem__(self, key: str, policy: Any) -> None:
-        # Keras's setter writes here; the layer gets a policy of its own.
-        layer = _keras_compat.layer_whose_policy_is_set(self)
-        if layer is None:
-            raise TypeError(self._immutable(key))
-        _keras_compat.replace_layer_policy(layer, get(policy))
-
-    def __delitem__(self, key: str) -> None:
-        # Keras's setter deletes an exact key before it writes it.
-        if _keras_compat.layer_whose_policy_is_set(self) is None:
-            raise TypeError(self._immutable(key))
-
     def __contains__(self, key: object) -> bool:
         return any(key == pattern for pattern, _ in self._rules)
 
@@ -179,17 +151,6 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
 
     def __iter__(self) -> Iterator[str]:
         return iter([pattern for pattern, _ in self._rules])
-
-    def __bool__(self) -> bool:
-        return True  # Otherwise a policy without rules is an empty map.
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Float8DTypePolicy):
-            return NotImplemented
-        return type(self) is type(other) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._key()))
 
     def __repr__(self) -> str:
         arguments = [repr(self._source_name)]
@@ -202,15 +163,6 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
             arguments.append(f"rules={self._named_rules()!r}")
         return f"{type(self).__name__}({', '.join(arguments)})"
 
-    def __copy__(self) -> "Float8DTypePolicy":
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8DTypePolicy":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (type(self), self.get_config())
-
     def get_config(self) -> dict[str, Any]:
         """All fields, as JSON types."""
         return {
@@ -219,28 +171,16 @@ class Float8DTypePolicy(keras.dtype_policies.DTypePolicyMap):
             "rules": [list(rule) for rule in self._named_rules()],
         }
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
-    ) -> "Float8DTypePolicy":
-        """Build the policy from `get_config()`.
-
-        Also from the config of Keras's `QuantizedFloat8DTypePolicy`.
-        """
-        return cls(**config)
-
     def _named_rules(self) -> policy_names.NamedRules:
         return _named(self._rules)
 
     def _key(self) -> tuple[Any, ...]:
         return self._source_name, self._recipe, self._named_rules()
 
-    def _immutable(self, key: object) -> str:
+    def _instead_of_writing(self, key: object) -> str:
         return (
-            "A Float8DTypePolicy is immutable: many layers share it. "
-            f"Received: a write to {key!r}. Allowed: reading it. Build a "
-            f"policy with rules=[({key!r}, …)], or set the `dtype_policy` "
-            "of the one layer."
+            f"Build a policy with rules=[({key!r}, …)], or set the "
+            "`dtype_policy` of the one layer."
         )
 
 
@@ -259,9 +199,19 @@ def get(identifier: Any) -> keras.DTypePolicy:
 
     Raises:
         ValueError: If the identifier means no policy.
+
+    Warns:
+        UserWarning: If the policy says float64 while JAX has none, because
+            `jax_enable_x64` is off; not for None.
     """
     if identifier is None:
         return as_float8(_global.dtype_policy())
+    policy = _read(identifier)
+    _plain.warn_of_missing_float64(policy)
+    return policy
+
+
+def _read(identifier: Any) -> keras.DTypePolicy:
     if isinstance(identifier, keras.DTypePolicy):
         return as_float8(identifier)
     if isinstance(identifier, str):
@@ -305,7 +255,11 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
         return _from_legacy(config.get("config"))
     try:
         policy = keras.dtype_policies.deserialize(
-            dict(config), {"Float8DTypePolicy": Float8DTypePolicy}
+            dict(config),
+            {
+                cls.__name__: cls
+                for cls in (Float8DTypePolicy, LossScaleDTypePolicy)
+            },
         )
     except Exception as error:  # Keras raises what the dict makes it raise.
         raise ValueError(_unknown(config, str(error))) from error
@@ -315,16 +269,29 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 
 def _from_legacy(config: Any) -> keras.DTypePolicy:
-    """Read the config of tf_keras's `Policy`: a name, maybe a loss scale."""
+    """Read the config of tf_keras's `Policy`: a name, maybe a loss scale.
+
+    Where it says none, "auto" was meant: Keras's own default.
+    """
     fields = dict(config) if isinstance(config, Mapping) else {}
     name = fields.pop("name", None)
-    loss_scale = fields.pop("loss_scale", None)
-    if isinstance(name, str) and not fields and loss_scale in (None, "auto"):
-        return _from_name(name)
-    raise ValueError(
+    loss_scale = fields.pop("loss_scale", AUTO)
+    try:
+        if isinstance(name, str) and not fields:
+            if loss_scale == AUTO:
+                return _from_name(name)
+            return LossScaleDTypePolicy(name, loss_scale)
+    except TypeError as error:
+        raise ValueError(_not_legacy(config)) from error
+    raise ValueError(_not_legacy(config))
+
+
+def _not_legacy(config: Any) -> str:
+    return (
         f"Cannot read this config of a tf_keras policy. Received: {config!r}. "
-        "Allowed: {'name': <policy name>} without a loss scale. Remove the "
-        "other entries and set the loss scale on the optimizer."
+        "Allowed: {'name': <policy name>}, and 'loss_scale': 'auto', "
+        "'dynamic', None, a number, or the config of a FixedLossScale or "
+        "DynamicLossScale. Remove the other entries."
     )
 
 
@@ -371,7 +338,8 @@ def _plain_source(identifier: Any) -> keras.DTypePolicy:
         "The source of a Float8DTypePolicy must be a plain policy, or its "
         f"other settings would be lost. Received: {identifier!r}. Allowed: "
         f"'mixed_bfloat16', 'mixed_float16', {_plain.FLOAT_NAMES}. Pass the "
-        "name of the plain policy."
+        "name of the plain policy; give a loss scale to the optimizer, by "
+        "mixed_precision.wrap_optimizer."
     )
 
 
@@ -439,9 +407,3 @@ def _name(policy: keras.DTypePolicy | None) -> str | None:
     if isinstance(policy, Float8DTypePolicy):
         return policy.full_name
     return None if policy is None else policy.name
-
-
-def _unpickle(
-    cls: type[Float8DTypePolicy], config: dict[str, Any]
-) -> Float8DTypePolicy:
-    return cls.from_config(config)

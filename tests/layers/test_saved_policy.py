@@ -30,7 +30,7 @@ def reloaded(model, folder):
     return keras.saving.load_model(folder / "model.keras")
 
 
-# A12: the policy says it all
+# The policy says it all
 
 
 @pytest.mark.parametrize(

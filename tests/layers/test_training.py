@@ -113,7 +113,7 @@ def test_a_loop_that_says_nothing_of_training_observes():
     assert seen == np.abs(rounded).max()
 
 
-# Moving averages (A8)
+# Moving averages
 
 
 @pytest.mark.parametrize("frequency", [None, 2])
@@ -145,7 +145,7 @@ def test_moving_averages_of_the_weights_still_happen():
     )
 
 
-# Rematerialization (A14)
+# Rematerialization
 
 
 @pytest.mark.parametrize("source", ["float32", "mixed_bfloat16"])
@@ -174,7 +174,7 @@ def test_rematerialization_changes_no_number(mode, source):
         )
 
 
-# LoRA (A14)
+# LoRA
 
 
 def lora_layers():
@@ -339,7 +339,7 @@ def apply_scaled(scaler, grads, variables):
         variable.assign(value)
 
 
-# Replicas (A9)
+# Replicas
 
 
 @pytest.mark.skipif(

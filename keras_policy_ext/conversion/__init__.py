@@ -1,0 +1,26 @@
+"""Any built Keras model into float8 in place, and back.
+
+```python
+report = kpe.convert(model)
+model.fit(...)
+kpe.revert(model)
+```
+"""
+
+from keras_policy_ext.conversion import filters
+from keras_policy_ext.conversion.calibration import calibrate
+from keras_policy_ext.conversion.in_place import convert, revert
+from keras_policy_ext.conversion.loading import load_model, load_weights
+from keras_policy_ext.conversion.report import Converted, Report, Skipped
+
+__all__ = [
+    "Converted",
+    "Report",
+    "Skipped",
+    "calibrate",
+    "convert",
+    "filters",
+    "load_model",
+    "load_weights",
+    "revert",
+]

@@ -1,0 +1,155 @@
+"""Scales of a model that was not trained in float8."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.watching import watching
+from keras_policy_ext.numerics import scaling
+
+BATCH = 32
+
+
+def calibrate(
+    model: Any, data: Any, *, steps: int | None = None
+) -> tuple[str, ...]:
+    """Fill the scales of a float8 model without training it.
+
+    The model is called on each batch as for prediction, and the amaxes of
+    the inputs of its float8 layers enter their histories, one entry for each
+    batch, and those of the kernels where there is none. Output gradients are
+    not seen: their scales come with the first step of training.
+
+    Under recipes without state there is nothing to fill.
+
+    Args:
+        model: A built model with float8 layers.
+        data: Inputs as for `model.predict`: an array or a structure of them,
+            taken in batches of 32; or an iterable of batches, each of inputs
+            or of `(inputs, targets)`, such as a `keras.utils.PyDataset` or a
+            `tf.data.Dataset`.
+        steps: The most batches to take; None for all.
+
+    Returns:
+        Paths of the layers whose scales were filled.
+
+    Raises:
+        ValueError: If no layer of the model has float8 state, or there is
+            no batch. The state is then unchanged.
+        TypeError: If `model` is no Keras layer, or `steps` no positive int.
+    """
+    _check_steps(steps)
+    layers = _layers_with_state(model)
+    seen: dict[int, list[np.ndarray]] = {}
+
+    def watch(state: Any, inputs: Any) -> None:
+        if state is not None:
+            amax = ops.convert_to_numpy(scaling.amax(inputs))
+            found[id(state)] = max(found.get(id(state), amax), amax)
+
+    batches = 0
+    for batch in itertools.islice(_batches(data), steps):
+        found: dict[int, np.ndarray] = {}
+        with watching(watch), kernels.engine().step_by_step():
+            model(batch, training=False)
+        for key, amax in found.items():
+            seen.setdefault(key, []).append(amax)
+        batches += 1
+    if not batches:
+        raise ValueError(_no_data(data))
+    return tuple(path_of(layer) for layer in layers if _fill(layer, seen))
+
+
+def _layers_with_state(model: Any) -> list[Any]:
+    if not isinstance(model, keras.Layer):
+        raise TypeError(
+            "Only Keras models and layers are calibrated. Received: "
+            f"{model!r} (of type {type(model).__name__}). Allowed: a "
+            "keras.Model or keras.Layer. Pass the model itself."
+        )
+    layers = [
+        layer
+        for layer in _keras_compat.layers_within(model)
+        if isinstance(layer, Float8Mixin) and layer.float8_policy is not None
+    ]
+    if not layers:
+        raise ValueError(
+            f"No layer of {model.name!r} is in float8. Received: a model "
+            "without float8 layers. Allowed: one that was made or converted "
+            "with a float8 policy. Call `kpe.convert(model)` first."
+        )
+    return layers
+
+
+def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
+    """Enter what was seen of a layer; whether there was anything."""
+    state, filled = layer.float8_state, False
+    for kernel in layer.float8_contracted:
+        variable = state.of(kernel)
+        if variable is None or id(variable) not in seen:
+            continue
+        for amax in seen[id(variable)]:
+            variable.observe("inputs", amax)
+        if not variable.has_seen("kernel"):
+            state.observe([kernel])
+        filled = True
+    return filled
+
+
+def _batches(data: Any) -> Iterator[Any]:
+    """Inputs, batch by batch."""
+    if _is_structure_of_arrays(data):
+        count = len(keras.tree.flatten(data)[0])
+        for start in range(0, count, BATCH):
+            window = slice(start, start + BATCH)
+            yield keras.tree.map_structure(lambda x: x[window], data)  # noqa: B023
+        return
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise TypeError(_no_data(data))
+    several = data
+    if isinstance(data, keras.utils.PyDataset):
+        several = (data[index] for index in range(data.num_batches))
+    for batch in several:
+        yield keras.utils.unpack_x_y_sample_weight(batch)[0]
+
+
+def _is_structure_of_arrays(data: Any) -> bool:
+    structures = (np.ndarray, dict, list, tuple)
+    if not isinstance(data, structures) and not ops.is_tensor(data):
+        return False
+    leaves = keras.tree.flatten(data)
+    return bool(leaves) and all(
+        isinstance(leaf, np.ndarray) or ops.is_tensor(leaf) for leaf in leaves
+    )
+
+
+def _check_steps(steps: Any) -> None:
+    if steps is None or (
+        isinstance(steps, (int, np.integer))
+        and not isinstance(steps, bool)
+        and steps > 0
+    ):
+        return
+    raise TypeError(
+        "`steps` is the most batches to take. Received: "
+        f"{steps!r} (of type {type(steps).__name__}). Allowed: an int >= 1, "
+        "or None for all."
+    )
+
+
+def _no_data(data: Any) -> str:
+    return (
+        "`data` has no inputs to calibrate with. Received: "
+        f"{type(data).__name__}. Allowed: an array, a list or dict of arrays, "
+        "or an iterable of batches; at least one. Pass some batches of what "
+        "the model is going to see."
+    )

@@ -1,0 +1,176 @@
+"""Which layers of a model can be converted, and why others cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.conversion.report import Skipped
+from keras_policy_ext.layers.drop_in import form_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.state import Float8State
+
+# Stock layers with weights that are multiplied and have no float8 form.
+_STAYS = {
+    "DepthwiseConv1D": "a depthwise convolution sums over the few taps of its "
+    "window only, which is no matrix product for float8 hardware",
+    "DepthwiseConv2D": "a depthwise convolution sums over the few taps of its "
+    "window only, which is no matrix product for float8 hardware",
+    "SeparableConv1D": "one fused operation of a depthwise convolution, which "
+    "float8 does not help, and a pointwise one; write it as DepthwiseConv1D "
+    "and Conv1D to have the second in float8",
+    "SeparableConv2D": "one fused operation of a depthwise convolution, which "
+    "float8 does not help, and a pointwise one; write it as DepthwiseConv2D "
+    "and Conv2D to have the second in float8",
+    "Conv1DTranspose": "transposed convolutions have no float8 form",
+    "Conv2DTranspose": "transposed convolutions have no float8 form",
+    "Conv3DTranspose": "transposed convolutions have no float8 form",
+    "ConvLSTM1D": "convolutional recurrent cells have no float8 form",
+    "ConvLSTM2D": "convolutional recurrent cells have no float8 form",
+    "ConvLSTM3D": "convolutional recurrent cells have no float8 form",
+    "Embedding": "it looks up rows and multiplies nothing",
+    "TorchModuleWrapper": "it holds a torch.nn.Module, whose arithmetic Keras "
+    "does not see",
+    "JaxLayer": "it holds a function of JAX, whose arithmetic Keras does not "
+    "see",
+    "FlaxLayer": "it holds a Flax module, whose arithmetic Keras does not see",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layer that can compute in float8.
+
+    Attributes:
+        layer: The layer.
+        form: The class that it is going to have.
+        kernels: The weights that are contracted.
+    """
+
+    layer: Any
+    form: type
+    kernels: tuple[Any, ...]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """For each kernel: how many terms are summed, and to how many sums."""
+        form: Any = self.form
+        return [form.float8_sizes(self.layer, k) for k in self.kernels]
+
+    @property
+    def size(self) -> int:
+        """The number of entries of the largest kernel."""
+        return max((int(np.prod(k.shape)) for k in self.kernels), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """The layers of a model, in its order.
+
+    Attributes:
+        candidates: Layers that can compute in float8.
+        composites: Layers whose float8 form only makes float8 children.
+        skipped: Layers with weights that are neither.
+    """
+
+    candidates: list[Candidate]
+    composites: list[Any]
+    skipped: list[Skipped]
+
+
+def survey(model: Any) -> Survey:
+    """Look at every layer of a model; nothing is changed."""
+    found = Survey([], [], [])
+    for layer in _keras_compat.layers_within(model):
+        if isinstance(layer, Float8State):
+            continue
+        try:
+            form = _form(layer)
+        except _Stays as reason:
+            found.skipped.append(skipped(layer, str(reason)))
+            continue
+        if form is None:
+            continue
+        kernels = tuple(_kernels(layer, form))
+        if kernels:
+            found.candidates.append(Candidate(layer, form, kernels))
+        elif (
+            _keras_compat.own_weights(layer)
+            and getattr(form, "float8_kernels", ()) != ()
+        ):
+            found.skipped.append(skipped(layer, _no_kernel(form)))
+        else:
+            found.composites.append(layer)
+    return found
+
+
+def skipped(layer: Any, reason: str) -> Skipped:
+    """The entry of a report for a layer that is left as it is."""
+    return Skipped(path_of(layer), type(layer).__name__, reason)
+
+
+def path_of(layer: Any) -> str:
+    """The path of a layer; its name where it has none yet."""
+    return layer.path or layer.name
+
+
+class _Stays(Exception):
+    """Why a layer cannot be converted."""
+
+
+def _form(layer: Any) -> type | None:
+    """The float8 form, or None for what has nothing to convert itself."""
+    cls = type(layer)
+    try:
+        form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
+    except TypeError as error:
+        raise _Stays(str(error)) from error
+    own = _keras_compat.own_weights(layer)
+    if form is None:
+        _refuse_unknown(cls, own)
+        return None
+    if not layer.built:
+        raise _Stays("it has no weights yet: it was never called")
+    mode = layer.quantization_mode
+    if mode is not None and not isinstance(layer, Float8Mixin):
+        raise _Stays(f"Keras has quantized it ({mode})")
+    for name in getattr(form, "float8_replaces", ()):
+        if form is not cls and callable(vars(layer).get(name)):
+            raise _Stays(f"its `{name}` was set in the layer, not in a class")
+    return form
+
+
+def _refuse_unknown(cls: type, own: list[Any]) -> None:
+    """Raise if a layer has weights and no float8 form."""
+    for base in cls.__mro__:
+        reason = _STAYS.get(base.__name__)
+        if reason and base is getattr(keras.layers, base.__name__, None):
+            raise _Stays(reason)
+    if not own:
+        return
+    if any(len(weight.shape) >= 2 for weight in own):
+        raise _Stays(
+            f"{cls.__name__} has no float8 form; a layer of your own can "
+            "derive from Float8Mixin and contract with float8_einsum"
+        )
+    raise _Stays("it has no kernel to multiply with")
+
+
+def _no_kernel(form: Any) -> str:
+    names = form.float8_kernels
+    if names is None:
+        return "it has no kernel to multiply with"
+    return f"none of its own weights is called {' or '.join(names)}"
+
+
+def _kernels(layer: Any, form: Any) -> list[Any]:
+    if isinstance(layer, Float8Mixin):
+        return layer.float8_contracted
+    if not issubclass(form, Float8Mixin):
+        return []
+    own = _keras_compat.own_weights(layer)
+    return [v for v in own if form.is_float8_kernel(layer, v)]

@@ -1,0 +1,148 @@
+"""Files of models and weights, as far as Keras does not look at them."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+WEIGHTS = "model.weights.h5"
+_CONFIG = "config.json"
+_SKIPPED = "Skipping variable loading for optimizer"
+
+Warnings = list[warnings.WarningMessage]
+
+
+def check_model(path: Any) -> None:
+    """Raise if a `.keras` file is not whole.
+
+    Keras reads a damaged one as it can: it falls back to a way of reading
+    that compares no checksums, and says of a truncated one that there is no
+    such file (keras 3.12 to 3.15).
+
+    Raises:
+        ValueError: If so.
+        FileNotFoundError: If there is nothing at a path that is local.
+    """
+    text = str(path)
+    if text.startswith("hf://"):
+        raise ValueError(
+            "A model of the Hugging Face Hub is read from a local copy. "
+            f"Received: {text!r}. Allowed: a path. Download it first with "
+            "`huggingface_hub.snapshot_download` and pass the folder."
+        )
+    _check_exists(path)
+    if text.endswith(".keras") and _is_file(path):
+        _check_archive(path)
+
+
+def check_weights(path: Any) -> None:
+    """Raise if there is no file of weights, or a `.keras` file is not whole.
+
+    Raises:
+        ValueError: If the file is not whole.
+        FileNotFoundError: If there is no such file.
+    """
+    _check_exists(path)
+    if str(path).endswith(".keras"):
+        _check_archive(path)
+
+
+def has_policies(path: Any) -> bool:
+    """Whether this is a format in which layers have groups of their own."""
+    return not str(path).endswith((".h5", ".hdf5"))
+
+
+@contextlib.contextmanager
+def weights_of(path: Any) -> Iterator[str]:
+    """The file of weights in a file or folder of a model.
+
+    Out of an archive it is unpacked: Keras reads it here and there, and each
+    step back in an archive starts from the beginning.
+    """
+    text = str(path)
+    if pathlib.Path(text).is_dir():
+        yield str(pathlib.Path(text) / WEIGHTS)
+    elif text.endswith(".keras") and _is_file(path):
+        with tempfile.TemporaryDirectory() as folder:
+            with zipfile.ZipFile(text) as archive:
+                archive.extract(WEIGHTS, folder)
+            yield str(pathlib.Path(folder) / WEIGHTS)
+    else:
+        yield text
+
+
+@contextlib.contextmanager
+def unskipped() -> Iterator[Warnings]:
+    """Hold back warnings that the optimizer's variables were not loaded.
+
+    To be shown with `show`, if they are not loaded later either.
+
+    Yields:
+        A list that has them once the block has ended.
+    """
+    held: Warnings = []
+    with warnings.catch_warnings(record=True) as caught:
+        # Not as an error either, which would end the loading.
+        warnings.filterwarnings("always", message=_SKIPPED)
+        yield held
+    for each in caught:
+        skipped = str(each.message).startswith(_SKIPPED)
+        held.append(each) if skipped else show([each])
+
+
+def show(held: Warnings) -> None:
+    """Warn of what was held back, as if now."""
+    for each in held:
+        warnings.warn_explicit(
+            each.message, each.category, each.filename, each.lineno
+        )
+
+
+def _is_file(path: Any) -> bool:
+    return pathlib.Path(str(path)).is_file()
+
+
+def _check_exists(path: Any) -> None:
+    text = str(path)
+    if "://" not in text and not pathlib.Path(text).exists():
+        raise FileNotFoundError(
+            f"There is no such file. Received: {text!r}. Allowed: the path "
+            "of a file, or of a folder, that exists. Check the spelling and "
+            "the working directory."
+        )
+
+
+def _check_archive(path: Any) -> None:
+    try:
+        with zipfile.ZipFile(str(path)) as archive:
+            names = archive.namelist()
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        raise ValueError(
+            _not_whole(path, f"it cannot be read ({error})")
+        ) from (error)
+    if damaged is not None:
+        raise ValueError(
+            _not_whole(path, f"the checksum of {damaged} is wrong")
+        )
+    lacking = [name for name in (_CONFIG, WEIGHTS) if name not in names]
+    if lacking:
+        raise ValueError(
+            "This is an archive, but not one of a Keras model. Received: "
+            f"{str(path)!r}, which lacks {' and '.join(lacking)}. Allowed: "
+            "a `.keras` file as `model.save` writes it. Pass another file."
+        )
+
+
+def _not_whole(path: Any, found: str) -> str:
+    return (
+        f"This `.keras` file is damaged or truncated. Received: "
+        f"{str(path)!r}: {found}. Allowed: a file as `model.save` wrote it. "
+        "Copy it again, or take an earlier checkpoint."
+    )

@@ -1,0 +1,292 @@
+"""`convert` and `revert`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import _keras_compat, policies, recipes
+from keras_policy_ext.conversion import backbones, candidates, training
+from keras_policy_ext.conversion.candidates import Candidate, path_of, skipped
+from keras_policy_ext.conversion.report import Converted, Report, Skipped
+from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.layers.adoption import adopt, release, source_of
+from keras_policy_ext.layers.drop_in import original_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies import Float8DTypePolicy
+
+Decision = tuple[Candidate, Float8DTypePolicy]
+
+
+def convert(
+    model: Any,
+    policy: Any = None,
+    *,
+    include: Any = None,
+    exclude: Any = None,
+    filter: Callable[[Any], bool] | Any = None,
+    min_size: int | None = None,
+    attention: str | None = None,
+) -> Report:
+    """Make the layers of a built model compute in float8, in place.
+
+    Each layer keeps its weights, its place in the model, and the dtypes that
+    it had: a policy says here how numbers are scaled and which layers follow
+    it, and not in which precision the rest computes. Amaxes of the kernels
+    are taken at once. A model that is compiled, or has trained, keeps its
+    optimizer with all slots, and goes on training.
+
+    Args:
+        model: A built model, or a layer. Models inside it are converted too.
+        policy: A float8 policy, a recipe, or the name of one. None: where
+            layers have float8 policies, those follow theirs and the others
+            stay; else the global policy, if that is float8; else delayed
+            scaling.
+        include: A regular expression, or several: only layers with a match
+            in their path are converted.
+        exclude: The same for layers that are not.
+        filter: `f(layer) -> bool`: whether to convert a layer; or
+            `kpe.filters.Auto()`, or `"auto"`, which leaves out layers that
+            lose by it.
+        min_size: Only layers whose kernel has at least so many entries.
+        attention: `"float8"`: where all projections of an attention layer are
+            converted, its scores and its weighted sum are computed in float8
+            too, with current scaling. None leaves these two as they are.
+
+    Returns:
+        What was converted, and what was not and why.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the model is not built, the policy is not float8, or
+            `include` matches no layer. The model is then unchanged.
+    """
+    selection = Selection.read(include, exclude, filter, min_size)
+    _check_attention(attention)
+    _check_model(model)
+    survey = candidates.survey(model)
+    requested = _requested(model, policy)
+    decisions, left = _decide(survey.candidates, requested, selection)
+    touched = [c.layer for c, _ in decisions] + survey.composites
+    with training.continued(model), training.replicas(model), _whole(touched):
+        for candidate, target in decisions:
+            adopt(candidate.layer, target)
+            state = candidate.layer.float8_state
+            state.observe(candidate.layer.float8_contracted)
+        refused = [
+            skipped(composite, reason)
+            for composite in survey.composites
+            if (reason := _adopt_composite(composite, requested, attention))
+        ]
+        backbones.declare_policies(model)
+    contracting = [
+        layer
+        for layer in survey.composites
+        if attention and getattr(layer, "float8_policy", None) is not None
+    ]
+    converted = [candidate.layer for candidate, _ in decisions] + contracting
+    return Report(
+        tuple(_entry(layer) for layer in converted),
+        (*left, *refused, *survey.skipped),
+    )
+
+
+def revert(model: Any) -> Report:
+    """Undo `convert`: stock layers, with the weights they have.
+
+    Every layer gets back the policy that float8 stood on, and those of the
+    classes of this package become the stock layers of the same name. A layer
+    of your own keeps its class. The optimizer keeps its slots.
+
+    Args:
+        model: A built model, or a layer.
+
+    Returns:
+        The layers that were in float8, and nothing skipped.
+
+    Raises:
+        ValueError: If the model is not built.
+    """
+    _check_model(model)
+    reverted = []
+    with training.continued(model):
+        for layer in _keras_compat.layers_within(model):
+            in_float8 = isinstance(layer, Float8Mixin) and (
+                layer.float8_policy is not None
+            )
+            followed = isinstance(layer.dtype_policy, Float8DTypePolicy)
+            if original_of(type(layer)) is not None or in_float8:
+                release(layer)
+            elif followed:
+                plain = source_of(layer)
+                _keras_compat.replace_layer_policy(layer, plain)
+            if in_float8:
+                reverted.append(_entry(layer))
+    return Report(tuple(reverted), ())
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Layer):
+        raise TypeError(
+            "Only Keras models and layers can be converted. Received: "
+            f"{model!r} (of type {type(model).__name__}). Allowed: a "
+            "keras.Model or keras.Layer. Pass the model itself."
+        )
+    if not model.built:
+        raise ValueError(
+            f"{type(model).__name__} {model.name!r} has no weights yet. "
+            "Received: a model that is not built. Allowed: a built one. Call "
+            "it on a batch of data, or `model.build(input_shape)`, first."
+        )
+    if not all(_keras_compat.has_value(v) for v in model.variables):
+        raise ValueError(
+            f"The weights of {model.name!r} are not in its variables now: "
+            "Keras takes them out while it trains on JAX, and does not put "
+            "them back when training ends in an error. Received: a model in "
+            "this state. Allowed: one before or after `fit`, or in a "
+            "callback's `on_epoch_end`. Convert it there, or make it anew."
+        )
+
+
+def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
+    """The policy for all layers; None where each has its own."""
+    named = isinstance(policy, str) and policy in recipes.names()
+    if named or isinstance(policy, recipes.Recipe):
+        return Float8DTypePolicy("float32", recipe=policy)
+    if policy is not None:
+        return _float8(policies.get(policy))
+    layers = _keras_compat.layers_within(model)
+    if any(isinstance(_own(layer), Float8DTypePolicy) for layer in layers):
+        return None
+    current = policies.dtype_policy()
+    if isinstance(policies.as_float8(current), Float8DTypePolicy):
+        return _float8(policies.as_float8(current))
+    return Float8DTypePolicy("float32")
+
+
+def _own(layer: Any) -> keras.DTypePolicy:
+    return policies.as_float8(layer.dtype_policy)
+
+
+def _float8(policy: keras.DTypePolicy) -> Float8DTypePolicy:
+    if isinstance(policy, Float8DTypePolicy):
+        return policy
+    raise ValueError(
+        "A model is converted to a float8 policy. Received: "
+        f"{policy.name!r}. Allowed: a Float8DTypePolicy or its name, such as "
+        "'mixed_float8' or 'float8/current_from_float32'; each layer keeps "
+        "its own source. To leave float8, use `revert`."
+    )
+
+
+def _decide(
+    found: list[Candidate],
+    requested: Float8DTypePolicy | None,
+    selection: Selection,
+) -> tuple[list[Decision], list[Skipped]]:
+    """Which candidates get which policy, and why others get none."""
+    reasons = selection.reasons(found)
+    decisions, left = [], []
+    for number, candidate in enumerate(found):
+        target, reason = _target(candidate.layer, requested)
+        reason = reasons.get(number) or reason
+        if reason is None and target is not None:
+            decisions.append((candidate, target))
+        else:
+            left.append(skipped(candidate.layer, str(reason)))
+    return decisions, left
+
+
+def _target(
+    layer: Any, requested: Float8DTypePolicy | None
+) -> tuple[Float8DTypePolicy | None, str | None]:
+    """The policy that a layer gets, or the reason why it gets none."""
+    own = _own(layer)
+    given = own if requested is None else requested
+    if not isinstance(given, Float8DTypePolicy):
+        return None, f"its own policy is {own.name}, not float8"
+    resolved = given.for_path(layer.path)
+    if not isinstance(resolved, Float8DTypePolicy):
+        return None, f"a rule of the policy keeps it in {resolved.name}"
+    source = source_of(layer)
+    try:
+        target = Float8DTypePolicy(source.name, recipe=resolved.recipe)
+    except ValueError:
+        return None, f"it computes in {source.name}, not in floating point"
+    if isinstance(layer, Float8Mixin) and layer.float8_policy == target:
+        return None, f"it follows {target.full_name} already"
+    return (own if requested is None else target), None
+
+
+def _check_attention(attention: Any) -> None:
+    if attention not in (None, "float8"):
+        raise ValueError(
+            "`attention` says what scores and weighted sums are computed in. "
+            f"Received: {attention!r}. Allowed: 'float8', or None to leave "
+            "them as they are."
+        )
+
+
+def _adopt_composite(
+    layer: Any, requested: Float8DTypePolicy | None, attention: str | None
+) -> str | None:
+    """Let a composite make float8 children, if all it has are in float8.
+
+    Returns:
+        Why its own products are not in float8 though that was asked for.
+    """
+    children = candidates.survey(layer).candidates
+    found = {getattr(c.layer, "float8_policy", None) for c in children}
+    if len(found) != 1 or None in found:
+        return None
+    (policy,) = found
+    was_stock = original_of(type(layer)) is None
+    adopt(layer, _own(layer) if requested is None else policy)
+    choose = getattr(layer, "choose_attention", None)
+    if choose is None or not (was_stock or attention):
+        return None
+    try:
+        choose(attention)
+    except ValueError as reason:
+        choose(None)
+        return str(reason)
+    return None
+
+
+def _entry(layer: Any) -> Converted:
+    policy = getattr(layer, "float8_policy", None)
+    name = layer.dtype_policy.name if policy is None else policy.full_name
+    return Converted(path_of(layer), type(layer).__name__, name)
+
+
+@contextlib.contextmanager
+def _whole(layers: list[Any]) -> Iterator[None]:
+    """Give layers back their classes, policies and states if it fails."""
+    before = [
+        (layer, type(layer), layer.dtype_policy, _entries(layer))
+        for layer in layers
+    ]
+    try:
+        yield
+    except BaseException:
+        for layer, cls, policy, entries in before:
+            if type(layer) is not cls:
+                release(layer)
+                _keras_compat.replace_layer_policy(layer, policy)
+            elif layer.dtype_policy is not policy:
+                adopt(layer, policy)
+                if entries:
+                    layer.float8_state.load_own_variables(entries)
+        raise
+
+
+def _entries(layer: Any) -> dict[str, np.ndarray]:
+    """The float8 state of a layer, as a file has it."""
+    entries: dict[str, np.ndarray] = {}
+    if isinstance(layer, Float8Mixin):
+        layer.float8_state.save_own_variables(entries)
+    return entries

@@ -1,0 +1,340 @@
+"""`load_model` and `load_weights`.
+
+A block that makes its layers itself makes stock ones when it is loaded. What
+the file has for the state of such a layer says which policy it followed; so
+Keras's own loader, which knows where in the file a layer is, is given a
+reader for each layer, and the layers are then converted as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext.conversion import (
+    backbones,
+    candidates,
+    files,
+    scalers,
+    training,
+)
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.layers.adoption import adopt
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.state import (
+    Float8State,
+    entries_of,
+    matrices_in,
+    policy_name_in,
+)
+from keras_policy_ext.policies import Float8DTypePolicy
+
+
+def load_model(
+    path: Any,
+    custom_objects: dict[str, Any] | None = None,
+    compile: bool = True,
+    safe_mode: bool = True,
+) -> Any:
+    """`keras.saving.load_model`, and every layer as it was in float8.
+
+    Layers that their model makes anew as stock layers follow the policy that
+    they were saved under, with the state that they had. A compiled model has
+    its optimizer, and goes on training where it was saved; one from PyTorch
+    has it on any backend. Where the loss was scaled it is so again, with the
+    scale it had, under any global policy.
+
+    Args:
+        path: A `.keras` file, or the folder of `save(..., zipped=False)`.
+            From an older `.h5` file comes what Keras makes of it.
+        custom_objects: As for `keras.saving.load_model`.
+        compile: As for `keras.saving.load_model`.
+        safe_mode: As for `keras.saving.load_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the file is damaged, is no Keras model, or was written
+            by a newer version of this package, or as Keras does.
+    """
+    files.check_model(path)
+    with _public_optimizers(), files.unskipped() as skipped:
+        model = keras.saving.load_model(
+            path,
+            custom_objects=custom_objects,
+            compile=compile,
+            safe_mode=safe_mode,
+        )
+    places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
+    if not files.has_policies(path):
+        places = []
+    if places or scalers.may_differ(model):
+        with files.weights_of(path) as weights:
+            again = scalers.restore(model, weights)
+            if places:
+                again = _load_as_saved(model, weights, places) or again
+            elif again:
+                model.load_weights(weights)
+        skipped = [] if again else skipped
+    files.show(skipped)
+    return model
+
+
+def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
+    """`model.load_weights`, all or nothing.
+
+    Where Keras finds something wrong after it has loaded the weights of some
+    layers, those are put back, and so are the optimizer's variables. That
+    takes a copy of all of them in the memory of the host.
+
+    Args:
+        model: A built model.
+        path: A `.weights.h5`, `.weights.json` or `.keras` file.
+        as_saved: Whether layers that were in float8 in the saved model are
+            to be so in this one, under the policies that they had. False:
+            layers keep the policies that they have.
+
+    Raises:
+        ValueError: If the weights do not load. The model is then unchanged.
+        FileNotFoundError: If there is no such file.
+    """
+    files.check_weights(path)
+    with _unchanged_on_error(model, path):
+        if as_saved:
+            with files.weights_of(path) as weights:
+                _load_as_saved(model, weights, _places(model))
+        else:
+            model.load_weights(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A layer that can be in float8, or makes layers that are.
+
+    Attributes:
+        layer: The layer.
+        kernels: How many contracted weights it has itself.
+    """
+
+    layer: Any
+    kernels: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What a file has for the state of a layer.
+
+    Attributes:
+        layer: The layer.
+        policy: The policy it was saved under; None where the file has none.
+        entries: The entries of its state.
+    """
+
+    layer: Any
+    policy: Float8DTypePolicy | None
+    entries: dict[str, np.ndarray]
+
+
+class _Reader(Float8State):
+    """Stands for the state of a layer, and takes what a file has for it."""
+
+    def load_own_variables(self, store: Any) -> None:
+        """Keep the entries."""
+        self.__dict__["entries"] = entries_of(store)
+
+    @property
+    def found(self) -> dict[str, np.ndarray]:
+        """The entries; none where the file has none."""
+        return self.__dict__.get("entries", {})
+
+
+def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
+    """Load weights, and let layers be what they were when saved.
+
+    Returns:
+        Whether the optimizer has other variables for that, and so was loaded
+        with them.
+
+    Raises:
+        ValueError: If something is wrong with the file. No layer was then
+            converted, while weights may have been loaded.
+    """
+    found = _read(model, weights, places)
+    before = _optimizer_sizes(model)
+    with training.continued(model), training.replicas(model):
+        for each in found:
+            _adopt(each)
+        for layer in candidates.survey(model).composites:
+            _adopt_composite(layer)
+        backbones.declare_policies(model)
+    again = _optimizer_sizes(model) != before
+    if again:
+        model.load_weights(weights)
+    return again
+
+
+def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
+    """Load weights, and all that is said in the file about layers' states."""
+    readers = [(place, _Reader()) for place in places]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(files.unskipped())
+        for place, reader in readers:
+            shown = _keras_compat.shown(place.layer, "float8_state", reader)
+            stack.enter_context(shown)
+        model.load_weights(weights)
+    return [_checked(place, reader.found) for place, reader in readers]
+
+
+def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
+    """What was found, if it can be used."""
+    layer = place.layer
+    path = f"{path_of(layer)}/float8_state"
+    name = policy_name_in(entries, path)
+    policy = _policy(name, path_of(layer)) if name else None
+    follows = policy
+    if follows is None and isinstance(layer, Float8Mixin):
+        follows = layer.float8_policy
+    if follows is not None:
+        matrices_in(entries, follows.recipe, place.kernels, path)
+    return _Found(layer, policy, entries)
+
+
+def _policy(name: str, path: str) -> Float8DTypePolicy:
+    cause = "this is no float8 policy"
+    try:
+        policy = policies.get(name)
+    except (TypeError, ValueError) as error:
+        cause = str(error)
+    else:
+        if isinstance(policy, Float8DTypePolicy):
+            return policy
+    raise ValueError(
+        f"Layer {path!r} was saved under a policy that this version of "
+        f"keras_policy_ext does not know. Received: {name!r}. Cause: {cause} "
+        "Allowed: full names of float8 policies, as in "
+        "`policy.full_name`. Update keras_policy_ext, or load the weights "
+        "without float8, as Keras does: `keras.saving.load_model` or "
+        "`model.load_weights`."
+    )
+
+
+def _adopt(found: _Found) -> None:
+    """Let a layer follow the policy it was saved under, with its state."""
+    layer, policy = found.layer, found.policy
+    if policy is not None and _policy_here(layer) != policy:
+        adopt(layer, policy)
+    elif policy is not None and not isinstance(layer, Float8Mixin):
+        adopt(layer)
+    if isinstance(layer, Float8Mixin):
+        layer.float8_state.load_own_variables(found.entries)
+
+
+def _adopt_composite(layer: Any) -> None:
+    """Give a composite without a state its form, where its child has it.
+
+    Recurrent layers have no state of their own, but their cell has.
+    """
+    if isinstance(layer, Float8Mixin) or not _recurrent(layer):
+        return
+    cell = layer.cell
+    policy = cell.float8_policy if isinstance(cell, Float8Mixin) else None
+    if policy is not None:
+        adopt(layer, None if _policy_here(layer) == policy else policy)
+
+
+def _recurrent(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.RNN)
+
+
+def _places(model: Any) -> list[_Place]:
+    found = candidates.survey(model)
+    return [
+        *(_Place(each.layer, len(each.kernels)) for each in found.candidates),
+        *(_Place(layer, 0) for layer in found.composites),
+    ]
+
+
+def _is_as_in_file(layer: Any) -> bool:
+    """Whether a layer of a model just loaded is what it was when saved."""
+    if not isinstance(layer, Float8Mixin):
+        return False
+    state, policy = layer.float8_state, _policy_here(layer)
+    if state.policy_in_file is None:
+        return True  # Said nothing, or was no layer of this package.
+    name = state.policy_in_file.tobytes()
+    return (
+        isinstance(policy, Float8DTypePolicy)
+        and policy.full_name.encode() == name
+    )
+
+
+def _policy_here(layer: Any) -> keras.DTypePolicy:
+    """What a layer's policy says for its path."""
+    policy = policies.as_float8(layer.dtype_policy)
+    if isinstance(policy, Float8DTypePolicy):
+        return policy.for_path(layer.path)
+    return policy
+
+
+def _optimizer_sizes(model: Any) -> list[int]:
+    optimizer = getattr(model, "optimizer", None)
+    found = _keras_compat.optimizers_within(optimizer)
+    return [len(each.variables) for each in found]
+
+
+def _public_optimizers() -> Any:
+    """Lets files name the optimizers of PyTorch on any backend.
+
+    They are private subclasses there, and files name them.
+    """
+    found = {
+        name: value
+        for name, value in vars(keras.optimizers).items()
+        if isinstance(value, type)
+        and issubclass(value, keras.optimizers.Optimizer)
+    }
+    return keras.saving.custom_object_scope(found)
+
+
+@contextlib.contextmanager
+def _unchanged_on_error(model: Any, path: Any) -> Iterator[None]:
+    """Put all variables back if the block fails."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [
+        *model.variables,
+        *getattr(model, "metrics_variables", ()),
+        *(
+            v
+            for x in _keras_compat.optimizers_within(optimizer)
+            for v in x.variables
+        ),
+    ]
+    # Copied: on PyTorch an array shows the memory of the variable itself.
+    before = [
+        (v, np.array(keras.ops.convert_to_numpy(v.value))) for v in variables
+    ]
+    try:
+        yield
+    except BaseException as error:
+        for variable, value in before:
+            variable.assign(value)
+        if isinstance(error, Exception):
+            raise ValueError(_not_loaded(model, path, error)) from error
+        raise
+
+
+def _not_loaded(model: Any, path: Any, error: Exception) -> str:
+    return (
+        f"The weights did not load into {model.name!r}, which is unchanged. "
+        f"Received: {str(path)!r}. Cause: {error} Allowed: weights of a model "
+        "with the same layers in the same order, with any policies. Build "
+        "the model as the saved one was, or load the model itself: "
+        "`kpe.load_model`."
+    )

@@ -1,0 +1,118 @@
+"""Built layers into their float8 forms and back, in place.
+
+A layer keeps its identity, its variables and its place in the model: only
+its class changes, and a form with kernels gets a state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext.layers.drop_in import form_of, original_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies import Float8DTypePolicy
+
+# What a form keeps in a layer beside its state.
+_OF_FORMS = (
+    "_float8_attention",
+    "_float8_kernel_paths",
+    "_float8_policy",
+    "_float8_policy_path",
+    "_last_plan",
+    "_recipe_of_activations",
+)
+
+
+def adopt(layer: Any, policy: Any = None) -> None:
+    """Turn a built layer into its float8 form, in place.
+
+    Args:
+        layer: A built layer whose class has a float8 form (`form_of`), or
+            one that is in it already.
+        policy: The float8 policy to follow; None for the one that the layer
+            has. A layer that followed another one keeps its amaxes.
+
+    Raises:
+        ValueError: If the layer is not built, or there is no such form.
+        TypeError: If its class computes something else than the stock layer.
+    """
+    policy = policies.get(layer.dtype_policy if policy is None else policy)
+    form = type(layer)
+    if not isinstance(layer, Float8Mixin):
+        form = _form(layer)
+    _check_built(layer)
+    with _keras_compat.unlocked(layer):
+        if form is not type(layer):
+            _keras_compat.swap_class(layer, form)
+        if isinstance(layer, Float8Mixin):
+            layer.adopt_policy(policy)
+        else:
+            _keras_compat.replace_layer_policy(layer, policy)
+    _keras_compat.track_again([layer])
+
+
+def release(layer: Any) -> None:
+    """Undo `adopt`: the stock class, the source policy, no float8 state.
+
+    A layer of a class that has no original, such as a user's own with the
+    mixin, keeps the class. Weights stay bit for bit as they are.
+
+    Args:
+        layer: Any built layer; one without float8 stays as it is.
+    """
+    original = original_of(type(layer))
+    plain = source_of(layer)
+    with _keras_compat.unlocked(layer):
+        if isinstance(layer, Float8Mixin):
+            layer.adopt_policy(plain)
+            if original is not None:
+                _keras_compat.detach(layer, "float8_state")
+        if original is not None:
+            _keras_compat.swap_class(layer, original)
+            for name in _OF_FORMS:
+                vars(layer).pop(name, None)
+        _keras_compat.replace_layer_policy(layer, plain)
+    _keras_compat.track_again([layer])
+
+
+def source_of(layer: Any) -> Any:
+    """The policy of a layer as far as it is not float8.
+
+    Args:
+        layer: Any layer; one under a policy map has the policy of its path.
+
+    Returns:
+        A policy, plain unless Keras has quantized the layer.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path or ""]
+    policy = policies.get(policy)
+    if isinstance(policy, Float8DTypePolicy):
+        return policy.source_policy
+    return policy
+
+
+def _form(layer: Any) -> type:
+    form = form_of(type(layer))
+    if form is None:
+        raise ValueError(
+            "This layer has no float8 form. Received: "
+            f"{type(layer).__name__} {layer.name!r}. Allowed: the layers of "
+            "keras_policy_ext.layers, their subclasses, and layers that "
+            "derive from Float8Mixin. Leave it in its policy, or derive it "
+            "from Float8Mixin."
+        )
+    return form
+
+
+def _check_built(layer: Any) -> None:
+    if not layer.built:
+        raise ValueError(
+            f"Layer {layer.name!r} has no weights yet. Received: a layer "
+            "that is not built. Allowed: a built one. Build it, or call it "
+            "on data, first."
+        )

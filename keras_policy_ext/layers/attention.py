@@ -1,0 +1,224 @@
+"""Attention whose projections, and on request whose products, are float8."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+import keras
+from keras import ops
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.layers.adoption import adopt
+from keras_policy_ext.layers.drop_in import drop_in, drop_ins
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies import Float8DTypePolicy
+
+Tensor = Any
+LayerClass = TypeVar("LayerClass", bound=type)
+
+
+class _Float8Attention(Float8Mixin):
+    """What the layers of attention share.
+
+    The projections are layers of their own, which `build` turns into float8.
+    The layer itself contracts, and follows float8, with `attention="float8"`
+    only.
+    """
+
+    float8_kernels = ()
+    float8_replaces = ()
+
+    # Also of a stock layer that becomes one of these. Not `attention`, which
+    # a subclass may have for itself.
+    _float8_attention: str | None = None
+
+    def __init__(self, *args: Any, attention: str | None = None, **kwargs: Any):
+        if attention not in (None, "float8"):
+            raise ValueError(
+                f"Unknown `attention` of {type(self).__name__}. Received: "
+                f"{attention!r}. Allowed: 'float8' (scores and weighted sum "
+                "in float8 under a float8 policy) or None (as in Keras). "
+                "Leave it out for None."
+            )
+        super().__init__(*args, **kwargs)
+        if attention is not None:
+            stock = inspect.signature(super(Float8Mixin, self).__init__)
+            if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
+                raise ValueError(
+                    "Flash attention computes scores and weighted sum in one "
+                    "kernel, which is not float8. Received: "
+                    f"attention={attention!r} and flash_attention=True. "
+                    "Allowed: one of them. Leave the other out."
+                )
+        self._float8_attention = attention
+        self._resolve_float8_policy()
+
+    def build(
+        self, query_shape: Any, value_shape: Any, key_shape: Any = None
+    ) -> None:
+        """Make the projections; in float8 under a float8 policy."""
+        super().build(query_shape, value_shape, key_shape)
+        self._resolve_float8_policy()  # The path is known now.
+        if not isinstance(self.dtype_policy, Float8DTypePolicy):
+            return
+        for layer in _keras_compat.layers_within(self)[1:]:
+            if type(layer) in drop_ins():
+                adopt(layer)
+            else:
+                _keras_compat.rematerialize_with_outer(layer)
+
+    @property
+    def float8_policy(self) -> Float8DTypePolicy | None:
+        """The float8 policy of scores and weighted sum, None for none.
+
+        The projections are layers with policies of their own.
+        """
+        return super().float8_policy if self._float8_attention else None
+
+    def choose_attention(self, attention: str | None) -> None:
+        """Set `attention` of a layer that is made, as `convert` does.
+
+        Raises:
+            ValueError: If it is `"float8"` and the layer was made with
+                `flash_attention=True`.
+        """
+        if attention is not None and getattr(self, "_flash_attention", False):
+            raise ValueError(
+                "its scores and weighted sum are computed by flash attention, "
+                "one kernel that is not float8"
+            )
+        self._float8_attention = attention
+        self._resolve_float8_policy()
+
+    def get_config(self) -> dict[str, Any]:
+        """The stock config, and `attention` where it is set."""
+        config = super().get_config()
+        if self._float8_attention is None:
+            return config
+        return {**config, "attention": self._float8_attention}
+
+    def _resolve_float8_policy(self) -> None:
+        super()._resolve_float8_policy()
+        # In the instance and not in the class: Keras compares the method of
+        # the class to see whether attention is overridden, and if it is, does
+        # without the causal kernels of the frameworks (keras 3.15).
+        name = "_compute_attention"
+        self.__dict__.pop(name, None)
+        cls = type(self)
+        is_stock = getattr(cls, name) is getattr(
+            super(_Float8Attention, cls), name
+        )
+        wanted = self._float8_attention and self._float8_policy
+        if wanted and is_stock:
+            self.__dict__[name] = self._attend_in_float8
+
+    def _attend_in_float8(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """What `_compute_attention` is, with both products in float8.
+
+        Args:
+            query: (batch, <queries>, heads, size), projected.
+            key: (batch, <keys>, heads, size), projected.
+            value: (batch, <keys>, heads, value size), projected.
+            attention_mask: Boolean, (batch, <queries>, <keys>).
+            training: Whether probabilities are dropped.
+            return_attention_scores: They are returned in any case.
+            use_causal_mask: Whether Keras left the causal mask to do here.
+
+        Returns:
+            (batch, <queries>, heads, value size), and the probabilities
+            before dropout, (batch, heads, <queries>, <keys>).
+        """
+        if use_causal_mask:
+            causal = self._compute_causal_mask(query, value)
+            attention_mask = (
+                causal
+                if attention_mask is None
+                else ops.logical_and(ops.cast(attention_mask, "bool"), causal)
+            )
+        scores = self._float8_scores(query, key)
+        scores = self._masked_softmax(scores, attention_mask)
+        weights = scores
+        if self.dropout > 0.0:
+            weights = self._dropout_layer(scores, training=training)
+        outputs = self.float8_activations_einsum(
+            self._combine_equation, weights, value
+        )
+        return outputs, scores
+
+    def _float8_scores(self, query: Tensor, key: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def _attention_drop_in(cls: LayerClass) -> LayerClass:
+    """`drop_in` for a layer that takes `attention` besides."""
+    layer: Any = drop_in(cls)
+    *parameters, rest = layer.__signature__.parameters.values()
+    attention = inspect.Parameter(
+        "attention", inspect.Parameter.KEYWORD_ONLY, default=None
+    )
+    layer.__signature__ = inspect.Signature([*parameters, attention, rest])
+    return layer
+
+
+@_attention_drop_in
+class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` that can follow a float8 policy.
+
+    The projections of query, key, value and outputs are then in float8.
+
+    Args:
+        *args: As for `keras.layers.MultiHeadAttention`.
+        attention: `"float8"`: the scores `query · key` and the sum of the
+            values weighted with their softmax are in float8 too, forward and
+            both gradients, each tensor scaled by its own amax; the softmax
+            stays in the compute dtype, and the fused kernels of the
+            frameworks are not used. None: these two are as in Keras.
+        **kwargs: As for `keras.layers.MultiHeadAttention`.
+
+    Raises:
+        ValueError: If `attention` is something else, or is `"float8"` with
+            `flash_attention=True`.
+    """
+
+    def _float8_scores(self, query: Tensor, key: Tensor) -> Tensor:
+        query = _over_root(query, self.key_dim)
+        equation = self._dot_product_equation
+        return self.float8_activations_einsum(equation, key, query)
+
+
+@_attention_drop_in
+class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
+    """`keras.layers.GroupQueryAttention` that can follow a float8 policy.
+
+    As `MultiHeadAttention`; keys and values are repeated for the queries of
+    a group before they are quantized.
+
+    Args:
+        *args: As for `keras.layers.GroupQueryAttention`.
+        attention: As for `MultiHeadAttention`.
+        **kwargs: As for `keras.layers.GroupQueryAttention`.
+
+    Raises:
+        ValueError: As for `MultiHeadAttention`.
+    """
+
+    def _float8_scores(self, query: Tensor, key: Tensor) -> Tensor:
+        query = _over_root(query, self.head_dim)
+        equation = self._dot_product_equation
+        return self.float8_activations_einsum(equation, query, key)
+
+
+def _over_root(query: Tensor, size: int) -> Tensor:
+    """`query / sqrt(size)`, by a factor rounded to its dtype."""
+    factor = ops.cast(float(size) ** -0.5, query.dtype)
+    return ops.multiply(query, factor)

@@ -1,0 +1,425 @@
+"""Autocasting that a layer decides on: `AutocastMixin`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras import ops
+
+from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext.layers import autocast_arguments, autocast_variables
+from keras_policy_ext.layers.autocast_variables import is_autocast_variable
+
+__all__ = ["AutocastMixin", "autocast_scope", "is_autocast_variable"]
+
+Tensor = Any
+
+# What the mixin is mixed into, to a type checker.
+if TYPE_CHECKING:
+    _Layer: Any
+else:
+    _Layer = object
+
+
+def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Read variables in another dtype for a `with` block.
+
+    A layer's own call enters the scope of its compute dtype again: the scope
+    holds for what is read in the block itself. It belongs to the thread.
+    Scopes nest, and the one before is back afterwards, after an exception
+    too.
+
+    Args:
+        dtype: A floating dtype, in which variables that autocast are then
+            read; None switches autocasting off.
+
+    Returns:
+        A context manager, to be entered once.
+
+    Raises:
+        ValueError: If the dtype is not floating.
+    """
+    name = None
+    if dtype is not None:
+        try:
+            name = keras.backend.standardize_dtype(dtype)
+        except (TypeError, ValueError):
+            name = ""
+    if name is not None and name not in policies.FLOATS:
+        raise ValueError(
+            "Variables can be autocast to floating dtypes only. Received: "
+            f"{dtype!r}. Allowed: {', '.join(policies.FLOATS)}, or None to "
+            "switch autocasting off. Use `ops.cast` for other dtypes."
+        )
+    return _keras_compat.autocast_scope(name)
+
+
+class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
+    """Decides what a layer casts: arguments, variables, outputs.
+
+    ```python
+    class MyLayer(kpe.layers.AutocastMixin, keras.layers.Layer):
+        autocast_exclude = ("mask_logits",)
+
+        def call(self, inputs, mask_logits):
+            ...
+    ```
+
+    Put it before the Keras class. Beside what the attributes say:
+
+    - A floating argument is never cast to an integer dtype.
+    - Variables of the layer are cast in a call while the layer is mixed
+      (its compute and variable dtypes differ), and never because another
+      layer is. What is written to them keeps their dtype.
+    - Regularizers see the variable dtype, wherever `losses` is read, and so
+      does the activity regularizer.
+    - `stateless_call`, which trains and predicts on JAX, casts as
+      `__call__` does.
+    - `add_weight` takes `experimental_autocast=` for `autocast=`, and the
+      order of tf_keras: name, shape, dtype, initializer.
+
+    Args:
+        *args: As for the layer.
+        autocast_args: Instead of the class attribute, for this layer.
+        autocast_exclude: Likewise.
+        strict: Likewise.
+        **kwargs: As for the layer.
+
+    Attributes:
+        autocast_args: `"all"`: floating tensors in every argument are cast
+            to the compute dtype, as in Keras; `"first"`: in the first one
+            only, as in tf_keras.
+        autocast_exclude: Names of parameters of `call` that are not cast.
+        strict: Whether a floating output in another dtype than the compute
+            dtype raises `ValueError`.
+
+    Raises:
+        ValueError: If `autocast_args` is neither, or `call` has no parameter
+            of an excluded name.
+        TypeError: If `autocast_exclude` holds anything but names.
+    """
+
+    autocast_args: str = "all"
+    autocast_exclude: tuple[str, ...] = ()
+    strict: bool = False
+
+    def __init__(
+        self,
+        *args: Any,
+        autocast_args: str | None = None,
+        autocast_exclude: Any = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ):
+        if kwargs.get("dtype") is not None:
+            kwargs["dtype"] = policies.get(kwargs["dtype"])
+        super().__init__(*args, **kwargs)
+        given: dict[str, Any] = {
+            "autocast_args": autocast_args,
+            "strict": strict,
+        }
+        if autocast_exclude is not None:
+            names = autocast_arguments.exclusion(autocast_exclude)
+            given["autocast_exclude"] = names
+        given = {k: v for k, v in given.items() if v is not None}
+        # Not through `__setattr__`: Keras would wrap the tuple to track it.
+        self.__dict__.update(given, _autocast_config=given)
+        self.__dict__["_cast_arguments"] = autocast_arguments.CastArguments.of(
+            self.call, self.autocast_args, self.autocast_exclude
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherited = getattr(super(), "get_config", None)
+        marked = getattr(inherited, "_is_default", False)
+        if cls.get_config is AutocastMixin.get_config and not marked:
+            cls.get_config = _unmarked_get_config(cls)  # type: ignore[method-assign]
+
+    # `wraps` takes over the mark by which Keras knows its own `get_config`:
+    # a layer that does not write one gets its config from the arguments of
+    # its constructor.
+    @functools.wraps(keras.layers.Layer.get_config, assigned=())
+    def get_config(self) -> dict[str, Any]:
+        """`Layer.get_config`, with what the constructor was told to cast."""
+        config = dict(super().get_config())
+        for name in ("autocast_args", "autocast_exclude", "strict"):
+            value = self.__dict__["_autocast_config"].get(name)
+            config.pop(name, None)  # Keras notes defaults, too.
+            if value is not None:
+                config[name] = (
+                    list(value) if isinstance(value, tuple) else value
+                )
+        return config
+
+    def add_weight(self, *args: Any, **kwargs: Any) -> keras.Variable:
+        """`Layer.add_weight`; tf_keras's arguments are understood too.
+
+        Args:
+            *args: Those of Keras (shape, initializer, dtype) or, if the first
+                is a name, of tf_keras (name, shape, dtype, initializer,
+                regularizer, trainable, constraint).
+            **kwargs: As for `keras.layers.Layer.add_weight`;
+                `experimental_autocast` is `autocast`.
+
+        Returns:
+            The variable.
+
+        Raises:
+            TypeError: If an argument is given twice.
+        """
+        args, kwargs = autocast_arguments.read_add_weight(args, kwargs)
+        variable = super().add_weight(*args, **kwargs)
+        autocast_variables.own(variable, self, self._is_mixed())
+        return variable
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for variable in autocast_variables.assigned_variables(value):
+            if self._has_made(variable):
+                autocast_variables.own(variable, self, self._is_mixed())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`Layer.__call__`, with the arguments cast as the layer says."""
+        if "_cast_arguments" not in self.__dict__:
+            return super().__call__(*args, **kwargs)  # Keras says what lacks.
+        self._follow_policy()
+        args, kwargs = self._convert(args, kwargs, symbolic=False)
+        with self._regularized_in_variable_dtype():
+            outputs = super().__call__(*args, **kwargs)
+        self._check_outputs(outputs)
+        return outputs
+
+    def stateless_call(
+        self,
+        trainable_variables: list[Any],
+        non_trainable_variables: list[Any],
+        *args: Any,
+        return_losses: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """`Layer.stateless_call`, by way of `__call__`.
+
+        Keras's goes to `call` directly: no argument and no variable of the
+        layer itself is then cast.
+
+        Args:
+            trainable_variables: Values of `self.trainable_variables`.
+            non_trainable_variables: Values of `self.non_trainable_variables`.
+            *args: Arguments of the call.
+            return_losses: Whether to return the losses of the call.
+            **kwargs: Arguments of the call.
+
+        Returns:
+            `(outputs, non_trainable_variables)` or `(outputs,
+            non_trainable_variables, losses)`.
+
+        Raises:
+            ValueError: If the layer is not built, or the values are not as
+                many as the variables.
+        """
+        states = (trainable_variables, non_trainable_variables)
+        variables = (self.trainable_variables, self.non_trainable_variables)
+        if not self.built or [*map(len, states)] != [*map(len, variables)]:
+            # Keras says what is wrong.
+            return super().stateless_call(*states, *args, **kwargs)
+        pairs = zip(
+            itertools.chain(*variables), itertools.chain(*states), strict=True
+        )
+        with _keras_compat.autocast_scope(None):
+            # Under another scope it would cast the values.
+            stateless = keras.StatelessScope(
+                state_mapping=list(pairs), collect_losses=return_losses
+            )
+        with stateless:
+            outputs = self(*args, **kwargs)
+            losses = self.losses if return_losses else []
+        state = [stateless.get_current_value(v) for v in variables[1]]
+        return (outputs, state, losses) if return_losses else (outputs, state)
+
+    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+        """`Layer.compute_output_spec`, in the dtypes of `__call__`."""
+        args, kwargs = self._convert(args, kwargs, symbolic=True)
+        with self._call_scope():
+            return super().compute_output_spec(*args, **kwargs)
+
+    def rematerialized_call(
+        self, layer_call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Keras's, so that what is done again is done in the same dtypes.
+
+        It is done in the backward pass, when the call's scope is left.
+        """
+
+        @functools.wraps(layer_call)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._call_scope():
+                return layer_call(*args, **kwargs)
+
+        return super().rematerialized_call(call, *args, **kwargs)
+
+    @property
+    def losses(self) -> list[Any]:
+        """`Layer.losses`, of variables in their own dtype."""
+        with _keras_compat.autocast_scope(None):
+            return super().losses
+
+    @property
+    def activity_regularizer(self) -> Any:
+        """The regularizer of the outputs, None if there is none.
+
+        During a call it is one that casts to the variable dtype first: in
+        float16 a sum of squares overflows at 65504.
+        """
+        regularizer = self.__dict__.get("_activity_regularizer")
+        if regularizer is None or not self.__dict__.get("_calls", 0):
+            return regularizer
+        return functools.partial(
+            _regularize, regularizer, dtype=self.variable_dtype
+        )
+
+    @activity_regularizer.setter
+    def activity_regularizer(self, regularizer: Any) -> None:
+        self.__dict__["_activity_regularizer"] = regularizer
+
+    @contextlib.contextmanager
+    def _counted(self) -> Any:
+        self.__dict__["_calls"] = self.__dict__.get("_calls", 0) + 1
+        try:
+            yield
+        finally:
+            self.__dict__["_calls"] -= 1
+
+    def _regularized_in_variable_dtype(self) -> Any:
+        if self.__dict__.get("_activity_regularizer") is None:
+            return contextlib.nullcontext()
+        return self._counted()
+
+    def _is_mixed(self) -> bool:
+        return bool(self.autocast and self.compute_dtype != self.variable_dtype)
+
+    def _has_made(self, variable: keras.Variable) -> bool:
+        """Whether a variable that is assigned to an attribute is no other's.
+
+        A variable that another layer made has the path of that layer.
+        """
+        if "_cast_arguments" not in self.__dict__:
+            return False  # Keras's own constructor is at work.
+        return variable.path in (variable.name, f"{self.path}/{variable.name}")
+
+    def _follow_policy(self) -> None:
+        """Let the variables follow a policy that has changed."""
+        mixed = self._is_mixed()
+        if self.__dict__.get("_was_mixed") == mixed:
+            return
+        self.__dict__["_was_mixed"] = mixed
+        for variable in self.variables:
+            if getattr(variable, "owner", None) is self:
+                variable.follow(mixed)
+
+    def _call_scope(self) -> Any:
+        """The scope that Keras's `__call__` enters around `call`."""
+        dtype = self.compute_dtype
+        if not self.autocast or not keras.backend.is_float_dtype(dtype):
+            return _keras_compat.autocast_scope(None)
+        if self._is_mixed() or _keras_compat.in_autocast_scope():
+            return _keras_compat.autocast_scope(dtype)
+        return contextlib.nullcontext()
+
+    def _convert(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make tensors of arrays, and cast floats as the layer says.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            symbolic: Whether to cast symbolic tensors. Not before Keras has
+                made a node of them, or each cast would be one too.
+        """
+        if not self.converts_arguments:
+            return args, kwargs
+        which = self.__dict__["_cast_arguments"]
+        new = tuple(
+            self._converted(argument, which.at(position), symbolic)
+            for position, argument in enumerate(args)
+        )
+        return new, {
+            name: self._converted(argument, which.named(name), symbolic)
+            for name, argument in kwargs.items()
+        }
+
+    def _converted(self, argument: Any, cast: bool, symbolic: bool) -> Any:
+        dtype, policy = self.input_dtype, self.dtype_policy
+        cast = cast and self.autocast and _keeps_floats(dtype)
+
+        def convert(x: Any) -> Any:
+            if isinstance(x, keras.KerasTensor) and not symbolic:
+                return x
+            new = policy.convert_input(x, cast, dtype)
+            return _keras_compat.keep_mask(x, new)
+
+        if keras.tree.is_nested(argument):
+            return keras.tree.map_structure(convert, argument)
+        return convert(argument)
+
+    def _check_outputs(self, outputs: Any) -> None:
+        dtype = self.compute_dtype
+        if not self.strict or not keras.backend.is_float_dtype(dtype):
+            return
+        expected = policies.actual_dtype(dtype)
+        for path, output in keras.tree.flatten_with_path(outputs):
+            got = _floating_dtype(output)
+            if got not in (None, expected):
+                raise ValueError(self._wrong_output(path, got, expected))
+
+    def _wrong_output(
+        self, path: tuple[Any, ...], got: str | None, expected: str
+    ) -> str:
+        which = "".join(f"[{part!r}]" for part in path)
+        return (
+            f"Layer {self.name!r} ({type(self).__name__}) is strict, and "
+            f"its output{which} is not in the compute dtype. Received: "
+            f"{got}. Allowed: {expected} (policy {self.dtype_policy.name!r}) "
+            "and dtypes that are not floating. Make new tensors in `call` "
+            "with dtype=self.compute_dtype, as in "
+            "keras.random.normal(shape, dtype=self.compute_dtype), or cast "
+            "the output; or set strict=False if the dtype is intended."
+        )
+
+
+def _unmarked_get_config(cls: Any) -> Any:
+    """The mixin's `get_config`, for a layer whose Keras class has its own."""
+
+    def get_config(self: Any) -> dict[str, Any]:
+        return super(cls, self).get_config()
+
+    return get_config
+
+
+def _regularize(regularizer: Any, x: Tensor, *, dtype: str) -> Tensor:
+    """A regularizer of a floating tensor, computed in a dtype."""
+    return regularizer(x if _floating_dtype(x) is None else ops.cast(x, dtype))
+
+
+def _floating_dtype(x: Any) -> str | None:
+    """The dtype of a floating tensor, None of anything else.
+
+    Also of a symbolic one, and of torch's without data: while shapes are
+    inferred on torch, Keras hands out variables in their own dtype.
+    """
+    if isinstance(x, keras.KerasTensor) or getattr(x, "is_meta", False):
+        return None
+    if not hasattr(x, "dtype"):
+        return None
+    dtype = str(keras.backend.standardize_dtype(x.dtype))
+    return dtype if keras.backend.is_float_dtype(dtype) else None
+
+
+def _keeps_floats(dtype: str) -> bool:
+    """Whether a float that is cast to a dtype keeps its fraction."""
+    return keras.backend.is_float_dtype(dtype) or "complex" in dtype

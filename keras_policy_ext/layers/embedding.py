@@ -1,0 +1,134 @@
+"""Tied embeddings whose projection to the vocabulary is in float8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.mixin import Float8Mixin
+
+Tensor = Any
+
+
+@drop_in
+class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
+    """`keras.layers.ReversibleEmbedding` that can follow a float8 policy.
+
+    The projection, `reverse=True`, is then in float8, forward and both
+    gradients; looking up is as in Keras.
+    """
+
+    float8_kernels = ("embeddings", "reverse_embeddings")
+    float8_replaces = ("call", "embeddings", "reverse_embeddings")
+
+    def call(
+        self,
+        inputs: Tensor,
+        reverse: bool = False,
+        training: bool | None = None,
+    ) -> Tensor:
+        """Look up rows, or project to logits.
+
+        Args:
+            inputs: Integers of any shape; with `reverse` floating,
+                (..., output_dim).
+            reverse: Whether to project.
+            training: Whether amaxes are observed.
+
+        Returns:
+            (..., output_dim), or with `reverse` (..., input_dim). In the
+            compute dtype; logits in `reverse_dtype` if that is set.
+        """
+        if not reverse or self.float8_policy is None:
+            return super().call(inputs, reverse=reverse)
+        dtype = self.reverse_dtype or self.compute_dtype
+        logits = self._float8_logits(ops.cast(inputs, dtype), training)
+        if self.logit_soft_cap is None:
+            return logits
+        cap = self.logit_soft_cap
+        return ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
+
+    def compute_output_spec(
+        self,
+        inputs: Tensor,
+        reverse: bool = False,
+        training: bool | None = None,
+    ) -> Any:
+        """As the stock layer; logits in the dtype that `call` gives them."""
+        spec = super().compute_output_spec(inputs, reverse=reverse)
+        if not reverse or self.float8_policy is None:
+            return spec
+        dtype = self.reverse_dtype or self.compute_dtype
+        return keras.KerasTensor(spec.shape, dtype=dtype)
+
+    def quantized_call(
+        self,
+        inputs: Tensor,
+        reverse: bool = False,
+        training: bool | None = None,
+    ) -> Tensor:
+        """What Keras calls for a layer with a quantization mode."""
+        if self.float8_policy is not None:
+            return self.call(inputs, reverse, training)
+        stock: Any = keras.layers.ReversibleEmbedding
+        return stock.quantized_call(self, inputs, reverse=reverse)
+
+    def quantize(
+        self, mode: Any = None, type_check: bool = True, **kwargs: Any
+    ) -> None:
+        """As the stock layer, under a policy that is not float8.
+
+        Args:
+            mode: As for the stock layer.
+            type_check: As for the stock layer: whether to refuse subclasses.
+            **kwargs: As for the stock layer.
+
+        Raises:
+            ValueError: If the layer follows float8.
+        """
+        if self.float8_policy is not None:
+            raise ValueError(
+                f"Layer {self.name!r} follows a float8 policy and is not "
+                f"quantized otherwise. Received: {mode!r}. Allowed: a layer "
+                "with a plain policy. Revert it to its source policy first."
+            )
+        type_check = type_check and type(self) is not ReversibleEmbedding
+        super().quantize(mode, type_check=type_check, **kwargs)
+
+    @classmethod
+    def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
+        """See `Float8Mixin.float8_sizes`."""
+        return layer.output_dim, layer.input_dim
+
+    @classmethod
+    def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+        """See `Float8Mixin.is_float8_kernel`; only what projects counts."""
+        tied = "embeddings" if layer.tie_weights else "reverse_embeddings"
+        return variable.name == tied
+
+    def _float8_logits(self, inputs: Tensor, training: bool | None) -> Tensor:
+        if self.tie_weights:
+            kernel = _keras_compat.stored_embeddings(self)
+            equation = "...x,yx->...y"
+        else:
+            kernel = self.reverse_embeddings
+            equation = "...x,xy->...y"
+        logits = self.float8_einsum(
+            equation, inputs, kernel, training, dtype=inputs.dtype
+        )
+        if self.tie_weights and self.lora_enabled:
+            logits = ops.add(logits, self._adapter(inputs))
+        return logits
+
+    def _adapter(self, inputs: Tensor) -> Tensor:
+        """What LoRA adds to the logits; in the dtype of the inputs."""
+        a, b = (
+            ops.cast(ops.convert_to_tensor(factor), inputs.dtype)
+            for factor in (self.lora_embeddings_a, self.lora_embeddings_b)
+        )
+        x = ops.matmul(ops.matmul(inputs, ops.transpose(b)), ops.transpose(a))
+        return ops.multiply(x, self.lora_alpha / self.lora_rank)

@@ -1,0 +1,176 @@
+"""Training loops with an optimizer that is not Keras's.
+
+Optimizers of Keras assign the observations that travel as gradients of the
+float8 state. Any other optimizer must leave the state alone, and the loop
+hands the observations on:
+
+```python
+optimizer = torch.optim.AdamW(kpe.loops.parameters(model))
+for x, y in batches:
+    optimizer.zero_grad()
+    loss_of(model(x, training=True), y).backward()
+    optimizer.step()
+    kpe.loops.settle(model)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_policy_ext import kernels
+from keras_policy_ext.layers.state import StateVariable
+
+Tensor = Any
+
+__all__ = ["is_state", "parameters", "settle", "settled"]
+
+
+def is_state(variable: Any) -> bool:
+    """Whether a variable is float8 state, and not for an optimizer.
+
+    Args:
+        variable: A variable of a model.
+
+    Returns:
+        True for the amax histories and scales of a float8 kernel.
+    """
+    return isinstance(variable, StateVariable)
+
+
+def parameters(model: Any) -> list[Tensor]:
+    """What an optimizer may update: trainable, and no float8 state.
+
+    Args:
+        model: A Keras model or layer. On PyTorch also a module with Keras
+            layers in it, such as DistributedDataParallel.
+
+    Returns:
+        The backend's own parameters: `torch.nn.Parameter`, `tf.Variable`, or
+        arrays on JAX. Those that are trainable now.
+
+    Raises:
+        ValueError: If `model` is none of these.
+    """
+    variables = _trainable(model)
+    if isinstance(model, keras.Layer):
+        return [v.value for v in variables if not is_state(v)]
+    state = {id(v.value) for v in variables if is_state(v)}
+    found = [p for p in model.parameters() if p.requires_grad]
+    return [p for p in found if id(p) not in state]
+
+
+def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
+    """Take the observations in gradients into the float8 state of a model.
+
+    To be called once for each step of the optimizer, before or after it.
+    What was not observed stays as it was, and so does the history where an
+    amax is not finite. Without float8 state in the model nothing happens.
+
+    Args:
+        model: As for `parameters`.
+        gradients: Those of `model.trainable_variables`, in that order; an
+            entry may be None. Not needed on PyTorch, which keeps them in
+            `.grad`: those of the state are taken from there and cleared, so
+            that several backward passes before one call are one step.
+
+    Raises:
+        ValueError: If `gradients` do not fit the variables, or are missing
+            on TensorFlow or JAX. Nothing is changed then.
+    """
+    variables = _trainable(model)
+    if gradients is None:
+        engine = kernels.engine()
+        gradients = [
+            engine.take_gradient(v.value) if is_state(v) else None
+            for v in variables
+        ]
+    _check(variables, gradients, "gradients")
+    for variable, gradient in zip(variables, gradients, strict=True):
+        if is_state(variable) and gradient is not None:
+            variable.assign(gradient)
+
+
+def settled(
+    model: Any, gradients: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """`settle` as a function, for a compiled step that keeps values apart.
+
+    ```python
+    labels = [
+        "state" if kpe.loops.is_state(v) else "weight"
+        for v in model.trainable_variables
+    ]
+    optimizer = optax.multi_transform(
+        {"weight": optax.adamw(1e-3), "state": optax.set_to_zero()}, labels
+    )
+    ...
+    updates, slots = optimizer.update(gradients, slots, values)
+    values = optax.apply_updates(values, updates)
+    values = kpe.loops.settled(model, gradients, values)
+    ```
+
+    Args:
+        model: A Keras model or layer.
+        gradients: Those of `model.trainable_variables`, in that order; an
+            entry may be None.
+        values: What these variables hold, in the same order; the state as it
+            was when the gradients were taken.
+
+    Returns:
+        `values`, with the observations in the float8 state.
+
+    Raises:
+        ValueError: If the gradients or values do not fit the variables.
+    """
+    variables = _trainable(model)
+    _check(variables, gradients, "gradients")
+    _check(variables, values, "values")
+    return [
+        _settled(*three)
+        for three in zip(variables, gradients, values, strict=True)
+    ]
+
+
+def _settled(variable: Any, gradient: Tensor | None, value: Tensor) -> Tensor:
+    if not is_state(variable) or gradient is None:
+        return value
+    variable.uses = 0
+    return kernels.engine().settle(variable.recipe, gradient, value)
+
+
+def _trainable(model: Any) -> list[Any]:
+    if isinstance(model, keras.Layer):
+        return list(model.trainable_variables)
+    modules = getattr(model, "modules", None)
+    if keras.backend.backend() != "torch" or not callable(modules):
+        raise ValueError(
+            "Float8 state is found in Keras layers only. Received: "
+            f"{model!r}. Allowed: a Keras model or layer, or on PyTorch a "
+            "module that contains some. Pass the model itself."
+        )
+    layers = [m for m in modules() if isinstance(m, keras.Layer)]
+    found = {id(v): v for m in layers for v in m.trainable_variables}
+    return list(found.values())
+
+
+def _check(variables: list[Any], tensors: Sequence[Any], what: str) -> None:
+    """Raise if these are not one for each variable, in order."""
+    order = "Pass them in the order of `model.trainable_variables`."
+    if len(tensors) != len(variables):
+        raise ValueError(
+            f"The {what} do not fit the model. Received: {len(tensors)}. "
+            f"Allowed: {len(variables)}, one for each variable. {order}"
+        )
+    for variable, tensor in zip(variables, tensors, strict=True):
+        if not is_state(variable) or tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(variable.shape):
+            raise ValueError(
+                f"The {what} do not fit the model. Received: shape "
+                f"{tuple(tensor.shape)} for {variable.path!r}. Allowed: "
+                f"{tuple(variable.shape)}. {order}"
+            )

@@ -1,0 +1,11 @@
+"""Models and configs that tf_keras (Keras 2) wrote, for Keras 3.
+
+`migrate_config` rewrites a config; `load_legacy_model` reads a whole file.
+Nothing here needs TensorFlow or tf_keras, and nothing in a file is executed
+unless that is asked for.
+"""
+
+from keras_policy_ext.migration.configs import migrate_config
+from keras_policy_ext.migration.loading import load_legacy_model
+
+__all__ = ["load_legacy_model", "migrate_config"]

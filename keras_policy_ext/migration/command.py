@@ -1,0 +1,115 @@
+"""What `keras-policy-ext migrate` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+import warnings
+from typing import Any
+
+import keras
+
+from keras_policy_ext.migration.loading import load_legacy_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """A model that was loaded, and where it goes.
+
+    Attributes:
+        model: The model.
+        source: The file it came from.
+        output: The file to write.
+        notes: Warnings of the loading.
+    """
+
+    model: Any
+    source: pathlib.Path
+    output: pathlib.Path
+    notes: list[str]
+
+    def run(self) -> None:
+        """Write the file and print what was done."""
+        write(self.model, self.output)
+        print(f"{self.source} -> {self.output}")
+        print(
+            f"{type(self.model).__name__} {self.model.name!r}: "
+            f"{len(self.model.layers)} layers, {len(self.model.weights)} "
+            f"weights, {_policies(self.model)}"
+        )
+        print(_compiled(self.model))
+        for note in self.notes:
+            print(f"note: {note}")
+
+
+def prepare(
+    source: str, output: str, *, on_loss_scale: str, force: bool
+) -> Migration:
+    """Load a file, after a look at where the result is to go.
+
+    Args:
+        source: The file of tf_keras.
+        output: The file to write.
+        on_loss_scale: As for `load_legacy_model`.
+        force: Whether `output` may be overwritten.
+
+    Raises:
+        ValueError: If the file cannot be loaded or the other not written.
+    """
+    read, written = pathlib.Path(source), pathlib.Path(output)
+    _check_output(read, written, force)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model = load_legacy_model(read, on_loss_scale)
+        except (OSError, TypeError) as error:
+            raise ValueError(f"cannot load {source}: {error}") from error
+    notes = [str(w.message) for w in caught if w.category is UserWarning]
+    return Migration(model, read, written, list(dict.fromkeys(notes)))
+
+
+def write(model: Any, output: pathlib.Path) -> None:
+    """Save a model; a failure leaves no file and no half of one."""
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        part = pathlib.Path(folder) / output.name
+        keras.saving.save_model(model, part)
+        os.replace(part, output)
+
+
+def _check_output(
+    source: pathlib.Path, output: pathlib.Path, force: bool
+) -> None:
+    if output.suffix != ".keras":
+        raise ValueError(
+            f"the output must be a .keras file, not {os.fspath(output)!r}"
+        )
+    if not output.parent.is_dir():
+        raise ValueError(f"there is no folder {os.fspath(output.parent)!r}")
+    if not output.exists():
+        return
+    if source.exists() and output.samefile(source):
+        raise ValueError(
+            f"{os.fspath(output)!r} is the input, which is never overwritten"
+        )
+    if not force or output.is_dir():
+        raise ValueError(
+            f"{os.fspath(output)!r} exists; overwrite it with --force"
+        )
+
+
+def _policies(model: Any) -> str:
+    names = {x.dtype_policy.name for x in model.layers if x.weights}
+    return ", ".join(sorted(names)) or "no layer with a policy"
+
+
+def _compiled(model: Any) -> str:
+    if not model.compiled:
+        return "not compiled"
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    name = type(optimizer).__name__
+    if inner is not None:
+        name = f"{name} of {type(inner).__name__}"
+    return f"compiled with {name}, {int(optimizer.iterations)} iterations"

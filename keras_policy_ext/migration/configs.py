@@ -1,0 +1,340 @@
+"""Rewriting the configs of tf_keras for Keras 3."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_policy_ext import activations
+from keras_policy_ext.migration import (
+    changes,
+    classes,
+    graphs,
+    loss_scales,
+    operations,
+)
+from keras_policy_ext.migration.findings import Findings, place
+
+_HINTS = {
+    "initializer": "initializers",
+    "regularizer": "regularizers",
+    "constraint": "constraints",
+    "loss": "losses",
+    "metrics": "metrics",
+    "optimizer": "optimizers",
+    "learning_rate": "optimizers.schedules",
+}
+_PASSED_ON = frozenset({"__tensor__", "__numpy__", "__bytes__", "__slice__"})
+_RENAMED_ACTIVATIONS = {"softmax_v2": "softmax"}
+
+
+def migrate_config(
+    config: Mapping[str, Any],
+    *,
+    on_loss_scale: str = "keep",
+    custom_objects: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Rewrite a config of tf_keras (Keras 2) as one of Keras 3.
+
+    Reads the configs of models (Functional, Sequential, nested), layers,
+    optimizers, losses, metrics, initializers and dtype policies, as
+    `get_config`, `to_json`, `.h5` and `.keras` files have them. The graph of
+    a functional model gets placeholder shapes, which Keras does not read.
+
+    Args:
+        config: A dict with `class_name` and `config`. It is not changed.
+        on_loss_scale: What becomes of the loss scale of a policy or of a
+            `LossScaleOptimizer`. `"keep"`: the classes of this package take
+            it on. `"drop"`: the plain policy and the inner optimizer stay,
+            with a warning. `"error"`: a `ValueError` says where it is.
+        custom_objects: The caller's classes and functions by name.
+
+    Returns:
+        What `keras.saving.deserialize_keras_object` reads on any backend.
+
+    Raises:
+        TypeError: If the config is no dict.
+        ValueError: If it is none of these, or naming all at once the
+            classes that are unknown and the parts that Keras 3 has no
+            counterpart of.
+    """
+    rewriter = Rewriter(on_loss_scale, custom_objects)
+    migrated = rewriter.rewrite_object(config)
+    rewriter.findings.check()
+    rewriter.report()
+    return migrated
+
+
+class Rewriter:
+    """One rewriting: its options, and what it met on the way.
+
+    Args:
+        on_loss_scale: As for `migrate_config`.
+        custom_objects: As for `migrate_config`.
+
+    Raises:
+        ValueError: If `on_loss_scale` is none of the three words.
+    """
+
+    def __init__(
+        self,
+        on_loss_scale: str,
+        custom_objects: Mapping[str, Any] | None = None,
+    ):
+        if on_loss_scale not in loss_scales.DECISIONS:
+            raise ValueError(
+                "Wrong on_loss_scale. Received: "
+                f"{on_loss_scale!r}. Allowed: 'drop', 'keep', 'error'. Pass "
+                "one of these."
+            )
+        self.on_loss_scale = on_loss_scale
+        self.custom_objects = custom_objects or {}
+        self.findings = Findings()
+
+    def rewrite_object(self, config: Any) -> dict[str, Any]:
+        """Rewrite a config that must be one object.
+
+        Raises:
+            TypeError: If it is no dict.
+            ValueError: If it has no `class_name` and `config`.
+        """
+        allowed = (
+            "Allowed: a dict with `class_name` and `config`, as tf_keras "
+            "serializes an object. Wrap what `get_config` returns: "
+            "{'class_name': type(x).__name__, 'config': x.get_config()}."
+        )
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                "Cannot migrate this config. Received: "
+                f"{config!r} (of type {type(config).__name__}). {allowed}"
+            )
+        if "class_name" not in config or "config" not in config:
+            raise ValueError(
+                "Cannot migrate this config. Received: a dict with the keys "
+                f"{sorted(map(str, config))}. {allowed}"
+            )
+        return self.rewrite(config)
+
+    def report(self) -> None:
+        """Warn, or raise, about what was met and is no obstacle.
+
+        Raises:
+            ValueError: If `on_loss_scale` is `"error"` and there is a loss
+                scale.
+        """
+        for note in self.findings.notes:
+            warnings.warn(note, stacklevel=3)
+        if not self.findings.loss_scales or self.on_loss_scale == "keep":
+            return
+        met = "; ".join(dict.fromkeys(self.findings.loss_scales))
+        advice = "Pass on_loss_scale='keep' to keep it"
+        if self.on_loss_scale == "drop":
+            warnings.warn(
+                f"A loss scale was dropped. Received: {met}. {advice}, or "
+                "wrap the optimizer in mixed_precision.LossScaleOptimizer "
+                "before you train in float16.",
+                stacklevel=3,
+            )
+            return
+        raise ValueError(
+            f"There is a loss scale. Received: {met}. Allowed with "
+            f"on_loss_scale='error': none. {advice} or 'drop' to go without."
+        )
+
+    def rewrite(
+        self, value: Any, hint: str = "layers", where: str = "the config"
+    ) -> Any:
+        """Rewrite any part of a config.
+
+        Args:
+            value: A JSON value; it is not changed.
+            hint: The key of `classes.MODULES` where its class is likely.
+            where: How findings name the place.
+        """
+        if isinstance(value, (list, tuple)):
+            return [self.rewrite(v, hint, where) for v in value]
+        if not isinstance(value, Mapping):
+            return copy.deepcopy(value)
+        if isinstance(value.get("class_name"), str):
+            if "config" in value:
+                return self._object(value, hint, where)
+            if "items" in value:  # a tuple or shape, as JSON of tf_keras
+                return self.rewrite(value["items"], hint, where)
+            if value["class_name"] == "__ellipsis__":
+                return {"class_name": "__ellipsis__", "config": {}}
+        return {
+            key: self._argument(key, v, hint, where) for key, v in value.items()
+        }
+
+    def _argument(self, key: str, value: Any, hint: str, where: str) -> Any:
+        if value is not None and key == "dtype" and hint == "layers":
+            return self._dtype(value, where)
+        if key.endswith("activation"):
+            return self._activation(value, where)
+        if key == "fn" and isinstance(value, str):
+            return self._function(value, where)
+        hints = [kind for end, kind in _HINTS.items() if key.endswith(end)]
+        return self.rewrite(value, hints[0] if hints else hint, where)
+
+    def _dtype(self, value: Any, where: str) -> Any:
+        if isinstance(value, str):
+            return "float32" if value == "_infer" else value
+        return self.rewrite(value, where=where)
+
+    def _activation(self, value: Any, where: str) -> Any:
+        name = value
+        if isinstance(value, Mapping):
+            if value.get("class_name") != "function":
+                return self.rewrite(value, where=where)
+            name = value.get("config")
+        if not isinstance(name, str):
+            return copy.deepcopy(value)
+        if name == "hard_sigmoid":
+            return keras.saving.serialize_keras_object(
+                activations.tf_keras_hard_sigmoid
+            )
+        return self._function(_RENAMED_ACTIVATIONS.get(name, name), where)
+
+    def _function(self, name: str, where: str) -> Any:
+        found = classes.find_function(name, self.custom_objects)
+        if found is None:
+            self.findings.unknown.append(f"function {name!r} ({where})")
+        return found or name
+
+    def _object(self, config: Mapping[str, Any], hint: str, where: str) -> Any:
+        name = config["class_name"]
+        if name == "function":
+            return self._function(config["config"], where)
+        if name == "__lambda__":
+            self.findings.code.append(where)
+            return copy.deepcopy(dict(config))
+        if name in _PASSED_ON:
+            return copy.deepcopy(dict(config))
+        if name in loss_scales.POLICIES:
+            return loss_scales.policy(
+                config,
+                self.on_loss_scale == "keep",
+                lambda scale: self._met_loss_scale(scale, where),
+            )
+        if name in loss_scales.OPTIMIZERS:
+            return self._loss_scale_optimizer(config["config"], where)
+        if name in operations.LAYERS:
+            self.findings.unsupported.append(operations.described(config))
+            return None
+        found = classes.find(config, hint, self.custom_objects)
+        if found is None:
+            self.findings.unknown.append(_named(config))
+            return None
+        return self._found_object(found, config, where)
+
+    def _found_object(
+        self, found: classes.Found, config: Mapping[str, Any], where: str
+    ) -> dict[str, Any]:
+        fields = config["config"]
+        is_layer = isinstance(found.cls, type) and issubclass(
+            found.cls, keras.Layer
+        )
+        if is_layer:
+            where = _named(config)
+        if graphs.is_functional(fields):
+            arguments = graphs.functional(self, fields)
+        elif found.kind == "models" and found.cls is keras.Sequential:
+            arguments = graphs.sequential(self, fields)
+        else:
+            arguments = self._arguments(found, config, is_layer, where)
+        migrated = {**found.fields, "config": arguments}
+        if config.get("compile_config"):
+            migrated["compile_config"] = self.rewrite_compile_config(
+                config["compile_config"]
+            )
+        return migrated
+
+    def rewrite_compile_config(
+        self, config: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of `compile`; what was left to its default is out."""
+        return {
+            key: self._argument(key, value, "layers", f"compile, {key}")
+            for key, value in config.items()
+            if value is not None
+        }
+
+    def _arguments(
+        self,
+        found: classes.Found,
+        config: Mapping[str, Any],
+        is_layer: bool,
+        where: str,
+    ) -> dict[str, Any]:
+        fields = config["config"] or {}
+        if not isinstance(fields, Mapping):
+            raise ValueError(
+                f"Cannot read the config of {where}. Received: {fields!r}. "
+                "Allowed: a dict of arguments. The file is damaged."
+            )
+        fields = changes.revise(
+            found.kind, config["class_name"], copy.deepcopy(dict(fields))
+        )
+        if fields.get("synchronized") and keras.backend.backend() != (
+            "tensorflow"
+        ):
+            fields["synchronized"] = False
+            self.findings.notes.append(
+                f"{where} no longer synchronizes replicas: Keras 3 does so "
+                "on TensorFlow only."
+            )
+        if is_layer and isinstance(fields.get("name"), str):
+            fields["name"] = changes.safe_name(fields["name"])
+        kept = self._accepted(found, fields, is_layer, where)
+        kind = "layers" if found.kind == "custom" else found.kind
+        return {
+            key: self._argument(key, value, kind, where)
+            for key, value in kept.items()
+        }
+
+    def _accepted(
+        self,
+        found: classes.Found,
+        fields: dict[str, Any],
+        is_layer: bool,
+        where: str,
+    ) -> dict[str, Any]:
+        """The arguments that the class takes; others become findings."""
+        kind = "layers" if is_layer else found.kind
+        dropped = changes.DROPPED.get(kind, {})
+        if found.kind == "custom":
+            # The caller's class knows its own arguments.
+            known = frozenset(fields) - {"batch_input_shape", "dynamic"}
+        else:
+            known = classes.arguments(found.cls)
+        kept = {key: v for key, v in fields.items() if key in known}
+        for key, value in fields.items():
+            allowed = dropped.get(key, ())
+            if key in kept or allowed is changes.ANY or value in allowed:
+                continue
+            self.findings.unsupported.append(f"{key}={value!r} of {where}")
+        return kept
+
+    def _loss_scale_optimizer(
+        self, config: Mapping[str, Any], where: str
+    ) -> Any:
+        inner = config.get("inner_optimizer", config.get("optimizer"))
+        migrated = self.rewrite(inner, "optimizers", where)
+        arguments = loss_scales.optimizer_arguments(config)
+        self._met_loss_scale(f"LossScaleOptimizer({arguments})", where)
+        if self.on_loss_scale == "keep":
+            return loss_scales.optimizer(migrated, arguments)
+        return migrated
+
+    def _met_loss_scale(self, scale: str, where: str) -> None:
+        self.findings.loss_scales.append(f"{scale} ({where})")
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    fields = config["config"]
+    name = fields.get("name") if isinstance(fields, Mapping) else None
+    return place(config["class_name"], name)

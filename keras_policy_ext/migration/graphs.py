@@ -1,0 +1,246 @@
+"""The graphs of functional models, and the layers of sequential ones.
+
+tf_keras wrote a call of a layer as nested lists of `[layer name, index of the
+call, index of the output, keyword arguments]`; Keras 3 writes positional and
+keyword arguments, with a record for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from keras_policy_ext.migration import changes, operations
+
+if TYPE_CHECKING:
+    from keras_policy_ext.migration.configs import Rewriter
+
+_GRAPH = frozenset({"layers", "input_layers", "output_layers"})
+_RECURRENT = frozenset(
+    {
+        "Bidirectional",
+        "ConvLSTM1D",
+        "ConvLSTM2D",
+        "ConvLSTM3D",
+        "GRU",
+        "LSTM",
+        "RNN",
+        "SimpleRNN",
+    }
+)
+CONSTANT = "_CONSTANT_VALUE"
+
+
+def is_functional(fields: Any) -> bool:
+    """Whether the config of a model holds a graph of layers."""
+    return isinstance(fields, Mapping) and fields.keys() >= _GRAPH
+
+
+def functional(rewriter: Rewriter, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The Keras 3 config of a functional model."""
+    graph = Graph(rewriter, fields["layers"])
+    others = {
+        key: rewriter.rewrite(value)
+        for key, value in fields.items()
+        if key not in _GRAPH and key != "name"
+    }
+    return {
+        "name": changes.safe_name(fields.get("name") or "model"),
+        "trainable": others.pop("trainable", True),
+        **others,
+        "layers": [graph.layer(layer) for layer in fields["layers"]],
+        "input_layers": graph.ends(fields["input_layers"]),
+        "output_layers": graph.ends(fields["output_layers"]),
+    }
+
+
+def sequential(rewriter: Rewriter, fields: Any) -> dict[str, Any]:
+    """The Keras 3 config of a sequential model."""
+    if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
+        fields = {"layers": fields}
+    layers = [rewriter.rewrite(layer) for layer in fields["layers"]]
+    first = fields["layers"][0] if fields["layers"] else {"config": {}}
+    shape = first["config"].get("batch_input_shape")
+    if shape is not None and not _is_input(first):
+        layers.insert(0, _input_layer(first["config"], rewriter.rewrite(shape)))
+    return {
+        "name": changes.safe_name(fields.get("name") or "sequential"),
+        "layers": layers,
+        "build_input_shape": rewriter.rewrite(fields.get("build_input_shape")),
+    }
+
+
+class Graph:
+    """A graph being rewritten.
+
+    Args:
+        rewriter: For the configs in it.
+        layers: Legacy configs of its layers.
+    """
+
+    def __init__(self, rewriter: Rewriter, layers: list[Any]):
+        self._rewriter = rewriter
+        self._layers = {layer["name"]: layer for layer in layers}
+        # tf_keras counts the making of a model as its call 0. Keras 3 does
+        # so for a functional model, and only in the ends of a graph.
+        self._models = {
+            layer["name"] for layer in layers if _counts_its_making(layer)
+        }
+        self._functional = {
+            layer["name"] for layer in layers if is_functional(layer["config"])
+        }
+
+    def layer(self, layer: Mapping[str, Any]) -> dict[str, Any]:
+        """One layer with its calls."""
+        calls = [self._call(layer, node) for node in layer["inbound_nodes"]]
+        if layer["class_name"] in operations.LAYERS:
+            found = operations.rewrite(layer, calls)
+            if isinstance(found, str):
+                self._rewriter.findings.unsupported.append(found)
+                return {}
+            migrated, calls = found
+        else:
+            own = {
+                key: value
+                for key, value in layer.items()
+                if key not in ("name", "inbound_nodes")
+            }
+            migrated = self._rewriter.rewrite(own) or {}
+        return {
+            **migrated,
+            "name": changes.safe_name(layer["name"]),
+            "inbound_nodes": calls,
+        }
+
+    def ends(self, ends: Any) -> Any:
+        """The inputs or outputs of the graph.
+
+        tf_keras wrote one tensor as a list of one, and made no other lists
+        of one; for Keras 3 those are different models.
+        """
+        if (
+            isinstance(ends, list)
+            and len(ends) == 1
+            and self._is_tensor(ends[0])
+        ):
+            return self._end(ends[0])
+        return self._map(ends, self._end)
+
+    def _call(self, layer: Mapping[str, Any], node: Any) -> dict[str, Any]:
+        """The arguments of one call of a layer."""
+        kwargs: dict[str, Any] = {}
+
+        def tensor(leaf: list[Any]) -> Any:
+            if len(leaf) > 3:
+                kwargs.update(leaf[3])
+            if leaf[0] == CONSTANT:
+                return self._rewriter.rewrite(leaf[2])
+            return self._tensor(leaf)
+
+        is_layer = layer["class_name"] not in operations.LAYERS
+        if is_layer and isinstance(node, list) and len(node) == 1:
+            node = node[0]
+        first = self._map(node, tensor)
+        arguments = {
+            key: self._map(value, self._tensor) for key, value in kwargs.items()
+        }
+        if layer["class_name"] in _RECURRENT and isinstance(first, list):
+            first, *states = first
+            arguments["initial_state"] = states
+            if self._is_masked(node[0][0]):
+                self._rewriter.findings.notes.append(
+                    f"Keras 3 ignores the mask of a sequence where "
+                    f"{layer['class_name']} {layer['name']!r} is given "
+                    "states, and predicts otherwise for masked steps. Pass "
+                    "the mask to that layer yourself, in a model that you "
+                    "build anew."
+                )
+        return {"args": [first], "kwargs": arguments}
+
+    def _map(self, value: Any, of_tensor: Any) -> Any:
+        """Replace the tensors in nested lists and dicts."""
+        if self._is_tensor(value):
+            return of_tensor(value)
+        if isinstance(value, (list, tuple)):
+            return [self._map(v, of_tensor) for v in value]
+        if isinstance(value, Mapping) and "class_name" not in value:
+            return {k: self._map(v, of_tensor) for k, v in value.items()}
+        return self._rewriter.rewrite(value)
+
+    def _is_masked(self, name: str) -> bool:
+        """Whether a mask may come with the outputs of a layer."""
+        layer = self._layers[name]
+        if layer["class_name"] == "Masking" or (
+            isinstance(layer["config"], Mapping)
+            and layer["config"].get("mask_zero")
+        ):
+            return True
+        return any(map(self._is_masked, self._sources(layer["inbound_nodes"])))
+
+    def _sources(self, value: Any) -> list[str]:
+        """Names of the layers whose outputs are in nested calls."""
+        if self._is_tensor(value):
+            return [] if value[0] == CONSTANT else [value[0]]
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        if not isinstance(value, (list, tuple)):
+            return []
+        return [name for item in value for name in self._sources(item)]
+
+    def _is_tensor(self, value: Any) -> bool:
+        return (
+            isinstance(value, (list, tuple))
+            and len(value) in (3, 4)
+            and isinstance(value[0], str)
+            and (value[0] in self._layers or value[0] == CONSTANT)
+            and isinstance(value[1], int)
+        )
+
+    def _end(self, leaf: list[Any]) -> list[Any]:
+        name, call, output = self._history(leaf)
+        return [name, call + (leaf[0] in self._functional), output]
+
+    def _history(self, leaf: list[Any]) -> list[Any]:
+        name, call, output = leaf[:3]
+        return [
+            changes.safe_name(name),
+            call - (name in self._models),
+            output,
+        ]
+
+    def _tensor(self, leaf: list[Any]) -> dict[str, Any]:
+        # Keras takes the tensor from the history, and reads no shape.
+        config = {
+            "shape": [],
+            "dtype": "float32",
+            "keras_history": self._history(leaf),
+        }
+        return {"class_name": "__keras_tensor__", "config": config}
+
+
+def _is_input(layer: Mapping[str, Any]) -> bool:
+    return layer["class_name"] == "InputLayer"
+
+
+def _counts_its_making(layer: Mapping[str, Any]) -> bool:
+    fields = layer["config"]
+    if layer["class_name"] != "Sequential":
+        return is_functional(fields)
+    inner = fields["layers"] if isinstance(fields, Mapping) else fields
+    return bool(inner) and (
+        _is_input(inner[0]) or "batch_input_shape" in inner[0]["config"]
+    )
+
+
+def _input_layer(fields: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+    """What Keras before 2.5 left to the first layer of a sequential model."""
+    return {
+        "module": "keras.layers",
+        "class_name": "InputLayer",
+        "config": {
+            "batch_shape": shape,
+            "dtype": "float32",
+            "name": changes.safe_name(f"{fields.get('name', 'layer')}_input"),
+        },
+        "registered_name": None,
+    }

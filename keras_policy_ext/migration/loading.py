@@ -1,0 +1,143 @@
+"""Loading whole files of tf_keras."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_policy_ext import mixed_precision
+from keras_policy_ext.migration import (
+    files,
+    loss_scales,
+    optimizer_state,
+    weights,
+)
+from keras_policy_ext.migration.configs import Rewriter
+
+
+def load_legacy_model(
+    path: str | os.PathLike[str],
+    on_loss_scale: str = "drop",
+    custom_objects: Mapping[str, Any] | None = None,
+    compile: bool = True,
+    safe_mode: bool = True,
+) -> Any:
+    """Load a model that tf_keras (Keras 2) saved as `.h5` or `.keras`.
+
+    The file is only read. The model has the same weights, layer policies
+    and layer names (a slash in a name becomes an underscore). What it
+    predicts is what it predicted, to the accuracy of the compute dtype.
+
+    A compiled model is compiled again with its loss, metrics and optimizer;
+    the number of iterations and the slots of the optimizer are restored, and
+    a warning says what of it the file lacks. A `.keras` file has no state of
+    an optimizer of `tf_keras.optimizers.legacy`, and no file has the current
+    loss scale or its counter: scaling starts at the initial scale.
+
+    Args:
+        path: The file. Its content tells its format.
+        on_loss_scale: What becomes of the loss scale of the optimizer or of
+            policies. `"drop"`: a warning says it; the model then needs
+            nothing but Keras. `"keep"`: the optimizer is this package's
+            `LossScaleOptimizer`, and a policy with a loss scale a
+            `LossScaleDTypePolicy`. `"error"`: `ValueError` if there is one.
+            Keras adds none of its own, whatever the global policy.
+        custom_objects: The caller's classes and functions by name, for
+            Keras 3.
+        compile: Whether to compile the model if it was compiled.
+        safe_mode: Whether to refuse the bytecode of Python functions (as
+            Lambda layers have it), which loading would otherwise run.
+
+    Returns:
+        A `keras.Model` on the backend in use.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no such file, damaged, has a loss scale under
+            `"error"` or bytecode under `safe_mode`; or naming all at once
+            the classes that are unknown and the parts that Keras 3 has no
+            counterpart of.
+    """
+    custom_objects = dict(custom_objects or {})
+    rewriter = Rewriter(on_loss_scale, custom_objects)
+    with files.open_legacy(path) as file:
+        config = rewriter.rewrite_object(file.model_config)
+        training = None
+        if compile and file.compile_config is not None:
+            training = _training(rewriter, file)
+        rewriter.findings.check()
+        if safe_mode:
+            rewriter.findings.refuse_code()
+        rewriter.report()
+        model = keras.saving.deserialize_keras_object(
+            config, custom_objects=custom_objects, safe_mode=safe_mode
+        )
+        weights.load(model, file.model_config, file)
+        if training is not None:
+            mixed_precision.compile(
+                model,
+                auto_scale_loss=False,
+                **keras.saving.deserialize_keras_object(
+                    training,
+                    custom_objects=custom_objects,
+                    safe_mode=safe_mode,
+                ),
+            )
+            _load_optimizer(model, file)
+    return model
+
+
+def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
+    """The arguments of `compile` for Keras 3."""
+    legacy = dict(file.compile_config or {})
+    if file.scaled_by_default and not _is_scaled(legacy.get("optimizer")):
+        # What `compile` of tf_keras did under mixed_float16.
+        inner = legacy["optimizer"]
+        if isinstance(inner, str):
+            inner = keras.saving.serialize_keras_object(
+                keras.optimizers.get(inner)
+            )
+        legacy["optimizer"] = {
+            "class_name": "LossScaleOptimizer",
+            "config": {"inner_optimizer": inner, "dynamic": True},
+        }
+    return rewriter.rewrite_compile_config(legacy)
+
+
+def _load_optimizer(model: Any, file: files.LegacyFile) -> None:
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    config = _inner_config((file.compile_config or {}).get("optimizer"), inner)
+    order, _ = weights.legacy_order(model, file.model_config)
+    missing = optimizer_state.load(
+        inner, model.trainable_variables, config, order, file.optimizer
+    )
+    if missing is not None:
+        warnings.warn(
+            f"{missing} Received: {os.fspath(file.path)!r}.", stacklevel=3
+        )
+
+
+def _is_scaled(optimizer: Any) -> bool:
+    return (
+        isinstance(optimizer, Mapping)
+        and optimizer.get("class_name") in loss_scales.OPTIMIZERS
+    )
+
+
+def _inner_config(optimizer: Any, built: Any) -> Mapping[str, Any]:
+    """The legacy config of the optimizer within loss scalers."""
+    if isinstance(optimizer, str):
+        # By name, with the arguments of the class's defaults: of the second
+        # generation, as an archive of an optimizer of the first has no state.
+        fields = {**built.get_config(), "is_legacy_optimizer": False}
+        return {"class_name": type(built).__name__, "config": fields}
+    while _is_scaled(optimizer):
+        fields = optimizer["config"]
+        optimizer = fields.get("inner_optimizer", fields.get("optimizer"))
+    return optimizer

@@ -1,0 +1,242 @@
+"""TensorFlow operations in the graph of a functional model.
+
+tf_keras made a layer of each `tf.` function that was called on a symbolic
+tensor. Keras 3 does the same with `keras.ops`; this is which is which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.migration import changes
+
+LAYERS = frozenset(
+    {
+        "TFOpLambda",
+        "SlicingOpLambda",
+        "TensorFlowOpLayer",
+        "ClassMethod",
+        "InstanceMethod",
+        "InstanceProperty",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counterpart:
+    """An operation of `keras.ops`, and where its arguments come from."""
+
+    name: str
+    tensors: tuple[str, ...] = ()
+    """Keyword arguments that are operands after the first one."""
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """From TensorFlow's keyword arguments to those of Keras."""
+    example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options with which it can be called on a tensor of shape (3, 3)."""
+    takes_list: bool = False
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+_UNARY = {
+    "math.abs": "absolute",
+    "math.cos": "cos",
+    "math.exp": "exp",
+    "math.log": "log",
+    "math.negative": "negative",
+    "math.rsqrt": "rsqrt",
+    "math.sigmoid": "sigmoid",
+    "math.sin": "sin",
+    "math.softplus": "softplus",
+    "math.sqrt": "sqrt",
+    "math.square": "square",
+    "math.tanh": "tanh",
+    "nn.elu": "elu",
+    "nn.relu": "relu",
+    "nn.relu6": "relu6",
+    "nn.selu": "selu",
+    "nn.sigmoid": "sigmoid",
+    "nn.softplus": "softplus",
+    "nn.softsign": "softsign",
+    "nn.tanh": "tanh",
+    "stop_gradient": "stop_gradient",
+}
+_BINARY = {
+    "__operators__.add": "add",
+    "math.add": "add",
+    "math.divide": "divide",
+    "math.equal": "equal",
+    "math.greater": "greater",
+    "math.less": "less",
+    "math.maximum": "maximum",
+    "math.minimum": "minimum",
+    "math.multiply": "multiply",
+    "math.pow": "power",
+    "math.subtract": "subtract",
+    "math.truediv": "true_divide",
+}
+_REDUCTIONS = {
+    "math.reduce_max": "max",
+    "math.reduce_mean": "mean",
+    "math.reduce_min": "min",
+    "math.reduce_prod": "prod",
+    "math.reduce_sum": "sum",
+}
+_AXIS = _same("axis")
+
+COUNTERPARTS = {
+    **{tf: Counterpart(ops) for tf, ops in _UNARY.items()},
+    **{tf: Counterpart(ops, ("y",)) for tf, ops in _BINARY.items()},
+    **{
+        tf: Counterpart(ops, (), _same("axis", "keepdims"))
+        for tf, ops in _REDUCTIONS.items()
+    },
+    "cast": Counterpart("cast", (), _same("dtype"), {"dtype": "float32"}),
+    "clip_by_value": Counterpart(
+        "clip",
+        (),
+        {"clip_value_min": "x_min", "clip_value_max": "x_max"},
+        {"x_min": 0, "x_max": 1},
+    ),
+    "compat.v1.squeeze": Counterpart("squeeze", (), _AXIS),
+    "compat.v1.transpose": Counterpart("transpose", (), {"perm": "axes"}),
+    "concat": Counterpart("concatenate", (), _AXIS, {}, takes_list=True),
+    "expand_dims": Counterpart("expand_dims", (), _AXIS, {"axis": 0}),
+    "linalg.matmul": Counterpart("matmul", ("b",)),
+    "nn.gelu": Counterpart("gelu", (), _same("approximate")),
+    "nn.leaky_relu": Counterpart("leaky_relu", (), {"alpha": "negative_slope"}),
+    "nn.log_softmax": Counterpart("log_softmax", (), _AXIS),
+    "nn.softmax": Counterpart("softmax", (), _AXIS),
+    "reshape": Counterpart(
+        "reshape", (), {"shape": "newshape"}, {"newshape": (9,)}
+    ),
+    "squeeze": Counterpart("squeeze", (), _AXIS),
+    "stack": Counterpart("stack", (), _AXIS, {}, takes_list=True),
+    "tile": Counterpart(
+        "tile", (), {"multiples": "repeats"}, {"repeats": (1, 1)}
+    ),
+    "transpose": Counterpart("transpose", (), {"perm": "axes"}),
+    "where": Counterpart("where", ("x", "y")),
+}
+"""By the name that TensorFlow exports the function under."""
+
+_SLICE = "__operators__.getitem"
+
+
+def rewrite(
+    layer: Mapping[str, Any], calls: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | str:
+    """The operation that a layer stands for.
+
+    Args:
+        layer: Legacy config of the layer.
+        calls: Its calls, already as `{"args": [first], "kwargs": {...}}`.
+
+    Returns:
+        The Keras 3 config and calls; a description of the layer if there is
+        no counterpart.
+    """
+    name = changes.safe_name(layer["name"])
+    function = layer["config"].get("function")
+    if len(calls) == 1:
+        if layer["class_name"] == "SlicingOpLambda" and function == _SLICE:
+            return _slice(name, calls[0]) or described(layer)
+        counterpart = COUNTERPARTS.get(function)
+        if layer["class_name"] == "TFOpLambda" and counterpart:
+            found = _operation(name, counterpart, calls[0])
+            return found or described(layer)
+    return described(layer)
+
+
+def described(layer: Mapping[str, Any]) -> str:
+    """Name an operation: `TFOpLambda 'tf.fft' (tf.signal.fft)`."""
+    fields = layer["config"]
+    function = fields.get("function") or fields.get("node_def") or "?"
+    if isinstance(function, Mapping):
+        function = function.get("op", "?")
+    name = layer.get("name") or fields.get("name")
+    return f"{layer['class_name']} {name!r} (tf.{function})"
+
+
+def _operation(
+    name: str, counterpart: Counterpart, call: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    (first,) = call["args"]
+    kwargs = {
+        key: value
+        for key, value in call["kwargs"].items()
+        if key != "name" and value is not None
+    }
+    operands = [kwargs.pop(key, None) for key in counterpart.tensors]
+    options = {
+        new: kwargs.pop(old)
+        for old, new in counterpart.options.items()
+        if old in kwargs
+    }
+    # What is left is an option that Keras has not, unless it is off.
+    if any(value is not False for value in kwargs.values()):
+        return None
+    if not all(_is_operand(x) for x in operands) or _has_tensor(options):
+        return None
+    if isinstance(first, list) != counterpart.takes_list:
+        return None
+    operation = _keras_compat.operation_class(
+        getattr(keras.ops, counterpart.name),
+        operands=1 + len(operands),
+        takes_list=counterpart.takes_list,
+        **counterpart.example,
+    )(**_as_tuples(options), name=name)
+    config = keras.saving.serialize_keras_object(operation)
+    return config, [{"args": [first, *operands], "kwargs": {}}]
+
+
+def _slice(
+    name: str, call: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    (first,) = call["args"]
+    spec = call["kwargs"].get("slice_spec")
+    entries = spec if isinstance(spec, list) else [spec]
+    key = [_slice_entry(entry) for entry in entries]
+    if any(entry is NotImplemented for entry in key):
+        return None
+    operation = _keras_compat.operation_class(lambda x: x[0])(name=name)
+    config = keras.saving.serialize_keras_object(operation)
+    return config, [{"args": [first, key], "kwargs": {}}]
+
+
+def _slice_entry(entry: Any) -> Any:
+    if entry is None or isinstance(entry, int):
+        return entry
+    if not isinstance(entry, Mapping):
+        return NotImplemented
+    if entry.get("class_name") == "__ellipsis__":
+        return dict(entry)
+    bounds = {key: entry.get(key) for key in ("start", "stop", "step")}
+    if all(b is None or isinstance(b, int) for b in bounds.values()):
+        return {"class_name": "__slice__", "config": bounds}
+    return NotImplemented
+
+
+def _is_operand(value: Any) -> bool:
+    # An array of constants has lost its dtype in the file.
+    return isinstance(value, (int, float, Mapping))
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "class_name" in value or any(map(_has_tensor, value.values()))
+    return isinstance(value, list) and any(map(_has_tensor, value))
+
+
+def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in options.items()
+    }

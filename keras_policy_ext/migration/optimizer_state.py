@@ -1,0 +1,165 @@
+"""Iterations and slots of an optimizer.
+
+The file has them in the order in which tf_keras created them, and only HDF5
+has names. So the order is known here, by class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from keras_policy_ext.migration import files
+
+
+class Layout(NamedTuple):
+    """Slots in the order of the file.
+
+    Slots of one tuple take turns variable by variable; the next tuple comes
+    after all variables. The names are those of Keras 3.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    optional: Mapping[str, str] = {}
+    """Slots that are there only if an argument of the optimizer is on."""
+
+
+_AMSGRAD = {"velocity_hat": "amsgrad"}
+_RMS = {"momentum": "momentum", "average_gradient": "centered"}
+_MOMENTS = Layout((("momentum", "velocity"), ("velocity_hat",)), _AMSGRAD)
+_ACCUMULATED = ("accumulated_grad", "accumulated_delta_var")
+
+# Read off the files that tf_keras 2.21 writes; `legacy` is OptimizerV2, which
+# was tf.keras.optimizers until TensorFlow 2.10.
+LAYOUTS = {
+    "Adadelta": Layout((_ACCUMULATED,)),
+    "Adagrad": Layout((("accumulator",),)),
+    "Adam": _MOMENTS,
+    "AdamW": _MOMENTS,
+    "Adamax": Layout((("momentum", "norm"),)),
+    "Ftrl": Layout((("accumulator", "linear"),)),
+    "Lion": Layout((("momentum",),)),
+    "RMSprop": Layout(
+        (("velocity",), ("momentum",), ("average_gradient",)), _RMS
+    ),
+    "SGD": Layout((("momentum",),)),
+}
+LEGACY_LAYOUTS = {
+    "Adadelta": Layout(tuple((name,) for name in _ACCUMULATED)),
+    "Adagrad": LAYOUTS["Adagrad"],
+    "Adam": Layout((("momentum",), ("velocity",), ("velocity_hat",)), _AMSGRAD),
+    "Adamax": Layout((("momentum",), ("norm",))),
+    "Ftrl": LAYOUTS["Ftrl"],
+    "RMSprop": LAYOUTS["RMSprop"],
+    "SGD": Layout((("momentum",),), {"momentum": "momentum"}),
+}
+
+
+def load(
+    optimizer: Any,
+    trained: list[Any],
+    config: Mapping[str, Any],
+    variables: list[Any],
+    saved: list[Any],
+) -> str | None:
+    """Give a built optimizer the state of a file.
+
+    Args:
+        optimizer: Of Keras 3, not a loss scaler.
+        trained: The variables it was built for, in that order.
+        config: Its legacy config.
+        variables: The same variables in the order of the file.
+        saved: What the file has, the number of iterations first.
+
+    Returns:
+        None; or what is missing, as a sentence for a warning. The state is
+        then as it was, except for the number of iterations.
+
+    Raises:
+        ValueError: If an array cannot be read.
+    """
+    if not saved:
+        return "The file holds no state of the optimizer."
+    iterations = files.array(saved[0], (), "the number of iterations")
+    optimizer.iterations.assign(int(iterations))
+    slots = _order(config, len(variables))
+    if slots is None:
+        return (
+            f"The slots of {config['class_name']!r} have no counterpart in "
+            "Keras 3 and start anew; the number of iterations is restored."
+        )
+    if len(slots) != len(saved) - 1:
+        return (
+            f"The slots of the optimizer start anew: the file has "
+            f"{len(saved) - 1} arrays instead of {len(slots)}. The number of "
+            "iterations is restored."
+        )
+    arrays = _read(variables, slots, saved[1:])
+    targets = {slot: _targets(optimizer, trained, slot) for slot, _ in slots}
+    for (slot, index), value in zip(slots, arrays, strict=True):
+        target = targets[slot].get(id(variables[index]))
+        # SGD without momentum: tf_keras has slots of zeros, Keras 3 none.
+        if target is not None:
+            target.assign(value)
+    return None
+
+
+def _read(
+    variables: list[Any], slots: list[tuple[str, int]], saved: list[Any]
+) -> list[Any]:
+    return [
+        files.array(
+            dataset,
+            variables[index].shape,
+            f"the slot {slot!r} of {variables[index].path!r}",
+        )
+        for (slot, index), dataset in zip(slots, saved, strict=True)
+    ]
+
+
+def _order(
+    config: Mapping[str, Any], variables: int
+) -> list[tuple[str, int]] | None:
+    """Slot and index of the variable of each array; None if unknown."""
+    fields = config["config"]
+    is_legacy = "is_legacy_optimizer" not in fields or bool(
+        fields["is_legacy_optimizer"]
+    )
+    name = config["class_name"].rsplit(">", 1)[-1]
+    layout = (LEGACY_LAYOUTS if is_legacy else LAYOUTS).get(name)
+    if layout is None:
+        return None
+    blocks = list(layout.blocks)
+    if fields.get("use_ema"):
+        blocks.insert(0, ("average",))
+    return [
+        (slot, index)
+        for block in blocks
+        if all(_is_on(slot, layout, fields) for slot in block)
+        for index in range(variables)
+        for slot in block
+    ]
+
+
+def _is_on(slot: str, layout: Layout, fields: Mapping[str, Any]) -> bool:
+    argument = layout.optional.get(slot)
+    return argument is None or bool(fields.get(argument))
+
+
+def _targets(optimizer: Any, trained: list[Any], slot: str) -> dict[int, Any]:
+    """The slot variables by the variable they belong to.
+
+    Keras names them `<path of the variable>_<slot>` and keeps the order of
+    the variables; two variables of one path are told apart by the order.
+    """
+    ending = f"_{slot}"
+    found = [v for v in optimizer.variables if v.name.endswith(ending)]
+    wanted = [v.path.replace("/", "_") + ending for v in trained]
+    by_name: dict[str, list[Any]] = {}
+    for variable in found:
+        by_name.setdefault(variable.name, []).append(variable)
+    return {
+        id(variable): by_name[name].pop(0)
+        for variable, name in zip(trained, wanted, strict=True)
+        if by_name.get(name)
+    }

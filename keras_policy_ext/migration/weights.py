@@ -1,0 +1,201 @@
+"""The weights of a model, from the order and the names that tf_keras gave.
+
+Layers are found by name, so that no order of layers in Keras 3 matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import h5py
+import keras
+
+from keras_policy_ext.migration import changes, files
+
+
+def load(
+    model: keras.Model, config: Mapping[str, Any], file: files.LegacyFile
+) -> None:
+    """Give a fresh model the weights of a file.
+
+    Args:
+        model: Built from the migrated config.
+        config: The legacy config of the model.
+        file: The open file.
+
+    Raises:
+        ValueError: If arrays and weights do not correspond one to one.
+    """
+    if file.is_archive:
+        loaded = _load_tree(model, config, file.weights, "the model")
+    else:
+        loaded = _load_layers(model, config, file.weights)
+    if loaded != len(model.weights):
+        raise ValueError(
+            "The file does not have one array for each weight. Received: "
+            f"{loaded} arrays. Allowed: {len(model.weights)}. Check that "
+            "custom layers are those of the file."
+        )
+
+
+def legacy_order(
+    layer: Any, config: Mapping[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Trainable and other weights, in the order that tf_keras had.
+
+    Args:
+        layer: A layer or model of Keras 3.
+        config: Its legacy config, which has the order of nested layers.
+    """
+    inner = _nested(layer, config)
+    if inner is None:
+        return list(layer.trainable_weights), list(layer.non_trainable_weights)
+    trainable: list[Any] = []
+    others: list[Any] = []
+    for child, child_config in inner:
+        more, rest = legacy_order(child, child_config)
+        trainable += more
+        others += rest
+    return trainable, others
+
+
+def _nested(
+    layer: Any, config: Mapping[str, Any]
+) -> list[tuple[Any, Mapping[str, Any]]] | None:
+    """The layers within, in legacy order; None for a layer of its own."""
+    fields = config["config"]
+    if isinstance(layer, keras.layers.Wrapper) and "layer" in fields:
+        # Bidirectional has two copies of it, and Keras has their order.
+        if isinstance(layer, keras.layers.Bidirectional):
+            return None
+        return [(layer.layer, fields["layer"])]
+    if not isinstance(layer, keras.Model):
+        return None
+    inner = fields.get("layers") if isinstance(fields, Mapping) else fields
+    if inner is None:
+        return None
+    by_name = {child.name: child for child in layer.layers}
+    # An operation is no layer: it has no weights, and is not in `layers`.
+    return [
+        (by_name[name], child_config)
+        for child_config in inner
+        if (name := changes.safe_name(child_config["config"]["name"]))
+        in by_name
+    ]
+
+
+def _load_layers(
+    model: keras.Model, config: Mapping[str, Any], group: h5py.Group
+) -> int:
+    """From HDF5: each layer of the model has one list of arrays."""
+    children = _nested(model, config)
+    if children is None:
+        raise ValueError(
+            "HDF5 has no weights by attribute. Received: the subclassed "
+            f"model {model.name!r}. Allowed: functional and sequential "
+            "models. Save it in tf_keras with save_weights and load these."
+        )
+    count = 0
+    for child, child_config in children:
+        name = child_config["config"]["name"]
+        trainable, others = legacy_order(child, child_config)
+        weights = [*trainable, *others]
+        layer_group = files.member(group, name) if "/" not in name else None
+        if "/" in name:
+            layer_group = files.descend(group, name)
+        saved = files.saved_weights(layer_group) if layer_group else []
+        _check_count(len(saved), len(weights), name)
+        for variable, (path, dataset) in zip(weights, saved, strict=True):
+            variable.assign(files.array(dataset, variable.shape, path))
+        if weights and hasattr(child, "finalize_state"):
+            child.finalize_state()
+        count += len(saved)
+    return count
+
+
+def _load_tree(
+    layer: Any, config: Mapping[str, Any], group: h5py.Group, where: str
+) -> int:
+    """From an archive: groups named by attributes, or by class in a list."""
+    count = _load_own(layer, files.member(group, "vars"), where)
+    nested = _nested(layer, config)
+    if nested is not None and isinstance(layer, keras.Model):
+        tree = files.member(group, "layers")
+        pairs = zip(_group_names(c for _, c in nested), nested, strict=True)
+        for name, (child, child_config) in pairs:
+            inner = files.member(tree, name) if tree is not None else None
+            if inner is not None:
+                count += _load_tree(child, child_config, inner, name)
+        return count
+    for name in group:
+        inner = files.member(group, name)
+        if name == "vars" or not isinstance(inner, h5py.Group):
+            continue
+        count += _load_attribute(layer, name, inner, f"{where}/{name}")
+    return count
+
+
+def _load_attribute(
+    layer: Any, name: str, group: h5py.Group, where: str
+) -> int:
+    """A layer, or a list of layers, that another layer holds."""
+    value = None if name.startswith("__") else getattr(layer, name, None)
+    if isinstance(value, keras.Layer):
+        return _load_tree(value, _no_config(value), group, where)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return 0  # nothing there: the number of arrays will tell
+    layers = [x for x in value if isinstance(x, keras.Layer)]
+    configs = [{"class_name": type(x).__name__} for x in layers]
+    count = 0
+    for key, child in zip(_group_names(configs), layers, strict=True):
+        inner = files.member(group, key)
+        if inner is not None:
+            count += _load_tree(
+                child, _no_config(child), inner, f"{where}/{key}"
+            )
+    return count
+
+
+def _load_own(layer: Any, group: h5py.Group | None, where: str) -> int:
+    """The variables that belong to a layer itself."""
+    if group is None or not len(group):
+        return 0
+    store = {
+        str(i): files.array(files.member(group, str(i)), None, f"{where}/{i}")
+        for i in range(len(group))
+    }
+    layer.load_own_variables(store)
+    return len(store)
+
+
+def _no_config(layer: Any) -> dict[str, Any]:
+    """For layers that a layer of the caller's class holds."""
+    return {"class_name": type(layer).__name__, "config": {}}
+
+
+def _group_names(configs: Any) -> Iterator[str]:
+    """Groups of a list of layers: class names in snake case, counted."""
+    counts: dict[str, int] = {}
+    for config in configs:
+        name = _snake_case(config["class_name"].rsplit(">", 1)[-1])
+        counts[name] = counts.get(name, -1) + 1
+        yield f"{name}_{counts[name]}" if counts[name] else name
+
+
+def _snake_case(name: str) -> str:
+    words = re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+    return f"private{words}" if words.startswith("_") else words
+
+
+def _check_count(received: int, allowed: int, name: str) -> None:
+    if received != allowed:
+        raise ValueError(
+            f"The layer {name!r} has another number of weights. Received: "
+            f"{received} arrays. Allowed: {allowed}. Check that custom "
+            "layers are those of the file."
+        )

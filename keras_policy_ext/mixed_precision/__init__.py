@@ -1,0 +1,40 @@
+"""Mixed precision: loss scaling, under the names of tf_keras and new ones.
+
+`Policy`, `global_policy`, `set_global_policy` and `LossScaleOptimizer` are
+those of `tf.keras.mixed_precision`; `experimental` has those of TensorFlow
+2.3. `wrap_optimizer`, `compile` and `LossScaleMixin` scale the loss of every
+model that has a layer in float16.
+"""
+
+from keras_policy_ext.mixed_precision import experimental
+from keras_policy_ext.mixed_precision.model import LossScaleMixin
+from keras_policy_ext.mixed_precision.monitor import LossScaleMonitor
+from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
+from keras_policy_ext.mixed_precision.policy import (
+    Policy,
+    global_policy,
+    set_global_policy,
+)
+from keras_policy_ext.mixed_precision.stochastic_rounding import (
+    StochasticRounding,
+)
+from keras_policy_ext.mixed_precision.wrapping import compile, wrap_optimizer
+from keras_policy_ext.policies.loss_scales import (
+    DynamicLossScale,
+    FixedLossScale,
+)
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScaleMixin",
+    "LossScaleMonitor",
+    "LossScaleOptimizer",
+    "Policy",
+    "StochasticRounding",
+    "compile",
+    "experimental",
+    "global_policy",
+    "set_global_policy",
+    "wrap_optimizer",
+]

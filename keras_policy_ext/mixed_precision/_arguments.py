@@ -1,0 +1,206 @@
+"""The arguments of `LossScaleOptimizer`, checked."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_policy_ext.policies import loss_scales
+from keras_policy_ext.policies.loss_scales import (
+    LARGEST,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    growth_factor,
+    scale_number,
+    step_count,
+)
+
+#: 2**-126, the smallest normal float32: below it compilers flush to 0.
+SMALLEST = 2.0**-126
+
+
+class Settings(NamedTuple):
+    """All arguments of a `LossScaleOptimizer` but the wrapped optimizer."""
+
+    dynamic: bool = True
+    initial_scale: float | None = None
+    dynamic_growth_steps: int | None = None
+    multiplier: float = 2.0
+    minimum_scale: float = 1.0
+    maximum_scale: float = LARGEST
+    max_skipped_steps: int | None = None
+
+
+def checked(given: Settings) -> Settings:
+    """The settings with defaults filled in.
+
+    Raises:
+        TypeError: If one has the wrong type.
+        ValueError: If one is out of range, or two exclude one another.
+    """
+    if not isinstance(given.dynamic, bool):
+        raise TypeError(
+            "`dynamic` of a LossScaleOptimizer says whether the scale adapts. "
+            f"Received: {given.dynamic!r}. Allowed: True or False. Pass a "
+            "number as `initial_scale=`, and with it `dynamic=False` for a "
+            "scale that never changes."
+        )
+    least, most = _range(given.minimum_scale, given.maximum_scale)
+    return Settings(
+        dynamic=given.dynamic,
+        initial_scale=_initial(given, least, most),
+        dynamic_growth_steps=_growth_steps(given),
+        multiplier=growth_factor(given.multiplier),
+        minimum_scale=least,
+        maximum_scale=most,
+        max_skipped_steps=_limit(given.max_skipped_steps),
+    )
+
+
+def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
+    """The keyword arguments that mean a loss scale."""
+    if isinstance(loss_scale, FixedLossScale):
+        return {
+            "dynamic": False,
+            "initial_scale": loss_scale.loss_scale_value,
+        }
+    if isinstance(loss_scale, DynamicLossScale):
+        return {
+            "dynamic": True,
+            "initial_scale": loss_scale.initial_loss_scale,
+            "dynamic_growth_steps": loss_scale.increment_period,
+            "multiplier": loss_scale.multiplier,
+        }
+    raise TypeError(
+        f"Not a known kind of loss scale. Received: {loss_scale!r}. Allowed: "
+        "a FixedLossScale or a DynamicLossScale. Pass one of these."
+    )
+
+
+def of_legacy_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with tf_keras's older keys, `optimizer` and `loss_scale`."""
+    if "loss_scale" not in config:
+        return config
+    config = dict(config)
+    loss_scale = loss_scales.get(config.pop("loss_scale"))
+    if loss_scale is None:
+        raise ValueError(
+            "The config of this LossScaleOptimizer has no loss scale. "
+            "Received: 'loss_scale': None. Allowed: a number, 'dynamic', or "
+            "the config of a loss scale. Load the optimizer that it wraps."
+        )
+    if "optimizer" in config:
+        config["inner_optimizer"] = config.pop("optimizer")
+    return {**config, **of_loss_scale(loss_scale)}
+
+
+# The wrapper of each optimizer that has one: an optimizer in two of them
+# would be updated by both.
+_wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def wrapper_of(optimizer: Any) -> Any:
+    """The living `LossScaleOptimizer` that wraps an optimizer, or None."""
+    reference = _wrappers.get(optimizer)
+    return None if reference is None else reference()
+
+
+def register_wrapper(optimizer: Any, wrapper: Any) -> None:
+    """Remember who wraps an optimizer, as long as both live."""
+    _wrappers[optimizer] = weakref.ref(wrapper)
+
+
+def check_inner(optimizer: Any) -> None:
+    """Raise if this is no optimizer to be wrapped.
+
+    Raises:
+        TypeError: If it is no optimizer, or a loss scaler itself.
+        ValueError: If it scales the loss itself or has a wrapper.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "A LossScaleOptimizer wraps an optimizer. Received: "
+            f"{optimizer!r} (of type {type(optimizer).__name__}). Allowed: an "
+            "instance of a class of keras.optimizers. Pass for instance "
+            "keras.optimizers.Adam()."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            "A LossScaleOptimizer cannot wrap another one: the loss would be "
+            f"scaled twice. Received: {optimizer!r}. Allowed: an optimizer "
+            "that does not scale the loss. Pass its `inner_optimizer`, or use "
+            "it as it is."
+        )
+    if optimizer.loss_scale_factor is not None:
+        raise ValueError(
+            "The optimizer scales the loss itself. Received: an optimizer "
+            f"with loss_scale_factor={optimizer.loss_scale_factor!r}. "
+            "Allowed: None there. Leave loss_scale_factor out, and pass it "
+            "here: dynamic=False, initial_scale="
+            f"{optimizer.loss_scale_factor!r}."
+        )
+    if wrapper_of(optimizer) is not None:
+        raise ValueError(
+            "An optimizer can be in one LossScaleOptimizer only. Received: "
+            f"{optimizer.name!r}, which {wrapper_of(optimizer).name!r} "
+            "wraps. Allowed: an optimizer that nothing wraps. Use the "
+            "LossScaleOptimizer that there is, or make a new optimizer."
+        )
+
+
+def _range(minimum: Any, maximum: Any) -> tuple[float, float]:
+    least = scale_number(minimum, "minimum_scale", SMALLEST)
+    most = scale_number(maximum, "maximum_scale", SMALLEST)
+    if least > most:
+        raise ValueError(
+            "The minimum_scale of a LossScaleOptimizer is above its "
+            f"maximum_scale. Received: {minimum!r} and {maximum!r}. Allowed: "
+            "minimum_scale <= maximum_scale. Exchange them."
+        )
+    return least, most
+
+
+def _initial(given: Settings, least: float, most: float) -> float:
+    value = given.initial_scale
+    if value is None:
+        if not given.dynamic:
+            raise ValueError(
+                "A fixed loss scale needs its value. Received: dynamic=False "
+                "without initial_scale. Allowed: dynamic=False with a number. "
+                "Pass for instance initial_scale=2.0**10."
+            )
+        default = DynamicLossScale().initial_loss_scale
+        return min(max(default, least), most)
+    value = scale_number(value, "initial_scale", SMALLEST)
+    if not least <= value <= most:
+        raise ValueError(
+            "The initial_scale of a LossScaleOptimizer is out of range. "
+            f"Received: {value!r}. Allowed: from minimum_scale={least!r} to "
+            f"maximum_scale={most!r}. Change one of the three."
+        )
+    return value
+
+
+def _growth_steps(given: Settings) -> int | None:
+    steps = given.dynamic_growth_steps
+    if given.dynamic:
+        default = DynamicLossScale().increment_period
+        return default if steps is None else _steps(steps)
+    if steps is not None:
+        raise ValueError(
+            "A fixed loss scale does not grow. Received: dynamic=False with "
+            f"dynamic_growth_steps={steps!r}. Allowed: None. Leave it out, "
+            "or pass dynamic=True."
+        )
+    return None
+
+
+def _steps(value: Any) -> int:
+    return step_count(value, "dynamic_growth_steps")
+
+
+def _limit(value: Any) -> int | None:
+    return None if value is None else step_count(value, "max_skipped_steps")

@@ -1,0 +1,99 @@
+"""The names of `tf.keras.mixed_precision.experimental`, of TensorFlow 2.3.
+
+There a policy had a loss scale, and a loss scaler took one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_policy_ext.mixed_precision import _arguments, optimizer
+from keras_policy_ext.mixed_precision.policy import (
+    global_policy,
+    set_global_policy,
+)
+from keras_policy_ext.policies import LossScaleDTypePolicy, loss_scales
+
+__all__ = [
+    "LossScaleOptimizer",
+    "Policy",
+    "get_layer_policy",
+    "global_policy",
+    "set_policy",
+]
+
+Policy = LossScaleDTypePolicy
+set_policy = set_global_policy
+
+
+def get_layer_policy(layer: Any) -> keras.DTypePolicy:
+    """The dtype policy of a layer.
+
+    Raises:
+        TypeError: If it is no layer.
+    """
+    if not isinstance(layer, keras.Layer):
+        raise TypeError(
+            f"Only layers have a policy here. Received: {layer!r} (of type "
+            f"{type(layer).__name__}). Allowed: a keras.Layer. Use "
+            "global_policy() for the policy of new layers."
+        )
+    return layer.dtype_policy
+
+
+@keras.saving.register_keras_serializable(
+    "keras_policy_ext", "ExperimentalLossScaleOptimizer"
+)
+class LossScaleOptimizer(optimizer.LossScaleOptimizer):
+    """`mixed_precision.LossScaleOptimizer`, made from a loss scale.
+
+    Args:
+        inner_optimizer: The optimizer to wrap.
+        loss_scale: `"dynamic"`, a number >= 1, a `FixedLossScale` or a
+            `DynamicLossScale`.
+        **kwargs: `minimum_scale`, `maximum_scale`, `max_skipped_steps` and
+            `name` of `mixed_precision.LossScaleOptimizer`.
+
+    Raises:
+        TypeError: If the optimizer or the loss scale is none.
+        ValueError: If the loss scale is None or out of range; and as
+            `mixed_precision.LossScaleOptimizer`.
+    """
+
+    def __init__(
+        self, inner_optimizer: Any, loss_scale: Any, **kwargs: Any
+    ) -> None:
+        given = loss_scales.get(loss_scale)
+        if given is None:
+            raise ValueError(
+                "A LossScaleOptimizer needs a loss scale. Received: None. "
+                "Allowed: 'dynamic', a number >= 1, or a loss scale. Use the "
+                "optimizer itself where the loss is not to be scaled."
+            )
+        super().__init__(
+            inner_optimizer, **_arguments.of_loss_scale(given), **kwargs
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments, as JSON types."""
+        config = super().get_config()
+        value = config.pop("initial_scale")
+        steps = config.pop("dynamic_growth_steps")
+        multiplier = config.pop("multiplier")
+        if config.pop("dynamic"):
+            scale: Any = loss_scales.DynamicLossScale(value, steps, multiplier)
+        else:
+            scale = loss_scales.FixedLossScale(value)
+        return {**config, "loss_scale": loss_scales.serialize(scale)}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Any = None
+    ) -> LossScaleOptimizer:
+        """Build the optimizer from `get_config()`."""
+        config = dict(config)
+        inner = optimizer.read_inner(config.pop("inner_optimizer"))
+        return cls(inner, **config)

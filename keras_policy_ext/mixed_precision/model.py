@@ -1,0 +1,135 @@
+"""`LossScaleMixin`: models that scale the loss wherever float16 needs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_policy_ext.mixed_precision import wrapping
+from keras_policy_ext.mixed_precision.monitor import (
+    LossScaleMonitor,
+    log_values,
+    without_log_values,
+)
+from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
+
+# What the mixin is mixed into, to a type checker.
+if TYPE_CHECKING:
+    _Model: Any
+else:
+    _Model = object
+
+
+class LossScaleMixin(_Model):
+    """Makes a model's `compile` scale the loss wherever float16 needs it.
+
+    ```python
+    class MyModel(kpe.mixed_precision.LossScaleMixin, keras.Model):
+        ...
+    ```
+
+    Put it before the Keras class. `compile` wraps the optimizer if any layer
+    computes in float16, as `wrap_optimizer` does, and honours the loss scale
+    of a `LossScaleDTypePolicy`. An optimizer that scales the loss itself
+    stays as it is, and `auto_scale_loss=False` leaves any as it is.
+
+    While a `LossScaleOptimizer` is at work, the logs of `fit` have
+    `loss_scale` and `skipped_steps`: the scale after the last step, and how
+    many steps in a row were skipped up to it. A `train_step` of your own has
+    them too if it calls this one. With `max_skipped_steps` of the optimizer,
+    `fit` ends with an error when so many were skipped.
+    """
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        *args: Any,
+        auto_scale_loss: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`keras.Model.compile`, which wraps by all layers' policies.
+
+        Args:
+            optimizer: As for `keras.Model.compile`.
+            *args: As for `keras.Model.compile`.
+            auto_scale_loss: Whether to wrap the optimizer where needed.
+            **kwargs: As for `keras.Model.compile`.
+
+        Raises:
+            ValueError: If layers ask for different loss scales.
+        """
+        optimizer = keras.optimizers.get(optimizer)
+        if auto_scale_loss:
+            optimizer = wrapping.wrap_for_model(self, optimizer)
+        # Keras would wrap what is not wrapped, and erase a fixed factor.
+        super().compile(optimizer, *args, auto_scale_loss=False, **kwargs)
+        wrapping.remember_compiled(self)
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compile as a file says; also one that Keras alone has written.
+
+        Where a subclass compiles in its own way, that is Keras's business,
+        which says what to do.
+        """
+        if type(self).compile is not LossScaleMixin.compile:
+            super().compile_from_config(config)
+            return
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`keras.Model.fit`, which ends when too many steps were skipped.
+
+        Raises:
+            FloatingPointError: If `max_skipped_steps` of the
+                `LossScaleOptimizer` were skipped in a row.
+        """
+        if _limit(self) is not None:
+            callbacks = _with_monitor(callbacks)
+        return super().fit(
+            x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
+        )
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.train_step`, with the loss scale in the logs."""
+        result = super().train_step(*args, **kwargs)
+        if not isinstance(self.optimizer, LossScaleOptimizer):
+            return result
+        if keras.backend.backend() != "jax":
+            return {**result, **log_values(self.optimizer)}
+        logs, state = result
+        mapping = list(zip(self.optimizer.variables, state[2], strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            return {**logs, **log_values(self.optimizer)}, state
+
+    def _flatten_metrics_in_order(self, logs: Any) -> Any:
+        # What train_on_batch returns: the loss and the metrics alone.
+        return super()._flatten_metrics_in_order(without_log_values(logs))
+
+
+def _limit(model: Any) -> int | None:
+    return getattr(getattr(model, "optimizer", None), "max_skipped_steps", None)
+
+
+def _with_monitor(callbacks: Any) -> Any:
+    monitor = LossScaleMonitor()
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.append(monitor)
+        return callbacks
+    if callbacks is None:
+        return [monitor]
+    if isinstance(callbacks, keras.callbacks.Callback):
+        return [callbacks, monitor]
+    return [*callbacks, monitor]

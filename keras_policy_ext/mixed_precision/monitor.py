@@ -1,0 +1,74 @@
+"""The loss scale in the logs of `fit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
+
+NAMES = ("loss_scale", "skipped_steps")
+
+
+def log_values(optimizer: LossScaleOptimizer) -> dict[str, Any]:
+    """What the logs say of a loss scaler: tensors of shape ()."""
+    return {name: getattr(optimizer, name) for name in NAMES}
+
+
+def without_log_values(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs without what `log_values` adds."""
+    return {name: logs[name] for name in logs if name not in NAMES}
+
+
+class LossScaleMonitor(keras.callbacks.Callback):
+    """Logs the loss scale, and ends a `fit` that takes no steps any more.
+
+    For models without `LossScaleMixin`, which does the same. Adds to the
+    logs of each batch and epoch `loss_scale`, and `skipped_steps`, the steps
+    in a row that were skipped up to then. Put it before callbacks that read
+    them. Does nothing where the optimizer is no `LossScaleOptimizer`.
+
+    On JAX it reads the optimizer after each batch, for which Keras copies
+    the state of the training step into the variables: some time for models
+    of many layers.
+
+    Raises:
+        FloatingPointError: After a batch, if `max_skipped_steps` of the
+            optimizer were skipped in a row.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Log, and raise if no step is taken any more."""
+        optimizer = self.model.optimizer
+        if not isinstance(optimizer, LossScaleOptimizer):
+            return
+        limit = optimizer.max_skipped_steps
+        logged = logs is not None and set(NAMES) <= set(logs)
+        if logged and (limit is None or logs["skipped_steps"] < limit):
+            return
+        _sync(self.model)
+        if logs is not None:
+            logs.update(_numbers(optimizer))
+        optimizer.check_skipped_steps()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log the state after the last batch."""
+        optimizer = self.model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer) and logs is not None:
+            _sync(self.model)
+            logs.update(_numbers(optimizer))
+
+
+def _sync(model: Any) -> None:
+    """Bring the variables up to date, which JAX's trainer does seldom."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+
+
+def _numbers(optimizer: LossScaleOptimizer) -> dict[str, Any]:
+    values = log_values(optimizer)
+    return {
+        "loss_scale": float(values["loss_scale"]),
+        "skipped_steps": int(values["skipped_steps"]),
+    }

@@ -1,0 +1,449 @@
+"""`LossScaleOptimizer`: scales the loss, skips steps that overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext.mixed_precision import _arguments, scaling
+from keras_policy_ext.mixed_precision._handover import Handover
+from keras_policy_ext.mixed_precision.public_classes import with_public_class
+from keras_policy_ext.mixed_precision.scaling import Growth, ScaleState
+from keras_policy_ext.policies.loss_scales import LARGEST
+
+Tensor = Any
+#: The variables that hold a `ScaleState`, in its order; also their names in
+#: a file.
+STATE = ("dynamic_scale", "step_counter", "skipped_counter")
+
+#: Own variables of Keras's scaler in a file, where the wrapped optimizer's
+#: follow: iteration, learning rate, step counter, scale.
+STOCK_STATE = 4
+
+
+@keras.saving.register_keras_serializable("keras_policy_ext")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """An optimizer that scales the loss, and skips steps that overflowed.
+
+    Small gradients are 0 in float16. The loss is multiplied by a scale
+    before gradients are taken, and the gradients are divided by it before
+    the wrapped optimizer sees them. A step whose gradients are not all
+    finite is skipped: weights, float8 state, slots, accumulators and
+    iterations stay as they were.
+
+    Trainers of Keras call `scale_loss` and `apply`. In a loop of your own
+    either do the same, with scaled gradients,
+
+    ```python
+    loss = optimizer.scale_loss(loss)      # before gradients are taken
+    optimizer.apply(gradients, variables)  # divides them
+    ```
+
+    or do as in tf_keras, and change gradients between the two:
+
+    ```python
+    loss = optimizer.get_scaled_loss(loss)
+    gradients = optimizer.get_unscaled_gradients(gradients)
+    optimizer.apply_gradients(zip(gradients, variables))
+    ```
+
+    Args:
+        inner_optimizer: The optimizer to wrap.
+        dynamic: Whether the scale adapts: it is multiplied after
+            `dynamic_growth_steps` finite steps in a row, and divided after
+            each skipped one. False: it stays `initial_scale`.
+        initial_scale: The first scale. None: 2**15, or the nearest number
+            that minimum and maximum allow; with `dynamic=False` it must be
+            given.
+        dynamic_growth_steps: Integer >= 1; None: 2000. Not with
+            `dynamic=False`.
+        multiplier: Number > 1.
+        minimum_scale: The scale is never below: number >= 2**-126. With
+            less than 1 gradients would be more likely to be 0 than without.
+        maximum_scale: The scale is never above: number <= 2**127, which is
+            the largest power of two in float32. Where gradients are 0, or
+            nothing is in float16, the scale would grow until infinity.
+        max_skipped_steps: Raise when so many steps were skipped in a row;
+            None: never. See `check_skipped_steps`.
+        name: Name of the optimizer.
+
+    Attributes:
+        inner_optimizer: The wrapped optimizer.
+        dynamic, initial_scale, dynamic_growth_steps, multiplier,
+            minimum_scale, maximum_scale, max_skipped_steps: As given,
+            defaults filled in; `dynamic_growth_steps` is None for a fixed
+            scale.
+
+    Raises:
+        TypeError: If an argument has the wrong type, `inner_optimizer` is no
+            optimizer, or it is a loss scaler.
+        ValueError: If a value is out of range, a fixed scale has no value,
+            or `inner_optimizer` scales the loss itself or is in another
+            LossScaleOptimizer.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        multiplier: float = 2.0,
+        minimum_scale: float = 1.0,
+        maximum_scale: float = LARGEST,
+        max_skipped_steps: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        _arguments.check_inner(inner_optimizer)
+        settings = _arguments.checked(
+            _arguments.Settings(
+                dynamic,
+                initial_scale,
+                dynamic_growth_steps,
+                multiplier,
+                minimum_scale,
+                maximum_scale,
+                max_skipped_steps,
+            )
+        )
+        super().__init__(inner_optimizer, name=name)
+        for field, value in settings._asdict().items():
+            setattr(self, field, value)
+        self._handover = Handover()
+        _arguments.register_wrapper(inner_optimizer, self)
+
+    def build(self, var_list: list[Any]) -> None:
+        """Make the variables of this optimizer and of the wrapped one.
+
+        Args:
+            var_list: The trainable variables.
+        """
+        self.step_counter = self._add_scalar("step_counter", "int", 0)
+        self.dynamic_scale = self._add_scalar(
+            "dynamic_scale", "float32", self.initial_scale
+        )
+        self.skipped_counter = self._add_scalar("skipped_counter", "int", 0)
+        self.inner_optimizer.build(var_list)
+        # Not the build of Keras's scaler, which makes two of these variables.
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The current scale: float32 scalar."""
+        return self._read("dynamic_scale", self.initial_scale, "float32")
+
+    @property
+    def dynamic_counter(self) -> Tensor | None:
+        """Finite steps since the scale last moved; None if it is fixed."""
+        if not self.dynamic:
+            return None
+        return self._read("step_counter", 0, "int32")
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped in a row, up to now: int scalar."""
+        return self._read("skipped_counter", 0, "int32")
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale.
+
+        Args:
+            loss: Floating tensor.
+
+        Returns:
+            Tensor of the same shape; float32, or float64 if the loss is.
+        """
+        self._handover.forget()
+        return scaling.scaled(loss, self._scale())
+
+    def get_scaled_loss(
+        self, loss: Tensor | Callable[[], Tensor]
+    ) -> Tensor | Callable[[], Tensor]:
+        """`scale_loss`, under tf_keras's name.
+
+        Args:
+            loss: Floating tensor, or a function that returns one.
+
+        Returns:
+            The scaled loss, or a function that returns it.
+        """
+        if callable(loss):
+            return lambda: self.scale_loss(loss())
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(
+        self, grads: Iterable[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients divided by the scale.
+
+        The next `apply`, of as many gradients, then takes what it gets as
+        unscaled already, unless it gets one of `grads` itself or the loss
+        was scaled again before.
+
+        Args:
+            grads: Gradients of the scaled loss, one for each trainable
+                variable; None is passed on.
+
+        Returns:
+            Gradients of the loss, float32 or wider. The observations of
+            float8 state, which are not scaled, stay as they are.
+        """
+        grads = list(grads)
+        known = _keras_compat.known_to_optimizer(self) or []
+        variables = known if len(known) == len(grads) else None
+        self._handover.give(grads)
+        return self._unscaled(grads, variables)
+
+    def apply(
+        self,
+        grads: Iterable[Tensor | None],
+        trainable_variables: Iterable[Any] | None = None,
+    ) -> None:
+        """Update the variables, or skip the step if a gradient is not finite.
+
+        Args:
+            grads: Gradients of the scaled loss, one for each variable, or
+                those of `get_unscaled_gradients`.
+            trainable_variables: The variables; None: those that the
+                optimizer was built with.
+
+        Raises:
+            FloatingPointError: If `max_skipped_steps` steps in a row were
+                skipped; where the step is compiled see
+                `check_skipped_steps`.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        scaled = not self._handover.taken(grads)
+        variables = self._variables_of(trainable_variables)
+        engine = kernels.engine()
+        finite = engine.on_all_replicas(scaling.all_finite(grads))
+        if scaled:
+            grads = self._unscaled(grads, variables)
+        if self.inner_optimizer.gradient_accumulation_steps:
+            grads = _as_accumulated(grads, variables)
+        engine.run_if(
+            finite,
+            self.inner_optimizer.apply,
+            (grads, variables),
+            [*self._known(), *self.inner_optimizer.variables],
+        )
+        self._follow(finite)
+        self.check_skipped_steps()
+
+    def stateless_apply(
+        self,
+        optimizer_variables: list[Tensor],
+        grads: list[Tensor | None],
+        trainable_variables: list[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`apply` as a function of the variables' values; not on TensorFlow.
+
+        Args:
+            optimizer_variables: Values of `variables`.
+            grads: As for `apply`.
+            trainable_variables: Values of the trainable variables.
+
+        Returns:
+            The new values of the trainable variables and of `variables`.
+
+        Raises:
+            ValueError: On TensorFlow, whose optimizers have none; if the
+                optimizer is not built, or lengths differ.
+        """
+        # Keras's scaler has one of its own; the one of all others is `apply`
+        # with given values.
+        above: Any = super(keras.optimizers.LossScaleOptimizer, self)
+        return above.stateless_apply(
+            optimizer_variables, grads, trainable_variables
+        )
+
+    def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
+        """Whether all gradients are finite: bool scalar."""
+        return scaling.all_finite(grads)
+
+    def check_skipped_steps(self) -> None:
+        """Raise if too many steps in a row were skipped.
+
+        `apply` does this itself where it is not compiled. A compiled step
+        cannot raise: `LossScaleMonitor`, which `LossScaleMixin` adds to
+        `fit`, does it after each batch. In a compiled loop of your own call
+        this now and then.
+
+        Raises:
+            FloatingPointError: If `max_skipped_steps` are reached.
+        """
+        if self.max_skipped_steps is None:
+            return
+        skipped = kernels.engine().known_integer(self.skipped_steps)
+        if skipped is not None and skipped >= self.max_skipped_steps:
+            raise FloatingPointError(
+                "No step was taken for a while, because a gradient was not "
+                f"finite each time. Received: {skipped} skipped steps in a "
+                f"row, at a loss scale of {float(self.loss_scale):g}. "
+                f"Allowed: fewer than max_skipped_steps="
+                f"{self.max_skipped_steps}. Look for NaN or infinity in the "
+                "data and the loss; if a float16 layer overflows, give it "
+                "dtype='float32'."
+            )
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write the scale and the counters.
+
+        The wrapped optimizer has its own group in the file.
+        """
+        for name in STATE:
+            if self.built:
+                store[name] = ops.convert_to_numpy(getattr(self, name))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read what `save_own_variables` wrote.
+
+        Also what Keras's `LossScaleOptimizer` wrote, or an optimizer without
+        a scaler: the scale then starts anew. A fixed scale stays as it is.
+
+        Raises:
+            ValueError: If the scale in the file is none; nothing is changed.
+        """
+        keys, inner = len(store.keys()), self.inner_optimizer.variables
+        if self.built and set(STATE) <= set(store.keys()):
+            self._restore({name: store[name] for name in STATE})
+        elif self.built and keys == len(inner):
+            _assign(inner, store, 0)
+        elif self.built and keys == STOCK_STATE + len(inner):
+            self._restore(
+                {"step_counter": store["2"], "dynamic_scale": store["3"]}
+            )
+            _assign(inner, store, STOCK_STATE)
+        else:
+            super().load_own_variables(store)  # which warns
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments, as JSON types."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {
+            "name": self.name,
+            "inner_optimizer": with_public_class(inner, self.inner_optimizer),
+            **{f: getattr(self, f) for f in _arguments.Settings._fields},
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Any = None
+    ) -> LossScaleOptimizer:
+        """Build the optimizer from `get_config()`.
+
+        Also from the config of tf_keras's `LossScaleOptimizer`, where its
+        optimizer is one that Keras can read.
+        """
+        config = _arguments.of_legacy_config(dict(config))
+        inner = read_inner(config.pop("inner_optimizer"), custom_objects)
+        return cls(inner, **config)
+
+    def _add_scalar(self, name: str, dtype: str, value: float) -> Any:
+        return self.add_variable(
+            shape=(),
+            dtype=dtype,
+            initializer=keras.initializers.Constant(value),
+            name=name,
+        )
+
+    def _read(self, name: str, initial: float, dtype: str) -> Tensor:
+        if not self.built:
+            return ops.convert_to_tensor(initial, dtype)
+        # A copy: torch writes new values into the tensor of the variable.
+        return ops.copy(getattr(self, name).value)
+
+    def _scale(self) -> Tensor:
+        if not self.built:
+            return self.initial_scale
+        return self.dynamic_scale.value
+
+    def _unscaled(
+        self, grads: list[Tensor | None], variables: list[Any] | None
+    ) -> list[Tensor | None]:
+        left = [False] * len(grads)
+        if variables is not None:
+            left = [_is_overwritten(v) for v in variables]
+        return scaling.unscaled(
+            grads, ops.convert_to_tensor(self._scale()), left
+        )
+
+    def _variables_of(self, given: Iterable[Any] | None) -> list[Any]:
+        if given is not None:
+            given = list(given)
+        if not self.built:
+            if given is None:
+                raise ValueError(
+                    "The optimizer does not know its variables yet. Received: "
+                    "gradients without variables. Allowed: that, once the "
+                    "optimizer is built. Call optimizer.build(variables), or "
+                    "pass the variables too."
+                )
+            with keras.name_scope(self.name, caller=self):
+                self.build(given)
+        return self._known() if given is None else given
+
+    def _known(self) -> list[Any]:
+        return _keras_compat.known_to_optimizer(self) or []
+
+    def _restore(self, values: dict[str, Any]) -> None:
+        scale = float(np.asarray(values["dynamic_scale"]))
+        if not 0.0 < scale <= LARGEST:
+            raise ValueError(
+                f"The loss scale of {self.name!r} in this file is damaged; "
+                f"the optimizer was not changed. Received: {scale!r}. "
+                "Allowed: a finite number > 0. Save the model again, or load "
+                "it with compile=False."
+            )
+        for name, value in values.items():
+            if self.dynamic or name == "skipped_counter":
+                getattr(self, name).assign(value)
+
+    def _follow(self, finite: Tensor) -> None:
+        variables = [getattr(self, name) for name in STATE]
+        growth = None
+        if self.dynamic:
+            growth = Growth(
+                self.dynamic_growth_steps,
+                self.multiplier,
+                self.minimum_scale,
+                self.maximum_scale,
+            )
+        state = ScaleState(*(ops.convert_to_tensor(v) for v in variables))
+        state = scaling.following(state, finite, growth)
+        for variable, value in zip(variables, state, strict=True):
+            variable.assign(ops.cast(value, variable.dtype))
+
+
+def read_inner(config: Any, custom_objects: Any = None) -> Any:
+    """The wrapped optimizer from its place in a config."""
+    if not isinstance(config, Mapping):
+        return config
+    return keras.optimizers.deserialize(
+        dict(config), custom_objects=custom_objects
+    )
+
+
+def _assign(variables: list[Any], store: Any, start: int) -> None:
+    for number, variable in enumerate(variables, start):
+        variable.assign(store[str(number)])
+
+
+def _as_accumulated(grads: list[Any], variables: list[Any]) -> list[Any]:
+    """Gradients in the dtypes of the variables: Keras accumulates in those."""
+    return [
+        grad if grad is None else ops.cast(grad, variable.dtype)
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
+
+
+def _is_overwritten(variable: Any) -> bool:
+    return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -1,0 +1,82 @@
+"""tf_keras's names for policies."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_policy_ext import policies
+
+
+class _PlainPolicies(type):
+    """`Policy(name)` is a policy of Keras, and every policy is a `Policy`."""
+
+    def __call__(cls, name: str) -> keras.DTypePolicy:
+        if not isinstance(name, str):
+            raise TypeError(
+                "A policy is made from its name. Received: "
+                f"{name!r} (of type {type(name).__name__}). Allowed: a string "
+                "such as 'mixed_float16' or 'float32'. Use kpe.get for dtypes "
+                "and configs."
+            )
+        return policies.get(name)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, keras.DTypePolicy)
+
+
+class Policy(metaclass=_PlainPolicies):
+    """`keras.DTypePolicy`, under tf_keras's name.
+
+    `Policy(name)` returns a `keras.DTypePolicy`, and every policy of Keras
+    or of this package is an instance of `Policy`.
+
+    Args:
+        name: `"mixed_float16"`, `"mixed_bfloat16"`, a dtype such as
+            `"float32"`, or any other name that `kpe.get` takes.
+
+    Raises:
+        TypeError: If it is no string.
+        ValueError: If it names no policy.
+    """
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Any = None
+    ) -> keras.DTypePolicy:
+        """The plain policy of a config; a loss scale in it is dropped.
+
+        With a warning: a plain policy has no place for it. `kpe.get` and
+        `LossScaleDTypePolicy.from_config` keep it.
+        """
+        fields = dict(config)
+        loss_scale = fields.pop("loss_scale", "auto")
+        if loss_scale != "auto":
+            warnings.warn(
+                "A plain policy has no loss scale: the one in this config is "
+                f"dropped. Received: {dict(config)!r}. Read it with kpe.get "
+                "or kpe.LossScaleDTypePolicy.from_config, or give the loss "
+                "scale to a LossScaleOptimizer.",
+                stacklevel=2,
+            )
+        return cls(**fields)
+
+
+def global_policy() -> keras.DTypePolicy:
+    """The global policy of this thread; `kpe.dtype_policy`."""
+    return policies.dtype_policy()
+
+
+def set_global_policy(policy: Any) -> None:
+    """Set the global policy of this thread; `kpe.set_dtype_policy`.
+
+    Args:
+        policy: A floating policy, its name, or None for that of the floatx.
+
+    Raises:
+        ValueError: If it means no policy or not a floating one.
+    """
+    policies.set_dtype_policy(policy)

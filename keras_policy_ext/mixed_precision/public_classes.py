@@ -1,0 +1,35 @@
+"""Files name the public class of an optimizer, whichever backend wrote them.
+
+On torch `keras.optimizers.Adam()` is an instance of a private subclass, which
+Keras writes into files and which only torch can load (keras 3.12 to 3.15).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def public_class(optimizer: Any) -> type | None:
+    """The class of keras.optimizers that a private one stands for.
+
+    None for public classes and for a user's own.
+    """
+    cls, *bases = type(optimizer).__mro__
+    named: Any = getattr(keras.optimizers, cls.__name__, None)
+    private = cls.__module__.startswith("keras.") and named is not cls
+    return named if private and named in bases else None
+
+
+def with_public_class(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """The serialized form of an optimizer, under its public class."""
+    cls = public_class(optimizer)
+    if cls is None:
+        return config
+    return {
+        **config,
+        "module": "keras.optimizers",
+        "class_name": cls.__name__,
+        "registered_name": None,
+    }

@@ -1,0 +1,307 @@
+"""Training bfloat16 variables without losing small updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.mixed_precision.public_classes import with_public_class
+from keras_policy_ext.mixed_precision.wide_variables import (
+    WideVariable,
+    WideVariables,
+)
+
+Tensor = Any
+
+SEED_KEY = "seed_generator_state"
+"""Name of the state of the seed in a file."""
+
+
+@keras.saving.register_keras_serializable("keras_policy_ext")
+class StochasticRounding(keras.optimizers.Optimizer):
+    """Any Keras optimizer, for variables that are bfloat16 or float16.
+
+    bfloat16 has 8 significant bits: an update smaller than about 1/512 of a
+    weight rounds back to the old weight, at every step, and training stands
+    still. Under this wrapper the inner optimizer computes a step in float32,
+    and each new weight is rounded to one of its two neighbours in the
+    variable's dtype at random, so that its expected value is the float32
+    weight. Small updates then arrive some of the time, and on average whole.
+
+    Between steps only the narrow weights are kept, no float32 copy. The
+    optimizer's own state (momenta, second moments, averages, accumulated
+    gradients) is float32, where bfloat16 would lose it as it loses weights.
+    Variables of other dtypes, and float8 state, are updated as without the
+    wrapper.
+
+    ```python
+    model.compile(
+        optimizer=kpe.mixed_precision.StochasticRounding(
+            keras.optimizers.Adam(1e-3), seed=1
+        ),
+        loss="mse",
+    )
+    ```
+
+    Weight decay, clipping, a learning-rate schedule, moving averages and
+    gradient accumulation belong to the inner optimizer. A loss scaler goes
+    around this one: `LossScaleOptimizer(StochasticRounding(Adam()))`.
+
+    Args:
+        inner_optimizer: A `keras.optimizers.Optimizer` that is not built yet
+            and wraps no other one.
+        seed: Integer from 0 to 2^31 - 1. The same seed gives the same run.
+            None draws one. Processes that train replicas of one model need
+            the same integer.
+        name: Of the optimizer.
+
+    Raises:
+        TypeError: If `inner_optimizer` is no Keras optimizer, or `seed` no
+            integer.
+        ValueError: If `inner_optimizer` is built or wraps another one, or
+            `seed` is out of range.
+        NotImplementedError: By `build`, for narrow variables with replicas
+            of `tf.distribute`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        seed: int | None = None,
+        name: str | None = None,
+    ):
+        _check_inner(inner_optimizer)
+        _check_seed(seed)
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.seed_generator = keras.random.SeedGenerator(_spread(seed))
+        self._seed = seed
+        self._wide = WideVariables(self.seed_generator)
+
+    def build(self, variables: list[keras.Variable]) -> None:
+        """Create the state of the inner optimizer, in float32.
+
+        Args:
+            variables: The variables that this optimizer is to update.
+        """
+        if self.built:
+            return
+        super().build(variables)
+        wide = self._wide.of(variables)
+        _keras_compat.follow_weight_decay_exclusions(
+            self.inner_optimizer, zip(variables, wide, strict=True)
+        )
+        self.inner_optimizer.build(wide)
+
+    def apply(
+        self,
+        grads: list[Tensor],
+        trainable_variables: Iterable[keras.Variable] | None = None,
+    ) -> None:
+        """Update the variables; see `keras.optimizers.Optimizer.apply`.
+
+        Args:
+            grads: Gradients of any dtype, one for each variable, or None.
+            trainable_variables: The variables; None for those of `build`.
+
+        Raises:
+            ValueError: If there are no variables to build the optimizer on,
+                or another number of them than of gradients.
+        """
+        variables = self._variables_for(trainable_variables)
+        if len(variables) != len(grads):
+            raise ValueError(
+                "Each variable needs its gradient, or None. Received: "
+                f"{len(grads)} gradients and {len(variables)} variables. "
+                "Allowed: as many of both. Give them in the same order."
+            )
+        if not self.built:
+            self.build(variables)
+        wide = self._wide.of(variables)
+        grads = [_for(v, g) for v, g in zip(wide, grads, strict=True)]
+        self._wide.hold()
+        try:
+            self.inner_optimizer.apply(grads, wide)
+            self._wide.settle()
+        finally:
+            self._wide.release()
+
+    def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
+        """Overwrite the variables by their moving averages, if any.
+
+        Args:
+            var_list: The variables that the optimizer was built on.
+        """
+        inner = self.inner_optimizer
+        # In the order of its averages, which conversion may have changed.
+        known = _keras_compat.known_to_optimizer(inner)
+        inner.finalize_variable_values(known or self._wide.of(var_list))
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: list[keras.Variable] | None = None,
+        var_names: list[str] | None = None,
+    ) -> None:
+        """Exclude variables from the inner optimizer's weight decay.
+
+        Args:
+            var_list: Variables.
+            var_names: Parts of variable names.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(
+            self._wide.of(var_list or []), var_names
+        )
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The inner optimizer's `scale_loss`."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Own variables, the state of the seed, and the inner optimizer's."""
+        return [
+            *super().variables,
+            self.seed_generator.state,
+            *self.inner_optimizer.variables,
+        ]
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's, to read and to set."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The inner optimizer's, to read and to set."""
+        return self.inner_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        # Keras's own constructor sets it too, before there is an inner one.
+        if "inner_optimizer" in self.__dict__:
+            self.inner_optimizer.loss_scale_factor = factor
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write the state of the seed.
+
+        The inner optimizer has its own group in the file.
+        """
+        store[SEED_KEY] = ops.convert_to_numpy(self.seed_generator.state)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read the state of the seed, so that training goes on as it was.
+
+        Where the file has none the seed is that of the constructor.
+        """
+        if SEED_KEY in store.keys():  # noqa: SIM118 (Keras's store)
+            self.seed_generator.state.assign(store[SEED_KEY])
+
+    def get_config(self) -> dict[str, Any]:
+        """The name, the seed, and the inner optimizer's config."""
+        inner = self.inner_optimizer
+        config = keras.saving.serialize_keras_object(inner)
+        return {
+            "name": self.name,
+            "seed": self._seed,
+            "inner_optimizer": with_public_class(config, inner),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Any = None
+    ) -> StochasticRounding:
+        """The optimizer of a config, not built.
+
+        Args:
+            config: What `get_config` gave.
+            custom_objects: Classes that the inner config names.
+        """
+        inner = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(**{**config, "inner_optimizer": inner})
+
+    def _variables_for(
+        self, variables: Iterable[keras.Variable] | None
+    ) -> list[keras.Variable]:
+        if variables is not None:
+            return list(variables)
+        if not self.built:
+            raise ValueError(
+                "An optimizer that is not built needs to be told its "
+                "variables. Received: trainable_variables=None. Allowed: a "
+                "list of variables. Pass it to `apply`, or call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
+        return _keras_compat.known_to_optimizer(self) or []
+
+
+def _for(variable: Any, gradient: Tensor | None) -> Tensor | None:
+    """A gradient as the update of this variable takes it."""
+    if gradient is None or not isinstance(variable, WideVariable):
+        return gradient
+    if hasattr(gradient, "dense_shape"):
+        # tf.IndexedSlices, of embeddings
+        gradient = ops.add(gradient, ops.zeros_like(variable.value))
+    return ops.cast(gradient, "float32")
+
+
+def _check_inner(inner: Any) -> None:
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            "StochasticRounding wraps an optimizer. Received: "
+            f"inner_optimizer={inner!r}. Allowed: a "
+            "keras.optimizers.Optimizer. Write "
+            "`StochasticRounding(keras.optimizers.Adam(1e-3))`."
+        )
+    if hasattr(inner, "inner_optimizer"):
+        raise ValueError(
+            "StochasticRounding must be the innermost wrapper. Received: "
+            f"inner_optimizer of class {type(inner).__name__}, which wraps "
+            "another. Allowed: an optimizer that wraps none. Write "
+            "`LossScaleOptimizer(StochasticRounding(Adam()))`."
+        )
+    if inner.built:
+        raise ValueError(
+            "This optimizer is built: its state has the dtype of the "
+            "variables and not float32. Received: a built "
+            f"{type(inner).__name__}. Allowed: one that is not built. Make a "
+            "new one: `type(optimizer).from_config(optimizer.get_config())`."
+        )
+
+
+def _check_seed(seed: Any) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(
+            f"The seed must be an integer. Received: seed={seed!r}. Allowed: "
+            "None or an int from 0 to 2147483647. Write `seed=1`."
+        )
+    if not 0 <= seed < 2**31:
+        raise ValueError(
+            f"The seed is out of range. Received: seed={seed}. Allowed: from "
+            "0 to 2147483647. Write `seed=1`."
+        )
+
+
+def _spread(seed: int | None) -> int | None:
+    """Another seed from 0 to 2^31 - 1, far from that of a neighbour.
+
+    On torch Keras adds the number of draws to the seed (3.12 to 3.15): runs
+    with the seeds 1 and 2 would use the same bits, one draw apart.
+    """
+    return None if seed is None else seed * 0x9E3779B1 % 2**31

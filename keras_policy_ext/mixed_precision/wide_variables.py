@@ -1,0 +1,248 @@
+"""Narrow variables as an optimizer sees them: in float32, for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext.numerics import stochastic_round
+from keras_policy_ext.numerics.stochastic import ROUNDABLE
+
+Tensor = Any
+
+
+class _Arithmetic:
+    """The operators of a variable, on its value."""
+
+    value: Tensor
+
+    def __add__(self, other: Any) -> Tensor:
+        return ops.add(self.value, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return ops.add(other, self.value)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return ops.subtract(self.value, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return ops.subtract(other, self.value)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return ops.multiply(self.value, other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return ops.multiply(other, self.value)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return ops.divide(self.value, other)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        return ops.divide(other, self.value)
+
+    def __pow__(self, other: Any) -> Tensor:
+        return ops.power(self.value, other)
+
+    def __neg__(self) -> Tensor:
+        return ops.negative(self.value)
+
+
+# On torch an operation takes as tensors only tensors and Keras variables; on
+# TensorFlow an optimizer replaces a Keras variable by the tf.Variable in it.
+_ON_TORCH = keras.backend.backend() == "torch"
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+_Base: Any = keras.Variable if _ON_TORCH else _Arithmetic
+
+
+class WideVariable(_Base):
+    """Stands for a narrow variable and reads as float32.
+
+    What is assigned to it is rounded stochastically into the variable. While
+    it is held, as during one `apply`, the float32 value is kept instead, and
+    rounded once, by `settle`. On TensorFlow every assignment is rounded at
+    once: it may be made in a branch of a graph, which a value that is kept
+    here would have to leave.
+
+    Args:
+        variable: A variable of dtype bfloat16 or float16.
+        seed_generator: Where the random bits come from.
+    """
+
+    def __init__(
+        self,
+        variable: keras.Variable,
+        seed_generator: keras.random.SeedGenerator,
+    ):
+        self._variable = variable
+        self._seed_generator = seed_generator
+        self._held = False
+        self._kept: Tensor | None = None
+        if _ON_TORCH:
+            # The smallest variable there is: its own value is never read.
+            super().__init__(0.0, dtype="float32", trainable=False)
+
+    @property
+    def value(self) -> Tensor:
+        """The value in float32: what is kept, or that of the variable."""
+        if self._kept is not None:
+            return self._kept
+        value = ops.stop_gradient(ops.cast(self._variable.value, "float32"))
+        if _ON_TORCH and self._held:
+            # Keras's optimizers for torch change this tensor in place.
+            self._kept = value
+        return value
+
+    def assign(self, value: Any) -> Tensor:
+        """Round into the variable, or keep until `settle`."""
+        value = ops.convert_to_tensor(value, dtype="float32")
+        if self._held:
+            self._kept = value
+        else:
+            self._round(value)
+        return value
+
+    def assign_add(self, value: Any) -> Tensor:
+        """`assign` the sum of the float32 value and this one."""
+        return self.assign(ops.add(self.value, value))
+
+    def assign_sub(self, value: Any) -> Tensor:
+        """`assign` the difference of the float32 value and this one."""
+        return self.assign(ops.subtract(self.value, value))
+
+    def hold(self) -> None:
+        """Keep what is assigned, where that can be."""
+        self._held = not _ON_TENSORFLOW
+
+    def settle(self) -> None:
+        """Round what was kept into the variable."""
+        if self._kept is not None:
+            self._round(self._kept)
+
+    def release(self) -> None:
+        """Keep nothing any more."""
+        self._held, self._kept = False, None
+
+    def _round(self, value: Tensor) -> None:
+        dtype = keras.backend.standardize_dtype(self._variable.dtype)
+        self._variable.assign(
+            stochastic_round(value, dtype, self._seed_generator)
+        )
+
+    # What optimizers ask of a variable.
+
+    dtype = "float32"
+    overwrite_with_gradient = False
+
+    @property
+    def shape(self) -> Any:
+        """The variable's shape."""
+        return self._variable.shape
+
+    @property
+    def ndim(self) -> int:
+        """The variable's number of axes."""
+        return len(self._variable.shape)
+
+    @property
+    def name(self) -> str:
+        """The variable's name."""
+        return self._variable.name
+
+    @property
+    def path(self) -> str:
+        """The variable's path."""
+        return self._variable.path
+
+    @property
+    def constraint(self) -> Any:
+        """The variable's constraint; applied before rounding."""
+        return self._variable.constraint
+
+    def __getattr__(self, name: str) -> Any:
+        # TensorFlow knows a variable by attributes of the tf.Variable.
+        variable = self.__dict__.get("_variable")
+        if variable is None:
+            raise AttributeError(name)
+        if hasattr(variable, name):
+            return getattr(variable, name)
+        return getattr(variable.value, name)
+
+    def __repr__(self) -> str:
+        return f"<{self._variable.path} in float32>"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(ops.convert_to_numpy(self.value), dtype)
+
+    def __jax_array__(self) -> Tensor:
+        return self.value
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> Tensor:
+        return self.value if dtype is None else ops.cast(self.value, dtype)
+
+
+class WideVariables:
+    """The wide variables of one optimizer, by the narrow one.
+
+    Args:
+        seed_generator: Where the random bits come from.
+    """
+
+    def __init__(self, seed_generator: keras.random.SeedGenerator):
+        self._seed_generator = seed_generator
+        self._wide: dict[int, WideVariable] = {}
+
+    def of(self, variables: Iterable[keras.Variable]) -> list[Any]:
+        """Each variable, a wide one in place of each narrow one."""
+        return [self._of(variable) for variable in variables]
+
+    def hold(self) -> None:
+        """See `WideVariable.hold`."""
+        for wide in self._wide.values():
+            wide.hold()
+
+    def settle(self) -> None:
+        """See `WideVariable.settle`."""
+        for wide in self._wide.values():
+            wide.settle()
+
+    def release(self) -> None:
+        """See `WideVariable.release`."""
+        for wide in self._wide.values():
+            wide.release()
+
+    def _of(self, variable: keras.Variable) -> Any:
+        if not _is_narrow(variable):
+            return variable
+        key = id(variable)
+        if key not in self._wide:
+            _check_replicas(variable)
+            self._wide[key] = WideVariable(variable, self._seed_generator)
+        return self._wide[key]
+
+
+def _is_narrow(variable: Any) -> bool:
+    """Whether updates are to be rounded: not of state that is overwritten."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return dtype in ROUNDABLE and not getattr(
+        variable, "overwrite_with_gradient", False
+    )
+
+
+def _check_replicas(variable: keras.Variable) -> None:
+    """Raise for a variable with replicas of `tf.distribute`.
+
+    TensorFlow updates those through an interface of its own, which takes
+    nothing that stands for a variable.
+    """
+    if hasattr(variable.value, "distribute_strategy"):
+        raise NotImplementedError(
+            "StochasticRounding cannot update variables that tf.distribute "
+            f"keeps in replicas. Received: {variable.path!r} of dtype "
+            f"{variable.dtype}. Allowed: variables made outside a strategy "
+            "of several replicas, or float32 ones. Give the layers a dtype "
+            "policy with float32 variables, such as 'mixed_bfloat16'."
+        )

@@ -1,0 +1,192 @@
+"""Which models need loss scaling, and the optimizer that does it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext.mixed_precision import _arguments, public_classes
+from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
+from keras_policy_ext.policies import LossScaleDTypePolicy
+from keras_policy_ext.policies.loss_scale import AUTO
+from keras_policy_ext.policies.loss_scales import DynamicLossScale, LossScale
+
+NAME = "loss_scale_optimizer"
+
+
+def wrap_optimizer(optimizer: Any, policy: Any = None) -> Any:
+    """The optimizer for models under a policy: wrapped if that needs it.
+
+    Args:
+        optimizer: An optimizer, or anything `keras.optimizers.get` takes.
+        policy: Anything `kpe.get` takes; None for the global policy. A
+            `LossScaleDTypePolicy` says the loss scale; under any other one
+            whose layers compute in float16, a float8 policy from
+            `"mixed_float16"` or a map for instance, it is dynamic.
+
+    Returns:
+        A `LossScaleOptimizer`, or the optimizer itself where the policy
+        wants no scaling, or where the optimizer scales the loss already: it
+        is a loss scaler, or has a `loss_scale_factor`. An optimizer that is
+        wrapped already comes back in its wrapper.
+
+    Raises:
+        ValueError: If the policy means none, or the optimizer is wrapped
+            with another loss scale.
+    """
+    return _wrapped(optimizer, loss_scale_of(policies.get(policy)))
+
+
+def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
+    """The loss scale that a policy asks for, None for no scaling."""
+    requested = _requested(policy)
+    if requested != AUTO:
+        return requested
+    return DynamicLossScale() if _has_float16(policy) else None
+
+
+def loss_scale_of_model(model: Any) -> LossScale | None:
+    """The loss scale that the layers of a model ask for.
+
+    The policy of the model decides, if it says a loss scale; else those of
+    its layers, where they agree; else it is dynamic if any layer computes in
+    float16. Layers that do not exist yet are not seen.
+
+    Raises:
+        ValueError: If the layers disagree.
+    """
+    layers = [
+        layer
+        for layer in _keras_compat.layers_within(model)
+        if not isinstance(layer, keras.layers.InputLayer)
+    ]
+    said = [_requested(layer.dtype_policy) for layer in layers]
+    own = _requested(model.dtype_policy)
+    if own != AUTO:
+        return own
+    distinct = {scale for scale in said if scale != AUTO}
+    if len(distinct) > 1:
+        raise ValueError(_disagreement(distinct))
+    if distinct:
+        return distinct.pop()
+    if any(layer.compute_dtype == "float16" for layer in layers):
+        return DynamicLossScale()
+    return None
+
+
+def wrap_for_model(model: Any, optimizer: Any) -> Any:
+    """`wrap_optimizer` for the policies of all layers of a model."""
+    return _wrapped(optimizer, loss_scale_of_model(model))
+
+
+def compile(
+    model: Any,
+    optimizer: Any = "rmsprop",
+    *args: Any,
+    auto_scale_loss: bool = True,
+    **kwargs: Any,
+) -> None:
+    """`model.compile`, with loss scaling wherever a layer is in float16.
+
+    For models whose class is not yours; for your own see `LossScaleMixin`.
+    The file of the model then names the optimizer as it is: wrapped, and on
+    torch by its public class. Loaded under any global policy it has the same
+    class, scale, counters, iterations and slots.
+
+    Args:
+        model: A Keras model.
+        optimizer: As for `keras.Model.compile`. One that scales the loss
+            already stays as it is.
+        *args: As for `keras.Model.compile`.
+        auto_scale_loss: Whether to wrap the optimizer, where `wrap_optimizer`
+            would. False: never.
+        **kwargs: As for `keras.Model.compile`.
+
+    Raises:
+        ValueError: If layers ask for different loss scales.
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    if auto_scale_loss:
+        optimizer = wrap_for_model(model, optimizer)
+    if _takes_auto_scale_loss(model.compile):
+        # Keras would wrap what is not wrapped, and erase a fixed factor.
+        kwargs["auto_scale_loss"] = False
+    model.compile(optimizer, *args, **kwargs)
+    remember_compiled(model)
+
+
+def remember_compiled(model: Any) -> None:
+    """Let files say how a model was compiled, wrapped or not."""
+    changes: dict[str, Any] = {"auto_scale_loss": False}
+    optimizer = model.optimizer
+    if optimizer is not None and public_classes.public_class(optimizer):
+        config = keras.saving.serialize_keras_object(optimizer)
+        changes["optimizer"] = public_classes.with_public_class(
+            config, optimizer
+        )
+    _keras_compat.amend_compile_config(model, changes)
+
+
+def _takes_auto_scale_loss(method: Any) -> bool:
+    parameters = inspect.signature(method).parameters
+    return "auto_scale_loss" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def _wrapped(optimizer: Any, loss_scale: LossScale | None) -> Any:
+    optimizer = keras.optimizers.get(optimizer)
+    if optimizer is None or loss_scale is None or _scales_itself(optimizer):
+        return optimizer
+    wanted = _arguments.of_loss_scale(loss_scale)
+    wrapper = _arguments.wrapper_of(optimizer)
+    if wrapper is None:
+        return LossScaleOptimizer(optimizer, name=NAME, **wanted)
+    differs = {
+        key: value
+        for key, value in wanted.items()
+        if getattr(wrapper, key) != value
+    }
+    if differs:
+        raise ValueError(
+            "The optimizer is wrapped already, with another loss scale. "
+            f"Received: {optimizer.name!r} for {loss_scale!r}; its wrapper "
+            f"differs in {', '.join(differs)}. Allowed: an optimizer without "
+            "wrapper, or a LossScaleOptimizer, which is used as it is. Make "
+            "a new optimizer, or pass the wrapper."
+        )
+    return wrapper
+
+
+def _scales_itself(optimizer: Any) -> bool:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return True
+    return getattr(optimizer, "loss_scale_factor", None) is not None
+
+
+def _requested(policy: keras.DTypePolicy) -> Any:
+    if isinstance(policy, LossScaleDTypePolicy):
+        return policy.requested_loss_scale
+    return AUTO
+
+
+def _has_float16(policy: keras.DTypePolicy) -> bool:
+    if policy.compute_dtype == "float16":
+        return True
+    if not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        return False
+    return any(policy[key].compute_dtype == "float16" for key in policy)
+
+
+def _disagreement(scales: Iterable[LossScale | None]) -> str:
+    named = ", ".join(sorted(map(repr, scales)))
+    return (
+        "The layers of this model ask for different loss scales, and there "
+        f"is one loss. Received: {named}. Allowed: one of them. Give the "
+        "model itself the LossScaleDTypePolicy that counts, or compile it "
+        "with a LossScaleOptimizer of your own."
+    )

@@ -1,0 +1,137 @@
+"""Stochastic rounding: to a neighbour in a narrow format, fair on average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_policy_ext.numerics.casting import view
+
+Tensor = Any
+
+ROUNDABLE = ("bfloat16", "float16")
+"""Formats that `stochastic_round` knows."""
+
+RANDOM_BITS = 16
+"""Random bits for each number, an integer from 0 to 2^16 - 1."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_SIGN = 0x8000
+
+_FLOAT16_NORMAL = 0x38800000
+"""The bits of 2^-14, the smallest normal float16."""
+
+# Codes without sign: largest finite number, infinity, a quiet NaN.
+_SPECIAL = {
+    "bfloat16": (0x7F7F, 0x7F80, 0x7FC0),
+    "float16": (0x7BFF, 0x7C00, 0x7E00),
+}
+
+
+def stochastic_round(
+    x: Tensor,
+    dtype: str = "bfloat16",
+    seed: int | keras.random.SeedGenerator | None = None,
+) -> Tensor:
+    """Round each number down or up at random, so that the mean is right.
+
+    A number between two neighbours of the format becomes the one further
+    from 0 with a probability equal to its position between them, and the
+    other one else: the expected value of the result is `x`. For bfloat16, and
+    for float16 down to its smallest normal number, the probability is exact;
+    below, it is exact to 2^-16. Numbers of the format stay as they are,
+    whatever the random bits. So do infinities and NaN; finite numbers beyond
+    the largest of the format become that one, and never infinity.
+
+    Not differentiable.
+
+    Args:
+        x: Tensor of any shape and real dtype; read as float32.
+        dtype: `"bfloat16"` or `"float16"`.
+        seed: As for `keras.random`: an integer gives the same bits at each
+            call, a `keras.random.SeedGenerator` others at each call, None
+            uses the global generator, which JAX cannot compile.
+
+    Returns:
+        Tensor of the shape of `x` and of dtype `dtype`.
+
+    Raises:
+        ValueError: If `dtype` is neither of the two.
+    """
+    check_roundable(dtype)
+    x = ops.cast(x, "float32")
+    bits = keras.random.randint(
+        ops.shape(x), 0, 2**RANDOM_BITS, dtype="int32", seed=seed
+    )
+    return round_with_bits(x, bits, dtype)
+
+
+def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
+    """`stochastic_round` with given random bits, the same on every backend.
+
+    The bits are added below the last bit that the format keeps, and what is
+    then below it is cut off: a carry makes it the neighbour further from 0.
+    All of it is integer arithmetic, which no compiler rounds or flushes.
+
+    Args:
+        x: Float32 tensor of any shape.
+        bits: Int32 tensor of that shape, from 0 to 2^16 - 1.
+        dtype: `"bfloat16"` or `"float16"`.
+
+    Returns:
+        Tensor of the shape of `x` and of dtype `dtype`.
+
+    Raises:
+        ValueError: If `dtype` is neither of the two.
+    """
+    check_roundable(dtype)
+    raw = view(x, "int32")
+    magnitude = ops.bitwise_and(raw, _MAGNITUDE)
+    # The upper bound keeps the sum with the bits of a NaN from wrapping.
+    bounded = ops.minimum(magnitude, _INFINITY)
+    code = {"bfloat16": _bfloat16_code, "float16": _float16_code}[dtype](
+        bounded, bits
+    )
+    largest, infinity, nan = _SPECIAL[dtype]
+    special = ops.where(ops.equal(magnitude, _INFINITY), infinity, nan)
+    code = ops.where(
+        ops.less(magnitude, _INFINITY), ops.minimum(code, largest), special
+    )
+    signed = ops.where(ops.less(raw, 0), code - _SIGN, code)
+    return view(ops.cast(signed, "int16"), dtype)
+
+
+def check_roundable(dtype: str) -> None:
+    """Raise for a dtype that cannot be rounded to.
+
+    Raises:
+        ValueError: If so.
+    """
+    if dtype not in ROUNDABLE:
+        raise ValueError(
+            f"Cannot round stochastically to this dtype. Received: {dtype!r}. "
+            f"Allowed: {', '.join(ROUNDABLE)}. For float8 use `cast`, which "
+            "rounds to nearest."
+        )
+
+
+def _bfloat16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
+    """The upper half of float32, subnormal numbers included."""
+    return ops.right_shift(magnitude + bits, 16)
+
+
+def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
+    """Thirteen bits fewer and another bias; below 2^-14 in fixed point."""
+    normal = ops.right_shift(magnitude + ops.right_shift(bits, 3), 13)
+    small = view(ops.minimum(magnitude, _FLOAT16_NORMAL), "float32")
+    # In units of 2^-40, sixteen bits below the spacing of the subnormals. A
+    # float32 that a backend flushes to 0 is below one such unit anyway.
+    fixed = ops.cast(small * 2.0**40, "int32")
+    return ops.where(
+        ops.less(magnitude, _FLOAT16_NORMAL),
+        ops.right_shift(fixed + bits, 16),
+        normal - (112 << 10),
+    )

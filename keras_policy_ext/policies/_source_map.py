@@ -1,0 +1,112 @@
+"""A policy with a field more than its name, in the form Keras preserves."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import keras
+
+from keras_policy_ext import _keras_compat
+
+
+class SourceMap(keras.dtype_policies.DTypePolicyMap):
+    """A map whose default is a plain policy; immutable and shared.
+
+    Keras's `from_config` of layers reduces a policy to its name unless the
+    policy is a map. A stock layer asks the map for its own policy, by path,
+    and gets the plain source policy.
+
+    Args:
+        source: The plain policy.
+    """
+
+    def __init__(self, source: keras.DTypePolicy) -> None:
+        super().__init__(default_policy=source)
+        self._source_policy = source
+        self._source_name = source.name
+        self._name = source.name  # Keras reads the attribute of maps.
+
+    @property
+    def name(self) -> str:
+        """The source policy's name: what Keras parses."""
+        return self._source_name
+
+    @property
+    def source_name(self) -> str:
+        """The name of the plain policy that this one stands on."""
+        return self._source_name
+
+    @property
+    def source_policy(self) -> keras.DTypePolicy:
+        """The plain policy that this one stands on."""
+        return self._source_policy
+
+    def __getitem__(self, key: str) -> keras.DTypePolicy:
+        return self._source_policy
+
+    def __setitem__(self, key: str, policy: Any) -> None:
+        # Keras's setter writes here; the layer gets a policy of its own.
+        layer = _keras_compat.layer_whose_policy_is_set(self)
+        if layer is None:
+            raise TypeError(self._immutable(key))
+        from keras_policy_ext.policies import get  # it knows the subclasses
+
+        _keras_compat.replace_layer_policy(layer, get(policy))
+
+    def __delitem__(self, key: str) -> None:
+        # Keras's setter deletes an exact key before it writes it.
+        if _keras_compat.layer_whose_policy_is_set(self) is None:
+            raise TypeError(self._immutable(key))
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return True  # Otherwise a policy without entries is an empty map.
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SourceMap):
+            return NotImplemented
+        return type(self) is type(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._key()))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (type(self), self.get_config())
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Any = None
+    ) -> Self:
+        """Build the policy from `get_config()`."""
+        return cls(**config)
+
+    def _key(self) -> tuple[Any, ...]:
+        """What `==` and `hash` compare: all fields."""
+        return (self._source_name,)
+
+    def _immutable(self, key: object) -> str:
+        return (
+            f"A {type(self).__name__} is immutable: many layers share it. "
+            f"Received: a write to {key!r}. Allowed: reading it. "
+            f"{self._instead_of_writing(key)}"
+        )
+
+    def _instead_of_writing(self, key: object) -> str:
+        return "Set the `dtype_policy` of the one layer."
+
+
+def _unpickle(cls: type[SourceMap], config: dict[str, Any]) -> SourceMap:
+    return cls.from_config(config)

@@ -1,0 +1,593 @@
+"""Built models into float8 in place, and back."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+from keras_policy_ext.layers.state import StateVariable
+from steps import numpy, state_of
+
+POLICY = "float8/4_from_float32"
+JIT = keras.backend.backend() == "jax"
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def weights(model):
+    return {
+        v.path: numpy(v)
+        for v in model.weights
+        if not isinstance(v, StateVariable)
+    }
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for path, value in first.items():
+        np.testing.assert_array_equal(value, second[path], path)
+
+
+# Models
+
+
+@keras.saving.register_keras_serializable("test_convert")
+class Block(keras.layers.Layer):
+    """A user's block that makes stock layers, in a list and a dict."""
+
+    def build(self, input_shape):
+        units = input_shape[-1]
+        self.stack = [keras.layers.Dense(units) for _ in range(2)]
+        self.named = {
+            "out": keras.layers.EinsumDense("abc,cd->abd", (4, units))
+        }
+        for layer in (*self.stack, self.named["out"]):
+            layer.build(input_shape)
+
+    def call(self, x):
+        for layer in self.stack:
+            x = ops.tanh(layer(x))
+        return x + self.named["out"](x)
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.block = Block()
+        self.head = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.block(x))
+
+
+def sequential():
+    return keras.Sequential(
+        [
+            keras.Input((4, 6)),
+            keras.layers.Conv1D(5, 3, activation="relu"),
+            keras.layers.LayerNormalization(),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def functional():
+    inputs = keras.Input((4, 6))
+    shared = keras.layers.Dense(6, activation="tanh")
+    inner = keras.Sequential([keras.Input((4, 6)), keras.layers.Dense(6)])
+    x = shared(inner(shared(inputs)))
+    x = keras.layers.TimeDistributed(keras.layers.Dense(5))(x)
+    x = keras.layers.SpectralNormalization(keras.layers.Dense(4))(x)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+def subclassed():
+    model = Subclassed()
+    model(np.zeros((1, 4, 6), "float32"))
+    return model
+
+
+MODELS = {
+    "sequential": (sequential, 2),
+    "functional": (functional, 5),
+    "subclassed": (subclassed, 4),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model_and_count(request):
+    make, count = MODELS[request.param]
+    return make(), count
+
+
+# There and back
+
+
+def test_every_contraction_is_converted_and_its_weights_stay_in_place(
+    model_and_count,
+):
+    model, count = model_and_count
+    before = weights(model)
+    buffers = {v.path: v.value for v in model.weights}
+    report = kpe.convert(model, POLICY)
+    assert len(report.converted) == count
+    assert {entry.policy for entry in report.converted} == {POLICY}
+    assert_same(before, weights(model))
+    for variable in model.weights:
+        if variable.path in buffers:
+            assert variable.value is buffers[variable.path]
+    paths = [v.path for v in model.variables]
+    assert len(paths) == len(set(paths))
+    assert sum(p.endswith("_amax") for p in paths) == count
+
+
+def test_reverted_models_are_stock_models_with_the_same_predictions(
+    model_and_count,
+):
+    model, count = model_and_count
+    x = normal(2, 4, 6)
+    classes = [type(layer) for layer in flat(model)]
+    expected, before = numpy(model(x)), weights(model)
+    kpe.convert(model, POLICY)
+    changed = numpy(model(x))
+    assert not np.array_equal(changed, expected)
+    report = kpe.revert(model)
+    assert len(report.converted) == count
+    assert [type(layer) for layer in flat(model)] == classes
+    assert [v.path for v in model.variables] == list(before)
+    assert_same(before, weights(model))
+    np.testing.assert_array_equal(numpy(model(x)), expected)
+    assert all(layer.quantization_mode is None for layer in flat(model))
+
+
+def flat(model):
+    from keras_policy_ext._keras_compat import layers_within
+
+    return layers_within(model)
+
+
+def test_a_converted_model_computes_what_one_made_in_float8_does():
+    model = sequential()
+    made = keras.Sequential(
+        [
+            keras.Input((4, 6)),
+            kpe.layers.Conv1D(5, 3, activation="relu", dtype=POLICY),
+            keras.layers.LayerNormalization(),
+            kpe.layers.Dense(2, dtype=POLICY),
+        ]
+    )
+    for variable, value in zip(
+        [v for v in made.weights if not isinstance(v, StateVariable)],
+        weights(model).values(),
+        strict=True,
+    ):
+        variable.assign(value)
+    kpe.convert(model, POLICY)
+    x, y = normal(8, 4, 6), normal(8, 2, 2, seed=1)
+    np.testing.assert_array_equal(numpy(model(x)), numpy(made(x)))
+    losses = []
+    for each in (model, made):
+        each.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=JIT)
+        history = each.fit(x, y, epochs=3, batch_size=8, verbose=0)
+        losses.append(history.history["loss"])
+    # Compiled one by one: XLA may order the sums of the two in its own way.
+    np.testing.assert_allclose(*losses, rtol=4 * np.finfo("float32").eps)
+
+
+def test_small_kernels_are_scaled_before_any_step():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    dense = model.layers[0]
+    dense.kernel.assign(0.002 * normal(64, 64))
+    x = normal(16, 64, seed=1)
+    exact = numpy(model(x))
+    kpe.convert(model, POLICY)
+    scale, history = state_of(dense)["kernel"]
+    assert history[0] == np.abs(numpy(dense.kernel)).max()
+    assert scale == 0  # none was used yet
+    # E4M3 keeps 3 bits: an operand is off by 2^-4 at most and some 2.6 % in
+    # the mean square, the product of two by some 3.7 %. Without scales half
+    # of such a kernel is subnormal, and the product off by 28 %.
+    error = np.linalg.norm(numpy(model(x)) - exact) / np.linalg.norm(exact)
+    assert error < 0.05
+
+
+# Which layers, and in what
+
+
+def test_each_layer_keeps_its_own_dtypes():
+    dtypes = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
+    inputs = keras.Input((6,))
+    x = inputs
+    for dtype in dtypes:
+        x = keras.layers.Dense(6, dtype=dtype)(x)
+    model = keras.Model(inputs, x)
+    report = kpe.convert(model, "float8/current_from_float32")
+    assert [entry.policy for entry in report.converted] == [
+        f"float8/current_from_{dtype}" for dtype in dtypes
+    ]
+    for layer, dtype in zip(model.layers[1:], dtypes, strict=True):
+        plain = keras.DTypePolicy(dtype)
+        assert layer.compute_dtype == plain.compute_dtype
+        assert layer.kernel.dtype == plain.variable_dtype
+    assert numpy(model(normal(2, 6))).shape == (2, 6)
+
+
+def test_a_global_policy_runs_everywhere_and_is_realised_in_stock_layers():
+    with kpe.policy_scope("mixed_float8"):
+        model = sequential()
+        before = [type(layer) for layer in model.layers]
+        model(normal(1, 4, 6))
+        assert before == [type(layer) for layer in sequential().layers]
+    report = kpe.convert(model)
+    assert {e.policy for e in report.converted} == {
+        "float8_from_mixed_bfloat16"
+    }
+    assert len(report.converted) == 2
+
+
+@pytest.mark.parametrize("recipe", ["current", kpe.recipes.CurrentScaling()])
+def test_a_recipe_alone_is_a_policy(recipe):
+    report = kpe.convert(sequential(), recipe)
+    assert {e.policy for e in report.converted} == {
+        "float8/current_from_float32"
+    }
+
+
+def test_without_any_float8_policy_scaling_is_delayed():
+    report = kpe.convert(sequential())
+    assert {e.policy for e in report.converted} == {"float8_from_float32"}
+
+
+def test_rules_decide_by_path_and_the_first_match_wins():
+    policy = kpe.Float8DTypePolicy(
+        "mixed_bfloat16",
+        recipe="current",
+        rules=[
+            (".*/dense", None),
+            ("sequential.*/conv1d", "float8/2_from_float32"),
+            (".*", None),
+        ],
+    )
+    model = keras.Sequential(sequential().layers, name="sequential_of_mine")
+    model.build((None, 4, 6))
+    report = kpe.convert(model, policy)
+    paths = [entry.path for entry in report.converted]
+    assert all("conv1d" in path for path in paths)
+    assert [e.policy for e in report.converted] == ["float8/2_from_float32"] * (
+        len(paths)
+    )
+    reasons = {e.class_name: e.reason for e in report.skipped}
+    assert "rule" in reasons["Dense"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "converted", "reason"),
+    [
+        ({"include": "conv"}, ["Conv1D"], "`include` does not match"),
+        ({"exclude": ["conv"]}, ["Dense"], "`exclude` matches its path"),
+        (
+            {"filter": lambda layer: layer.name.startswith("dense")},
+            ["Dense"],
+            "`filter` returned False",
+        ),
+        ({"min_size": 90}, ["Conv1D"], "has 10 entries, fewer than 90"),
+        ({"filter": "auto"}, [], "multiples of 16"),
+        (
+            {"filter": kpe.filters.Auto(multiple=1, smallest=5)},
+            ["Conv1D"],
+            "sums over 5 and yields 2, one of them below 5",
+        ),
+        (
+            {"filter": kpe.filters.Auto(multiple=1, smallest=1, first=False)},
+            ["Dense"],
+            "first layer",
+        ),
+        (
+            {"filter": kpe.filters.Auto(multiple=1, smallest=1, last=False)},
+            ["Conv1D"],
+            "last layer",
+        ),
+    ],
+)
+def test_what_is_left_out_says_why(arguments, converted, reason):
+    report = kpe.convert(sequential(), POLICY, **arguments)
+    assert [e.class_name for e in report.converted] == converted
+    left = [e for e in report.skipped if "Norm" not in e.class_name]
+    assert len(left) == 2 - len(converted)
+    assert all(reason in entry.reason for entry in left)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"include": "["}, ValueError, "regular expression"),
+        ({"exclude": 3}, TypeError, "regular expression"),
+        ({"include": "nothing"}, ValueError, "matches no layer"),
+        ({"filter": 3}, TypeError, "returns a bool"),
+        ({"filter": lambda layer: None}, TypeError, "True or False"),
+        ({"min_size": -1}, ValueError, ">= 0"),
+        ({"min_size": True}, TypeError, ">= 0"),
+        ({"policy": "mixed_bfloat16"}, ValueError, "float8"),
+        ({"policy": "nonsense"}, ValueError, "dtype policy"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, error, message):
+    model = sequential()
+    with pytest.raises(error, match=message):
+        kpe.convert(model, **arguments)
+    assert all(
+        type(layer) in vars(keras.layers).values() for layer in model.layers
+    )
+    assert not any("amax" in v.path for v in model.variables)
+
+
+def test_an_exclude_without_effect_warns():
+    with pytest.warns(UserWarning, match="matches no layer"):
+        kpe.convert(sequential(), POLICY, exclude="nothing")
+
+
+def test_only_built_keras_models_are_converted():
+    with pytest.raises(ValueError, match="not built"):
+        kpe.convert(keras.Sequential([keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match="not built"):
+        kpe.revert(keras.Sequential([keras.layers.Dense(2)]))
+    with pytest.raises(TypeError, match=r"keras\.Model"):
+        kpe.convert(lambda x: x)
+
+
+def test_a_second_conversion_changes_nothing_or_the_recipe_alone():
+    model = sequential()
+    x, y = normal(8, 4, 6), normal(8, 2, 2, seed=1)
+    kpe.convert(model, POLICY)
+    model.compile("sgd", "mse", jit_compile=JIT)
+    model.fit(x, y, epochs=2, verbose=0)
+    before = state_of(model.layers[0])
+    again = kpe.convert(model, POLICY)
+    assert not again.converted
+    assert "already" in again.skipped[0].reason
+    kpe.convert(model, "float8/2_from_float32")
+    for operand, (scale, history) in state_of(model.layers[0]).items():
+        newest = 2 if operand == "kernel" else 1
+        assert len(history) == 2
+        assert history[0] != 0 and scale == before[operand][0]
+        assert (before[operand][1] != 0).sum() >= newest
+    model.fit(x, y, epochs=1, verbose=0)
+    assert (
+        "current"
+        in kpe.convert(model, "float8/current_from_float32").converted[0].policy
+    )
+    assert not any("amax" in v.path for v in model.variables)
+    model.fit(x, y, epochs=1, verbose=0)
+
+
+# Subclasses
+
+
+@keras.saving.register_keras_serializable("test_convert")
+class Doubled(keras.layers.Dense):
+    def call(self, inputs, training=None):
+        return super().call(2 * inputs, training=training)
+
+
+class Renamed(keras.layers.Dense):
+    """A Dense that changes nothing that is computed."""
+
+
+class OtherProduct(keras.layers.Dense):
+    def call(self, inputs):
+        return ops.matmul(inputs, ops.tanh(self.kernel))
+
+
+class OtherKernel(keras.layers.Dense):
+    @property
+    def kernel(self):
+        return ops.tanh(self._kernel)
+
+
+def test_subclasses_are_converted_unless_they_compute_something_else():
+    inputs = keras.Input((6,))
+    x = inputs
+    layers = [Doubled(6), Renamed(6), OtherProduct(6), OtherKernel(6)]
+    for layer in layers:
+        x = layer(x)
+    model = keras.Model(inputs, x)
+    report = kpe.convert(model, POLICY)
+    assert [e.class_name for e in report.converted] == ["Doubled", "Renamed"]
+    reasons = {e.class_name: e.reason for e in report.skipped}
+    assert "a `call` of its own" in reasons["OtherProduct"]
+    assert "a `kernel` of its own" in reasons["OtherKernel"]
+    assert isinstance(layers[0], Doubled)
+    assert layers[0].quantization_mode == "float8"
+    kpe.revert(model)
+    assert [type(layer) for layer in layers] == [
+        Doubled,
+        Renamed,
+        OtherProduct,
+        OtherKernel,
+    ]
+
+
+def test_a_converted_subclass_goes_on_doing_what_it_adds():
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, Doubled(6, use_bias=False)(inputs))
+    plain = keras.Model(inputs, keras.layers.Dense(6, use_bias=False)(inputs))
+    plain.set_weights(model.get_weights())
+    for each in (model, plain):
+        kpe.convert(each, POLICY)
+    x = normal(3, 6)
+    # Twice the inputs have twice the scale, and the same codes.
+    np.testing.assert_array_equal(numpy(model(x)), 2 * numpy(plain(x)))
+
+
+def test_files_name_the_subclass_itself(tmp_path):
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, Doubled(6)(inputs))
+    kpe.convert(model, POLICY)
+    config = keras.saving.serialize_keras_object(model.layers[1])
+    assert config["registered_name"] == "test_convert>Doubled"
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.layers[1]) is Doubled
+    assert_same(weights(model), weights(loaded))
+
+
+def test_user_layers_with_the_mixin_follow_and_go_back():
+    class Own(kpe.layers.Float8Mixin, keras.layers.Layer):
+        def build(self, input_shape):
+            self.scale = self.add_weight(shape=(6, 6), float8=False)
+            self.mix = self.add_weight(shape=(6, 6))
+
+        def call(self, x):
+            return self.float8_matmul(x, self.mix)
+
+    inputs = keras.Input((6,))
+    own = Own()
+    model = keras.Model(inputs, own(inputs))
+    kpe.convert(model, POLICY)
+    assert type(own) is Own and own.quantization_mode == "float8"
+    assert [v.path for v in own.float8_contracted] == [own.mix.path]
+    assert state_of(own)["kernel"][1][0] == np.abs(numpy(own.mix)).max()
+    kpe.revert(model)
+    assert own.quantization_mode is None
+    assert len(model.variables) == 2
+
+
+# What is left alone
+
+
+def test_layers_that_stay_say_why():
+    inputs = keras.Input((8, 6))
+    x = keras.layers.DepthwiseConv1D(3)(inputs)
+    x = keras.layers.SeparableConv1D(4, 3)(x)
+    x = keras.layers.Conv1DTranspose(4, 3)(x)
+    x = keras.layers.Dropout(0.1)(x)
+    ids = keras.Input((3,), dtype="int32")
+    y = keras.layers.Embedding(5, 4)(ids)
+    model = keras.Model([inputs, ids], [x, y])
+    report = kpe.convert(model, POLICY)
+    assert not report.converted
+    reasons = {e.class_name: e.reason for e in report.skipped}
+    assert "depthwise" in reasons["DepthwiseConv1D"]
+    assert "pointwise" in reasons["SeparableConv1D"]
+    assert "transposed" in reasons["Conv1DTranspose"]
+    assert "looks up" in reasons["Embedding"]
+    assert "Dropout" not in reasons
+
+
+def foreign_layer():
+    """A layer around a module of the framework in use."""
+    if keras.backend.backend() == "jax":
+
+        def call(params, inputs):
+            return inputs @ params
+
+        def init(rng, inputs):
+            return np.eye(6, dtype="float32")
+
+        return keras.layers.JaxLayer(call, init_fn=init)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return keras.layers.TorchModuleWrapper(torch.nn.Linear(6, 6))
+    pytest.skip("Keras has no layer around modules of TensorFlow")
+
+
+def test_modules_of_a_framework_are_left_alone():
+    layer = foreign_layer()
+    model = keras.Sequential([layer, keras.layers.Dense(2)])
+    x = normal(2, 6)
+    model(x)
+    report = kpe.convert(model, POLICY)
+    assert [e.class_name for e in report.converted] == ["Dense"]
+    (left,) = report.skipped
+    assert left.class_name == type(layer).__name__
+    assert "whose arithmetic Keras does not see" in left.reason
+    assert numpy(model(x)).shape == (2, 2)
+
+
+def test_layers_in_integers_and_quantized_ones_stay():
+    inputs = keras.Input((6,))
+    quantized = keras.layers.Dense(6)
+    model = keras.Model(inputs, keras.layers.Dense(2)(quantized(inputs)))
+    quantized.quantize("int8")
+    report = kpe.convert(model, POLICY)
+    assert [e.path for e in report.converted] == [model.layers[2].path]
+    assert "quantized it (int8)" in report.skipped[0].reason
+    assert numpy(model(normal(2, 6))).shape == (2, 2)
+
+
+def test_reports_are_dicts_and_tables():
+    report = kpe.convert(sequential(), POLICY, exclude="conv")
+    entries = report.as_dict()
+    assert entries["converted"] == [
+        {
+            "path": report.converted[0].path,
+            "class_name": "Dense",
+            "policy": POLICY,
+        }
+    ]
+    assert {e["class_name"] for e in entries["skipped"]} == {
+        "Conv1D",
+        "LayerNormalization",
+    }
+    text = str(report)
+    assert text.startswith("1 of 3 layers converted")
+    for entry in (*report.converted, *report.skipped):
+        assert entry.path in text
+
+
+# Attention
+
+
+def attending(flash_attention=None):
+    inputs = keras.Input((4, 6))
+    layer = keras.layers.MultiHeadAttention(
+        2, 3, name="attention", flash_attention=flash_attention
+    )
+    return keras.Model(inputs, layer(inputs, inputs)), layer
+
+
+def test_scores_and_weighted_sums_are_converted_on_request():
+    model, layer = attending()
+    x = normal(2, 4, 6)
+    stock = numpy(model(x))
+    report = kpe.convert(model, POLICY)
+    assert [e.class_name for e in report.converted] == ["EinsumDense"] * 4
+    assert layer.quantization_mode is None
+    projections = numpy(model(x))
+    kpe.revert(model)
+    report = kpe.convert(model, POLICY, attention="float8")
+    assert report.converted[-1].class_name == "MultiHeadAttention"
+    assert layer.quantization_mode == "float8"
+    assert not np.array_equal(numpy(model(x)), projections)
+    kpe.revert(model)
+    np.testing.assert_array_equal(numpy(model(x)), stock)
+    kpe.convert(model, POLICY)
+    np.testing.assert_array_equal(numpy(model(x)), projections)
+
+
+def test_attention_stays_where_projections_do():
+    model, layer = attending()
+    kpe.convert(model, POLICY, exclude="query", attention="float8")
+    assert layer.quantization_mode is None
+    assert type(layer) is keras.layers.MultiHeadAttention
+    with pytest.raises(ValueError, match="`attention` says"):
+        kpe.convert(model, POLICY, attention="float16")
+
+
+def test_the_projection_of_an_embedding_is_its_one_product():
+    for tie in (True, False):
+        layer = keras.layers.ReversibleEmbedding(32, 16, tie_weights=tie)
+        layer.build((None, 4))
+        model = keras.Sequential([layer])
+        model.build((None, 4))
+        # 16 terms for each of 32 logits, once.
+        small = kpe.filters.Auto(smallest=17)
+        (left,) = kpe.convert(model, POLICY, filter=small).skipped
+        assert "sums over 16 and yields 32" in left.reason
+        kpe.convert(model, POLICY)
+        (kernel,) = layer.float8_contracted
+        assert kernel.name == ("embeddings" if tie else "reverse_embeddings")

@@ -1,0 +1,477 @@
+"""Converted models in files: plain Keras reads them, `kpe.load_model` whole.
+
+What is in a file says best whether a model came back: that which was loaded
+is saved again, and the two files must have the same arrays.
+"""
+
+import json
+import pathlib
+import shutil
+import warnings
+import zipfile
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from converted_models import (
+    BUILDERS,
+    DELAYED,
+    JIT,
+    Block,
+    batch_for,
+    converted,
+    float8_layers,
+    float_weights,
+    predictions,
+    randomized,
+    states_of,
+    stock,
+)
+from steps import numpy
+
+WEIGHTS = "model.weights.h5"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "files"
+
+pytestmark = pytest.mark.filterwarnings(
+    "error",
+    "ignore:__array__:DeprecationWarning",
+    "ignore:Skipping nested container",  # where a layer did not load
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A converted model of each kind, and the folder that it was saved as."""
+    found = {}
+
+    def of(kind):
+        if kind not in found:
+            folder = tmp_path_factory.mktemp(kind) / "model"
+            model = converted(kind)
+            model.save(folder, zipped=False)
+            found[kind] = model, folder
+        return found[kind]
+
+    return of
+
+
+def arrays(path):
+    """All arrays in a file of weights, or in the folder of a model."""
+    path = path / WEIGHTS if path.is_dir() else path
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()]})
+                if isinstance(item, h5py.Dataset)
+                else None
+            )
+        )
+    return found
+
+
+def assert_same_arrays(path, other):
+    some, others = arrays(path), arrays(other)
+    assert some.keys() == others.keys()
+    for name in some:
+        np.testing.assert_array_equal(some[name], others[name], err_msg=name)
+
+
+def assert_same_layers(model, other):
+    some, others = weighty_layers(model), weighty_layers(other)
+    assert len(some) == len(others)
+    for layer, twin in zip(some, others, strict=True):
+        assert type(layer) is type(twin)
+        assert layer.dtype_policy == twin.dtype_policy
+        assert layer.quantization_mode == twin.quantization_mode
+
+
+def weighty_layers(model):
+    """The layers with weights, but for the states among them."""
+    layers = model._flatten_layers()
+    return [x for x in layers if x.weights and x.name != "float8_state"]
+
+
+def assert_equal(some, others):
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_array_equal(numpy(one), numpy(other))
+
+
+# Plain Keras, and kpe.load_model
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_plain_keras_loads_every_weight_and_slot(kind, saved):
+    model, folder = saved(kind)
+    loaded = keras.saving.load_model(folder)
+    assert_equal(float_weights(model), float_weights(loaded))
+    assert_equal(model.optimizer.variables, loaded.optimizer.variables)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_kpe_brings_every_layer_back_as_it_was(kind, saved, tmp_path):
+    model, folder = saved(kind)
+    loaded = kpe.load_model(folder)
+    assert_same_layers(model, loaded)
+    loaded.save(tmp_path / "again", zipped=False)
+    assert_same_arrays(folder, tmp_path / "again")
+
+
+def test_the_models_of_this_file_lose_float8_under_plain_keras(saved):
+    lost = {}
+    for kind in BUILDERS:
+        model, folder = saved(kind)
+        plain = keras.saving.load_model(folder, compile=False)
+        lost[kind] = len(float8_layers(model)) - len(float8_layers(plain))
+    assert lost == {"blocks": 2, "subclassed": 5, "composites": 9, "mixed": 2}
+
+
+def test_training_goes_on_bit_for_bit(tmp_path):
+    """With variables of the optimizer that plain Keras finds no place for."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((4,)), Block(4), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    optimizer = keras.optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, global_clipnorm=1.0, use_ema=True
+    )
+    model.compile(optimizer, "mse", jit_compile=JIT)
+    kpe.convert(model, DELAYED)
+    x, y = batch_for(model)
+    x = x[:, 0]
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.gradient_accumulation_steps == 2
+    assert_equal(model.optimizer.variables, loaded.optimizer.variables)
+    model.reset_metrics()  # Of older Keras: a loss is a mean since then.
+    expected = [model.train_on_batch(x, y) for _ in range(3)]
+    found = [loaded.train_on_batch(x, y) for _ in range(3)]
+    assert len(set(map(float, expected))) > 1
+    assert_equal(expected, found)
+    assert_equal(states_of(model), states_of(loaded))
+
+
+def test_a_model_without_compilation_stays_without(saved):
+    model, folder = saved("blocks")
+    loaded = kpe.load_model(folder, compile=False)
+    assert not loaded.compiled
+    assert_equal(states_of(model), states_of(loaded))
+
+
+def test_a_stock_model_is_loaded_as_keras_does(tmp_path):
+    model = randomized(stock("blocks"))
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert not float8_layers(loaded)
+    assert_equal(model.weights, loaded.weights)
+    assert_equal(model.optimizer.variables, loaded.optimizer.variables)
+
+
+def test_an_optimizer_that_is_not_in_the_file_is_warned_of_once(tmp_path):
+    model = converted("blocks")
+    model.get_layer("block").trainable = False  # Lost: the block makes anew.
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    config = model.get_layer("block").get_config()
+    assert config["trainable"] is False
+    model.save(tmp_path / "model", zipped=False)
+    with h5py.File(tmp_path / "model" / WEIGHTS, "a") as file:
+        del file["optimizer/vars/2"]
+    with pytest.warns(UserWarning, match="Skipping variable") as caught:
+        kpe.load_model(tmp_path / "model")
+    assert len(caught) == 1
+
+
+def test_a_file_that_names_an_optimizer_of_torch_loads_anywhere(
+    saved, tmp_path
+):
+    model, folder = saved("blocks")
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    private = "keras.src.backend.torch.optimizers.torch_adam"
+    config["compile_config"]["optimizer"] |= {
+        "module": private,
+        "registered_name": "Adam",
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    loaded = kpe.load_model(tmp_path / "model")
+    assert type(loaded.optimizer) is type(model.optimizer)
+    assert_equal(model.optimizer.variables, loaded.optimizer.variables)
+
+
+def test_a_layer_of_the_package_gets_the_policy_that_was_saved(tmp_path):
+    """A block that makes float8 layers, whose policy was changed since."""
+    model = keras.Sequential([keras.Input((4,)), Float8Block()])
+    kpe.convert(model, "float8/8_from_float32")
+    model.save(tmp_path / "model", zipped=False)
+    loaded = kpe.load_model(tmp_path / "model")
+    (layer,) = float8_layers(loaded)
+    assert layer.dtype_policy.full_name == "float8/8_from_float32"
+    assert_equal(states_of(model), states_of(loaded))
+
+
+@keras.saving.register_keras_serializable("test_loading")
+class Float8Block(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = kpe.layers.Dense(4, dtype=DELAYED)
+
+    def build(self, input_shape):
+        self.inner.build(input_shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+# Files of earlier versions (see tests/saved_files.py)
+
+
+LOADERS = {"keras": keras.saving.load_model, "kpe": kpe.load_model}
+
+
+@pytest.mark.parametrize(
+    "name, loader",
+    [("layers", "keras"), ("layers", "kpe"), ("converted", "kpe")],
+)
+def test_files_of_earlier_versions_load(name, loader):
+    model = LOADERS[loader](GOLDENS / f"{name}.keras")
+    names = [x.dtype_policy.full_name for x in float8_layers(model)]
+    assert names == [DELAYED] * {"layers": 2, "converted": 7}[name]
+    with np.load(GOLDENS / f"{name}.npz") as numbers:
+        assert_numbers(numbers, "weight", model.weights)
+        assert_numbers(numbers, "slot", model.optimizer.variables)
+        expected = numbers["outputs"]
+    # Frameworks sum, and compute tanh and softmax, with other roundings. Where
+    # that decides between two float8 numbers, one of the 24 inputs or more of
+    # the last layer is off by 2^-3 at most; let two of them be.
+    error = np.linalg.norm(predictions(model) - expected)
+    assert error < 2**-3 * 2 / 24 * np.linalg.norm(expected)
+
+
+def assert_numbers(numbers, kind, variables):
+    names = sorted(name for name in numbers.files if name.startswith(kind))
+    assert_equal([numbers[name] for name in names], variables)
+
+
+# Weights alone: float32, other lengths, into converted models and back
+
+
+def test_float32_weights_load_into_a_converted_model_and_back(saved, tmp_path):
+    path = tmp_path / "model.weights.h5"
+    plain, model = randomized(stock("blocks"), 1), converted("blocks")
+    plain.save_weights(path)
+    model.load_weights(path)
+    assert_equal(plain.weights, float_weights(model))
+    assert_equal(plain.optimizer.variables, model.optimizer.variables)
+    assert all(np.all(numpy(v)[:, 1:] == 0) for v in states_of(model))
+    model, folder = saved("blocks")
+    plain.load_weights(folder / WEIGHTS)
+    assert_equal(plain.weights, float_weights(model))
+
+
+@pytest.mark.parametrize("length", [2, 8])
+def test_a_history_of_another_length_keeps_the_newest(length, saved):
+    saved_model, folder = saved("blocks")
+    model = converted("blocks", 1, policy=f"float8/{length}_from_float32")
+    model.load_weights(folder / WEIGHTS)
+    kept = min(length, 4) - 1  # before the newest; the ring turns left
+    for before, after in zip(
+        states_of(saved_model), states_of(model), strict=True
+    ):
+        before, after = numpy(before)[:, 9:], numpy(after)[:, 9:]
+        np.testing.assert_array_equal(before[:, :2], after[:, :2])
+        np.testing.assert_array_equal(before[:, -kept:], after[:, -kept:])
+        assert np.count_nonzero(after[0]) == 2 + kept
+
+
+def test_load_weights_as_saved_converts_a_stock_model(saved, tmp_path):
+    model, folder = saved("subclassed")
+    other = stock("subclassed", 1)
+    other.optimizer.build(other.trainable_variables)
+    kpe.load_weights(other, folder / WEIGHTS, as_saved=True)
+    other.save(tmp_path / "again", zipped=False)
+    assert_same_arrays(folder, tmp_path / "again")
+    np.testing.assert_array_equal(predictions(model), predictions(other))
+
+
+def test_load_weights_leaves_policies_alone(saved):
+    model, folder = saved("blocks")
+    other = randomized(stock("blocks", 1), 1)
+    kpe.load_weights(other, folder / WEIGHTS)
+    assert not float8_layers(other)
+    assert_equal(float_weights(model), other.weights)
+
+
+# Files that are damaged, foreign or newer
+
+
+def edited(folder, target, change):
+    """A copy of a saved model whose file of weights was changed."""
+    shutil.copytree(folder, target)
+    with h5py.File(target / WEIGHTS, "a") as file:
+        change(file)
+    return target
+
+
+def state_group(file):
+    return file["layers/block/wide/float8_state/vars"]
+
+
+def with_entry(key, value):
+    def change(file):
+        group = state_group(file)
+        del group[key]
+        group[key] = value
+
+    return change
+
+
+def text(name):
+    return np.frombuffer(name.encode(), "uint8")
+
+
+def without_the_last_head(file):
+    del file["layers/dense/vars/1"]
+
+
+WRONG = {
+    "an unknown recipe": (
+        with_entry("policy", text("float8/quantum_from_float32")),
+        "does not know.*quantum.*Update",
+    ),
+    "a plain policy": (
+        with_entry("policy", text("float32")),
+        "does not know.*'float32'.*Allowed",
+    ),
+    "a policy that is no text": (
+        with_entry("policy", np.array([255, 254], "uint8")),
+        "'policy' is uint8.*Save the model again",
+    ),
+    "a newer format": (
+        with_entry("format_version", np.int32(2)),
+        "newer version.*format 2.*Update",
+    ),
+    "a damaged state": (
+        with_entry("0.kernel.scale", np.float32(np.nan)),
+        "'0.kernel.scale' is nan.*Save the model again",
+    ),
+    "another architecture": (without_the_last_head, "expected 2 variables"),
+}
+
+
+@pytest.fixture(scope="module")
+def live():
+    """Models that no test changes: a stock one, and one in float8."""
+    return stock("blocks", 1), converted("blocks", 1)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_file_is_refused_and_the_live_model_unchanged(
+    wrong, saved, live, tmp_path
+):
+    _, folder = saved("blocks")
+    change, message = WRONG[wrong]
+    path = edited(folder, tmp_path / "model", change)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        kpe.load_model(path)
+    for model in live:
+        variables = [*model.weights, *model.optimizer.variables]
+        before = [numpy(v).copy() for v in variables]
+        classes = [type(x) for x in model._flatten_layers()]
+        with pytest.raises(ValueError, match=f"(?s)unchanged.*{message}"):
+            kpe.load_weights(model, path / WEIGHTS, as_saved=True)
+        assert_equal(before, variables)
+        assert classes == [type(x) for x in model._flatten_layers()]
+
+
+def test_plain_keras_reads_what_a_newer_policy_left(saved, tmp_path):
+    _, folder = saved("blocks")
+    change, _ = WRONG["an unknown recipe"]
+    path = edited(folder, tmp_path / "model", change)
+    assert_equal(
+        float_weights(saved("blocks")[0]),
+        float_weights(keras.saving.load_model(path)),
+    )
+
+
+@pytest.fixture(scope="module")
+def archive(saved, tmp_path_factory):
+    path = tmp_path_factory.mktemp("archive") / "model.keras"
+    saved("blocks")[0].save(path)
+    return path
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def flipped(content):
+    middle = content.index(b"attention")  # in the file of weights or config
+    return content[:middle] + b"A" + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, lambda _: b""])
+def test_a_damaged_archive_is_refused(damage, archive, live, tmp_path):
+    path = tmp_path / "model.keras"
+    path.write_bytes(damage(archive.read_bytes()))
+    model = live[1]
+    before = [numpy(v).copy() for v in model.weights]
+    message = "damaged or truncated.*Received.*Allowed.*earlier checkpoint"
+    with pytest.raises(ValueError, match=message):
+        kpe.load_model(path)
+    with pytest.raises(ValueError, match=message):
+        kpe.load_weights(model, path)
+    assert_equal(before, model.weights)
+
+
+def test_one_wrong_bit_in_a_weight_is_noticed(archive, tmp_path):
+    with zipfile.ZipFile(archive) as file:
+        info = file.getinfo(WEIGHTS)
+    content = bytearray(archive.read_bytes())
+    content[info.header_offset + info.file_size - 8] ^= 1
+    path = tmp_path / "model.keras"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"checksum of {WEIGHTS}"):
+        kpe.load_model(path)
+
+
+def test_truncated_weights_leave_the_live_model(saved, live, tmp_path):
+    content = (saved("blocks")[1] / WEIGHTS).read_bytes()
+    path = tmp_path / "cut.weights.h5"
+    path.write_bytes(cut(content))
+    before = [numpy(v).copy() for v in live[1].weights]
+    with pytest.raises(ValueError, match=r"unchanged.*truncated file"):
+        kpe.load_weights(live[1], path)
+    assert_equal(before, live[1].weights)
+
+
+def test_files_that_are_none_of_a_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Allowed"):
+        kpe.load_model(tmp_path / "none.keras")
+    path = tmp_path / "other.keras"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("config.json", "{}")
+    with pytest.raises(ValueError, match=f"lacks {WEIGHTS}.*Allowed"):
+        kpe.load_model(path)
+    with pytest.raises(ValueError, match="snapshot_download"):
+        kpe.load_model("hf://someone/model")
+
+
+def test_other_warnings_are_shown(tmp_path):
+    path = tmp_path / "model.keras"
+    keras.Sequential([keras.Input((4,)), Warning_(2)]).save(path)
+    with pytest.warns(UserWarning, match="mine") as caught:
+        kpe.load_model(path)
+    assert len(caught) == 1
+
+
+@keras.saving.register_keras_serializable("test_loading")
+class Warning_(keras.layers.Dense):
+    @classmethod
+    def from_config(cls, config):
+        warnings.warn("mine", stacklevel=1)
+        return cls(**config)

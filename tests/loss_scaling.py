@@ -1,0 +1,100 @@
+"""Custom training loops with a loss scaler, written once for every backend."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from steps import numpy
+
+BACKEND = keras.backend.backend()
+
+
+def steps(optimizer, variable, factors, compiled=False):
+    """A step for each factor, with the loss `factor * variable`.
+
+    Returns:
+        The loss scales and the values of the variable after each step.
+    """
+    if not optimizer.built:
+        optimizer.build([variable])
+    step = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND](
+        optimizer, variable, compiled
+    )
+    scales, values = [], []
+    for factor in factors:
+        step(ops.convert_to_tensor(np.float32(factor)))
+        scales.append(float(optimizer.loss_scale))
+        values.append(float(numpy(variable)))
+    return scales, values
+
+
+def scaled_gradient(optimizer, variable, loss):
+    """The gradient of the scaled `loss(variable)`, eagerly."""
+    scale = optimizer.get_scaled_loss
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(lambda v: scale(loss(v)))(variable.value)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = scale(loss(variable))
+        return tape.gradient(value, variable.value)
+    variable.value.grad = None
+    scale(loss(variable)).backward()
+    return variable.value.grad
+
+
+def _jax(optimizer, variable, compiled):
+    import jax
+
+    def eager(factor):
+        gradient = jax.grad(lambda v: optimizer.scale_loss(factor * v))
+        optimizer.apply([gradient(variable.value)], [variable])
+
+    def stateless(value, own, factor):
+        def loss(value):
+            mapping = list(zip(optimizer.variables, own, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                return optimizer.scale_loss(factor * value)
+
+        gradient = jax.grad(loss)(value)
+        (value,), own = optimizer.stateless_apply(own, [gradient], [value])
+        return value, own
+
+    jitted = jax.jit(stateless)
+
+    def step(factor):
+        own = [v.value for v in optimizer.variables]
+        value, own = jitted(variable.value, own, factor)
+        variable.assign(value)
+        for v, new in zip(optimizer.variables, own, strict=True):
+            v.assign(new)
+
+    return step if compiled else eager
+
+
+def _tensorflow(optimizer, variable, compiled):
+    import tensorflow as tf
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(factor * variable)
+        gradient = tape.gradient(loss, variable.value)
+        optimizer.apply([gradient], [variable])
+
+    return tf.function(step) if compiled else step
+
+
+def _torch(optimizer, variable, compiled):
+    import torch
+
+    def step(factor):
+        variable.value.grad = None
+        optimizer.scale_loss(factor * variable.value).backward()
+        with torch.no_grad():
+            optimizer.apply([variable.value.grad], [variable])
+
+    # Dynamo's graph and its breaks; a C++ compiler would add nothing here.
+    return torch.compile(step, backend="eager") if compiled else step
