@@ -484,10 +484,8 @@ def foreign_layer():
         def call(params, inputs):
             return inputs @ params
 
-        def init(rng, inputs):
-            return np.eye(6, dtype="float32")
-
-        return keras.layers.JaxLayer(call, init_fn=init)
+        # With an init_fn, Keras would look for TensorFlow (3.15).
+        return keras.layers.JaxLayer(call, params=np.eye(6, dtype="float32"))
     if keras.backend.backend() == "torch":
         import torch
 
