@@ -476,6 +476,44 @@ def detach(layer: Any, name: str) -> None:
     delattr(layer, name)
 
 
+def stock_float8(layer: Any) -> dict[str, Any]:
+    """What Keras's `quantize("float8")` has put into a layer, by attribute.
+
+    Scales and amax histories of three operands, as trainable weights of the
+    layer itself (keras 3.5 to 3.15).
+
+    Returns:
+        Variables by name; none if this is no such layer.
+    """
+    if layer.quantization_mode != "float8":
+        return {}
+    names = [
+        f"{operand}_{kind}"
+        for operand in ("inputs", "kernel", "outputs_grad")
+        for kind in ("scale", "amax_history")
+    ]
+    found = {name: getattr(layer, name, None) for name in names}
+    return {} if any(v is None for v in found.values()) else found
+
+
+def remove_stock_float8(layer: Any) -> None:
+    """Take that out of an unlocked layer, if it is there.
+
+    Deleting the attributes would collect garbage once for each (3.15).
+    """
+    for name, variable in stock_float8(layer).items():
+        layer._untrack_variable(variable)
+        vars(layer).pop(name)
+        layer._is_quantized = False
+
+
+def restore_stock_float8(layer: Any, variables: dict[str, Any]) -> None:
+    """Undo `remove_stock_float8`; the layer is unlocked."""
+    for name, variable in variables.items():
+        setattr(layer, name, variable)
+        layer._is_quantized = True
+
+
 @contextlib.contextmanager
 def shown(layer: Any, name: str, value: Any) -> Iterator[None]:
     """Let those who look at a layer's attributes see another value for one.

@@ -136,7 +136,8 @@ def _form(layer: Any) -> type | None:
     if not layer.built:
         raise _Stays("it has no weights yet: it was never called")
     mode = layer.quantization_mode
-    if mode is not None and not isinstance(layer, Float8Mixin):
+    quantized = mode is not None and not isinstance(layer, Float8Mixin)
+    if quantized and not _keras_compat.stock_float8(layer):
         raise _Stays(f"Keras has quantized it ({mode})")
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):

@@ -267,15 +267,18 @@ def _entry(layer: Any) -> Converted:
 def _whole(layers: list[Any]) -> Iterator[None]:
     """Give layers back their classes, policies and states if it fails."""
     before = [
-        (layer, type(layer), layer.dtype_policy, _entries(layer))
+        (layer, type(layer), layer.dtype_policy, _entries(layer), stock)
         for layer in layers
+        for stock in (_keras_compat.stock_float8(layer),)
     ]
     try:
         yield
     except BaseException:
-        for layer, cls, policy, entries in before:
+        for layer, cls, policy, entries, stock in before:
             if type(layer) is not cls:
                 release(layer)
+                with _keras_compat.unlocked(layer):
+                    _keras_compat.restore_stock_float8(layer, stock)
                 _keras_compat.replace_layer_policy(layer, policy)
             elif layer.dtype_policy is not policy:
                 adopt(layer, policy)

@@ -29,7 +29,7 @@ def continued(model: Any) -> Iterator[None]:
         for layer in _keras_compat.layers_within(model)
         if isinstance(layer, keras.Model)
     ]
-    states = [v for v in model.variables if isinstance(v, StateVariable)]
+    states = [v for v in model.variables if _is_state(v)]
     try:
         yield
     finally:
@@ -44,6 +44,13 @@ def replicas(model: Any) -> Any:
     """The scope in which the variables of a model were made."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def _is_state(variable: Any) -> bool:
+    """Whether a variable is float8 state, of this package or of Keras."""
+    return isinstance(variable, StateVariable) or (
+        getattr(variable, "overwrite_with_gradient", False)
+    )
 
 
 def _follow(model: Any, gone: set[int]) -> None:

@@ -15,7 +15,7 @@ from keras import ops
 from keras_policy_ext.kernels.contract import Choice, Quantized
 from keras_policy_ext.kernels.contractions import Conv
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.numerics.rules import Prior, rule_of
 from keras_policy_ext.recipes import Recipe
 
 Tensor = Any
@@ -95,6 +95,18 @@ class AgnosticEngine:
             f"The engine {self.name!r} cannot transpose a function. Use the "
             "engine of a framework: keras_policy_ext.kernels.engine()."
         )
+
+    def prior(self, rule: Any, *state: Tensor) -> Prior:
+        """What the state says before this step.
+
+        Args:
+            rule: That of a recipe with state.
+            state: What the recipe has.
+
+        Returns:
+            `rule.prior(*state)`, or less where a choice is already made.
+        """
+        return rule.prior(*state)
 
     def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
         """What a state becomes when `value` is assigned to it.

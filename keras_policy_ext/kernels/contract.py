@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from keras_policy_ext.kernels.contractions import Conv
     from keras_policy_ext.kernels.plan import Plan
+    from keras_policy_ext.numerics.rules import Prior
     from keras_policy_ext.recipes import Recipe
 
 Tensor = Any
@@ -33,7 +34,8 @@ class Choice(NamedTuple):
 
     Attributes:
         kind: `"native"` (the matmul reads float8 operands) or `"emulated"`
-            (the same numbers, multiplied in float32).
+            (the same numbers, multiplied in float32 or, where that is no
+            less exact, in bfloat16).
         reason: One sentence for the user.
     """
 
@@ -87,6 +89,9 @@ class Engine(Protocol):
         self, conv: Conv, x: Quantized, g: Quantized, shape: Any, dtype: str
     ) -> Tensor:
         """Its gradient for a kernel of this shape."""
+
+    def prior(self, rule: Any, *state: Tensor) -> Prior:
+        """What the state says before this step."""
 
     def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
         """What a state becomes when `value` is assigned to it."""

@@ -87,7 +87,7 @@ class Plan:
         Returns:
             Outputs of dtype `inputs_dtype`, and residuals.
         """
-        prior = self.rule.prior(*state) if state else None
+        prior = engine.prior(self.rule, *state) if state else None
         observe = observe and bool(state)
         native = engine.select(self).native
         x, x_amax = self._quantize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -66,17 +67,17 @@ class TorchEngine(AgnosticEngine):
         fast: bool = False,
     ) -> Tensor:
         """See `Engine.einsum`."""
-        if a.values.dtype == torch.float32:
-            product = _matmul_2d(equation, a.values, b.values, torch.mm)
-            return product.mul_(a.scale * b.scale).to(getattr(torch, dtype))
-        return _matmul_2d(
-            equation,
-            a.values,
-            b.values,
-            lambda x, y: _scaled_mm(
-                x, y, a.scale, b.scale, getattr(torch, dtype), fast
-            ),
-        )
+        if a.values.dtype != torch.float32:
+
+            def native(x: Tensor, y: Tensor) -> Tensor:
+                out = getattr(torch, dtype)
+                return _scaled_mm(x, y, a.scale, b.scale, out, fast)
+
+            return _einsum(equation, a.values, b.values, native)
+        if _fits_bfloat16(a, dtype) and matmul_form(equation):
+            return _bfloat16_einsum(equation, a, b)
+        product = _einsum(equation, a.values, b.values, torch.matmul)
+        return product.mul_(a.scale * b.scale).to(getattr(torch, dtype))
 
     def conv_inputs_grad(
         self, conv: Conv, g: Quantized, w: Quantized, shape: Any, dtype: str
@@ -93,6 +94,17 @@ class TorchEngine(AgnosticEngine):
         w = g.values.new_zeros(tuple(shape))
         gradient = _conv_backward(conv, float32(g), float32(x), w, 1)
         return scaled(gradient, x, g, dtype)
+
+    def prior(self, rule: Any, *state: Tensor) -> Prior:
+        """See `AgnosticEngine.prior`.
+
+        A CPU knows whether all operands were seen. Then there is no choice of
+        scale to compute, three of the five times that a step would.
+        """
+        prior = super().prior(rule, *state)
+        if _is_known(prior.unseen) and not bool(prior.unseen.any()):
+            return prior._replace(unseen=None)
+        return prior
 
     @torch.compiler.disable
     def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
@@ -262,29 +274,77 @@ def _round_to_format(x: Tensor, dtype: str) -> Tensor:
     return x.add_(anchor).sub_(anchor)
 
 
-def _matmul_2d(equation: str, a: Tensor, b: Tensor, matmul: Any) -> Tensor:
-    """An einsum by a two-dimensional matmul, or `torch.einsum` if it is none.
+def _einsum(equation: str, a: Tensor, b: Tensor, matmul: Any) -> Tensor:
+    """An einsum by a matmul, or `torch.einsum` if it is none.
 
     Args:
         equation: Explicit.
         a: First operand.
         b: Second operand.
-        matmul: Takes (rows, contracted) and (contracted, columns).
+        matmul: Takes (rows, contracted) and (contracted, columns), or both
+            with an axis of the batch before them.
     """
     form = matmul_form(equation)
-    if form is None or form.batch:
+    if form is None:
         return torch.einsum(equation, a, b)
     first, second, out = split(equation)
-    a = _permute(a, first, form.rows + form.contracted)
-    b = _permute(b, second, form.contracted + form.columns)
-    rows, columns = a.shape[: len(form.rows)], b.shape[len(form.contracted) :]
-    contracted = b.shape[: len(form.contracted)].numel()
+    a = _permute(a, first, form.batch + form.rows + form.contracted)
+    b = _permute(b, second, form.batch + form.contracted + form.columns)
+    i, j = len(form.batch), len(form.batch + form.rows)
+    batch, rows, contracted = a.shape[:i], a.shape[i:j], a.shape[j:]
+    columns = b.shape[i + len(form.contracted) :]
+    lead = (batch.numel(),) if form.batch else ()
     product = matmul(
-        a.reshape(rows.numel(), contracted),
-        b.reshape(contracted, columns.numel()),
+        a.reshape(*lead, rows.numel(), contracted.numel()),
+        b.reshape(*lead, contracted.numel(), columns.numel()),
     )
-    product = product.reshape(rows + columns)
-    return _permute(product, form.rows + form.columns, out)
+    product = product.reshape(batch + rows + columns)
+    return _permute(product, form.batch + form.rows + form.columns, out)
+
+
+def _is_known(x: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a number can be read without waiting for a device."""
+    # Tensors of other types stand for numbers that are not there yet.
+    if x is None or type(x) is not torch.Tensor:
+        return False
+    return x.device.type == "cpu"
+
+
+def _fits_bfloat16(a: Quantized, dtype: str) -> bool:
+    """Whether a matmul in bfloat16 gives the same and is the faster one.
+
+    Numbers of every float8 format are numbers of bfloat16. 256x512x2048 on a
+    core with AVX512-BF16: 2.5 ms against 5.6 ms in float32 (torch 2.13).
+    """
+    return (
+        dtype == "bfloat16"
+        and a.values.dtype == torch.float32
+        and _is_known(a.scale)
+        and _multiplies_bfloat16()
+    )
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, as far as torch can tell."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    checks = [getattr(torch.cpu, name, None) for name in names]
+    return any(check is not None and check() for check in checks)
+
+
+def _bfloat16_einsum(equation: str, a: Quantized, b: Quantized) -> Tensor:
+    """Like `Engine.einsum`, for operands in float32 and a result in bfloat16.
+
+    `alpha` multiplies what was accumulated in float32, before it is rounded:
+    a product in bfloat16 that is scaled afterwards is rounded twice.
+    """
+    scale = float(a.scale * b.scale)
+
+    def matmul(x: Tensor, y: Tensor) -> Tensor:
+        product = torch.addmm if x.ndim == 2 else torch.baddbmm
+        return product(x.new_zeros((1,) * x.ndim), x, y, beta=0, alpha=scale)
+
+    return _einsum(equation, a.values.bfloat16(), b.values.bfloat16(), matmul)
 
 
 def _permute(x: Tensor, axes: str, wanted: str) -> Tensor:

@@ -31,7 +31,9 @@ def adopt(layer: Any, policy: Any = None) -> None:
 
     Args:
         layer: A built layer whose class has a float8 form (`form_of`), or
-            one that is in it already.
+            one that is in it already, or that Keras has quantized to float8:
+            Keras's scales and histories are taken out, since those of a layer
+            that is used twice are sums, and amaxes start anew.
         policy: The float8 policy to follow; None for the one that the layer
             has. A layer that followed another one keeps its amaxes.
 
@@ -46,6 +48,7 @@ def adopt(layer: Any, policy: Any = None) -> None:
     _check_built(layer)
     with _keras_compat.unlocked(layer):
         if form is not type(layer):
+            _keras_compat.remove_stock_float8(layer)
             _keras_compat.swap_class(layer, form)
         if isinstance(layer, Float8Mixin):
             layer.adopt_policy(policy)

@@ -1,4 +1,7 @@
-"""The layouts that CUDA demands of torch's float8 matmul, without a GPU."""
+"""What torch's kernels do by themselves.
+
+The layouts that CUDA demands of the float8 matmul are checked without a GPU.
+"""
 
 import contextlib
 import logging
@@ -22,7 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from keras_policy_ext.kernels import torch as torch_kernels
 from keras_policy_ext.kernels.torch import _padded
+from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.recipes import DelayedScaling
 
 
 @contextlib.contextmanager
@@ -126,3 +132,80 @@ def test_padding_appends_zeros_and_keeps_the_numbers():
 def test_a_matmul_is_native_on_a_gpu_with_float8_units():
     hopper_or_ada = torch.cuda.get_device_capability() >= (8, 9)
     assert kernels.select("ab,bc->ac").native == hopper_or_ada
+
+
+# bfloat16 on a CPU
+
+
+def operands(*shapes):
+    """Float8 numbers as the CPU holds them, each with a scale."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        values = torch.randn(shape, generator=generator) * 50
+        values = values.to(torch.float8_e4m3fn).float()
+        scale = torch.rand((), generator=generator) / 300
+        yield kernels.Quantized(values, scale)
+
+
+EQUATIONS = [
+    ("ab,bc->ac", (33, 129), (129, 17)),
+    ("ba,bc->ca", (129, 33), (129, 17)),
+    ("abc,cde->abde", (3, 5, 64), (64, 2, 7)),
+    ("btnh,bsnh->bnts", (2, 9, 4, 16), (2, 11, 4, 16)),
+    ("bnts,bsnh->btnh", (2, 4, 9, 11), (2, 11, 4, 16)),
+    ("abc,bd->acd", (3, 5, 4), (5, 6)),
+]
+
+
+@pytest.mark.parametrize("bfloat16", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("equation", "first", "second"), EQUATIONS)
+def test_a_bfloat16_result_is_rounded_once(
+    equation, first, second, bfloat16, monkeypatch
+):
+    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: bfloat16)
+    a, b = operands(first, second)
+    y = kernels.engine().einsum(equation, a, b, "bfloat16")
+    assert y.dtype == torch.bfloat16
+    exact = torch.einsum(equation, a.values.double(), b.values.double())
+    exact = exact * (a.scale * b.scale).double()
+    # Half an ulp of a number with 8 bits, and what float32 sums differ by.
+    error = (y.double() - exact).abs()
+    allowed = exact.abs() * 2.0**-8 + exact.abs().max() * 2.0**-20
+    assert torch.all(error <= allowed)
+    ideal = exact.float().bfloat16()
+    assert (y != ideal).double().mean() < 0.01
+
+
+def test_scales_that_are_not_finite_reach_a_bfloat16_result(monkeypatch):
+    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    a, b = operands((4, 8), (8, 3))
+    spoiled = kernels.Quantized(a.values, torch.tensor(float("nan")))
+    y = kernels.engine().einsum("ab,bc->ac", spoiled, b, "bfloat16")
+    assert torch.isnan(y).all()
+
+
+def test_other_results_are_not_computed_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    a, b = operands((33, 129), (129, 17))
+    exact = a.values.double() @ b.values.double() * (a.scale * b.scale)
+    for dtype in ("float32", "float16"):
+        y = kernels.engine().einsum("ab,bc->ac", a, b, dtype).double()
+        unit = {"float32": 2.0**-20, "float16": 2.0**-11}[dtype]
+        allowed = exact.abs() * unit + exact.abs().max() * 2.0**-20
+        assert torch.all((y - exact).abs() <= allowed)
+
+
+# One choice less
+
+
+def test_scales_are_chosen_only_while_an_operand_was_not_seen():
+    engine, rule = kernels.engine(), rule_of(DelayedScaling())
+    state = torch.zeros(rule.state_shape)
+    state[:, 0] = -1.0
+    assert engine.prior(rule, state).unseen.tolist() == [True] * 3
+    state[:2, 10] = 3.0
+    assert engine.prior(rule, state).unseen.tolist() == [False, False, True]
+    state[2, 10] = 3.0
+    known = engine.prior(rule, state)
+    assert known.unseen is None
+    torch.testing.assert_close(known.scales, rule.prior(state).scales)
