@@ -66,7 +66,7 @@ class Float8Mixin(_Layer):
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs["dtype"] = policies.get(kwargs.get("dtype"))
         super().__init__(*args, **kwargs)
-        self.float8_state = Float8State()
+        self.float8_state = Float8State(self.trainable)
         self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     @property
@@ -172,7 +172,7 @@ class Float8Mixin(_Layer):
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
             _keras_compat.detach(self, "float8_state")
-        self.float8_state = Float8State()
+        self.float8_state = Float8State(self.trainable)
         self._float8_kernel_paths = tuple(kernel.path for kernel in kernels)
         _keras_compat.replace_layer_policy(self, policy)
         self._resolve_float8_policy()

@@ -175,10 +175,17 @@ class StateVariable(keras.Variable):
 
 
 class Float8State(keras.layers.Layer):
-    """Holds one matrix for each contraction kernel of the layer it is in."""
+    """Holds one matrix for each contraction kernel of the layer it is in.
 
-    def __init__(self, name: str = "float8_state"):
-        super().__init__(name=name, dtype="float32")
+    Args:
+        trainable: Whether that layer is. Keras tells sub-layers when a layer
+            is frozen, but not one that comes later.
+    """
+
+    def __init__(self, trainable: bool = True):
+        super().__init__(
+            name="float8_state", trainable=trainable, dtype="float32"
+        )
         self._owners: dict[str, str] = {}
         # Whether files hold another kernel, the one with adapters merged in:
         # what was observed of this one is then not written.
@@ -207,7 +214,11 @@ class Float8State(keras.layers.Layer):
             )
         name = kernel.name + SUFFIX
         with _beside(kernel), keras.name_scope(self.name):
-            setattr(self, name, StateVariable(recipe, name))
+            variable = StateVariable(recipe, name)
+            # Tracked while it is trainable, to follow the layer when that is
+            # thawed.
+            setattr(self, name, variable)
+        variable.trainable = self.trainable
         self._owners[kernel.path] = name
 
     def observe(self, kernels: list[keras.Variable]) -> None:

@@ -147,6 +147,37 @@ def test_layers_frozen_and_thawed_train_and_stay_sane(recipe):
     assert_state_is_sane(network, recipe)
 
 
+def two_layers():
+    first = keras.layers.Dense(5, name="first")
+    return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("when", ["before", "after", "when made"])
+def test_a_frozen_layer_has_a_frozen_state(when):
+    network = two_layers()
+    first = network.layers[0]
+    if when == "when made":
+        first = kpe.layers.Dense(5, trainable=False)
+        network = keras.Sequential([keras.Input((6,)), first])
+        network.add(keras.layers.Dense(2))
+    if when == "before":
+        first.trainable = False
+    kpe.convert(network, "float8/4_from_float32")
+    first.trainable = False
+    (state,) = first.float8_state.matrices
+    assert all(v is not state for v in network.trainable_variables)
+    assert any(v is state for v in network.non_trainable_variables)
+    before = numpy(state)
+    network.compile("sgd", "mse", jit_compile=JIT)
+    x, y = normal(8, 6), normal(8, 2)
+    network.fit(x, y, verbose=0)
+    np.testing.assert_array_equal(numpy(state), before)
+    first.trainable = True
+    network.compile("sgd", "mse", jit_compile=JIT)
+    network.fit(x, y, verbose=0)
+    assert not np.array_equal(numpy(state), before)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adapters_train_beside_a_converted_kernel(recipe):
     network = converted(recipe)
