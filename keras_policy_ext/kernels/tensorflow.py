@@ -116,10 +116,10 @@ class TensorFlowEngine(AgnosticEngine):
                 if plan.training is None:
                     seen = plan.observed(residuals, inputs, kernel)
                 make = _eager_backward if eager else _backward
-                inputs_grad, kernel_grad, state_grad = make(plan, shapes)(
-                    seen, outputs_grad, state
+                inputs_grad, *assigned = _flat(
+                    make(plan, shapes)(seen, outputs_grad, state)
                 )
-                return [inputs_grad, kernel_grad, *state_grad]
+                return [inputs_grad, *_after((kernel, *state), assigned)]
 
             return outputs, gradient
 
@@ -132,6 +132,24 @@ class TensorFlowEngine(AgnosticEngine):
 
 
 ENGINE = TensorFlowEngine()
+
+
+def _flat(gradients: Any) -> list[Tensor]:
+    inputs_grad, kernel_grad, state_grad = gradients
+    return [inputs_grad, kernel_grad, *state_grad]
+
+
+def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
+    """Gradients by which variables are updated, once those were read.
+
+    A forward pass that is done again for its gradient reads a kernel which
+    the gradient of that kernel does not need. Nothing but a control edge puts
+    the read before the update, and Grappler loses it: it takes the edge for
+    redundant beside an IdentityN of all gradients, and then splits that one
+    (TF 2.21; once in some 40,000 steps the updated kernel was read).
+    """
+    with tf.control_dependencies(reads):
+        return [tf.identity(gradient) for gradient in gradients]
 
 
 def _forward(plan: Plan) -> Any:
