@@ -34,6 +34,20 @@ class Settings(NamedTuple):
     max_skipped_steps: int | None = None
 
 
+def check_counts(gradients: int, variables: int) -> None:
+    """Raise if these cannot be pairs.
+
+    Raises:
+        ValueError: If the numbers differ.
+    """
+    if gradients != variables:
+        raise ValueError(
+            "Each variable needs its gradient, or None. Received: "
+            f"{gradients} gradients and {variables} variables. "
+            "Allowed: as many of both. Give them in the same order."
+        )
+
+
 def checked(given: Settings) -> Settings:
     """The settings with defaults filled in.
 
@@ -97,13 +111,13 @@ def of_legacy_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **of_loss_scale(loss_scale)}
 
 
-# The wrapper of each optimizer that has one: an optimizer in two of them
-# would be updated by both.
+# The wrapper of each optimizer that has one, a LossScaleOptimizer or a
+# StochasticRounding: an optimizer in two of them would be updated by both.
 _wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def wrapper_of(optimizer: Any) -> Any:
-    """The living `LossScaleOptimizer` that wraps an optimizer, or None."""
+    """The living wrapper of an optimizer, or None."""
     reference = _wrappers.get(optimizer)
     return None if reference is None else reference()
 
@@ -142,12 +156,27 @@ def check_inner(optimizer: Any) -> None:
             "here: dynamic=False, initial_scale="
             f"{optimizer.loss_scale_factor!r}."
         )
-    if wrapper_of(optimizer) is not None:
+    check_not_wrapped(optimizer, "LossScaleOptimizer")
+
+
+def check_not_wrapped(optimizer: Any, by: str) -> None:
+    """Raise if something wraps an optimizer that is to be wrapped.
+
+    Args:
+        optimizer: The optimizer.
+        by: The class that is to wrap it.
+
+    Raises:
+        ValueError: If it has a wrapper.
+    """
+    wrapper = wrapper_of(optimizer)
+    if wrapper is not None:
+        there = type(wrapper).__name__
         raise ValueError(
-            "An optimizer can be in one LossScaleOptimizer only. Received: "
-            f"{optimizer.name!r}, which {wrapper_of(optimizer).name!r} "
-            "wraps. Allowed: an optimizer that nothing wraps. Use the "
-            "LossScaleOptimizer that there is, or make a new optimizer."
+            f"An optimizer can be in one {by} only, and in nothing else. "
+            f"Received: {optimizer.name!r}, which {wrapper.name!r} (of type "
+            f"{there}) wraps. Allowed: an optimizer that nothing wraps. Use "
+            f"the {there} that there is, or make a new optimizer."
         )
 
 

@@ -6,28 +6,44 @@ from typing import Any
 
 
 class Handover:
-    """Pairs a call of `get_unscaled_gradients` with the next `apply`.
+    """Who unscales: the caller, by `get_unscaled_gradients`, or `apply`.
 
     tf_keras lets the caller unscale gradients and change them, by clipping
     for instance, before they are applied; Keras applies scaled ones. Nothing
-    in a tensor tells the two apart, so the order of the calls does.
+    in a tensor tells the two apart, so the calls do: once the caller has
+    unscaled, `apply` does not, until the loss is scaled again or one of the
+    scaled gradients themselves is applied. That outlasts a step, because of
+    steps whose first part is compiled: its calls are seen once only.
+
+    Attributes:
+        states_too: Whether the caller unscaled observations of float8 state
+            too, since it was not known which they were.
     """
 
     def __init__(self) -> None:
-        self._scaled: list[Any] | None = None
+        self.states_too = False
+        self._by_caller = False
+        self._scaled: list[Any] = []
 
-    def give(self, scaled: list[Any]) -> None:
-        """These gradients have been unscaled."""
-        self._scaled = scaled
+    def give(
+        self, scaled: list[Any], unscaled: list[Any], states_too: bool
+    ) -> None:
+        """The first of these gradients have become the second."""
+        self.states_too = states_too
+        self._by_caller = True
+        pairs = zip(scaled, unscaled, strict=True)
+        self._scaled = [a for a, b in pairs if a is not b]
 
     def forget(self) -> None:
         """A new step has begun."""
-        self._scaled = None
+        self._by_caller = False
+        self._scaled = []
 
     def taken(self, gradients: list[Any]) -> bool:
-        """Whether these are the unscaled ones; each handover counts once."""
-        scaled, self._scaled = self._scaled, None
-        if scaled is None or len(scaled) != len(gradients):
-            return False
-        before = {id(x) for x in scaled if x is not None}
-        return not any(id(x) in before for x in gradients)
+        """Whether these are unscaled ones."""
+        scaled = {id(x) for x in self._scaled}
+        if any(id(x) in scaled for x in gradients):
+            self.forget()
+        # Tensors of a step are not kept until the next.
+        self._scaled = []
+        return self._by_caller

@@ -182,9 +182,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> list[Tensor | None]:
         """The gradients divided by the scale.
 
-        The next `apply`, of as many gradients, then takes what it gets as
-        unscaled already, unless it gets one of `grads` itself or the loss
-        was scaled again before.
+        `apply` then takes what it gets as unscaled already, until it gets
+        one of `grads` itself or the loss is scaled again.
 
         Args:
             grads: Gradients of the scaled loss, one for each trainable
@@ -195,10 +194,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             float8 state, which are not scaled, stay as they are.
         """
         grads = list(grads)
-        known = _keras_compat.known_to_optimizer(self) or []
-        variables = known if len(known) == len(grads) else None
-        self._handover.give(grads)
-        return self._unscaled(grads, variables)
+        known = self._known()
+        variables = known if _may_belong(grads, known) else None
+        unscaled = self._unscaled(grads, variables)
+        self._handover.give(grads, unscaled, states_too=variables is None)
+        return unscaled
 
     def apply(
         self,
@@ -217,23 +217,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             FloatingPointError: If `max_skipped_steps` steps in a row were
                 skipped; where the step is compiled see
                 `check_skipped_steps`.
+            ValueError: If there are no variables to build the optimizer on,
+                or another number of them than of gradients.
         """
         grads = list(grads)
         if not grads:
             return
+        variables = self._variables_of(trainable_variables, len(grads))
         scaled = not self._handover.taken(grads)
-        variables = self._variables_of(trainable_variables)
         engine = kernels.engine()
         finite = engine.on_all_replicas(scaling.all_finite(grads))
         if scaled:
             grads = self._unscaled(grads, variables)
+        elif self._handover.states_too:
+            grads = self._with_scaled_states(grads, variables)
         if self.inner_optimizer.gradient_accumulation_steps:
             grads = _as_accumulated(grads, variables)
         engine.run_if(
             finite,
             self.inner_optimizer.apply,
             (grads, variables),
-            [*self._known(), *self.inner_optimizer.variables],
+            self._updated_with(variables),
         )
         self._follow(finite)
         self.check_skipped_steps()
@@ -376,20 +380,41 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads, ops.convert_to_tensor(self._scale()), left
         )
 
-    def _variables_of(self, given: Iterable[Any] | None) -> list[Any]:
-        if given is not None:
-            given = list(given)
+    def _with_scaled_states(
+        self, grads: list[Tensor | None], variables: list[Any]
+    ) -> list[Tensor | None]:
+        """Undo the division of the observations of float8 state."""
+        scale = ops.convert_to_tensor(self._scale())
+        return [
+            ops.multiply(grad, ops.cast(scale, grad.dtype))
+            if grad is not None and _is_overwritten(variable)
+            else grad
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
+
+    def _variables_of(
+        self, given: Iterable[Any] | None, count: int
+    ) -> list[Any]:
+        """The variables of so many gradients; builds the optimizer on them."""
+        if given is None and not self.built:
+            raise ValueError(
+                "The optimizer does not know its variables yet. Received: "
+                "gradients without variables. Allowed: that, once the "
+                "optimizer is built. Call optimizer.build(variables), or "
+                "pass the variables too."
+            )
+        variables = self._known() if given is None else list(given)
+        _arguments.check_counts(count, len(variables))
         if not self.built:
-            if given is None:
-                raise ValueError(
-                    "The optimizer does not know its variables yet. Received: "
-                    "gradients without variables. Allowed: that, once the "
-                    "optimizer is built. Call optimizer.build(variables), or "
-                    "pass the variables too."
-                )
             with keras.name_scope(self.name, caller=self):
-                self.build(given)
-        return self._known() if given is None else given
+                self.build(variables)
+        return variables
+
+    def _updated_with(self, variables: list[Any]) -> list[Any]:
+        """All that a step on these variables may assign."""
+        own = self.inner_optimizer.variables
+        every = (*variables, *self._known(), *own)
+        return list({id(v): v for v in every}.values())
 
     def _known(self) -> list[Any]:
         return _keras_compat.known_to_optimizer(self) or []
@@ -403,6 +428,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "Allowed: a finite number > 0. Save the model again, or load "
                 "it with compile=False."
             )
+        scale = min(max(scale, self.minimum_scale), self.maximum_scale)
+        values = {**values, "dynamic_scale": np.float32(scale)}
         for name, value in values.items():
             if self.dynamic or name == "skipped_counter":
                 getattr(self, name).assign(value)
@@ -443,6 +470,14 @@ def _as_accumulated(grads: list[Any], variables: list[Any]) -> list[Any]:
         grad if grad is None else ops.cast(grad, variable.dtype)
         for grad, variable in zip(grads, variables, strict=True)
     ]
+
+
+def _may_belong(grads: list[Any], variables: list[Any]) -> bool:
+    """Whether these can be gradients of the variables, in this order."""
+    return len(grads) == len(variables) and all(
+        grad is None or tuple(grad.shape) == tuple(variable.shape)
+        for grad, variable in zip(grads, variables, strict=True)
+    )
 
 
 def _is_overwritten(variable: Any) -> bool:

@@ -220,6 +220,18 @@ def test_a_fixed_scale_is_not_taken_from_a_file():
     assert float(fixed.loss_scale) == 4.0
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(0.125, 1.0), (2.0**20, 2.0**16)]
+)
+def test_a_scale_in_a_file_is_brought_within_the_limits(saved, loaded):
+    optimizer = built(
+        LossScaleOptimizer(keras.optimizers.SGD(), maximum_scale=2.0**16)
+    )
+    store = {**store_of(optimizer), "dynamic_scale": np.float32(saved)}
+    optimizer.load_own_variables(store)
+    assert float(optimizer.loss_scale) == loaded
+
+
 @pytest.mark.parametrize("wrong", [np.nan, 0.0, np.inf])
 def test_a_damaged_scale_changes_nothing(wrong):
     optimizer = built(LossScaleOptimizer(keras.optimizers.SGD()))
