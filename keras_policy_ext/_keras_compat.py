@@ -344,6 +344,37 @@ def set_autocasts(variable: Any, value: bool) -> None:
         variable._autocast = value
 
 
+def is_default(method: Any) -> bool:
+    """Whether a method is marked as one that Keras's base classes have.
+
+    `_is_default`, keras 3.0 to 3.15. A marked `get_config` is answered by
+    the arguments of the constructor. Where the mark is gone, False.
+    """
+    return bool(getattr(method, "_is_default", False))
+
+
+def tracked_variables(layer: Any) -> list[Any]:
+    """The variables that a layer has outside of the layers in it.
+
+    However they came into its attributes, lists and dicts. `variables` has
+    those of the inner layers too (`_trainable_variables` and
+    `_non_trainable_variables`, keras 3.0 to 3.15); where these are gone,
+    nothing: variables then count from their assignment to an attribute on.
+    """
+    kept = ("_trainable_variables", "_non_trainable_variables")
+    return [v for name in kept for v in getattr(layer, name, ())]
+
+
+def tracked_metrics(layer: Any) -> list[Any]:
+    """The metrics that a layer has outside of the layers in it.
+
+    `metrics` of a model is often a property of its author, which may read
+    what the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
+    Where it is gone, nothing: metrics are then updated as in Keras.
+    """
+    return list(getattr(layer, "_metrics", ()))
+
+
 class OwnArgumentConversion:
     """A layer that converts the arguments of its call itself.
 
@@ -465,6 +496,51 @@ def swap_class(layer: Any, cls: type) -> None:
     for name, value in renewed.items():
         if hasattr(layer, name):
             object.__setattr__(layer, name, value)
+    _renew_quantize(layer)
+
+
+def _renew_quantize(layer: Any) -> None:
+    """Let `layer.quantize` go on to the class that the layer now has.
+
+    Keras gives each layer a function of that name when it is made, which
+    checks the mode, unlocks the layer, and goes on to the method that the
+    class had then (keras 3.12 to 3.15). The method is put into that function;
+    where Keras does it otherwise, the layer stays as it is.
+    """
+    function = vars(layer).get("quantize")
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if function is not None and "original_quantize_method" in names:
+        cell = function.__closure__[names.index("original_quantize_method")]
+        cell.cell_contents = type(layer).quantize.__get__(layer)
+
+
+class QuantizedAsLeaf:
+    """A layer that `Model.quantize` visits though it has a state in it.
+
+    Keras visits the layers that have none in them, and asks each for
+    `_flatten_layers()` to see (keras 3.12 to 3.15). To that question a layer
+    with nothing but `float8_state` in it names itself alone. Where Keras no
+    longer asks, nothing changes. Expires when Keras visits all layers.
+    """
+
+    def _flatten_layers(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        found = list(parent._flatten_layers(*args, **kwargs))
+        state = getattr(self, "float8_state", None)
+        leaf = len(found) == 2 and found[0] is self and found[1] is state
+        return found[:1] if leaf else found
+
+
+def skip_in_quantize(layer: Any) -> None:
+    """Let `Model.quantize` pass by a layer without a warning.
+
+    It warns of each layer without a `quantize` (keras 3.12 to 3.15).
+    """
+    layer.quantize = _stays
+
+
+def _stays(*args: Any, **kwargs: Any) -> None:
+    """Quantize nothing."""
 
 
 def detach(layer: Any, name: str) -> None:
@@ -564,8 +640,24 @@ def serialize_as(cls: type, original: type) -> None:
 
 
 # --------------------------------------------------------------------------
-# Compiled models (used by conversion/)
+# Compiled models (used by conversion/ and mixed_precision/)
 # --------------------------------------------------------------------------
+
+
+class OwnReturnedLogs:
+    """A model that says which logs `train_on_batch` returns as a list.
+
+    Keras lists whatever `train_step` logs (`_flatten_metrics_in_order`,
+    keras 3.0 to 3.15). Where it no longer asks, all logs are returned.
+    """
+
+    def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The logs to return; all, unless a subclass leaves some out."""
+        return logs
+
+    def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
+        above: Any = super()
+        return above._flatten_metrics_in_order(self.returned_logs(logs))
 
 
 def known_to_optimizer(optimizer: Any) -> list[Any] | None:

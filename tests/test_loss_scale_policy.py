@@ -52,7 +52,11 @@ def test_a_dynamic_loss_scale_starts_at_2_15_and_doubles_after_2000_steps():
 
 
 @pytest.mark.parametrize(
-    "wrong", [True, False, "static", 0, 0.5, -1, [1], np.inf, np.nan, {}]
+    "wrong",
+    [
+        *(True, False, "static", 0, 0.5, -1, [1], np.inf, np.nan, {}),
+        pytest.param(10**400, id="no float"),
+    ],
 )
 def test_what_is_no_loss_scale_is_refused(wrong):
     kind = TypeError if isinstance(wrong, bool | list) else ValueError
@@ -70,6 +74,7 @@ def test_what_is_no_loss_scale_is_refused(wrong):
         (DynamicLossScale, [2, 0]),
         (DynamicLossScale, [2, 1.5]),
         (DynamicLossScale, [2, 1, 1]),
+        (DynamicLossScale, [2, 1, 10**400]),
     ],
 )
 def test_loss_scales_check_their_fields(cls, arguments):

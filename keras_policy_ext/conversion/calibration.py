@@ -35,16 +35,18 @@ def calibrate(
         model: A built model with float8 layers.
         data: Inputs as for `model.predict`: an array or a structure of them,
             taken in batches of 32; or an iterable of batches, each of inputs
-            or of `(inputs, targets)`, such as a `keras.utils.PyDataset` or a
-            `tf.data.Dataset`.
+            or of `(inputs, targets)`, such as a list, a
+            `keras.utils.PyDataset` or a `tf.data.Dataset`. A list or tuple
+            of arrays is inputs if those of the model have its structure.
         steps: The most batches to take; None for all.
 
     Returns:
         Paths of the layers whose scales were filled.
 
     Raises:
-        ValueError: If no layer of the model has float8 state, or there is
-            no batch. The state is then unchanged.
+        ValueError: If no layer of the model has float8 state, there is no
+            batch, or a list or tuple of arrays may be inputs as well as
+            batches. The state is then unchanged.
         TypeError: If `model` is no Keras layer, or `steps` no positive int.
     """
     _check_steps(steps)
@@ -57,7 +59,7 @@ def calibrate(
             found[id(state)] = max(found.get(id(state), amax), amax)
 
     batches = 0
-    for batch in itertools.islice(_batches(data), steps):
+    for batch in itertools.islice(_batches(model, data), steps):
         found: dict[int, np.ndarray] = {}
         with watching(watch), kernels.engine().step_by_step():
             model(batch, training=False)
@@ -105,9 +107,10 @@ def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
     return filled
 
 
-def _batches(data: Any) -> Iterator[Any]:
+def _batches(model: Any, data: Any) -> Iterator[Any]:
     """Inputs, batch by batch."""
-    if _is_structure_of_arrays(data):
+    structure = _input_structure(model)
+    if _is_inputs(data, structure):
         count = len(keras.tree.flatten(data)[0])
         for start in range(0, count, BATCH):
             window = slice(start, start + BATCH)
@@ -119,7 +122,27 @@ def _batches(data: Any) -> Iterator[Any]:
     if isinstance(data, keras.utils.PyDataset):
         several = (data[index] for index in range(data.num_batches))
     for batch in several:
-        yield keras.utils.unpack_x_y_sample_weight(batch)[0]
+        inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        # A tuple is (inputs, targets), unless only as a whole it is inputs.
+        whole = _alike(batch, structure) and not _alike(inputs, structure)
+        yield batch if whole else inputs
+
+
+def _is_inputs(data: Any, structure: Any) -> bool:
+    """Whether these are inputs, and not batches.
+
+    Raises:
+        ValueError: If that cannot be told.
+    """
+    if not _is_structure_of_arrays(data):
+        return False
+    if not isinstance(data, (list, tuple)) or _alike(data, structure):
+        return True
+    batches = all(isinstance(batch, tuple) for batch in data)
+    known = structure is not None and isinstance(data, list)
+    if not batches and not known:
+        raise ValueError(_ambiguous(data))
+    return False
 
 
 def _is_structure_of_arrays(data: Any) -> bool:
@@ -130,6 +153,44 @@ def _is_structure_of_arrays(data: Any) -> bool:
     return bool(leaves) and all(
         isinstance(leaf, np.ndarray) or ops.is_tensor(leaf) for leaf in leaves
     )
+
+
+def _alike(data: Any, structure: Any) -> bool:
+    """Whether data have a structure, where lists are as good as tuples."""
+    if structure is None:
+        return False
+    try:
+        keras.tree.assert_same_structure(
+            keras.tree.lists_to_tuples(data),
+            keras.tree.lists_to_tuples(structure),
+        )
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _input_structure(model: Any) -> Any:
+    """What a model takes, each array a 0; None where it is not known."""
+    tensors = getattr(model, "inputs", None)
+    if isinstance(model, keras.Sequential):
+        return None if tensors is None else 0
+    if tensors and all(isinstance(x, keras.KerasTensor) for x in tensors):
+        return keras.tree.map_structure(lambda x: 0, model.input)
+    config = model.get_build_config() or {}
+    return _structure_of_shape(config.get("input_shape"))
+
+
+def _structure_of_shape(shape: Any) -> Any:
+    """A structure of shapes, each shape a 0; None where one is missing."""
+    if isinstance(shape, dict):
+        parts = {k: _structure_of_shape(v) for k, v in shape.items()}
+        return None if None in parts.values() else parts
+    if not isinstance(shape, (list, tuple)):
+        return None
+    if all(size is None or isinstance(size, int) for size in shape):
+        return 0
+    several = [_structure_of_shape(each) for each in shape]
+    return None if None in several else several
 
 
 def _check_steps(steps: Any) -> None:
@@ -152,4 +213,17 @@ def _no_data(data: Any) -> str:
         f"{type(data).__name__}. Allowed: an array, a list or dict of arrays, "
         "or an iterable of batches; at least one. Pass some batches of what "
         "the model is going to see."
+    )
+
+
+def _ambiguous(data: Any) -> str:
+    parts = ", ".join(type(part).__name__ for part in data)
+    kind = type(data).__name__
+    return (
+        "`data` may be the inputs of one call, batches, or inputs and "
+        f"targets. Received: a {kind} of {parts}. Allowed: an array or a dict "
+        "of arrays; a list or tuple with the structure of the model's inputs; "
+        "a list of `(inputs, targets)`; a list of batches for a Sequential or "
+        "Functional model; an iterator of batches. Pass the inputs without "
+        "targets, or `iter([...])` of the batches."
     )

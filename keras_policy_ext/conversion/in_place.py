@@ -209,10 +209,9 @@ def _target(
     given = own if requested is None else requested
     if not isinstance(given, Float8DTypePolicy):
         return None, f"its own policy is {own.name}, not float8"
-    resolved = given.for_path(layer.path)
+    resolved, source = given.for_path(layer.path), source_of(layer)
     if not isinstance(resolved, Float8DTypePolicy):
-        return None, f"a rule of the policy keeps it in {resolved.name}"
-    source = source_of(layer)
+        return None, f"a rule of the policy keeps it in {source.name}"
     try:
         target = Float8DTypePolicy(source.name, recipe=resolved.recipe)
     except ValueError:

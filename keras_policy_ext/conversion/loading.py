@@ -28,10 +28,12 @@ from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.adoption import adopt
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import (
+    ATTENTION_KEY,
+    POLICY_KEY,
     Float8State,
     entries_of,
     matrices_in,
-    policy_name_in,
+    text_in,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
 
@@ -135,11 +137,13 @@ class _Found:
         layer: The layer.
         policy: The policy it was saved under; None where the file has none.
         entries: The entries of its state.
+        attention: What it was told to do with its scores and weighted sum.
     """
 
     layer: Any
     policy: Float8DTypePolicy | None
     entries: dict[str, np.ndarray]
+    attention: str | None
 
 
 class _Reader(Float8State):
@@ -196,31 +200,40 @@ def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
     """What was found, if it can be used."""
     layer = place.layer
     path = f"{path_of(layer)}/float8_state"
-    name = policy_name_in(entries, path)
+    name = text_in(entries, POLICY_KEY, path)
     policy = _policy(name, path_of(layer)) if name else None
     follows = policy
     if follows is None and isinstance(layer, Float8Mixin):
         follows = layer.float8_policy
     if follows is not None:
         matrices_in(entries, follows.recipe, place.kernels, path)
-    return _Found(layer, policy, entries)
+    attention = text_in(entries, ATTENTION_KEY, path)
+    if attention not in ("", "float8"):
+        raise ValueError(
+            _unknown(path_of(layer), "attention mode", attention, "float8")
+        )
+    return _Found(layer, policy, entries, attention or None)
 
 
 def _policy(name: str, path: str) -> Float8DTypePolicy:
-    cause = "this is no float8 policy"
+    cause = ""
     try:
         policy = policies.get(name)
     except (TypeError, ValueError) as error:
-        cause = str(error)
+        cause = f" Cause: {error}"
     else:
         if isinstance(policy, Float8DTypePolicy):
             return policy
-    raise ValueError(
-        f"Layer {path!r} was saved under a policy that this version of "
-        f"keras_policy_ext does not know. Received: {name!r}. Cause: {cause} "
-        "Allowed: full names of float8 policies, as in "
-        "`policy.full_name`. Update keras_policy_ext, or load the weights "
-        "without float8, as Keras does: `keras.saving.load_model` or "
+    allowed = "full names of float8 policies, as in `policy.full_name`"
+    raise ValueError(_unknown(path, "policy", name, allowed) + cause)
+
+
+def _unknown(path: str, what: str, value: str, allowed: str) -> str:
+    return (
+        f"Layer {path!r} was saved under a {what} that this version of "
+        f"keras_policy_ext does not know. Received: {value!r}. Allowed: "
+        f"{allowed}. Update keras_policy_ext, or load the weights without "
+        "float8, as Keras does: `keras.saving.load_model` or "
         "`model.load_weights`."
     )
 
@@ -234,6 +247,8 @@ def _adopt(found: _Found) -> None:
         adopt(layer)
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(found.entries)
+    if found.attention and hasattr(layer, "choose_attention"):
+        layer.choose_attention(found.attention)
 
 
 def _adopt_composite(layer: Any) -> None:

@@ -62,7 +62,7 @@ def _follow(model: Any, gone: set[int]) -> None:
             known = _keras_compat.known_to_optimizer(each)
             if known is None:
                 continue
-            new = _states(model, None if is_own else known)
+            new = _states(model, known, is_own)
             wanted = _wanted(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
                 _keras_compat.retarget_optimizer(each, wanted)
@@ -79,15 +79,20 @@ def _optimizers(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _states(model: Any, known: list[Any] | None) -> set[int]:
-    """The states of a model, or of its layers that an optimizer knows."""
-    ids = None if known is None else {id(v) for v in known}
+def _states(model: Any, known: list[Any], is_own: bool) -> set[int]:
+    """The states that an optimizer is to know.
+
+    Those of the layers that it optimizes, frozen since or not; the optimizer
+    of `compile` has all layers that are not frozen.
+    """
+    ids = {id(v) for v in known}
     return {
         id(state)
         for layer in _keras_compat.layers_within(model)
         if isinstance(layer, Float8Mixin)
-        and (ids is None or any(id(v) in ids for v in layer.weights))
         for state in layer.float8_state.matrices
+        if (is_own and state.trainable)
+        or any(id(v) in ids for v in layer.weights)
     }
 
 
@@ -96,21 +101,18 @@ def _wanted(
 ) -> list[Any]:
     """The variables to optimize: those known, with today's states.
 
-    In the order of `trainable_variables`, which the trainers go by. What was
-    frozen since, or is another model's, is kept where it was.
+    In the order of `variables`, which is that of `trainable_variables`, by
+    which the trainers go, whatever is frozen now. What is another model's is
+    kept where it was.
     """
     remembered = {id(v) for v in known}
-    trainable = [
-        v
-        for v in model.trainable_variables
-        if id(v) in remembered or id(v) in new
-    ]
-    present = {id(v) for v in trainable}
+    wanted = [v for v in model.variables if id(v) in remembered or id(v) in new]
+    present = {id(v) for v in wanted}
     others = [
         (i, v)
         for i, v in enumerate(known)
         if id(v) not in present and id(v) not in gone
     ]
     for index, variable in others:
-        trainable.insert(index, variable)
-    return trainable
+        wanted.insert(index, variable)
+    return wanted

@@ -10,8 +10,9 @@ from keras import ops
 
 from keras_policy_ext import _keras_compat
 from keras_policy_ext.layers.adoption import adopt
-from keras_policy_ext.layers.drop_in import drop_in, drop_ins
+from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.state import ATTENTION_KEY
 from keras_policy_ext.policies import Float8DTypePolicy
 
 Tensor = Any
@@ -92,11 +93,23 @@ class _Float8Attention(Float8Mixin):
         self._resolve_float8_policy()
 
     def get_config(self) -> dict[str, Any]:
-        """The stock config, and `attention` where it is set."""
+        """The stock config, and `attention` where the class takes it.
+
+        A subclass of a stock layer, which `convert` has turned into this, is
+        named in files and may not; `_texts_for_file` says it too.
+        """
         config = super().get_config()
-        if self._float8_attention is None:
+        original = original_of(type(self))
+        takes_it = original is None or original in drop_ins()
+        if self._float8_attention is None or not takes_it:
             return config
         return {**config, "attention": self._float8_attention}
+
+    def _texts_for_file(self) -> dict[str, str]:
+        texts = super()._texts_for_file()
+        if self._float8_attention is None:
+            return texts
+        return {**texts, ATTENTION_KEY: self._float8_attention}
 
     def _resolve_float8_policy(self) -> None:
         super()._resolve_float8_policy()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext import _bases, _keras_compat, policies
 from keras_policy_ext.layers import autocast_arguments, autocast_variables
 from keras_policy_ext.layers.autocast_variables import is_autocast_variable
 
@@ -101,7 +101,8 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
     Raises:
         ValueError: If `autocast_args` is neither, or `call` has no parameter
             of an excluded name.
-        TypeError: If `autocast_exclude` holds anything but names.
+        TypeError: If `autocast_exclude` holds anything but names; by the
+            `class` statement, if the Keras class comes first.
     """
 
     autocast_args: str = "all"
@@ -135,8 +136,9 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _bases.check_before(cls, AutocastMixin, keras.Layer, "keras.Layer")
         inherited = getattr(super(), "get_config", None)
-        marked = getattr(inherited, "_is_default", False)
+        marked = _keras_compat.is_default(inherited)
         if cls.get_config is AutocastMixin.get_config and not marked:
             cls.get_config = _unmarked_get_config(cls)  # type: ignore[method-assign]
 
@@ -179,6 +181,9 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        if name == "built":
+            self._own_variables()
+            return
         for variable in autocast_variables.assigned_variables(value):
             if self._has_made(variable):
                 autocast_variables.own(variable, self, self._is_mixed())
@@ -311,11 +316,30 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
             return False  # Keras's own constructor is at work.
         return variable.path in (variable.name, f"{self.path}/{variable.name}")
 
+    def _own_variables(self) -> None:
+        """Own what came in otherwise than by an assignment.
+
+        A list that was assigned may be filled afterwards. Keras marks the
+        layer as built and then takes no variable any more, so that there is
+        nothing to look for in each call.
+        """
+        if "_cast_arguments" not in self.__dict__:
+            return  # Keras's own constructor is at work.
+        for variable in _keras_compat.tracked_variables(self):
+            if self._has_made(variable):
+                autocast_variables.own(variable, self, self._is_mixed())
+        # A metric writes what it reads. On torch what is assigned to a cast
+        # variable is lost, and float16 has not every integer above 2048.
+        for metric in _keras_compat.tracked_metrics(self):
+            for variable in metric.variables:
+                _keras_compat.set_autocasts(variable, False)
+
     def _follow_policy(self) -> None:
         """Let the variables follow a policy that has changed."""
         mixed = self._is_mixed()
         if self.__dict__.get("_was_mixed") == mixed:
             return
+        self._own_variables()  # A constructor may say that it is built.
         self.__dict__["_was_mixed"] = mixed
         for variable in self.variables:
             if getattr(variable, "owner", None) is self:

@@ -61,11 +61,12 @@ def own(variable: Any, layer: Any, mixed: bool) -> None:
 
 
 def assigned_variables(value: Any) -> list[Any]:
-    """The variables in an attribute: itself, or those of a list or dict."""
+    """The variables in an attribute: itself, or in lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, keras.Variable)]
+    if isinstance(value, (list, tuple)):
+        return [v for each in value for v in assigned_variables(each)]
+    return [value] if isinstance(value, keras.Variable) else []
 
 
 def is_autocast_variable(variable: Any) -> bool:

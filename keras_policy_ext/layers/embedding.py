@@ -77,28 +77,6 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         stock: Any = keras.layers.ReversibleEmbedding
         return stock.quantized_call(self, inputs, reverse=reverse)
 
-    def quantize(
-        self, mode: Any = None, type_check: bool = True, **kwargs: Any
-    ) -> None:
-        """As the stock layer, under a policy that is not float8.
-
-        Args:
-            mode: As for the stock layer.
-            type_check: As for the stock layer: whether to refuse subclasses.
-            **kwargs: As for the stock layer.
-
-        Raises:
-            ValueError: If the layer follows float8.
-        """
-        if self.float8_policy is not None:
-            raise ValueError(
-                f"Layer {self.name!r} follows a float8 policy and is not "
-                f"quantized otherwise. Received: {mode!r}. Allowed: a layer "
-                "with a plain policy. Revert it to its source policy first."
-            )
-        type_check = type_check and type(self) is not ReversibleEmbedding
-        super().quantize(mode, type_check=type_check, **kwargs)
-
     @classmethod
     def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
         """See `Float8Mixin.float8_sizes`."""

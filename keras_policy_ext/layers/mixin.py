@@ -12,10 +12,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _keras_compat, kernels, policies
+from keras_policy_ext import _bases, _keras_compat, kernels, policies
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import watching
-from keras_policy_ext.layers.state import Float8State, StateVariable
+from keras_policy_ext.layers.drop_in import drop_ins
+from keras_policy_ext.layers.state import (
+    POLICY_KEY,
+    Float8State,
+    StateVariable,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import CurrentScaling, Recipe
 
@@ -30,7 +35,7 @@ else:
     _Layer = object
 
 
-class Float8Mixin(_Layer):
+class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
     """Makes a layer's contractions follow a float8 policy.
 
     ```python
@@ -51,6 +56,9 @@ class Float8Mixin(_Layer):
     Attributes:
         float8_kernels: Names of the weights that are contracted in float8;
             None for every floating weight of two axes or more.
+
+    Raises:
+        TypeError: By the `class` statement, if the Keras class comes first.
     """
 
     float8_kernels: tuple[str, ...] | None = None
@@ -59,6 +67,10 @@ class Float8Mixin(_Layer):
     """Attributes of the Keras class that a float8 call does without: a
     subclass that changes one of them computes something else."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
+
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
     _float8_kernel_paths: tuple[str, ...] = ()
@@ -66,7 +78,7 @@ class Float8Mixin(_Layer):
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs["dtype"] = policies.get(kwargs.get("dtype"))
         super().__init__(*args, **kwargs)
-        self.float8_state = Float8State(self.trainable)
+        self.float8_state = _new_state(self.trainable)
         self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     @property
@@ -172,7 +184,7 @@ class Float8Mixin(_Layer):
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
             _keras_compat.detach(self, "float8_state")
-        self.float8_state = Float8State(self.trainable)
+        self.float8_state = _new_state(self.trainable)
         self._float8_kernel_paths = tuple(kernel.path for kernel in kernels)
         _keras_compat.replace_layer_policy(self, policy)
         self._resolve_float8_policy()
@@ -202,11 +214,16 @@ class Float8Mixin(_Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """`Layer.save_own_variables`, which merges LoRA's adapters."""
-        policy = self._policy_here()
-        named = policy if isinstance(policy, Float8DTypePolicy) else None
-        self.float8_state.policy_name = named.full_name if named else ""
+        self.float8_state.texts = self._texts_for_file()
         self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
         super().save_own_variables(store)
+
+    def _texts_for_file(self) -> dict[str, str]:
+        """What a file says of this layer beside its state."""
+        policy = self._policy_here()
+        if not isinstance(policy, Float8DTypePolicy):
+            return {}
+        return {POLICY_KEY: policy.full_name}
 
     def set_weights(self, weights: list[Any]) -> None:
         """`Layer.set_weights`, where nothing is set if a state is wrong.
@@ -346,8 +363,47 @@ class Float8Mixin(_Layer):
         plan = self.__dict__.get("_last_plan")
         return None if plan is None else kernels.engine().select(plan)
 
+    def quantize(
+        self, mode: Any = None, type_check: bool = True, **kwargs: Any
+    ) -> None:
+        """As the stock layer, under a policy that is not float8.
+
+        `Model.quantize` warns with the text of the error, and goes on.
+
+        Args:
+            mode: As for the stock layer, but not `"float8"`.
+            type_check: As for the stock layer: whether to refuse subclasses.
+            **kwargs: As for the stock layer.
+
+        Raises:
+            NotImplementedError: If the layer follows float8 or is to, or the
+                stock layer has no quantization.
+        """
+        policy = self.float8_policy
+        if policy is not None:
+            raise NotImplementedError(
+                f"Layer {self.name!r} follows the policy "
+                f"{policy.full_name!r} and was not quantized: it stays in "
+                f"float8. Received: {mode!r}. Allowed: a layer under a plain "
+                "policy. Call `keras_policy_ext.revert(model)` first, then "
+                "quantize; `keras_policy_ext.convert(model, policy)` changes "
+                "how it is scaled."
+            )
+        if mode == "float8":
+            raise NotImplementedError(
+                f"Layer {self.name!r} was not quantized: it follows float8 "
+                f"by its policy, which is {self.dtype_policy.name!r}. "
+                "Received: 'float8'. Allowed: the other modes of Keras. Call "
+                "`keras_policy_ext.convert(model)`, or make the layer with "
+                "`dtype=keras_policy_ext.Float8DTypePolicy(...)`."
+            )
+        type_check = type_check and type(self) not in drop_ins().values()
+        super().quantize(mode, type_check=type_check, **kwargs)
+
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Keras calls for a layer with a quantization mode."""
+        if self.float8_policy is None and getattr(self, "_is_quantized", False):
+            return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
 
     def rematerialized_call(
@@ -392,6 +448,14 @@ class Float8Mixin(_Layer):
             policy = policy.for_path(self.path)
         if not isinstance(policy, Float8DTypePolicy):
             return
+        if getattr(self, "_is_quantized", False):
+            raise ValueError(
+                f"Layer {self.name!r} is quantized by Keras, and its kernel "
+                "has no floating-point values to be scaled. Received: "
+                f"{policy.full_name!r}. Allowed: the policy that it has, "
+                f"{self.dtype_policy.name!r}. Make a new layer with the "
+                "float8 policy and load the weights from before."
+            )
         state, recipe = self.float8_state, policy.recipe
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and recipe.history_length) or not state.fits(recipe):
@@ -493,6 +557,12 @@ class Float8Mixin(_Layer):
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
+
+
+def _new_state(trainable: bool) -> Float8State:
+    state = Float8State(trainable)
+    _keras_compat.skip_in_quantize(state)
+    return state
 
 
 def _static_flag(training: Any) -> bool | None:

@@ -7,6 +7,7 @@ stock layers don't look at. For the kernel that was made as number `i`:
 |---|---|---|
 | `format_version` | () | 1; once in the group |
 | `policy` | (bytes,) | the policy that the layer has; once in the group |
+| `attention` | (bytes,) | what an attention layer has for that, if anything |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
 
@@ -37,6 +38,8 @@ FORMAT_VERSION = 1
 VERSION_KEY = "format_version"
 
 POLICY_KEY = "policy"
+
+ATTENTION_KEY = "attention"
 
 SUFFIX = "_amax"
 """Ends the name of a state variable: a LayoutMap for kernels won't match."""
@@ -190,9 +193,9 @@ class Float8State(keras.layers.Layer):
         # Whether files hold another kernel, the one with adapters merged in:
         # what was observed of this one is then not written.
         self.merged = False
-        # The full name of the layer's policy, which files get, and the one
-        # that the file last read had, which `load_model` looks at.
-        self.policy_name = ""
+        # What files get to know of the layer, by entry, and the policy that
+        # the file last read had, which `load_model` looks at.
+        self.texts: dict[str, str] = {}
         self.policy_in_file: np.ndarray | None = None
         self._layer_loaded: bool | None = None
         self._failure: ValueError | None = None
@@ -258,12 +261,11 @@ class Float8State(keras.layers.Layer):
                 variable.recipe = recipe
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the policy, and scale and amax history of each operand."""
-        if self.matrices or self.policy_name:
+        """Write the texts, and scale and amax history of each operand."""
+        if self.matrices or self.texts:
             store[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
-        if self.policy_name:
-            name = self.policy_name.encode()
-            store[POLICY_KEY] = np.frombuffer(name, "uint8")
+        for key, text in self.texts.items():
+            store[key] = np.frombuffer(text.encode(), "uint8")
         for number, variable in enumerate(self.matrices):
             for key, value in _entries(number, variable).items():
                 other_kernel = self.merged and ".kernel." in key
@@ -339,24 +341,28 @@ def entries_of(store: Any) -> dict[str, np.ndarray]:
     return {key: np.asarray(store[key]) for key in sorted(store.keys())}
 
 
-def policy_name_in(entries: dict[str, np.ndarray], path: str) -> str:
-    """The full name of the policy that a layer was saved under, "" if none.
+def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
+    """What a file says of a layer, such as its policy's full name.
 
     Args:
         entries: What was in the file for the state of the layer.
+        key: `POLICY_KEY` or `ATTENTION_KEY`.
         path: That of the state, for messages.
+
+    Returns:
+        The text; "" if there is no such entry.
 
     Raises:
         ValueError: If the entry is no text, or the file has a newer format.
     """
-    if POLICY_KEY not in entries:
+    if key not in entries:
         return ""
     _check_version(entries, path)
-    value = entries[POLICY_KEY]
+    value = entries[key]
     if value.ndim == 1 and value.dtype == "uint8" and value.size:
         with contextlib.suppress(UnicodeDecodeError):
             return value.tobytes().decode()
-    found = f"{POLICY_KEY!r} is {value.dtype} of shape {value.shape}"
+    found = f"{key!r} is {value.dtype} of shape {value.shape}"
     raise ValueError(_damaged(path, found))
 
 
@@ -469,9 +475,9 @@ def _damaged(path: str, found: str) -> str:
     return (
         f"The float8 state of {path!r} in this file is damaged; the layer's "
         f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r}, "
-        f"{POLICY_KEY!r} (a name in UTF-8, may be missing), and, for each "
-        f"kernel i and each of {', '.join(OPERANDS)}, a float scalar and a "
-        f"float vector ({keys}), finite and >= 0. Save the "
+        f"{POLICY_KEY!r} and {ATTENTION_KEY!r} (UTF-8, may be missing), and, "
+        f"for each kernel i and each of {', '.join(OPERANDS)}, a float "
+        f"scalar and a float vector ({keys}), finite and >= 0. Save the "
         "model again, or delete the group from the file: the state then "
         "starts anew."
     )

@@ -54,18 +54,34 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
         inner_optimizer: The optimizer to wrap.
         loss_scale: `"dynamic"`, a number >= 1, a `FixedLossScale` or a
             `DynamicLossScale`.
+        optimizer: TensorFlow 2.3's name of `inner_optimizer`, instead of it.
         **kwargs: `minimum_scale`, `maximum_scale`, `max_skipped_steps` and
             `name` of `mixed_precision.LossScaleOptimizer`.
 
     Raises:
-        TypeError: If the optimizer or the loss scale is none.
+        TypeError: If the optimizer or the loss scale is none, or the
+            optimizer is given by both names.
         ValueError: If the loss scale is None or out of range; and as
             `mixed_precision.LossScaleOptimizer`.
     """
 
     def __init__(
-        self, inner_optimizer: Any, loss_scale: Any, **kwargs: Any
+        self,
+        inner_optimizer: Any = None,
+        loss_scale: Any = None,
+        *,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
+        if inner_optimizer is not None and optimizer is not None:
+            raise TypeError(
+                "A LossScaleOptimizer wraps one optimizer. Received: "
+                f"inner_optimizer={inner_optimizer!r} and "
+                f"optimizer={optimizer!r}. Allowed: one of the two, which "
+                "are names of the same. Leave one out."
+            )
+        if inner_optimizer is None:
+            inner_optimizer = optimizer
         given = loss_scales.get(loss_scale)
         if given is None:
             raise ValueError(
@@ -95,5 +111,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`."""
         config = dict(config)
-        inner = optimizer.read_inner(config.pop("inner_optimizer"))
+        inner = optimizer.read_inner(
+            config.pop("inner_optimizer"), custom_objects
+        )
         return cls(inner, **config)

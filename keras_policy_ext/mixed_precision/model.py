@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_policy_ext import _bases, _keras_compat
 from keras_policy_ext.mixed_precision import wrapping
 from keras_policy_ext.mixed_precision.monitor import (
     LossScaleMonitor,
@@ -21,7 +22,7 @@ else:
     _Model = object
 
 
-class LossScaleMixin(_Model):
+class LossScaleMixin(_keras_compat.OwnReturnedLogs, _Model):
     """Makes a model's `compile` scale the loss wherever float16 needs it.
 
     ```python
@@ -39,7 +40,14 @@ class LossScaleMixin(_Model):
     many steps in a row were skipped up to it. A `train_step` of your own has
     them too if it calls this one. With `max_skipped_steps` of the optimizer,
     `fit` ends with an error when so many were skipped.
+
+    Raises:
+        TypeError: By the `class` statement, if the Keras class comes first.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _bases.check_before(cls, LossScaleMixin, keras.Model, "keras.Model")
 
     def compile(
         self,
@@ -59,12 +67,9 @@ class LossScaleMixin(_Model):
         Raises:
             ValueError: If layers ask for different loss scales.
         """
-        optimizer = keras.optimizers.get(optimizer)
-        if auto_scale_loss:
-            optimizer = wrapping.wrap_for_model(self, optimizer)
-        # Keras would wrap what is not wrapped, and erase a fixed factor.
-        super().compile(optimizer, *args, auto_scale_loss=False, **kwargs)
-        wrapping.remember_compiled(self)
+        wrapping.compile_by(
+            super().compile, self, optimizer, args, auto_scale_loss, kwargs
+        )
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile as a file says; also one that Keras alone has written.
@@ -97,7 +102,7 @@ class LossScaleMixin(_Model):
                 `LossScaleOptimizer` were skipped in a row.
         """
         if _limit(self) is not None:
-            callbacks = _with_monitor(callbacks)
+            callbacks = _with_monitor(callbacks, self)
         return super().fit(
             x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
         )
@@ -114,20 +119,22 @@ class LossScaleMixin(_Model):
         with keras.StatelessScope(state_mapping=mapping):
             return {**logs, **log_values(self.optimizer)}, state
 
-    def _flatten_metrics_in_order(self, logs: Any) -> Any:
-        # What train_on_batch returns: the loss and the metrics alone.
-        return super()._flatten_metrics_in_order(without_log_values(logs))
+    def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """What `train_on_batch` returns: the loss and the metrics alone."""
+        return without_log_values(logs)
 
 
 def _limit(model: Any) -> int | None:
     return getattr(getattr(model, "optimizer", None), "max_skipped_steps", None)
 
 
-def _with_monitor(callbacks: Any) -> Any:
+def _with_monitor(callbacks: Any, model: Any) -> Any:
     monitor = LossScaleMonitor()
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.append(monitor)
-        return callbacks
+        # Around the user's list, which would have one more after each fit.
+        return keras.callbacks.CallbackList(
+            [callbacks, monitor], model=model, **(callbacks.params or {})
+        )
     if callbacks is None:
         return [monitor]
     if isinstance(callbacks, keras.callbacks.Callback):

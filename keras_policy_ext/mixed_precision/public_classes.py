@@ -6,6 +6,7 @@ Keras writes into files and which only torch can load (keras 3.12 to 3.15).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -23,7 +24,17 @@ def public_class(optimizer: Any) -> type | None:
 
 
 def with_public_class(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """The serialized form of an optimizer, under its public class."""
+    """The serialized form of an optimizer, under its public class.
+
+    That of an optimizer in it, too: Keras's own scaler names the private
+    class of the one that it wraps.
+    """
+    fields = config.get("config") or {}
+    inner = fields.get("inner_optimizer")
+    if isinstance(inner, Mapping):
+        inside = getattr(optimizer, "inner_optimizer", None)
+        named = with_public_class(dict(inner), inside)
+        config = {**config, "config": {**fields, "inner_optimizer": named}}
     cls = public_class(optimizer)
     if cls is None:
         return config

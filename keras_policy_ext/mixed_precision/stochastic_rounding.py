@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext import _keras_compat
+from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.mixed_precision.public_classes import with_public_class
 from keras_policy_ext.mixed_precision.wide_variables import (
     WideVariable,
@@ -53,7 +55,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer` that is not built yet
-            and wraps no other one.
+            and wraps no other one, nor is wrapped.
         seed: Integer from 0 to 2^31 - 1. The same seed gives the same run.
             None draws one. Processes that train replicas of one model need
             the same integer.
@@ -62,8 +64,8 @@ class StochasticRounding(keras.optimizers.Optimizer):
     Raises:
         TypeError: If `inner_optimizer` is no Keras optimizer, or `seed` no
             integer.
-        ValueError: If `inner_optimizer` is built or wraps another one, or
-            `seed` is out of range.
+        ValueError: If `inner_optimizer` is built, wraps another one or is
+            wrapped, or `seed` is out of range.
         NotImplementedError: By `build`, for narrow variables with replicas
             of `tf.distribute`.
     """
@@ -75,12 +77,13 @@ class StochasticRounding(keras.optimizers.Optimizer):
         name: str | None = None,
     ):
         _check_inner(inner_optimizer)
-        _check_seed(seed)
+        seed = _checked_seed(seed)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.seed_generator = keras.random.SeedGenerator(_spread(seed))
         self._seed = seed
         self._wide = WideVariables(self.seed_generator)
+        _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, variables: list[keras.Variable]) -> None:
         """Create the state of the inner optimizer, in float32.
@@ -281,21 +284,25 @@ def _check_inner(inner: Any) -> None:
             f"{type(inner).__name__}. Allowed: one that is not built. Make a "
             "new one: `type(optimizer).from_config(optimizer.get_config())`."
         )
+    _arguments.check_not_wrapped(inner, "StochasticRounding")
 
 
-def _check_seed(seed: Any) -> None:
+def _checked_seed(seed: Any) -> int | None:
     if seed is None:
-        return
-    if isinstance(seed, bool) or not isinstance(seed, int):
+        return None
+    # numpy's integers register as Integral; its bool does not.
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(
             f"The seed must be an integer. Received: seed={seed!r}. Allowed: "
             "None or an int from 0 to 2147483647. Write `seed=1`."
         )
-    if not 0 <= seed < 2**31:
+    number = int(seed)  # JSON has no numpy integers.
+    if not 0 <= number < 2**31:
         raise ValueError(
             f"The seed is out of range. Received: seed={seed}. Allowed: from "
             "0 to 2147483647. Write `seed=1`."
         )
+    return number
 
 
 def _spread(seed: int | None) -> int | None:

@@ -54,7 +54,8 @@ def loss_scale_of_model(model: Any) -> LossScale | None:
 
     The policy of the model decides, if it says a loss scale; else those of
     its layers, where they agree; else it is dynamic if any layer computes in
-    float16. Layers that do not exist yet are not seen.
+    float16, or may do so once it is built. Layers that do not exist yet are
+    not seen.
 
     Raises:
         ValueError: If the layers disagree.
@@ -73,7 +74,7 @@ def loss_scale_of_model(model: Any) -> LossScale | None:
         raise ValueError(_disagreement(distinct))
     if distinct:
         return distinct.pop()
-    if any(layer.compute_dtype == "float16" for layer in layers):
+    if any(_computes_in_float16(layer) for layer in layers):
         return DynamicLossScale()
     return None
 
@@ -109,13 +110,31 @@ def compile(
     Raises:
         ValueError: If layers ask for different loss scales.
     """
+    compile_by(model.compile, model, optimizer, args, auto_scale_loss, kwargs)
+
+
+def compile_by(
+    method: Any,
+    model: Any,
+    optimizer: Any,
+    args: tuple[Any, ...],
+    auto_scale_loss: bool,
+    kwargs: dict[str, Any],
+) -> None:
+    """Compile a model by Keras's method, which is not to wrap by itself.
+
+    It would wrap what is not wrapped, and erase a fixed factor.
+    """
     optimizer = keras.optimizers.get(optimizer)
+    place = _place_of_auto_scale_loss(method)
+    if place is not None and len(args) > place:
+        auto_scale_loss = auto_scale_loss and args[place]
+        args = (*args[:place], False, *args[place + 1 :])
+    elif _takes_auto_scale_loss(method):
+        kwargs = {**kwargs, "auto_scale_loss": False}
     if auto_scale_loss:
         optimizer = wrap_for_model(model, optimizer)
-    if _takes_auto_scale_loss(model.compile):
-        # Keras would wrap what is not wrapped, and erase a fixed factor.
-        kwargs["auto_scale_loss"] = False
-    model.compile(optimizer, *args, **kwargs)
+    method(optimizer, *args, **kwargs)
     remember_compiled(model)
 
 
@@ -123,7 +142,8 @@ def remember_compiled(model: Any) -> None:
     """Let files say how a model was compiled, wrapped or not."""
     changes: dict[str, Any] = {"auto_scale_loss": False}
     optimizer = model.optimizer
-    if optimizer is not None and public_classes.public_class(optimizer):
+    inner = _keras_compat.optimizers_within(optimizer)
+    if any(map(public_classes.public_class, inner)):
         config = keras.saving.serialize_keras_object(optimizer)
         changes["optimizer"] = public_classes.with_public_class(
             config, optimizer
@@ -138,13 +158,28 @@ def _takes_auto_scale_loss(method: Any) -> bool:
     )
 
 
+def _place_of_auto_scale_loss(method: Any) -> int | None:
+    """Its place among the arguments after the optimizer, None for none.
+
+    In Keras it is the eighth of them (3.12 to 3.15), and may be given so.
+    """
+    names = [
+        name
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if "auto_scale_loss" not in names:
+        return None
+    return names.index("auto_scale_loss") - 1
+
+
 def _wrapped(optimizer: Any, loss_scale: LossScale | None) -> Any:
     optimizer = keras.optimizers.get(optimizer)
     if optimizer is None or loss_scale is None or _scales_itself(optimizer):
         return optimizer
     wanted = _arguments.of_loss_scale(loss_scale)
     wrapper = _arguments.wrapper_of(optimizer)
-    if wrapper is None:
+    if not isinstance(wrapper, LossScaleOptimizer):
         return LossScaleOptimizer(optimizer, name=NAME, **wanted)
     differs = {
         key: value
@@ -172,6 +207,15 @@ def _requested(policy: keras.DTypePolicy) -> Any:
     if isinstance(policy, LossScaleDTypePolicy):
         return policy.requested_loss_scale
     return AUTO
+
+
+def _computes_in_float16(layer: Any) -> bool:
+    if layer.built:
+        return bool(layer.compute_dtype == "float16")
+    # By path, which a layer gets when it is built, a map may say float16
+    # where its default does not. A scaler that proves to be of no use
+    # changes no number: it multiplies and divides by a power of two.
+    return _has_float16(layer.dtype_policy)
 
 
 def _has_float16(policy: keras.DTypePolicy) -> bool:

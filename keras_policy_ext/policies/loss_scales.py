@@ -135,10 +135,11 @@ def scale_number(value: Any, name: str, least: float) -> float:
     """
     if not _is_number(value):
         raise TypeError(_wrong_number(name, value, least))
+    number = _as_float(value)
     # Rounded to float32 by the variable that holds it: 2**127 is exact.
-    if not least <= float(value) <= LARGEST:
+    if not least <= number <= LARGEST:
         raise ValueError(_wrong_number(name, value, least))
-    return float(value)
+    return number
 
 
 def step_count(value: Any, name: str) -> int:
@@ -172,14 +173,22 @@ def growth_factor(value: Any) -> float:
     )
     if not _is_number(value):
         raise TypeError(message)
-    if not 1.0 < float(value) <= LARGEST:
+    number = _as_float(value)
+    if not 1.0 < number <= LARGEST:
         raise ValueError(message)
-    return float(value)
+    return number
 
 
 def _is_number(value: Any) -> bool:
     # numpy's floats and integers register as Real; its bool does not.
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # An integer from 2**1024 on, which is no scale.
+        return math.inf
 
 
 def _from_config(config: Mapping[str, Any]) -> LossScale:

@@ -65,6 +65,87 @@ def test_data_is_what_predict_takes(form):
     assert state_of(dense)["kernel"][1][0] == np.abs(numpy(dense.kernel)).max()
 
 
+def two_inputs(structure):
+    """A model of two inputs, and the two layers that take one each."""
+    first, second = keras.Input((6,)), keras.Input((6,))
+    layers = [kpe.layers.Dense(2, dtype=POLICY) for _ in range(2)]
+    outputs = layers[0](first) + layers[1](second)
+    return keras.Model(structure((first, second)), outputs), layers
+
+
+class Called(keras.Model):
+    """A subclassed model, which knows its inputs by its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = kpe.layers.Dense(2, dtype=POLICY)
+        self(np.zeros((1, 6), "float32"))
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def functional():
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, kpe.layers.Dense(2, dtype=POLICY)(inputs))
+
+
+def in_float8():
+    stack = model()
+    kpe.convert(stack, POLICY)
+    return stack
+
+
+def first_amaxes(stack):
+    (dense, *_) = (x for x in stack.layers if hasattr(x, "float8_state"))
+    return state_of(dense)["inputs"][1]
+
+
+@pytest.mark.parametrize("form", ["inputs", "pairs", "tuple of pairs"])
+@pytest.mark.parametrize("make", [in_float8, functional, Called])
+def test_a_list_of_batches_is_not_taken_for_inputs(make, form):
+    stack = make()
+    first, second = normal(4, 6), 3 * normal(4, 6, seed=1)
+    batches = [first, second]
+    if form != "inputs":
+        batches = [(x, x[:, :2]) for x in batches]
+    kpe.calibrate(stack, tuple(batches) if "tuple" in form else batches)
+    amaxes = np.abs(second).max(), np.abs(first).max()
+    np.testing.assert_array_equal(
+        first_amaxes(stack), [amaxes[0], 0, 0, amaxes[1]]
+    )
+
+
+@pytest.mark.parametrize("structure", [list, tuple])
+@pytest.mark.parametrize("form", ["inputs", "batches", "pairs"])
+def test_a_list_with_the_structure_of_the_inputs_is_inputs(structure, form):
+    stack, layers = two_inputs(structure)
+    inputs = normal(4, 6), 3 * normal(4, 6, seed=1)
+    twice = [inputs, inputs]
+    if form == "pairs":
+        twice = [(list(inputs), inputs[0][:, :2])] * 2
+    kpe.calibrate(stack, list(inputs) if form == "inputs" else twice)
+    for layer, x in zip(layers, inputs, strict=True):
+        amax = np.abs(x).max()
+        newest, *_, older = state_of(layer)["inputs"][1]
+        assert (newest, older) == (amax, 0 if form == "inputs" else amax)
+
+
+def test_what_may_be_inputs_and_batches_is_refused():
+    layer = kpe.layers.Dense(2, dtype=POLICY)
+    layer.build((None, 6))
+    unknown = keras.Sequential([layer])
+    pair = normal(4, 6), normal(4, 2)
+    for stack, data in (
+        (unknown, [pair[0], pair[0]]),
+        (functional(), pair),
+        (in_float8(), pair),
+    ):
+        with pytest.raises(ValueError, match="of ndarray, ndarray"):
+            kpe.calibrate(stack, data)
+    assert not state_of(layer)["inputs"][1].any()
+
+
 def test_recurrent_layers_are_seen_step_by_step():
     stack = keras.Sequential(
         [keras.Input((5, 3)), kpe.layers.SimpleRNN(4, dtype=POLICY)]

@@ -263,6 +263,16 @@ def test_rules_decide_by_path_and_the_first_match_wins():
     assert "rule" in reasons["Dense"]
 
 
+def test_a_layer_that_a_rule_leaves_out_is_reported_in_the_dtypes_it_keeps():
+    rules = [(".*/conv1d.*", "bfloat16")]
+    policy = kpe.Float8DTypePolicy("mixed_bfloat16", rules=rules)
+    model = sequential()
+    report = kpe.convert(model, policy)
+    (reason,) = (e.reason for e in report.skipped if e.class_name == "Conv1D")
+    assert reason == "a rule of the policy keeps it in float32"
+    assert model.layers[0].compute_dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("arguments", "converted", "reason"),
     [

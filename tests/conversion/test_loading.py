@@ -227,6 +227,57 @@ class Float8Block(keras.layers.Layer):
         return self.inner(x)
 
 
+@keras.saving.register_keras_serializable("test_loading")
+class Attention(keras.layers.MultiHeadAttention):
+    """A user's own, whose `__init__` knows nothing of float8."""
+
+    def call(self, query, value, key=None, **kwargs):
+        return super().call(query, value, key, **kwargs)
+
+
+@keras.saving.register_keras_serializable("test_loading")
+class Attentive(keras.layers.Layer):
+    def build(self, input_shape):
+        self.attention = keras.layers.MultiHeadAttention(2, 3)
+        self.attention.build(input_shape, input_shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+@pytest.mark.parametrize("kind", ["a block's", "a subclass", "as saved"])
+def test_attention_computes_its_products_as_it_did(kind, tmp_path):
+    inputs = keras.Input((5, 4))
+    attention = Attention(2, 3)
+    if kind == "a subclass":
+        outputs = attention(inputs, inputs)
+    else:
+        outputs = Attentive()(inputs)
+    model = keras.Model(inputs, outputs)
+    other = keras.models.clone_model(model)
+    kpe.convert(model, DELAYED, attention="float8")
+    model.save(tmp_path / "model.keras")
+    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("float32")
+    if kind == "as saved":
+        kpe.load_weights(other, tmp_path / "model.keras", as_saved=True)
+    else:
+        plain = keras.saving.load_model(tmp_path / "model.keras")
+        assert_equal(float_weights(model), float_weights(plain))
+        other = kpe.load_model(tmp_path / "model.keras")
+    modes = [m.quantization_mode for m in attention_layers(model)]
+    assert modes == ["float8"]
+    assert modes == [m.quantization_mode for m in attention_layers(other)]
+    np.testing.assert_array_equal(numpy(model(x)), numpy(other(x)))
+
+
+def attention_layers(model):
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.MultiHeadAttention)
+    ]
+
+
 # Files of earlier versions (see tests/saved_files.py)
 
 
@@ -324,7 +375,8 @@ def state_group(file):
 def with_entry(key, value):
     def change(file):
         group = state_group(file)
-        del group[key]
+        if key in group:
+            del group[key]
         group[key] = value
 
     return change
@@ -350,6 +402,10 @@ WRONG = {
     "a policy that is no text": (
         with_entry("policy", np.array([255, 254], "uint8")),
         "'policy' is uint8.*Save the model again",
+    ),
+    "an unknown mode of attention": (
+        with_entry("attention", text("float4")),
+        "does not know.*'float4'.*Update",
     ),
     "a newer format": (
         with_entry("format_version", np.int32(2)),

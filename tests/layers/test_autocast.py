@@ -354,6 +354,51 @@ def test_small_additions_inside_a_call_are_not_lost():
         assert float(numpy(variable)) == 1 + 2.0**-12
 
 
+class Containers(Layer):
+    """Variables in containers that were filled after the assignment."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.nested = {"a": [self.made("nested")]}
+        self.early = []
+        self.early.append(self.made("early"))
+        self.late = {"b": []}
+        self.metric = keras.metrics.Mean()
+
+    def made(self, name):
+        return keras.Variable(1.0, trainable=False, name=name)
+
+    def build(self, input_shape):
+        self.late["b"].append(self.made("late"))
+
+    def all(self):
+        return [*self.nested["a"], *self.early, *self.late["b"]]
+
+    def call(self, inputs):
+        for variable in self.all():
+            variable.assign_add(2.0**-14)
+        self.metric.update_state(2.0 * ops.ones(3, inputs.dtype))
+        return inputs
+
+
+def test_variables_in_containers_count_however_they_came_in():
+    layer = Containers(dtype="mixed_float16")
+    for _ in range(4):
+        layer(ones(1))
+    got = {v.name: float(numpy(v)) for v in layer.all()}
+    assert got == dict.fromkeys(["nested", "early", "late"], 1 + 2.0**-12)
+
+
+def test_a_metric_that_is_updated_in_a_call_counts_exactly():
+    layer = Containers(dtype="mixed_float16")
+    layer.metric.count.assign(2048.0)  # the next integer is no float16
+    layer.metric.total.assign(4096.0)
+    for _ in range(2):
+        layer(ones(1))
+    assert float(numpy(layer.metric.count)) == 2054.0
+    assert float(numpy(layer.metric.result())) == 2.0
+
+
 def test_small_additions_are_not_lost_in_compiled_training():
     layer = Scale(dtype="mixed_float16")
     layer.build((None, 3))
@@ -711,6 +756,16 @@ def test_the_two_mixins_combine(autocast_is_first):
     assert not kpe.is_autocast_variable(layer.float8_state.matrices[0])
     assert float(numpy(layer.count)) == 1 + 2.0**-14
     assert layer.get_config()["autocast_exclude"] == ["offset"]
+
+
+@pytest.mark.parametrize(
+    "mixin", [kpe.layers.AutocastMixin, kpe.layers.Float8Mixin]
+)
+@pytest.mark.parametrize("base", [keras.layers.Dense, keras.Model])
+def test_a_mixin_has_to_come_before_the_keras_class(base, mixin):
+    allowed = rf"Write class Own\({mixin.__name__}, {base.__name__}\)"
+    with pytest.raises(TypeError, match=allowed):
+        type("Own", (base, mixin), {})
 
 
 def test_keras_finds_the_signature_of_call():

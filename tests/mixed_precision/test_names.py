@@ -55,3 +55,15 @@ def test_the_experimental_scaler_takes_a_loss_scale():
     for wrong in (None, True, 0.5, "static"):
         with pytest.raises((TypeError, ValueError), match="Received"):
             scaler(wrong)
+
+
+def test_the_experimental_scaler_takes_the_optimizer_by_both_names():
+    scaler = experimental.LossScaleOptimizer
+    sgd = keras.optimizers.SGD()
+    assert scaler(optimizer=sgd, loss_scale=2).inner_optimizer is sgd
+    other = keras.optimizers.SGD()
+    assert scaler(inner_optimizer=other, loss_scale=2).inner_optimizer is other
+    with pytest.raises(TypeError, match=r"one of the two"):
+        scaler(keras.optimizers.SGD(), 2, optimizer=keras.optimizers.SGD())
+    with pytest.raises(TypeError, match=r"Received: None"):
+        scaler(loss_scale=2)

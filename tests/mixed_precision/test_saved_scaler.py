@@ -112,6 +112,19 @@ def test_files_name_the_public_class_of_the_optimizer(kind, scale, tmp_path):
     assert got == ("keras.optimizers", "Adam", None)
 
 
+@pytest.mark.parametrize("kind", ["mixin", "function"])
+def test_files_name_the_public_class_of_what_a_scaler_of_keras_wraps(kind):
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    model = Mixed() if kind == "mixin" else functional()
+    compile = {"mixin": Mixed.compile, "function": mixed_precision.compile}
+    compile[kind](model, stock, "mse")
+    named = model.get_compile_config()["optimizer"]
+    assert named["class_name"] == "LossScaleOptimizer"
+    named = named["config"]["inner_optimizer"]
+    got = (named["module"], named["class_name"], named["registered_name"])
+    assert got == ("keras.optimizers", "Adam", None)
+
+
 @keras.saving.register_keras_serializable("test_saved_scaler")
 class Adam(keras.optimizers.Adam):
     """A user's own class with the name of a Keras one."""
@@ -145,6 +158,22 @@ def test_configs_say_everything(optimizer):
     assert type(again) is type(optimizer)
     assert type(again.inner_optimizer) is type(optimizer.inner_optimizer)
     assert again.get_config() == optimizer.get_config()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [LossScaleOptimizer, lambda x: experimental.LossScaleOptimizer(x, 8)],
+    ids=["today", "experimental"],
+)
+def test_a_config_is_read_with_the_classes_that_are_given(make):
+    class Unregistered(keras.optimizers.SGD):
+        pass
+
+    scaler = make(Unregistered())
+    again = type(scaler).from_config(
+        scaler.get_config(), custom_objects={"Unregistered": Unregistered}
+    )
+    assert type(again.inner_optimizer) is Unregistered
 
 
 def test_the_config_of_tensorflow_2_3_is_read():

@@ -104,6 +104,47 @@ def test_compile_leaves_the_optimizer_where_nothing_is_to_be_scaled(
     assert isinstance(wrap_optimizer("sgd", policy), keras.optimizers.SGD)
 
 
+@keras.saving.register_keras_serializable("test_wrapping")
+class MixedSequential(LossScaleMixin, keras.Sequential):
+    """A Sequential model with the mixin."""
+
+
+def map_of(path):
+    """float16 at one path, float32 everywhere else."""
+    policy_map = {path: keras.DTypePolicy("mixed_float16")}
+    return keras.dtype_policies.DTypePolicyMap("float32", policy_map)
+
+
+RULES = kpe.Float8DTypePolicy("float32", rules=[(".*/first", "mixed_float16")])
+
+
+@pytest.mark.parametrize("cls", [MixedSequential, keras.Sequential])
+@pytest.mark.parametrize(
+    ("policy", "built", "wrapped"),
+    [
+        (map_of("net/first"), False, True),
+        (map_of("net/first"), True, True),
+        (map_of("net/other"), True, False),
+        (RULES, False, True),
+    ],
+    ids=["unbuilt", "built", "another layer", "a rule"],
+)
+def test_a_map_counts_by_what_a_layer_may_compute_in_once_it_is_built(
+    policy, built, wrapped, cls
+):
+    first = kpe.layers.Dense(2, name="first", dtype=policy)
+    model = cls([first], name="net")
+    if built:
+        model.build((None, 3))
+    if cls is MixedSequential:
+        model.compile("sgd", "mse")
+    else:
+        mixed_precision.compile(model, "sgd", "mse")
+    assert (type(model.optimizer) is LossScaleOptimizer) == wrapped
+    model.build((None, 3))
+    assert (first.compute_dtype == "float16") == wrapped
+
+
 def test_a_model_under_a_float16_policy_is_wrapped_like_in_keras():
     with kpe.policy_scope("mixed_float16"):
         model = Subclassed("float32")
@@ -176,6 +217,32 @@ def test_what_the_user_says_about_scaling_wins(cls):
     assert own(plain, auto_scale_loss=False) is plain
 
 
+@pytest.mark.parametrize("cls", [Mixed, keras.Model])
+@pytest.mark.parametrize("scale", [True, False])
+def test_auto_scale_loss_may_be_the_last_positional_argument_as_in_keras(
+    scale, cls
+):
+    model = ends("mixed_float16", cls)
+    arguments = ("sgd", "mse", None, None, None, False, 1, JIT, scale)
+    if cls is Mixed:
+        model.compile(*arguments)
+    else:
+        mixed_precision.compile(model, *arguments)
+    assert (type(model.optimizer) is LossScaleOptimizer) == scale
+    assert model.jit_compile == JIT
+
+
+def test_the_mixin_has_to_come_before_the_keras_class():
+    class Base(keras.Model):
+        pass
+
+    for base in (keras.Model, keras.Sequential, Base):
+        with pytest.raises(TypeError, match=r"class Net\(LossScaleMixin,"):
+            type("Net", (base, LossScaleMixin), {})
+    # What the first class does not have is found in the mixin here.
+    assert type("Net", (Base, Mixed), {}).compile is LossScaleMixin.compile
+
+
 def test_an_optimizer_keeps_its_wrapper_when_the_model_is_compiled_again():
     sgd = keras.optimizers.SGD()
     model = compiled("mixed_float16", sgd)
@@ -232,6 +299,22 @@ def test_fit_ends_when_too_many_steps_were_skipped(cls):
     with pytest.raises(FloatingPointError, match="3 skipped steps"):
         model.fit(x * np.nan, y, batch_size=4, verbose=0, callbacks=callbacks)
     assert float(scaler.loss_scale) == 2.0**5
+
+
+def test_fit_takes_a_list_of_callbacks_that_is_made_already():
+    scaler = LossScaleOptimizer(
+        keras.optimizers.SGD(), initial_scale=2.0**8, max_skipped_steps=3
+    )
+    model = compiled("mixed_float16", scaler)
+    given = keras.callbacks.CallbackList(model=model, add_history=True)
+    x, y = data(16)
+    for _ in range(2):
+        history = model.fit(x, y, batch_size=4, verbose=0, callbacks=given)
+    assert history is given.callbacks[0]
+    assert history.epoch == [0]
+    with pytest.raises(FloatingPointError, match="3 skipped steps"):
+        model.fit(x * np.nan, y, batch_size=4, verbose=0, callbacks=given)
+    assert len(given.callbacks) == 1, "the list is the user's"
 
 
 def test_the_monitor_logs_for_models_of_any_class():

@@ -1,0 +1,38 @@
+"""The order of the classes that a class is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def check_before(cls: type, mixin: type, base: type, name: str) -> None:
+    """Raise if a mixin comes after the class that it is to change.
+
+    Python would then find the methods of that class, and the mixin would do
+    nothing, without a word.
+
+    Args:
+        cls: The class that is made.
+        mixin: The mixin among its bases.
+        base: The Keras class that the mixin has to come before.
+        name: How users write `base`.
+
+    Raises:
+        TypeError: If `base` is found first.
+    """
+    order = cls.__mro__
+    if base not in order or order.index(mixin) < order.index(base):
+        return
+    bases = cls.__bases__
+    right = sorted(bases, key=lambda each: not issubclass(each, mixin))
+    raise TypeError(
+        f"{mixin.__name__} has to come before {name}, or it changes "
+        f"nothing. Received: {_written(cls, bases)}. Allowed: the mixin, or "
+        "a class with it, before all Keras classes. Write "
+        f"{_written(cls, right)}."
+    )
+
+
+def _written(cls: type, bases: Iterable[type]) -> str:
+    names = ", ".join(base.__name__ for base in bases)
+    return f"class {cls.__name__}({names})"
