@@ -116,12 +116,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
                 or another number of them than of gradients.
         """
         variables = self._variables_for(trainable_variables)
-        if len(variables) != len(grads):
-            raise ValueError(
-                "Each variable needs its gradient, or None. Received: "
-                f"{len(grads)} gradients and {len(variables)} variables. "
-                "Allowed: as many of both. Give them in the same order."
-            )
+        _arguments.check_counts(len(grads), len(variables))
         if not self.built:
             self.build(variables)
         wide = self._wide.of(variables)
