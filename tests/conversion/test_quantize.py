@@ -96,6 +96,10 @@ def test_a_plain_layer_is_quantized_as_the_stock_one(mode, tmp_path):
     np.testing.assert_array_equal(numpy(ours(X)), outputs)
 
 
+@pytest.mark.skipif(
+    keras.__version__.startswith(("3.12.", "3.13.")),
+    reason="Model.quantize has filters from Keras 3.14 on",
+)
 def test_filters_see_the_layer_and_not_its_state():
     stack = model(kpe.layers)
     stack.quantize("int8", filters=f"^{stack.layers[-1].name}$")
