@@ -1,13 +1,18 @@
 """Files that tf_keras wrote, and what it computed with them.
 
-integration/legacy/write_files.py has written them.
+integration/legacy/write_files.py has written them. Others are written here
+as it does.
 """
 
 import functools
+import io
+import json
 import pathlib
 import sys
 import warnings
+import zipfile
 
+import h5py
 import keras
 import numpy as np
 from keras import ops
@@ -95,3 +100,62 @@ def python_that_wrote_the_bytecode():
 
 def is_loss_scaler(optimizer):
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def layer_in_graph(entry, class_name, inbound, **config):
+    """A layer of a functional model; `inbound` has its nodes."""
+    return {
+        "class_name": class_name,
+        "name": entry,
+        "config": {"name": entry, **config},
+        "inbound_nodes": inbound,
+    }
+
+
+def functional_config(layers, inputs, output):
+    """Of a model, from its layers and the names of its ends."""
+    config = {
+        "name": "model",
+        "layers": layers,
+        "input_layers": [[name, 0, 0] for name in inputs],
+        "output_layers": [[output, 0, 0]],
+    }
+    return {"class_name": "Functional", "config": config}
+
+
+def sequential_config(*layers, shape):
+    """Of a model, from pairs of class name and config."""
+    entries = [
+        {"class_name": name, "config": config} for name, config in layers
+    ]
+    shape = {"batch_input_shape": [None, *shape], "dtype": "float32"}
+    start = {"class_name": "InputLayer", "config": {**shape, "name": "start"}}
+    config = {"name": "sequential", "layers": [start, *entries]}
+    return {"class_name": "Sequential", "config": config}
+
+
+def write_h5(path, config, weights):
+    """A file of HDF5; `weights` has arrays by layer and name, in order."""
+    with h5py.File(path, "w") as file:
+        file.attrs["keras_version"] = "2.15.0"
+        file.attrs["model_config"] = json.dumps(config)
+        root = file.create_group("model_weights")
+        for layer, arrays in weights.items():
+            group = root.create_group(layer)
+            group.attrs["weight_names"] = list(arrays)
+            for name, array in arrays.items():
+                group[name] = array
+    return path
+
+
+def write_archive(path, config, weights):
+    """A `.keras` file; `weights` has arrays by their path in it."""
+    tree = io.BytesIO()
+    with h5py.File(tree, "w") as file:
+        for name, array in weights.items():
+            file[name] = array
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("metadata.json", '{"keras_version": "2.15.0"}')
+        archive.writestr("config.json", json.dumps(config))
+        archive.writestr("model.weights.h5", tree.getvalue())
+    return path

@@ -6,7 +6,7 @@ keras 3.12 to 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -59,22 +59,38 @@ DROPPED: dict[str, dict[str, Any]] = {
 Looked at only where the Keras 3 class has no such argument.
 """
 
+NOTES: dict[str, str] = {
+    "RandomCrop": (
+        "crops in training only: Keras 3 passes images on as they are in "
+        "inference, where tf_keras resized them. Put a Resizing layer "
+        "with crop_to_aspect_ratio=True after it, in a model that you "
+        "build anew."
+    ),
+}
+"""Of layers that Keras 3 takes, but computes otherwise."""
+
 RENAMED: dict[str, dict[str, str]] = {
     "LeakyReLU": {"alpha": "negative_slope"},
     "InputLayer": {"batch_input_shape": "batch_shape"},
 }
 
 
-def revise(kind: str, name: str, config: dict[str, Any]) -> dict[str, Any]:
+def revise(
+    kind: str,
+    name: str,
+    config: dict[str, Any],
+    known: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
     """Rename and recompute the arguments of one object, in place.
 
     Args:
         kind: A key of `classes.MODULES`.
         name: The class name in the legacy config.
         config: Its arguments; a copy that belongs to the caller.
+        known: What a class of the caller's takes and need not be renamed.
     """
     for old, new in RENAMED.get(name, {}).items():
-        if old in config and new not in config:
+        if old in config and new not in config and old not in known:
             config[new] = config.pop(old)
     special = _SPECIAL.get(name) or _SPECIAL.get(kind)
     if special is not None:
@@ -87,6 +103,22 @@ def safe_name(name: str) -> str:
     return name.replace("/", "_")
 
 
+def safe_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of the layers of one model as Keras 3 takes them.
+
+    It takes no name twice: `a/b` next to `a_b` gets a count.
+    """
+    names = list(names)
+    safe = {name: name for name in names if "/" not in name}
+    for name in names:
+        new, count = safe_name(name), 0
+        while name not in safe and new in safe.values():
+            count += 1
+            new = f"{safe_name(name)}_{count}"
+        safe.setdefault(name, new)
+    return safe
+
+
 def _batch_normalization(config: dict[str, Any]) -> None:
     axis = config.get("axis")
     if isinstance(axis, (list, tuple)) and len(axis) == 1:
@@ -96,6 +128,16 @@ def _batch_normalization(config: dict[str, Any]) -> None:
 def _sync_batch_normalization(config: dict[str, Any]) -> None:
     _batch_normalization(config)
     config["synchronized"] = True
+
+
+def _discretization(config: dict[str, Any]) -> None:
+    # tf_keras wrote the dtype of the outputs. Keras 3 casts the inputs to
+    # it, on TensorFlow, where a fraction is lost (keras 3.12 to 3.15).
+    dtype = config.get("dtype")
+    if isinstance(dtype, dict):
+        dtype = (dtype.get("config") or {}).get("name")
+    if isinstance(dtype, str) and dtype.startswith(("int", "uint")):
+        config["dtype"] = "float32"
 
 
 def _optimizer(config: dict[str, Any]) -> None:
@@ -134,17 +176,32 @@ def _lambda(config: dict[str, Any]) -> None:
         config.pop(key, None)
     for key in ("function", "output_shape", "mask"):
         code = config.get(key)
-        if isinstance(code, (list, tuple)) and _is_bytecode(code):
+        if is_bytecode(code):
             config[key] = {
                 "class_name": "__lambda__",
                 "config": dict(
-                    zip(("code", "defaults", "closure"), code, strict=True)
+                    zip(
+                        ("code", "defaults", "closure"),
+                        bytecode(code),
+                        strict=True,
+                    )
                 ),
             }
 
 
-def _is_bytecode(code: list[Any] | tuple[Any, ...]) -> bool:
-    return len(code) == 3 and isinstance(code[0], str)
+def bytecode(code: Any) -> list[Any]:
+    """Code, defaults and closure of a function: Python wants a tuple."""
+    text, defaults, closure = code
+    return [text, None if defaults is None else tuple(defaults), closure]
+
+
+def is_bytecode(code: Any) -> bool:
+    """Whether it is a function as tf_keras writes one without a name."""
+    return (
+        isinstance(code, (list, tuple))
+        and len(code) == 3
+        and isinstance(code[0], str)
+    )
 
 
 _SPECIAL: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -152,6 +209,7 @@ _SPECIAL: dict[str, Callable[[dict[str, Any]], None]] = {
     "BatchNormalizationV1": _batch_normalization,
     "BatchNormalizationV2": _batch_normalization,
     "SyncBatchNormalization": _sync_batch_normalization,
+    "Discretization": _discretization,
     "Lambda": _lambda,
     "losses": _loss,
     "optimizers": _optimizer,

@@ -97,6 +97,25 @@ def find_function(name: str, custom_objects: Mapping[str, Any]) -> Any:
     return None
 
 
+def base(found: Found, name: str) -> tuple[str, str]:
+    """Kind and name of the class of Keras that a class is, or inherits from.
+
+    A class of the caller's inherits the arguments of its base too, and its
+    config has those of the base in tf_keras.
+
+    Args:
+        found: The class.
+        name: The legacy name, which stays that of a built-in class.
+    """
+    if found.kind != "custom" or not inspect.isclass(found.cls):
+        return found.kind, name
+    for cls in found.cls.__mro__:
+        for kind, module in MODULES.items():
+            if getattr(module, cls.__name__, None) is cls:
+                return kind, cls.__name__
+    return found.kind, name
+
+
 @functools.cache
 def arguments(cls: Any) -> frozenset[str]:
     """Names of the arguments of a Keras class, its bases' included."""

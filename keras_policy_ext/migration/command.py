@@ -66,6 +66,8 @@ def prepare(
             model = load_legacy_model(read, on_loss_scale)
         except (OSError, TypeError) as error:
             raise ValueError(f"cannot load {source}: {error}") from error
+        except ValueError as error:  # Keras has some of many lines
+            raise ValueError(" ".join(str(error).split())) from error
     notes = [str(w.message) for w in caught if w.category is UserWarning]
     return Migration(model, read, written, list(dict.fromkeys(notes)))
 

@@ -13,6 +13,8 @@ from keras_policy_ext import activations
 from keras_policy_ext.migration import (
     changes,
     classes,
+    compiling,
+    files,
     graphs,
     loss_scales,
     operations,
@@ -58,12 +60,21 @@ def migrate_config(
 
     Raises:
         TypeError: If the config is no dict.
-        ValueError: If it is none of these, or naming all at once the
-            classes that are unknown and the parts that Keras 3 has no
+        ValueError: If it is none of these or damaged, or naming all at once
+            the classes that are unknown and the parts that Keras 3 has no
             counterpart of.
     """
     rewriter = Rewriter(on_loss_scale, custom_objects)
-    migrated = rewriter.rewrite_object(config)
+    try:
+        migrated = rewriter.rewrite_object(config)
+    except files.OF_DAMAGE as error:
+        if not isinstance(config, Mapping):
+            raise
+        raise ValueError(
+            "Cannot migrate this config. Received: one that is damaged "
+            f"({files.cause(error)}). Allowed: what tf_keras serializes. "
+            "Write it again in tf_keras."
+        ) from error
     rewriter.findings.check()
     rewriter.report()
     return migrated
@@ -175,8 +186,10 @@ class Rewriter:
             return self._dtype(value, where)
         if key.endswith("activation"):
             return self._activation(value, where)
-        if key == "fn" and isinstance(value, str):
-            return self._function(value, where)
+        if key == "fn":  # of a metric: a function, or a loss
+            if isinstance(value, str):
+                return self.rewrite_function(value, where)
+            return self.rewrite(value, "losses", where)
         hints = [kind for end, kind in _HINTS.items() if key.endswith(end)]
         return self.rewrite(value, hints[0] if hints else hint, where)
 
@@ -188,6 +201,10 @@ class Rewriter:
     def _activation(self, value: Any, where: str) -> Any:
         name = value
         if isinstance(value, Mapping):
+            if changes.is_bytecode(value.get("value")):
+                self.findings.code.append(where)
+                code = {"value": changes.bytecode(value["value"])}
+                return {"class_name": "__lambda__", "config": code}
             if value.get("class_name") != "function":
                 return self.rewrite(value, where=where)
             name = value.get("config")
@@ -197,18 +214,22 @@ class Rewriter:
             return keras.saving.serialize_keras_object(
                 activations.tf_keras_hard_sigmoid
             )
-        return self._function(_RENAMED_ACTIVATIONS.get(name, name), where)
+        renamed = _RENAMED_ACTIVATIONS.get(name, name)
+        return self.rewrite_function(renamed, where)
 
-    def _function(self, name: str, where: str) -> Any:
+    def rewrite_function(self, name: str, where: str) -> Any:
+        """A function by its name, or by that of the caller's."""
         found = classes.find_function(name, self.custom_objects)
         if found is None:
             self.findings.unknown.append(f"function {name!r} ({where})")
         return found or name
 
     def _object(self, config: Mapping[str, Any], hint: str, where: str) -> Any:
+        if config["class_name"] == "MeanMetricWrapper":
+            config = compiling.plain_metric(config, self.custom_objects)
         name = config["class_name"]
         if name == "function":
-            return self._function(config["config"], where)
+            return self.rewrite_function(config["config"], where)
         if name == "__lambda__":
             self.findings.code.append(where)
             return copy.deepcopy(dict(config))
@@ -249,19 +270,20 @@ class Rewriter:
         migrated = {**found.fields, "config": arguments}
         if config.get("compile_config"):
             migrated["compile_config"] = self.rewrite_compile_config(
-                config["compile_config"]
+                config["compile_config"], fields
             )
         return migrated
 
     def rewrite_compile_config(
-        self, config: Mapping[str, Any]
+        self, config: Mapping[str, Any], model: Any
     ) -> dict[str, Any]:
-        """The arguments of `compile`; what was left to its default is out."""
-        return {
-            key: self._argument(key, value, "layers", f"compile, {key}")
-            for key, value in config.items()
-            if value is not None
-        }
+        """The arguments of `compile`; what was left to its default is out.
+
+        Args:
+            config: The legacy arguments by name.
+            model: The legacy arguments of the model.
+        """
+        return compiling.rewrite(self, config, model)
 
     def _arguments(
         self,
@@ -276,8 +298,16 @@ class Rewriter:
                 f"Cannot read the config of {where}. Received: {fields!r}. "
                 "Allowed: a dict of arguments. The file is damaged."
             )
+        if found.kind == "layers" and config["class_name"] in changes.NOTES:
+            note = changes.NOTES[config["class_name"]]
+            self.findings.notes.append(f"{where} {note}")
+        kind, name = classes.base(found, config["class_name"])
+        is_custom = found.kind == "custom" and kind != "custom"
         fields = changes.revise(
-            found.kind, config["class_name"], copy.deepcopy(dict(fields))
+            kind,
+            name,
+            copy.deepcopy(dict(fields)),
+            classes.arguments(found.cls) if is_custom else frozenset(),
         )
         if fields.get("synchronized") and keras.backend.backend() != (
             "tensorflow"
@@ -290,7 +320,7 @@ class Rewriter:
         if is_layer and isinstance(fields.get("name"), str):
             fields["name"] = changes.safe_name(fields["name"])
         kept = self._accepted(found, fields, is_layer, where)
-        kind = "layers" if found.kind == "custom" else found.kind
+        kind = "layers" if kind == "custom" else kind
         return {
             key: self._argument(key, value, kind, where)
             for key, value in kept.items()
@@ -304,11 +334,15 @@ class Rewriter:
         where: str,
     ) -> dict[str, Any]:
         """The arguments that the class takes; others become findings."""
-        kind = "layers" if is_layer else found.kind
-        dropped = changes.DROPPED.get(kind, {})
+        base, name = classes.base(found, "")
+        dropped = changes.DROPPED.get("layers" if is_layer else base, {})
         if found.kind == "custom":
-            # The caller's class knows its own arguments.
-            known = frozenset(fields) - {"batch_input_shape", "dynamic"}
+            # The caller's class knows its own arguments, but not those that
+            # its base had in tf_keras.
+            gone = {"batch_input_shape", "dynamic"}
+            if base != "custom" and name != "Layer":
+                gone = set(dropped) - classes.arguments(found.cls)
+            known = frozenset(fields) - gone
         else:
             known = classes.arguments(found.cls)
         kept = {key: v for key, v in fields.items() if key in known}

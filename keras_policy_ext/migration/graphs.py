@@ -7,27 +7,18 @@ keyword arguments, with a record for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from keras_policy_ext.migration import changes, operations
+import keras
+
+from keras_policy_ext.migration import changes, classes, masks, operations
 
 if TYPE_CHECKING:
     from keras_policy_ext.migration.configs import Rewriter
 
 _GRAPH = frozenset({"layers", "input_layers", "output_layers"})
-_RECURRENT = frozenset(
-    {
-        "Bidirectional",
-        "ConvLSTM1D",
-        "ConvLSTM2D",
-        "ConvLSTM3D",
-        "GRU",
-        "LSTM",
-        "RNN",
-        "SimpleRNN",
-    }
-)
 CONSTANT = "_CONSTANT_VALUE"
 
 
@@ -39,6 +30,7 @@ def is_functional(fields: Any) -> bool:
 def functional(rewriter: Rewriter, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The Keras 3 config of a functional model."""
     graph = Graph(rewriter, fields["layers"])
+    rewriter.findings.notes.extend(graph.notes())
     others = {
         key: rewriter.rewrite(value)
         for key, value in fields.items()
@@ -59,6 +51,12 @@ def sequential(rewriter: Rewriter, fields: Any) -> dict[str, Any]:
     if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
         fields = {"layers": fields}
     layers = [rewriter.rewrite(layer) for layer in fields["layers"]]
+    names = changes.safe_names(
+        x["config"]["name"] for x in fields["layers"] if _has_name(x)
+    )
+    for old, new in zip(fields["layers"], layers, strict=True):
+        if new and _has_name(old):
+            new["config"]["name"] = names[old["config"]["name"]]
     first = fields["layers"][0] if fields["layers"] else {"config": {}}
     shape = first["config"].get("batch_input_shape")
     if shape is not None and not _is_input(first):
@@ -81,6 +79,7 @@ class Graph:
     def __init__(self, rewriter: Rewriter, layers: list[Any]):
         self._rewriter = rewriter
         self._layers = {layer["name"]: layer for layer in layers}
+        self._names = changes.safe_names(self._layers)
         # tf_keras counts the making of a model as its call 0. Keras 3 does
         # so for a functional model, and only in the ends of a graph.
         self._models = {
@@ -89,12 +88,26 @@ class Graph:
         self._functional = {
             layer["name"] for layer in layers if is_functional(layer["config"])
         }
+        self._masks = masks.Masks(
+            self._layers,
+            {
+                layer["name"]: [
+                    self._sources(node) for node in layer["inbound_nodes"]
+                ]
+                for layer in layers
+            },
+        )
+
+    def notes(self) -> Iterator[str]:
+        """What Keras 3 takes, but computes otherwise."""
+        return self._masks.notes()
 
     def layer(self, layer: Mapping[str, Any]) -> dict[str, Any]:
         """One layer with its calls."""
+        name = self._names[layer["name"]]
         calls = [self._call(layer, node) for node in layer["inbound_nodes"]]
         if layer["class_name"] in operations.LAYERS:
-            found = operations.rewrite(layer, calls)
+            found = operations.rewrite(layer, calls, name)
             if isinstance(found, str):
                 self._rewriter.findings.unsupported.append(found)
                 return {}
@@ -106,9 +119,10 @@ class Graph:
                 if key not in ("name", "inbound_nodes")
             }
             migrated = self._rewriter.rewrite(own) or {}
+            self._give_name(layer, migrated, name)
         return {
             **migrated,
-            "name": changes.safe_name(layer["name"]),
+            "name": name,
             "inbound_nodes": calls,
         }
 
@@ -142,12 +156,15 @@ class Graph:
             node = node[0]
         first = self._map(node, tensor)
         arguments = {
-            key: self._map(value, self._tensor) for key, value in kwargs.items()
+            key: self._map(value, self._tensor)
+            for key, value in kwargs.items()
+            # tf_keras wrote `constants: None` for a layer that has none.
+            if value is not None or self._takes(layer, key)
         }
-        if layer["class_name"] in _RECURRENT and isinstance(first, list):
+        if layer["class_name"] in masks.RECURRENT and isinstance(first, list):
             first, *states = first
             arguments["initial_state"] = states
-            if self._is_masked(node[0][0]):
+            if self._masks.origins(node[0][0]):
                 self._rewriter.findings.notes.append(
                     f"Keras 3 ignores the mask of a sequence where "
                     f"{layer['class_name']} {layer['name']!r} is given "
@@ -156,6 +173,29 @@ class Graph:
                     "build anew."
                 )
         return {"args": [first], "kwargs": arguments}
+
+    def _class(self, layer: Mapping[str, Any]) -> Any:
+        """The class of a layer; None if it is unknown or none of Keras."""
+        found = classes.find(layer, "layers", self._rewriter.custom_objects)
+        cls = None if found is None else found.cls
+        is_layer = isinstance(cls, type) and issubclass(cls, keras.Layer)
+        return cls if is_layer else None
+
+    def _give_name(
+        self, layer: Mapping[str, Any], migrated: dict[str, Any], name: str
+    ) -> None:
+        """A caller's class may leave its name out of its config."""
+        fields = migrated.get("config")
+        if not isinstance(fields, dict):
+            return
+        cls = self._class(layer)
+        if "name" in fields or (cls and _accepts(cls.__init__, "name")):
+            fields["name"] = name
+
+    def _takes(self, layer: Mapping[str, Any], key: str) -> bool:
+        """Whether a layer can be called with an argument of this name."""
+        cls = self._class(layer)
+        return cls is None or _accepts(cls.call, key)
 
     def _map(self, value: Any, of_tensor: Any) -> Any:
         """Replace the tensors in nested lists and dicts."""
@@ -167,20 +207,11 @@ class Graph:
             return {k: self._map(v, of_tensor) for k, v in value.items()}
         return self._rewriter.rewrite(value)
 
-    def _is_masked(self, name: str) -> bool:
-        """Whether a mask may come with the outputs of a layer."""
-        layer = self._layers[name]
-        if layer["class_name"] == "Masking" or (
-            isinstance(layer["config"], Mapping)
-            and layer["config"].get("mask_zero")
-        ):
-            return True
-        return any(map(self._is_masked, self._sources(layer["inbound_nodes"])))
-
     def _sources(self, value: Any) -> list[str]:
         """Names of the layers whose outputs are in nested calls."""
         if self._is_tensor(value):
-            return [] if value[0] == CONSTANT else [value[0]]
+            own = [] if value[0] == CONSTANT else [value[0]]
+            return own + self._sources(value[3:])  # keyword arguments
         if isinstance(value, Mapping):
             value = list(value.values())
         if not isinstance(value, (list, tuple)):
@@ -203,7 +234,7 @@ class Graph:
     def _history(self, leaf: list[Any]) -> list[Any]:
         name, call, output = leaf[:3]
         return [
-            changes.safe_name(name),
+            self._names.get(name, name),
             call - (name in self._models),
             output,
         ]
@@ -216,6 +247,18 @@ class Graph:
             "keras_history": self._history(leaf),
         }
         return {"class_name": "__keras_tensor__", "config": config}
+
+
+def _accepts(function: Any, key: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return key in parameters or any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def _has_name(layer: Mapping[str, Any]) -> bool:
+    fields = layer["config"]
+    return isinstance(fields, Mapping) and isinstance(fields.get("name"), str)
 
 
 def _is_input(layer: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from keras_policy_ext import mixed_precision
 from keras_policy_ext.migration import (
     files,
     loss_scales,
+    naming,
     optimizer_state,
     weights,
 )
@@ -73,6 +74,7 @@ def load_legacy_model(
         if safe_mode:
             rewriter.findings.refuse_code()
         rewriter.report()
+        naming.reserve(naming.of_layers(config))
         model = keras.saving.deserialize_keras_object(
             config, custom_objects=custom_objects, safe_mode=safe_mode
         )
@@ -105,7 +107,7 @@ def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
             "class_name": "LossScaleOptimizer",
             "config": {"inner_optimizer": inner, "dynamic": True},
         }
-    return rewriter.rewrite_compile_config(legacy)
+    return rewriter.rewrite_compile_config(legacy, file.model_config["config"])
 
 
 def _load_optimizer(model: Any, file: files.LegacyFile) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import keras
 
 from keras_policy_ext import _keras_compat
-from keras_policy_ext.migration import changes
 
 LAYERS = frozenset(
     {
@@ -131,19 +130,19 @@ _SLICE = "__operators__.getitem"
 
 
 def rewrite(
-    layer: Mapping[str, Any], calls: list[dict[str, Any]]
+    layer: Mapping[str, Any], calls: list[dict[str, Any]], name: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]] | str:
     """The operation that a layer stands for.
 
     Args:
         layer: Legacy config of the layer.
         calls: Its calls, already as `{"args": [first], "kwargs": {...}}`.
+        name: Its name for Keras 3.
 
     Returns:
         The Keras 3 config and calls; a description of the layer if there is
         no counterpart.
     """
-    name = changes.safe_name(layer["name"])
     function = layer["config"].get("function")
     if len(calls) == 1:
         if layer["class_name"] == "SlicingOpLambda" and function == _SLICE:

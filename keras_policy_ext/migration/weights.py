@@ -52,13 +52,29 @@ def legacy_order(
     inner = _nested(layer, config)
     if inner is None:
         return list(layer.trainable_weights), list(layer.non_trainable_weights)
-    trainable: list[Any] = []
-    others: list[Any] = []
+    trainable, others = _own_weights(layer)
     for child, child_config in inner:
         more, rest = legacy_order(child, child_config)
         trainable += more
         others += rest
+    return _unique(trainable), _unique(others)
+
+
+def _own_weights(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Trainable and other weights that a wrapper has itself."""
+    if not isinstance(layer, keras.layers.Wrapper):
+        return [], []
+    inner = {id(x) for x in layer.layer.weights}
+    if isinstance(layer, keras.layers.SpectralNormalization):
+        # It has the kernel of the layer too, and that comes first.
+        inner.discard(id(layer.kernel))
+    trainable = [x for x in layer.trainable_weights if id(x) not in inner]
+    others = [x for x in layer.non_trainable_weights if id(x) not in inner]
     return trainable, others
+
+
+def _unique(variables: list[Any]) -> list[Any]:
+    return list({id(x): x for x in variables}.values())
 
 
 def _nested(
@@ -77,13 +93,18 @@ def _nested(
     if inner is None:
         return None
     by_name = {child.name: child for child in layer.layers}
+    names = changes.safe_names(map(_name, inner))
     # An operation is no layer: it has no weights, and is not in `layers`.
     return [
         (by_name[name], child_config)
         for child_config in inner
-        if (name := changes.safe_name(child_config["config"]["name"]))
-        in by_name
+        if (name := names[_name(child_config)]) in by_name
     ]
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """Of a layer in a model; a caller's config may be without."""
+    return config["name"] if "name" in config else config["config"]["name"]
 
 
 def _load_layers(
@@ -99,14 +120,16 @@ def _load_layers(
         )
     count = 0
     for child, child_config in children:
-        name = child_config["config"]["name"]
+        name = _name(child_config)
         trainable, others = legacy_order(child, child_config)
-        weights = [*trainable, *others]
+        weights = _unique([*trainable, *others])
         layer_group = files.member(group, name) if "/" not in name else None
         if "/" in name:
             layer_group = files.descend(group, name)
         saved = files.saved_weights(layer_group) if layer_group else []
         _check_count(len(saved), len(weights), name)
+        if isinstance(child, keras.layers.Bidirectional):
+            weights, saved = _forward_first(child, child_config, weights, saved)
         for variable, (path, dataset) in zip(weights, saved, strict=True):
             variable.assign(files.array(dataset, variable.shape, path))
         if weights and hasattr(child, "finalize_state"):
@@ -115,11 +138,34 @@ def _load_layers(
     return count
 
 
+def _forward_first(
+    layer: Any,
+    config: Mapping[str, Any],
+    weights: list[Any],
+    saved: list[tuple[str, Any]],
+) -> tuple[list[Any], list[tuple[str, Any]]]:
+    """Weights and arrays of one direction, then those of the other.
+
+    A direction that was frozen comes last in the file, and only the names
+    tell: no config says so.
+    """
+    own = {id(x) for x in layer.forward_layer.weights}
+    forward = f"forward_{_name(config['config']['layer'])}"
+    found = [forward in path.split("/") for path, _ in saved]
+    if sum(found) != len(own):
+        return weights, saved
+    order = sorted(range(len(saved)), key=lambda i: not found[i])
+    weights = sorted(weights, key=lambda x: id(x) not in own)
+    return weights, [saved[i] for i in order]
+
+
 def _load_tree(
     layer: Any, config: Mapping[str, Any], group: h5py.Group, where: str
 ) -> int:
     """From an archive: groups named by attributes, or by class in a list."""
     count = _load_own(layer, files.member(group, "vars"), where)
+    if count and isinstance(layer, keras.layers.SpectralNormalization):
+        count -= 1  # the kernel, which the layer within has too
     nested = _nested(layer, config)
     if nested is not None and isinstance(layer, keras.Model):
         tree = files.member(group, "layers")
@@ -187,7 +233,8 @@ def _group_names(configs: Any) -> Iterator[str]:
 
 
 def _snake_case(name: str) -> str:
-    words = re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
+    # As tf_keras does: ConvLSTM2D is conv_lstm2d.
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
     return f"private{words}" if words.startswith("_") else words
 

@@ -1,7 +1,9 @@
 """`keras-policy-ext migrate`."""
 
+import json
 import os
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -47,7 +49,6 @@ def test_writes_a_file_that_keras_reads(capsys, tmp_path):
 
 
 def test_file_of_any_backend_names_a_public_optimizer(capsys, tmp_path):
-    import json
     import zipfile
 
     out = tmp_path / "new.keras"
@@ -88,6 +89,18 @@ def test_input_is_never_the_output(capsys, tmp_path):
     path.write_bytes((FILES / "nested.keras").read_bytes())
 
     assert "is the input" in error_of(capsys, path, path, "--force")
+
+
+def test_damaged_file_gets_one_line(capsys, tmp_path):
+    path, out = tmp_path / "old.h5", tmp_path / "new.keras"
+    path.write_bytes((FILES / "nested.h5").read_bytes())
+    with h5py.File(path, "r+") as file:
+        config = json.loads(file.attrs["model_config"])
+        config["config"]["layers"][-1]["config"] = None
+        file.attrs["model_config"] = json.dumps(config)
+
+    assert "old.h5" in error_of(capsys, path, out)
+    assert not out.exists()
 
 
 def test_refusals_get_one_line_and_leave_no_file(capsys, tmp_path):

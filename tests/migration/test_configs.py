@@ -1,7 +1,9 @@
 """Configs of tf_keras become configs of Keras 3."""
 
+import codecs
 import copy
 import json
+import marshal
 import zipfile
 
 import h5py
@@ -72,6 +74,20 @@ def test_every_form_of_a_policy_is_read(dtype, expected):
     policy = made(layer("Flatten", dtype=dtype)).dtype_policy
 
     assert policy == keras.DTypePolicy(expected)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"class_name": "Sequential", "config": {"layers": [7]}},
+        {"class_name": "Functional", "config": {"layers": [], "name": "f"}},
+        layer("BatchNormalization", axis={}, momentum=[]) | {"config": 7},
+        {"class_name": "function", "config": {}},
+    ],
+)
+def test_config_of_nonsense_is_a_value_error(config):
+    with pytest.raises(ValueError, match="Cannot"):
+        migrate_config(config)
 
 
 def scaled_policy(loss_scale, name="PolicyV1"):
@@ -374,3 +390,77 @@ def test_what_is_no_config_is_refused(config, error, words):
 def test_wrong_decision_about_loss_scales_is_refused():
     with pytest.raises(ValueError, match="Allowed: 'drop', 'keep', 'error'"):
         migrate_config(DTYPE, on_loss_scale="ignore")
+
+
+class OwnNorm(keras.layers.BatchNormalization):
+    pass
+
+
+class OwnConv(keras.layers.SeparableConv1D):
+    pass
+
+
+class OwnLSTM(keras.layers.LSTM):
+    pass
+
+
+class OwnGroups(keras.layers.Dense):
+    def __init__(self, units, groups=1, **kwargs):
+        super().__init__(units, **kwargs)
+        self.groups = groups
+
+
+def test_class_of_the_caller_drops_what_its_base_dropped():
+    objects = {"OwnNorm": OwnNorm, "OwnConv": OwnConv, "OwnGroups": OwnGroups}
+
+    def own(config):
+        return keras.saving.deserialize_keras_object(
+            migrate_config(config, custom_objects=objects),
+            custom_objects=objects,
+        )
+
+    norm = own(layer("OwnNorm", axis=[1], renorm=False, fused=None))
+    conv = own(
+        layer("OwnConv", filters=2, kernel_size=[3], groups=1, dynamic=False)
+    )
+    groups = own(layer("OwnGroups", units=2, groups=3))
+
+    assert norm.axis == 1
+    assert conv.filters == 2
+    assert groups.groups == 3
+
+
+def test_class_of_the_caller_keeps_nothing_without_a_counterpart():
+    with pytest.raises(ValueError, match="time_major=True of OwnLSTM 'it'"):
+        migrate_config(
+            layer("OwnLSTM", units=2, time_major=True),
+            custom_objects={"OwnLSTM": OwnLSTM},
+        )
+
+
+def bytecode(function):
+    """A function as tf_keras 2.13 and later writes one."""
+    code = codecs.encode(marshal.dumps(function.__code__), "base64")
+    return [code.decode("ascii"), list(function.__defaults__ or ()), None]
+
+
+def run(config):
+    migrated = migrate_config(config)
+    made = keras.saving.deserialize_keras_object(migrated, safe_mode=False)
+    return ops.convert_to_numpy(made(np.ones((1, 2), "float32")))
+
+
+def test_bytecode_with_default_arguments_is_a_function():
+    code = bytecode(lambda x, k=3.0: x * k)
+
+    result = run(layer("Lambda", function=code, function_type="lambda"))
+
+    np.testing.assert_array_equal(result, np.full((1, 2), 3.0))
+
+
+def test_bytecode_as_an_activation_is_a_function():
+    code = bytecode(lambda x: x * 2.0)
+
+    result = run(layer("Activation", activation={"value": code}))
+
+    np.testing.assert_array_equal(result, np.full((1, 2), 2.0))

@@ -1,5 +1,6 @@
 """Files that are not loaded: what is wrong is said, and nothing is run."""
 
+import contextlib
 import json
 import pickle
 import re
@@ -8,6 +9,7 @@ import zipfile
 
 import h5py
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -44,12 +46,27 @@ def with_config(path, change):
 def test_bytecode_is_refused_by_name(ending, monkeypatch):
     import marshal
 
+    path = FILES / f"bytecode.{ending}"
+    refused(path, "Python bytecode")  # imports what is imported late
     monkeypatch.setattr(marshal, "loads", None)  # not even read
 
-    message = refused(FILES / f"bytecode.{ending}", "Python bytecode")
+    message = refused(path, "Python bytecode")
 
     assert "Lambda 'double'" in message
     assert "safe_mode=False" in message
+
+
+def test_bytecode_as_an_activation_is_refused_by_name(tmp_path):
+    path = copied(tmp_path, "tensorflow_2_3.h5")
+
+    def change(layers):
+        layers[-1]["config"]["activation"] = {"value": ["4wE=", None, None]}
+
+    message = refused(
+        with_config(path, change), "Python bytecode", on_loss_scale="keep"
+    )
+
+    assert "Dense 'dense_1'" in message
 
 
 @pytest.mark.skipif(
@@ -144,6 +161,75 @@ def test_truncated_file_is_refused(tmp_path, name, part):
     path.write_bytes(data[: int(part * len(data))])
 
     refused(path, "damaged")
+
+
+def endless(layers):
+    layers[1]["config"]["units"] = nested = []
+    for _ in range(500):
+        nested.append([])
+        nested = nested[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: layers[1].update(config=None),
+        lambda layers: layers[1]["config"].update(units={"q": 1}),
+        lambda layers: layers[1]["config"].update(use_bias=[]),
+        lambda layers: layers[1]["config"].update(units=2**70),
+        lambda layers: layers[1].update(config=[]),
+        lambda layers: layers.insert(0, 7),
+        endless,
+    ],
+)
+def test_config_of_nonsense_is_refused(tmp_path, change):
+    path = with_config(copied(tmp_path, "tensorflow_2_3.h5"), change)
+
+    with pytest.raises(ValueError) as error:
+        migration.load_legacy_model(path, "keep")
+
+    assert type(error.value) is ValueError
+
+
+def test_error_of_a_custom_class_is_the_cause(tmp_path):
+    class Picky(keras.layers.Dense):
+        def build(self, input_shape):
+            raise KeyError("what it lacks")
+
+    path = copied(tmp_path, "tensorflow_2_3.h5")
+
+    def change(layers):
+        layers[-1]["class_name"] = "Picky"
+
+    with_config(path, change)
+
+    with pytest.raises(ValueError, match="what it lacks") as error:
+        migration.load_legacy_model(
+            path, "keep", custom_objects={"Picky": Picky}
+        )
+    assert isinstance(error.value.__cause__, KeyError)
+    assert "custom_objects" in str(error.value)
+
+
+def test_errors_of_the_caller_are_not_of_the_file(tmp_path):
+    with pytest.raises(TypeError):
+        migration.load_legacy_model(7)
+    with pytest.raises(TypeError):
+        migration.load_legacy_model(FILES / "nested.h5", custom_objects=7)
+
+
+@pytest.mark.parametrize("name", ["nested.h5", "nested.keras"])
+def test_flipped_bytes_are_loaded_or_refused(tmp_path, name):
+    data = (FILES / name).read_bytes()
+    generator = np.random.default_rng(1)
+    path = tmp_path / name
+    for _ in range(20):
+        damaged = np.frombuffer(data, np.uint8).copy()
+        damaged[generator.integers(len(data), size=30)] = 255
+        path.write_bytes(damaged.tobytes())
+
+        with contextlib.suppress(ValueError):
+            load(path)
 
 
 @pytest.mark.parametrize(
@@ -253,19 +339,57 @@ def test_array_that_is_not_the_weight_is_refused(tmp_path, make, words):
     assert "dense_1/kernel:0" in message
 
 
-def test_archive_without_the_weights_of_a_layer_is_refused(tmp_path):
+def with_weights(tmp_path, change):
+    """An archive with other weights."""
     path, inner = tmp_path / "model.keras", tmp_path / "weights.h5"
     with zipfile.ZipFile(FILES / "nested.keras") as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     inner.write_bytes(parts["model.weights.h5"])
     with h5py.File(inner, "r+") as file:
-        del file["layers/sequential"]
+        change(file)
     parts["model.weights.h5"] = inner.read_bytes()
     with zipfile.ZipFile(path, "w") as archive:
         for name, part in parts.items():
             archive.writestr(name, part)
+    return path
+
+
+def test_archive_without_the_weights_of_a_layer_is_refused(tmp_path):
+    def change(file):
+        del file["layers/sequential"]
+
+    path = with_weights(tmp_path, change)
 
     refused(path, "one array for each weight. Received: 6 arrays")
+
+
+def test_array_that_was_never_written_is_not_read(tmp_path):
+    def change(file):
+        (name, *_) = [name for name in arrays_in(file) if "/vars/0" in name]
+        del file[name]
+        file.create_dataset(name, (2**20, 2**20), "float32")  # 4 TiB
+
+    refused(with_weights(tmp_path, change), "was never written")
+
+
+def arrays_in(file):
+    names = []
+    file.visit(names.append)
+    return [name for name in names if isinstance(file[name], h5py.Dataset)]
+
+
+def test_bfloat16_weights_are_read(tmp_path):
+    path = copied(tmp_path, "tensorflow_2_3.h5")
+    with h5py.File(path, "r+") as file:
+        shape = file[KERNEL].shape
+        values = np.arange(1.0, 1.0 + np.prod(shape)).reshape(shape)
+        bits = values.astype(ml_dtypes.bfloat16).view("V2")
+        del file[KERNEL]
+        file[KERNEL] = bits
+
+    model = load(path)
+
+    np.testing.assert_array_equal(model.layers[-1].get_weights()[0], values)
 
 
 def test_weights_that_have_no_place_are_refused(tmp_path):
