@@ -63,6 +63,15 @@ class Recipe:
         """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
         return {"margin": 0, "power_of_two": False}
 
+    @property
+    def without_state(self) -> "Recipe":
+        """The recipe for products of activations, which have no state.
+
+        Each tensor is scaled by its own amax, in the formats of this recipe.
+        """
+        wide = self.format_of("outputs_grad") != self.format_of("inputs")
+        return CurrentScaling(fp8_format="hybrid" if wide else "e4m3")
+
     def format_of(self, operand: str) -> str:
         """The ml_dtypes name of an operand's format.
 
@@ -228,6 +237,13 @@ class CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         _choice(self, "fp8_format", _FP8_FORMATS)
         _set(self, "power_of_two", _boolean(self, "power_of_two"))
+
+    @property
+    def without_state(self) -> "Recipe":
+        """This recipe, or where a subclass is finer, `CurrentScaling`."""
+        return (
+            self if self.granularity == "tensorwise" else super().without_state
+        )
 
     @property
     def scale_options(self) -> dict[str, Any]:

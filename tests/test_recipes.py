@@ -322,3 +322,13 @@ def test_two_recipes_cannot_share_a_name(registry):
 def test_granularity_is_told():
     assert DelayedScaling.granularity == "tensorwise"
     assert CurrentScaling().granularity == "tensorwise"
+
+
+@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
+def test_products_without_state_keep_the_formats(fp8_format):
+    delayed = recipes.DelayedScaling(fp8_format=fp8_format, margin=1)
+    assert delayed.without_state == recipes.CurrentScaling(
+        fp8_format=fp8_format
+    )
+    current = recipes.CurrentScaling(fp8_format=fp8_format, power_of_two=True)
+    assert current.without_state is current

@@ -22,7 +22,6 @@ from keras_policy_ext.layers.state import (
     StateVariable,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.recipes import CurrentScaling, Recipe
 
 Tensor = Any
 Contraction = kernels.Einsum | kernels.Conv
@@ -478,7 +477,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         follows = isinstance(policy, Float8DTypePolicy)
         self._float8_policy = policy if follows else None
         self._recipe_of_activations = (
-            _current(policy.recipe) if follows else None
+            policy.recipe.without_state if follows else None
         )
         self._float8_policy_path = self.path
 
@@ -569,17 +568,6 @@ def _static_flag(training: Any) -> bool | None:
     """True, False, or None where the flag is traced and so not known."""
     known = isinstance(training, (bool, int, np.bool_))
     return bool(training) if known else None
-
-
-def _current(recipe: Recipe) -> CurrentScaling:
-    """The recipe without state that uses the formats of another one."""
-    if (
-        isinstance(recipe, CurrentScaling)
-        and recipe.granularity == "tensorwise"
-    ):
-        return recipe
-    wide = recipe.format_of("outputs_grad") != recipe.format_of("inputs")
-    return CurrentScaling(fp8_format="hybrid" if wide else "e4m3")
 
 
 def _is_floating_tensor(x: Any) -> bool:
