@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import keras
@@ -69,8 +68,7 @@ class Inspection:
 
     Attributes:
         layers: One entry for each.
-        parameters: Scalars in the weights. `model.count_params()` adds the
-            state, which Keras takes for weights.
+        parameters: Scalars in the weights, as `model.count_params()`.
         state: Scalars in the float8 state.
     """
 
@@ -140,7 +138,7 @@ def inspect(model: Any) -> Inspection:
 
 
 def _scalars(variables: list[Any]) -> int:
-    return sum(math.prod(v.shape) for v in variables)
+    return sum(int(np.prod(v.shape)) for v in variables)
 
 
 def _is_shown(layer: Any) -> bool:

@@ -63,6 +63,15 @@ class Plan:
         return dataclasses.replace(self, slot=0)
 
     @functools.cached_property
+    def kernel_grad_dtype(self) -> str:
+        """What `kernel_grad` is rounded to: the compute dtype.
+
+        Not float16, in which the gradient of a float32 kernel could overflow.
+        """
+        half = self.inputs_dtype == "float16"
+        return self.kernel_dtype if half else self.inputs_dtype
+
+    @functools.cached_property
     def rule(self) -> Any:
         """The arithmetic of the recipe."""
         return rule_of(self.recipe)
@@ -151,8 +160,9 @@ class Plan:
             )
         if needed[1]:
             kernel_grad = self.contraction.kernel_grad(
-                engine, x, g, shapes[1], self.kernel_dtype
+                engine, x, g, shapes[1], self.kernel_grad_dtype
             )
+            kernel_grad = ops.cast(kernel_grad, self.kernel_dtype)
         if not state:
             return inputs_grad, kernel_grad, ()
         if amaxes is None:

@@ -241,11 +241,6 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         super().load_own_variables(store)
         self.float8_state.layer_has_loaded()
 
-    def count_params(self) -> int:
-        """The number of scalars in the weights; state does not count."""
-        states = [v for v in self.weights if isinstance(v, StateVariable)]
-        return super().count_params() - sum(math.prod(v.shape) for v in states)
-
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
 

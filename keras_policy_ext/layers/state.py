@@ -90,6 +90,11 @@ class StateVariable(keras.Variable):
             **_on_every_device(),
         )
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of any variable, but Keras counts no parameters in it."""
+        return _keras_compat.uncounted(super().shape)
+
     def assign(self, value: Any) -> Any:
         """Settle `value`, an observation or a state, and store the result.
 

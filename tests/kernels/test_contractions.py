@@ -262,11 +262,20 @@ def test_outputs_are_rounded_once_to_the_compute_dtype(source):
     assert within_half_an_ulp(y, qx @ qw, terms, stored)
     terms = np.abs(qg) @ np.abs(qw.T)
     assert within_half_an_ulp(dx, qg @ qw.T, terms, stored)
-    if source == compute:
+    if compute == "float16":  # in which it could overflow
+        assert relative_rms(dw, qx.T @ qg) < FLOAT32_TOLERANCE
+    else:
+        assert np.array_equal(dw, half(dw, compute))
         terms = np.abs(qx.T) @ np.abs(qg)
         assert within_half_an_ulp(dw, qx.T @ qg, terms, stored)
-    else:  # the gradient of a float32 variable stays float32
-        assert relative_rms(dw, qx.T @ qg) < FLOAT32_TOLERANCE
+
+
+def test_the_gradient_of_a_float32_kernel_does_not_overflow_in_float16():
+    layer = dense(1, 1, policy("mixed_float16"), use_bias=False)
+    # 64 * 2^11 is more than float16 holds.
+    x, g = np.ones((64, 1), "float32"), np.full((64, 1), 2.0**11, "float32")
+    _, _, dw = run_layer(layer, x, g)
+    np.testing.assert_allclose(dw, 2.0**17, rtol=1e-6)
 
 
 def rounded_codes_differ(w, dtype="float8_e4m3fn"):

@@ -4,6 +4,9 @@ Seen on keras 3.15.1, on every backend. Rematerialization and moving averages
 are in `test_training.py`.
 """
 
+import math
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -346,6 +349,39 @@ def test_a_small_kernel_predicts_without_training(recipe):
 def test_the_parameter_count_is_that_of_the_float_layer():
     layer = dense(8, 8, kpe.Float8DTypePolicy("float32"))
     assert layer.count_params() == 72
+
+
+def totals(model):
+    """The lines under a summary that count the parameters."""
+    lines = []
+    model.summary(print_fn=lambda line, **_: lines.append(line))
+    found = re.findall(r"(\w\S+) params: (.+\))", "\n".join(lines))
+    return {name: count for name, count in found if "ptim" not in name}
+
+
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_a_model_counts_its_parameters_as_the_float_model_does(accumulation):
+    policy = "float8/16_from_float32"
+    layers = [kpe.layers.Dense(n, dtype=policy) for n in (26, 3)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    # A weight of the shape of a state still counts, in bytes too.
+    assert layers[0].kernel.shape == layers[0].float8_state.matrices[0].shape
+    sgd = keras.optimizers.SGD(gradient_accumulation_steps=accumulation)
+    model.compile(optimizer=sgd, loss="mse")
+    for _ in range(2):
+        assert model.count_params() == 185
+        counted = totals(model)
+        assert counted["Trainable"] == "185 (740.00 B)"
+        assert counted["Non-trainable"] == "0 (0.00 B)"
+        model.fit(normal(8, 3), normal(8, 3), batch_size=4, verbose=0)
+
+
+def test_arrays_of_the_shape_of_a_state_are_ordinary():
+    (state,) = dense().float8_state.matrices
+    tensor = ops.zeros(state.shape)
+    for zeros in (tensor, keras.Variable(tensor), np.zeros(state.shape)):
+        assert tuple(zeros.shape) == state.shape
+        assert math.prod(zeros.shape) == np.prod(state.shape) > 0
 
 
 def test_the_optimizer_has_no_slots_for_state():
