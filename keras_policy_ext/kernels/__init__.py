@@ -13,7 +13,7 @@ import keras
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.kernels.contract import Choice, Engine, Quantized
 from keras_policy_ext.kernels.contractions import Conv, Einsum
-from keras_policy_ext.kernels.plan import Plan, make_plan
+from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
@@ -61,6 +61,30 @@ def _load(backend: str) -> Engine:
     return module.ENGINE
 
 
+def make_plan(
+    contraction: Einsum | Conv,
+    recipe: Recipe,
+    inputs_dtype: str,
+    kernel_dtype: str,
+    training: bool | None = None,
+    slot: int = 0,
+) -> Plan:
+    """The plan of a contraction that is called here and now.
+
+    The arguments are the first attributes of `Plan`.
+    """
+    return plan_of(
+        contraction,
+        recipe,
+        inputs_dtype,
+        kernel_dtype,
+        training,
+        slot,
+        preferred(),
+        engine().traces_for_xla(),
+    )
+
+
 def select(
     contraction: Einsum | Conv | str,
     recipe: Recipe | str | None = None,
@@ -82,13 +106,5 @@ def select(
     if isinstance(contraction, str):
         einsum.split(contraction)
         contraction = Einsum(contraction)
-    plan = make_plan(
-        contraction,
-        get_recipe(recipe),
-        dtype,
-        "float32",
-        None,
-        0,
-        preferred(),
-    )
+    plan = make_plan(contraction, get_recipe(recipe), dtype, "float32")
     return engine().select(plan)

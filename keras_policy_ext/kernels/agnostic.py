@@ -30,6 +30,10 @@ class AgnosticEngine:
         """Always emulated."""
         return Choice("emulated", "keras.ops has no float8 matmul")
 
+    def traces_for_xla(self) -> bool:
+        """See `Engine.traces_for_xla`."""
+        return False
+
     def quantize(
         self, x: Tensor, scale: Tensor, dtype: str, native: bool
     ) -> Quantized:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Tensor = Any
 
+HOPPER_OR_ADA = (8, 9)
+"""Smallest compute capability of NVIDIA's devices with float8 matmuls."""
+
 
 class Quantized(NamedTuple):
     """An operand: `values * scale` approximates it.
@@ -55,6 +58,9 @@ class Engine(Protocol):
 
     def select(self, plan: Plan) -> Choice:
         """Native or emulated, for the contraction of a plan."""
+
+    def traces_for_xla(self) -> bool:
+        """Whether XLA compiles what is called now, if `select` asks that."""
 
     def quantize(
         self, x: Tensor, scale: Tensor, dtype: str, native: bool

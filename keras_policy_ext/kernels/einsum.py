@@ -31,6 +31,20 @@ class MatmulForm(NamedTuple):
     contracted: str
 
 
+class DotForm(NamedTuple):
+    """An einsum as XLA's `dot_general`, by numbers of axes.
+
+    Attributes:
+        contracted: Axes of the first operand, and of the second.
+        batch: Likewise.
+        transposed: Which axis of the product comes where in the output.
+    """
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    transposed: tuple[int, ...]
+
+
 def split(equation: str) -> Terms:
     """Split and check `"ab,bc->ac"`.
 
@@ -118,6 +132,27 @@ def matmul_form(equation: str) -> MatmulForm | None:
         columns="".join(c for c in out if c in second and c not in first),
         contracted="".join(c for c in first if c in second and c not in out),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def dot_form(equation: str) -> DotForm:
+    """The `dot_general` of an explicit equation that has a `matmul_form`.
+
+    Its product has the axes of the batch, then those that the first operand
+    has left, then those of the second, each in the order of the operand.
+    """
+    first, second, out = split(equation)
+    batch = "".join(c for c in out if c in first and c in second)
+    summed = "".join(c for c in first if c in second and c not in out)
+
+    def axes(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        a, b = ([term.index(c) for c in letters] for term in (first, second))
+        return tuple(a), tuple(b)
+
+    left = "".join(c for c in first + second if c not in batch + summed)
+    product = batch + left
+    order = tuple(product.index(c) for c in out)
+    return DotForm(axes(summed), axes(batch), order)
 
 
 def inputs_grad(equation: str) -> tuple[str, tuple[int, ...]]:

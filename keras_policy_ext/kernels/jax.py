@@ -13,9 +13,9 @@ import keras
 from jax import lax
 
 from keras_policy_ext.kernels.agnostic import AgnosticEngine
-from keras_policy_ext.kernels.contract import Choice, Quantized
+from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Choice, Quantized
 from keras_policy_ext.kernels.contractions import Einsum
-from keras_policy_ext.kernels.einsum import matmul_form, split
+from keras_policy_ext.kernels.einsum import dot_form, matmul_form
 from keras_policy_ext.kernels.plan import Plan, Residuals
 
 Tensor = Any
@@ -35,11 +35,12 @@ class JaxEngine(AgnosticEngine):
             return Choice("emulated", "an axis of one operand is summed alone")
         if plan.prefer == "emulated":
             return Choice("emulated", "asked for by kernels.prefer")
-        if jax.default_backend() != "cpu":
+        lacking = _lacking()
+        if lacking is None:
             return Choice("native", "lax.dot_general on float8 operands")
         if plan.prefer == "native":
             return Choice("native", "lax.dot_general, converted by XLA")
-        return Choice("emulated", "XLA has no float8 matmul for a CPU")
+        return Choice("emulated", lacking)
 
     def einsum(
         self,
@@ -49,10 +50,15 @@ class JaxEngine(AgnosticEngine):
         dtype: str,
         fast: bool = False,
     ) -> Tensor:
-        """See `Engine.einsum`; XLA itself decides how to accumulate."""
+        """See `Engine.einsum`.
+
+        XLA takes any precision but the highest for leave to accumulate fast,
+        in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
+        """
         if matmul_form(equation) is None:
             return super().einsum(equation, a, b, dtype, fast)
-        product = _dot_general(equation, a.values, b.values)
+        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        product = _dot_general(equation, a.values, b.values, precision)
         return (product * (a.scale * b.scale)).astype(dtype)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
@@ -106,6 +112,23 @@ class JaxEngine(AgnosticEngine):
 ENGINE = JaxEngine()
 
 
+def _lacking() -> str | None:
+    """Why XLA has no float8 matmul for the device, or None if it has one."""
+    if jax.default_backend() == "cpu":
+        return "XLA has no float8 matmul for a CPU"
+    device = jax.devices()[0]
+    # "9.0" on a Hopper; on other makers' devices another text, or nothing.
+    capability = str(getattr(device, "compute_capability", "none"))
+    numbers = capability.split(".")
+    if all(number.isdigit() for number in numbers) and (
+        tuple(map(int, numbers)) >= HOPPER_OR_ADA
+    ):
+        return None
+    return (
+        f"{device.device_kind} (capability {capability}) has no float8 matmul"
+    )
+
+
 # Each pass is compiled as a whole, so that an eager call does not dispatch
 # its operations one by one; inside a compiled function these are inlined.
 
@@ -150,23 +173,16 @@ def _run_backward(
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _dot_general(equation: str, a: Tensor, b: Tensor) -> Tensor:
+def _dot_general(
+    equation: str, a: Tensor, b: Tensor, precision: lax.Precision
+) -> Tensor:
     """The einsum as one `dot_general`, accumulated in float32."""
-    first, second, out = split(equation)
-    form: Any = matmul_form(equation)
-    contracted = [
-        [t.index(c) for c in form.contracted] for t in (first, second)
-    ]
-    batch = [[t.index(c) for c in form.batch] for t in (first, second)]
+    form = dot_form(equation)
     product = lax.dot_general(
         a,
         b,
-        (tuple(contracted), tuple(batch)),
+        (form.contracted, form.batch),
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
-    rows = "".join(c for c in first if c in form.rows)
-    columns = "".join(c for c in second if c in form.columns)
-    order = form.batch + rows + columns
-    if order == out:
-        return product
-    return jnp.transpose(product, [order.index(c) for c in out])
+    return jnp.transpose(product, form.transposed)

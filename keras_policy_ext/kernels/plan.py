@@ -47,6 +47,7 @@ class Plan:
             gradient is taken.
         slot: Which use of the kernel in this step this is.
         prefer: `"auto"`, `"native"` or `"emulated"`.
+        for_xla: Whether XLA is going to compile it, where an engine asks.
     """
 
     contraction: Einsum | Conv
@@ -56,6 +57,7 @@ class Plan:
     training: bool | None = None
     slot: int = 0
     prefer: str = "auto"
+    for_xla: bool = False
 
     @functools.cached_property
     def first_use(self) -> Plan:
@@ -192,6 +194,6 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(*fields: Any) -> Plan:
+def plan_of(*fields: Any) -> Plan:
     """A plan with these fields; the same object for equal ones."""
     return Plan(*fields)

@@ -1,4 +1,4 @@
-"""TensorFlow: quantize and dequantize, gradients by `tf.custom_gradient`."""
+"""TensorFlow: casts that XLA takes in, gradients by `tf.custom_gradient`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,82 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.kernels.agnostic import AgnosticEngine
-from keras_policy_ext.kernels.contract import Choice
+from keras_policy_ext.kernels.agnostic import AgnosticEngine, float32, scaled
+from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Choice, Quantized
+from keras_policy_ext.kernels.contractions import Einsum
+from keras_policy_ext.kernels.einsum import dot_form, matmul_form
 from keras_policy_ext.kernels.plan import Plan
+
+# TensorFlow has no public way to ask whether XLA compiles, and none to say
+# how exactly it multiplies (TF 2.21). Without the first everything is
+# emulated; without the second gradients are accumulated fast as well.
+try:
+    from tensorflow.python.ops import control_flow_util
+except ImportError:
+    control_flow_util = None
+try:
+    from tensorflow.compiler.tf2xla.python import xla
+except ImportError:
+    xla = None
 
 Tensor = Any
 
 
 class TensorFlowEngine(AgnosticEngine):
-    """`tf.matmul` refuses float8, so that every contraction is emulated."""
+    """Matmuls of float8 numbers in float32, or float8 matmuls made by XLA.
+
+    `tf.matmul` refuses float8 operands. XLA turns a matmul whose operands are
+    cast from float8 into one that reads float8, on a GPU that has it.
+    """
 
     name = "tensorflow"
 
     def select(self, plan: Plan) -> Choice:
-        """Always emulated."""
-        return Choice("emulated", "TensorFlow's matmul refuses float8 operands")
+        """Native in what XLA compiles, for a GPU with float8 hardware."""
+        if not isinstance(plan.contraction, Einsum):
+            return Choice("emulated", "XLA has no float8 convolution")
+        if matmul_form(plan.contraction.equation) is None:
+            return Choice("emulated", "an axis of one operand is summed alone")
+        if plan.prefer == "emulated":
+            return Choice("emulated", "asked for by kernels.prefer")
+        if plan.prefer != "native" and not _has_float8_gpu():
+            return Choice("emulated", "no GPU here has a float8 matmul")
+        if not plan.for_xla:
+            return Choice(
+                "emulated", "only XLA has a float8 matmul: jit_compile=True"
+            )
+        if plan.prefer == "native":
+            return Choice("native", "casts for XLA, asked for")
+        return Choice("native", "XLA takes the casts into the matmul")
+
+    def traces_for_xla(self) -> bool:
+        """See `Engine.traces_for_xla`; with `jit_compile=True`.
+
+        Where it cannot be known the answer is no.
+        """
+        inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
+        if inside is None or tf.executing_eagerly():
+            return False
+        return bool(inside(tf.compat.v1.get_default_graph()))
+
+    def einsum(
+        self,
+        equation: str,
+        a: Quantized,
+        b: Quantized,
+        dtype: str,
+        fast: bool = False,
+    ) -> Tensor:
+        """See `Engine.einsum`.
+
+        XLA takes any precision but the highest for leave to accumulate fast,
+        in matmuls of float8 on a GPU.
+        """
+        emulated = a.values.dtype == tf.float32
+        if emulated or fast or xla is None:
+            return super().einsum(equation, a, b, dtype, fast)
+        product = _exact_dot_general(equation, float32(a), float32(b))
+        return scaled(product, a, b, dtype)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
         """See `AgnosticEngine.transpose`."""
@@ -132,6 +193,32 @@ class TensorFlowEngine(AgnosticEngine):
 
 
 ENGINE = TensorFlowEngine()
+
+
+def _exact_dot_general(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    form = dot_form(equation)
+    numbers = xla.DotDimensionNumbers(
+        lhs_contracting_dimensions=form.contracted[0],
+        rhs_contracting_dimensions=form.contracted[1],
+        lhs_batch_dimensions=form.batch[0],
+        rhs_batch_dimensions=form.batch[1],
+    )
+    highest = xla.PrecisionConfig.HIGHEST
+    precision = xla.PrecisionConfig(operand_precision=[highest, highest])
+    product = xla.dot_general(a, b, numbers, precision)
+    return tf.transpose(product, form.transposed)
+
+
+@functools.cache
+def _has_float8_gpu() -> bool:
+    details = map(
+        tf.config.experimental.get_device_details,
+        tf.config.list_physical_devices("GPU"),
+    )
+    found = [each.get("compute_capability") for each in details]
+    return any(
+        capability and capability >= HOPPER_OR_ADA for capability in found
+    )
 
 
 def _flat(gradients: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keras_policy_ext import formats
 from keras_policy_ext.kernels.agnostic import AgnosticEngine, float32, scaled
-from keras_policy_ext.kernels.contract import Choice, Quantized
+from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Choice, Quantized
 from keras_policy_ext.kernels.contractions import Conv, Einsum
 from keras_policy_ext.kernels.einsum import matmul_form, split
 from keras_policy_ext.kernels.plan import Plan, Residuals
@@ -24,9 +24,6 @@ Tensor = Any
 
 ALIGNMENT = 16
 """`scaled_mm` on CUDA wants sizes that are multiples of this."""
-
-HOPPER_OR_ADA = (8, 9)
-"""Smallest compute capability with float8 matmuls."""
 
 
 class TorchEngine(AgnosticEngine):

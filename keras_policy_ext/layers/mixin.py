@@ -343,9 +343,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
             self._recipe_of_activations,
             dtype,
             dtype,
-            False,
-            0,
-            kernels.preferred(),
+            training=False,
         )
         self.__dict__["_last_plan"] = plan
         operands = ops.cast(first, dtype), ops.cast(second, dtype)
@@ -471,7 +469,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         policy = self._policy_here()
         follows = isinstance(policy, Float8DTypePolicy)
         self._float8_policy = policy if follows else None
-        self._recipe_of_activations = (
+        self._recipe_of_activations: Any = (
             policy.recipe.without_state if follows else None
         )
         self._float8_policy_path = self.path
@@ -522,7 +520,6 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
-            kernels.preferred(),
         )
         self.__dict__["_last_plan"] = plan
         watching.tell(self.float8_state.of(kernel), inputs)

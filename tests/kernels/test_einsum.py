@@ -1,5 +1,6 @@
 """Einsum equations: written out, classified, and differentiated."""
 
+import math
 import random
 
 import numpy as np
@@ -188,6 +189,34 @@ def broadcast(gradient, axes, shape):
     for axis in axes:
         gradient = np.expand_dims(gradient, axis)
     return np.broadcast_to(gradient, shape)
+
+
+def dot_general(a, b, form):
+    """XLA's, in NumPy: batch axes, then what each operand has left."""
+    moved = []
+    axes = zip((a, b), form.contracted, form.batch, strict=True)
+    for term, contracted, batch in axes:
+        left = [i for i in range(term.ndim) if i not in (*contracted, *batch)]
+        sizes = [
+            math.prod(term.shape[i] for i in axes)
+            for axes in (batch, left, contracted)
+        ]
+        flat = term.transpose(*batch, *left, *contracted).reshape(sizes)
+        moved.append((flat, [term.shape[i] for i in left]))
+    (first, rows), (second, columns) = moved
+    product = np.matmul(first, second.transpose(0, 2, 1))
+    sizes = [a.shape[i] for i in form.batch[0]]
+    return product.reshape(sizes + rows + columns).transpose(form.transposed)
+
+
+@given(equations())
+def test_the_dot_general_of_an_einsum_is_that_einsum(case):
+    equation = case[0]
+    if einsum.matmul_form(equation) is None:
+        return
+    x, w, _ = operands(*case)
+    product = dot_general(x, w, einsum.dot_form(equation))
+    np.testing.assert_array_equal(product, np.einsum(equation, x, w))
 
 
 @given(equations())

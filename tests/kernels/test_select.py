@@ -1,5 +1,7 @@
 """Which kernel runs, why, and what a user may ask for."""
 
+import functools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -8,7 +10,7 @@ import keras_policy_ext as kpe
 from conftest import visible_gpus
 from keras_policy_ext import kernels
 from keras_policy_ext.kernels import einsum
-from ways import BACKEND
+from ways import BACKEND, compiled
 
 CONV = kernels.Conv((1, 1), "same", (1, 1), "channels_last")
 CONTRACTIONS = {
@@ -34,13 +36,13 @@ ON_A_CPU = {
         "summed alone": ("emulated", "emulated"),
         "conv": ("emulated", "emulated"),
     },
+    # Without XLA, that is; `test_tensorflow.py` has the rest.
     "tensorflow": dict.fromkeys(CONTRACTIONS, ("emulated", "emulated")),
 }
 
 
 def is_on_a_gpu():
-    """Whether torch or JAX computes on one; TensorFlow's choice is the same."""
-    return BACKEND != "tensorflow" and visible_gpus() > 0
+    return visible_gpus() > 0
 
 
 def select(name, **kwargs):
@@ -81,8 +83,7 @@ def test_a_layer_tells_what_its_last_contraction_was():
     with kernels.prefer("emulated"):
         layer(np.ones((2, 4), "float32"))
     assert layer.kernel_choice.kind == "emulated"
-    if BACKEND != "tensorflow":
-        assert "prefer" in layer.kernel_choice.reason
+    assert "prefer" in layer.kernel_choice.reason
 
 
 def test_the_engine_is_that_of_the_backend():
@@ -147,17 +148,24 @@ def test_native_and_emulated_agree_on_a_gpu(equation, dtype):
     )
     formats = ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
     scale = ops.convert_to_tensor(np.float32(0.013))
-    results = {}
-    for native in (True, False):
+
+    def three_matmuls(native):
         x8, w8, g8 = (
             engine.quantize(value, scale, name, native)
             for value, name in zip((x, w, g), formats, strict=True)
         )
-        results[native] = (
+        return (
             contraction.forward(engine, x8, w8, dtype),
             contraction.inputs_grad(engine, g8, w8, x.shape, dtype),
             contraction.kernel_grad(engine, x8, g8, w.shape, dtype),
         )
+
+    # TensorFlow has native matmuls in what XLA compiles.
+    way = "xla" if BACKEND == "tensorflow" else "eager"
+    results = {
+        native: compiled(functools.partial(three_matmuls, native), way)()
+        for native in (True, False)
+    }
     # Hopper's tensor cores add products with some 14 bits (DeepSeek-V3,
     # arXiv 2412.19437, section 3.5.2); a bfloat16 result has 8.
     tolerance = 2.0**-11 if dtype == "float32" else 2.0**-8

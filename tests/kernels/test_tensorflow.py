@@ -1,9 +1,10 @@
-"""What TensorFlow's graph optimizer does to the gradients of a contraction."""
+"""TensorFlow: what its graph optimizer does, and what XLA is given."""
 
 import keras
 import pytest
 
 import keras_policy_ext as kpe
+from keras_policy_ext import kernels
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip(
@@ -78,3 +79,135 @@ def test_no_kernel_is_updated_before_it_was_read_for_its_gradient(mode):
     )
     assert sum(n.op.startswith("AssignSub") for n in nodes.values()) == 6
     assert unordered(nodes) == []
+
+
+# What XLA is given
+
+
+def gradients(layer, x, kind, xla=True):
+    """Outputs and gradients of a layer, compiled, and the choice of kernel."""
+
+    @tf.function(jit_compile=xla)
+    def step(x):
+        with kernels.prefer(kind), tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = layer(x, training=True)
+            loss = tf.reduce_sum(outputs * tf.sin(outputs))
+        return outputs, tape.gradient(loss, [x, layer.kernel])
+
+    outputs, (inputs_grad, kernel_grad) = step(x)
+    return step, [outputs, inputs_grad, kernel_grad], layer.kernel_choice
+
+
+LAYERS = {
+    "dense": lambda: kpe.layers.Dense(5, dtype="float8/4_from_float32"),
+    "heads": lambda: kpe.layers.EinsumDense(
+        "abc,cde->adbe", (3, None, 5), dtype="float8/current_from_float32"
+    ),
+    "shared axis": lambda: kpe.layers.EinsumDense(
+        "abc,bdc->abd", (6, 5), dtype="float8/4_from_float32"
+    ),
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_casts_for_xla_give_the_numbers_of_the_emulation(make):
+    layer = make()
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, 6, 8)), "float32")
+    layer.build(x.shape)
+    compiled, native, choice = gradients(layer, x, "native")
+    assert choice.kind == "native"
+    _, emulated, choice = gradients(layer, x, "emulated")
+    assert choice == ("emulated", "asked for by kernels.prefer")
+    for found, expected in zip(native, emulated, strict=True):
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < 1e-6
+    program = compiled.experimental_get_compiler_ir(x)(stage="hlo")
+    products = [line for line in program.splitlines() if " dot(" in line]
+    exact = ["precision={highest,highest}" in line for line in products]
+    # The gradients alone.
+    assert sorted(exact) == [False, True, True]
+    assert "f8e4m3fn" in program
+
+
+def test_gradients_of_a_compiled_call_are_taken_outside_it():
+    layer = LAYERS["dense"]()
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, 8)), "float32")
+    layer.build(x.shape)
+    results = {}
+    for kind in ("native", "emulated"):
+
+        @tf.function(jit_compile=True)
+        def call(x, kind=kind):
+            with kernels.prefer(kind):
+                return layer(x, training=True)
+
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(call(x) ** 2)
+        results[kind] = tape.gradient(loss, [x, layer.kernel])
+    for found, expected in zip(*results.values(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_xla_every_matmul_is_emulated():
+    layer = LAYERS["dense"]()
+    x = tf.ones((4, 8))
+    layer.build(x.shape)
+    _, _, choice = gradients(layer, x, "native", xla=False)
+    assert choice.kind == "emulated"
+    assert "jit_compile=True" in choice.reason
+    layer(x)
+    with kernels.prefer("native"):
+        layer(x)
+    assert layer.kernel_choice == choice
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [(None, "emulated"), ((8, 0), "emulated"), ((8, 9), "native")],
+)
+def test_a_gpu_with_float8_hardware_is_used_unasked(
+    monkeypatch, capability, kind
+):
+    from keras_policy_ext.kernels.tensorflow import _has_float8_gpu
+
+    gpus = [] if capability is None else ["gpu"]
+    details = {"compute_capability": capability}
+    config = tf.config
+    monkeypatch.setattr(config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(
+        config.experimental, "get_device_details", lambda device: details
+    )
+    _has_float8_gpu.cache_clear()
+    try:
+        choices = []
+
+        @tf.function(jit_compile=True)
+        def trace():
+            choices.append(kernels.select("ab,bc->ac"))
+
+        trace.get_concrete_function()
+        choices.append(kernels.select("ab,bc->ac"))
+    finally:
+        _has_float8_gpu.cache_clear()
+    assert [choice.kind for choice in choices] == [kind, "emulated"]
+    if kind == "native":
+        assert "jit_compile=True" in choices[1].reason
+
+
+def test_what_tensorflow_does_not_offer_is_done_without(monkeypatch):
+    from keras_policy_ext.kernels import tensorflow as engine
+
+    layer = LAYERS["heads"]()
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, 6, 8)), "float32")
+    layer.build(x.shape)
+    _, expected, _ = gradients(layer, x, "native")
+    monkeypatch.setattr(engine, "xla", None)
+    _, found, choice = gradients(layer, x, "native")
+    assert choice.kind == "native"
+    for value, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(engine, "control_flow_util", None)
+    _, _, choice = gradients(layer, x, "native")
+    assert choice.kind == "emulated"
