@@ -110,7 +110,9 @@ class StateVariable(keras.Variable):
         if readable and tuple(value.shape) == tuple(self.shape):
             engine = kernels.engine()
             value = engine.settle(self.recipe, value, self.value)
-        return super().assign(value)
+        assigned = super().assign(value)
+        _keras_compat.keep_average_equal(self)
+        return assigned
 
     def observe(self, operand: str, amax: Any) -> None:
         """Enter the amax of one operand, and leave the others as they are.

@@ -1,5 +1,7 @@
 """Every way of training that Keras offers, with float8 state in it."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -116,9 +118,17 @@ def test_a_loop_that_says_nothing_of_training_observes():
 # Moving averages
 
 
+SWAPS = {
+    "at the end": None,
+    "for tests": {},
+    "after epochs": {"swap_on_epoch": True},
+}
+
+
 @pytest.mark.parametrize("frequency", [None, 2])
-def test_moving_averages_never_see_the_state(frequency):
-    averaged, plain = network(), None
+@pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS)
+def test_moving_averages_never_see_the_state(frequency, swap):
+    averaged = network()
     plain = copy_of(averaged)
     averaged.compile(
         keras.optimizers.SGD(
@@ -127,9 +137,20 @@ def test_moving_averages_never_see_the_state(frequency):
         "mse",
     )
     plain.compile(keras.optimizers.SGD(0.0), "mse")
-    fit(averaged)
+    tests = (normal(4, 8, seed=2), normal(4, 8, seed=3))
+    swaps = keras.callbacks.SwapEMAWeights
+    callbacks = [] if swap is None else [swaps(**swap)]
+    fit(averaged, validation_data=tests, callbacks=callbacks)
     fit(plain)
     assert_same_state(averaged, plain)
+
+
+def test_averaged_models_are_copied_with_their_optimizers():
+    model = network()
+    model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    fit(model, epochs=1)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_state(model, other)
 
 
 def test_moving_averages_of_the_weights_still_happen():
