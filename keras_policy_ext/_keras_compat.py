@@ -346,6 +346,8 @@ def keep_average_equal(variable: Any) -> None:
 class _UncountedDimension(int):
     """An int, but a product with it is 0."""
 
+    name = "int32"  # Keras up to 3.12 takes the type of a size for a dtype.
+
     def __mul__(self, other: Any) -> int:
         return 0
 
