@@ -320,7 +320,7 @@ def spare_from_averaging(variable: Any) -> None:
     optimizer = frame.f_locals.get("self") if frame is not None else None
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return
-    if not optimizer.use_ema:
+    if not getattr(optimizer, "use_ema", False):
         return
     # Asked first while the optimizer makes its own variables, as is due.
     if "_average" not in vars(variable):

@@ -57,7 +57,8 @@ class JaxEngine(AgnosticEngine):
         """
         if matmul_form(equation) is None:
             return super().einsum(equation, a, b, dtype, fast)
-        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        exact = not fast and a.values.dtype != jnp.float32
+        precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
         product = _dot_general(equation, a.values, b.values, precision)
         return (product * (a.scale * b.scale)).astype(dtype)
 

@@ -100,12 +100,12 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     lowest, shift = grid_constants(dtype)
     bits = view(x, "int32")
     exponent = ops.maximum(ops.bitwise_and(bits, EXPONENT_BITS), lowest)
-    anchor = ops.view(exponent + shift, "float32")
+    anchor = view(exponent + shift, "float32")
     # `+`, as ops.add takes an empty x of two axes for a bias on TensorFlow
     # (keras 3.15).
-    rounded = ops.view(x + anchor - anchor, "int32")
+    rounded = view(x + anchor - anchor, "int32")
     sign = ops.bitwise_and(bits, SIGN_BIT)
-    return ops.view(ops.bitwise_or(rounded, sign), "float32")
+    return view(ops.bitwise_or(rounded, sign), "float32")
 
 
 def grid_constants(dtype: str) -> tuple[int, int]:
