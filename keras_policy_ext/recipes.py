@@ -12,6 +12,7 @@ literals without `;` in their `repr`, since they appear in policy names.
 
 import ast
 import dataclasses
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -104,8 +105,11 @@ class Recipe:
         """Build the recipe from `get_config()`.
 
         Raises:
-            ValueError: If the config has an unknown field.
+            TypeError: If the config is no dict.
+            ValueError: If it has an unknown field.
         """
+        if not isinstance(config, Mapping):
+            raise TypeError(_no_recipe(config))
         allowed = [field.name for field in _fields(cls)]
         unknown = sorted(set(config) - set(allowed))
         if unknown:
@@ -153,6 +157,12 @@ def _fields(cls: type[Recipe]) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(cls)  # type: ignore[arg-type]
 
 
+_E4M3 = formats.get(formats.ALIASES["e4m3"])
+
+LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
+"""Of delayed scaling: with more, all of a tensor in e4m3fn rounds to 0."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amax of the steps before this one.
@@ -161,8 +171,9 @@ class DelayedScaling(Recipe):
 
     Attributes:
         amax_history_length: How many steps are remembered (int >= 1).
-        margin: The scale is multiplied by `2**margin` (int >= 0, in powers
-            of two): head-room for a tensor that grows.
+        margin: The scale is multiplied by `2**margin` (int from 0 to 17, in
+            powers of two): head-room for a tensor that grows. With more, all
+            of a tensor in e4m3fn would round to 0.
         fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
             `"e4m3"` (e4m3fn everywhere).
         amax_compute: `"max"` of the history, or `"most_recent"`.
@@ -183,8 +194,12 @@ class DelayedScaling(Recipe):
     initial_scale: "str | float" = "current"
 
     def __post_init__(self) -> None:
-        _set(self, "amax_history_length", _integer(self, minimum=1))
-        _set(self, "margin", _integer(self, "margin", minimum=0))
+        _set(
+            self,
+            "amax_history_length",
+            _integer(self, "amax_history_length", 1),
+        )
+        _set(self, "margin", _integer(self, "margin", 0, LARGEST_MARGIN))
         _choice(self, "fp8_format", _FP8_FORMATS)
         _choice(self, "amax_compute", ("max", "most_recent"))
         _set(self, "initial_scale", _initial_scale(self.initial_scale))
@@ -283,16 +298,27 @@ def get(identifier: "Recipe | str | Mapping[str, Any] | None") -> Recipe:
         return parse(identifier)
     if isinstance(identifier, Mapping):
         return deserialize(identifier)
-    raise TypeError(
+    raise TypeError(_no_recipe(identifier))
+
+
+def _no_recipe(identifier: object) -> str:
+    return (
         "Cannot interpret this as a recipe. Received: "
         f"{identifier!r} (of type {type(identifier).__name__}). Allowed: a "
-        "recipe object, a name or spec string, a config dict, or None. Pass "
-        "for instance recipes.CurrentScaling() or 'current'."
+        "recipe object, a name or spec string, a config dict, or None for "
+        "the default where one is asked for. Pass for instance "
+        "recipes.CurrentScaling() or 'current'."
     )
 
 
 def serialize(recipe: Recipe) -> dict[str, Any]:
-    """`{"class_name": …, "config": …}`; `deserialize` reads it back."""
+    """`{"class_name": …, "config": …}`; `deserialize` reads it back.
+
+    Raises:
+        TypeError: If `recipe` is no recipe.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(_no_recipe(recipe))
     return {
         "class_name": type(recipe).__name__,
         "config": recipe.get_config(),
@@ -303,8 +329,11 @@ def deserialize(config: Mapping[str, Any]) -> Recipe:
     """Build a recipe from a config dict; the forms are those of `get`.
 
     Raises:
+        TypeError: If `config` is no dict.
         ValueError: If the dict names no recipe, or a parameter is wrong.
     """
+    if not isinstance(config, Mapping):
+        raise TypeError(_no_recipe(config))
     if "class_name" in config:
         classes = {cls.__name__: cls.name for cls in _REGISTRY.values()}
         class_name = config["class_name"]
@@ -333,9 +362,12 @@ def parse(spec: str) -> Recipe:
         The recipe.
 
     Raises:
+        TypeError: If `spec` is no string.
         ValueError: If the string doesn't follow the grammar, names no
             recipe, or a parameter is wrong.
     """
+    if not isinstance(spec, str):
+        raise TypeError(_no_recipe(spec))
     text = spec.strip()
     if not text:
         return DelayedScaling()
@@ -399,19 +431,20 @@ def _set(recipe: Recipe, field: str, value: object) -> None:
 
 
 def _integer(
-    recipe: Recipe, field: str = "amax_history_length", *, minimum: int
+    recipe: Recipe, field: str, minimum: int, maximum: int | None = None
 ) -> int:
     value = getattr(recipe, field)
+    allowed = f"an integer >= {minimum}"
+    if maximum is not None:
+        allowed = f"an integer from {minimum} to {maximum}"
     if isinstance(value, (bool, np.bool_)):
-        raise TypeError(_wrong(recipe, field, f"an integer >= {minimum}"))
+        raise TypeError(_wrong(recipe, field, allowed))
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise TypeError(
-            _wrong(recipe, field, f"an integer >= {minimum}")
-        ) from error
-    if number < minimum:
-        raise ValueError(_wrong(recipe, field, f"an integer >= {minimum}"))
+        raise TypeError(_wrong(recipe, field, allowed)) from error
+    if number < minimum or (maximum is not None and number > maximum):
+        raise ValueError(_wrong(recipe, field, allowed))
     return number
 
 

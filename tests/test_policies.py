@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import keras_policy_ext as kpe
 from keras_policy_ext import _keras_compat, policies, recipes
 from keras_policy_ext.policies import Float8DTypePolicy, get
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
@@ -465,6 +466,28 @@ def test_keras_gets_the_plain_policy_of_every_path():
         assert type(plain) is keras.DTypePolicy
         assert plain.compute_dtype == ours.compute_dtype
         assert plain.variable_dtype == ours.variable_dtype
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float32", 8),
+        Float8DTypePolicy("float32", amax_history_length=8),
+    ],
+    ids=["Keras's", "ours"],
+)
+def test_a_float8_policy_in_a_map_of_keras_is_followed(policy):
+    policy_map = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    policy_map["model/in_float8"] = policy
+    layers = [
+        kpe.layers.Dense(3, dtype=policy_map, name=name)
+        for name in ("in_float8", "plain")
+    ]
+    keras.Sequential([keras.Input((4,)), *layers], name="model")
+    assert [x.quantization_mode for x in layers] == ["float8", None]
+    assert layers[0].float8_policy.recipe.history_length == 8
+    assert len(layers[0].float8_state.matrices) == 1
+    assert layers[1].float8_policy is None
 
 
 def test_a_policy_is_a_consistent_mapping_of_its_patterns():

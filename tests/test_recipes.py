@@ -15,7 +15,7 @@ FORMATS = st.sampled_from(["hybrid", "e4m3"])
 DELAYED = st.builds(
     DelayedScaling,
     amax_history_length=st.integers(1, 10**6),
-    margin=st.integers(0, 20),
+    margin=st.integers(0, recipes.LARGEST_MARGIN),
     fp8_format=FORMATS,
     amax_compute=st.sampled_from(["max", "most_recent"]),
     initial_scale=st.sampled_from(["current", 1.0]),
@@ -125,6 +125,7 @@ def test_parse_takes_equivalent_spellings(spec, recipe):
         "delayed(margin=1) or f()",
         "delayed(wrong=1)",
         "delayed(margin=-1)",
+        "delayed(margin=18)",
         "16 16",
         "Delayed",
     ],
@@ -132,6 +133,30 @@ def test_parse_takes_equivalent_spellings(spec, recipe):
 def test_malformed_specs_are_value_errors(spec):
     with pytest.raises(ValueError):
         recipes.parse(spec)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: recipes.parse(None),
+        lambda: recipes.parse(3),
+        lambda: recipes.deserialize(None),
+        lambda: recipes.deserialize(b"delayed"),
+        lambda: recipes.serialize("delayed"),
+        lambda: recipes.get(3),
+        lambda: recipes.get({"class_name": "DelayedScaling", "config": 3}),
+        lambda: DelayedScaling.from_config(3),
+    ],
+)
+def test_what_is_no_recipe_is_refused_with_what_is_allowed(call):
+    with pytest.raises(TypeError, match=r"Received: .* Allowed: "):
+        call()
+
+
+def test_the_largest_margin_leaves_one_number():
+    largest = formats.get("float8_e4m3fn").max * 2.0**-recipes.LARGEST_MARGIN
+    smallest = formats.get("float8_e4m3fn").smallest_subnormal
+    assert smallest <= largest < 2 * smallest
 
 
 def test_parse_evaluates_nothing():

@@ -53,17 +53,22 @@ def run(function, way, *arrays):
     return compiled(function, way)(*map(ops.convert_to_tensor, arrays))
 
 
+def array(x):
+    """A tensor or array of any dtype as a NumPy array."""
+    if not isinstance(x, np.ndarray | np.generic):
+        x = {"torch": _torch_array, "tensorflow": _tf_array}.get(
+            BACKEND, np.asarray
+        )(x)
+    return np.asarray(x)
+
+
 def bits(x):
     """The bits of a float8 or float32 tensor or array; every NaN alike.
 
     Returns:
         uint8 or uint32 array.
     """
-    if not isinstance(x, np.ndarray | np.generic):
-        x = {"torch": _torch_array, "tensorflow": _tf_array}.get(
-            BACKEND, np.asarray
-        )(x)
-    x = np.asarray(x)
+    x = array(x)
     unsigned = x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.itemsize])
     is_nan = np.isnan(x.astype(np.float32))
     return np.where(is_nan, np.iinfo(unsigned.dtype).max, unsigned)

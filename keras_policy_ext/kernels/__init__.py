@@ -101,10 +101,16 @@ def select(
         The choice, `(kind, reason)`, on this backend and device.
 
     Raises:
-        ValueError: If the equation is malformed or there is no such recipe.
+        ValueError: If there is no such contraction or recipe.
     """
     if isinstance(contraction, str):
         einsum.split(contraction)
         contraction = Einsum(contraction)
+    if not isinstance(contraction, (Einsum, Conv)):
+        raise ValueError(
+            "This is no contraction. Received: "
+            f"{contraction!r}. Allowed: an explicit einsum equation such as "
+            "'ab,bc->ac', kernels.Einsum, or kernels.Conv. Pass one of them."
+        )
     plan = make_plan(contraction, get_recipe(recipe), dtype, "float32")
     return engine().select(plan)

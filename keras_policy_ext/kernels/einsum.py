@@ -58,6 +58,8 @@ def split(equation: str) -> Terms:
         ValueError: If the equation has another form, repeats a letter in one
             term, or has an output letter that is in no operand.
     """
+    if not isinstance(equation, str):
+        raise ValueError(_form_error(equation, "it is no string"))
     text = equation.replace(" ", "")
     operands, arrow, out = text.partition("->")
     terms = [*operands.split(","), out]
@@ -177,7 +179,7 @@ def kernel_grad(equation: str) -> tuple[str, tuple[int, ...]]:
     return f"{first},{out}->{kept}", axes
 
 
-def _form_error(equation: str, why: str) -> str:
+def _form_error(equation: object, why: str) -> str:
     return (
         f"Not an einsum equation of two operands: {why}. Received: "
         f"{equation!r}. Allowed: e.g. 'ab,bc->ac' or '...x,xy->...y'. Write "

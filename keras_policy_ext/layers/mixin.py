@@ -230,10 +230,24 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         Raises:
             ValueError: If the arrays do not fit, or one is no float8 state.
         """
-        for variable, value in zip(self.weights, weights, strict=False):
-            if isinstance(variable, StateVariable):
-                variable.check(value)
+        pairs = list(zip(self.weights, weights, strict=False))
+        if all(tuple(v.shape) == np.shape(value) for v, value in pairs):
+            for variable, value in pairs:
+                if isinstance(variable, StateVariable):
+                    variable.check(value)
+        elif len(pairs) == len(self.weights) == len(weights):
+            raise ValueError(self._other_shapes(pairs))
         super().set_weights(weights)
+
+    def _other_shapes(self, pairs: list[tuple[Any, Any]]) -> str:
+        received = [np.shape(value) for _, value in pairs]
+        allowed = [tuple(variable.shape) for variable, _ in pairs]
+        return (
+            f"These arrays are not those of layer {self.name!r}; none was "
+            f"set. Received: shapes {received}. Allowed: {allowed}. A state "
+            "of another history length is cut or padded when it is loaded "
+            "from a file."
+        )
 
     def load_own_variables(self, store: Any) -> None:
         """`Layer.load_own_variables`; the state hears how it ended."""
@@ -299,8 +313,12 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
 
         Raises:
             ValueError: If the equation is malformed, does not fit the
-                operands, or the kernel is no weight of this layer.
+                operands, the kernel is no weight of this layer, or `dtype`
+                is not floating.
         """
+        if inputs is None or getattr(kernel, "shape", None) is None:
+            raise ValueError(_no_operands(inputs, kernel))
+        dtype = None if dtype is None else _floating_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs)
         ranks = len(inputs.shape), len(kernel.shape)
         explicit = einsum.explicit(equation, *ranks)
@@ -479,6 +497,8 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         policy = self.dtype_policy
         if isinstance(policy, Float8DTypePolicy):
             return policy.for_path(self.path)
+        if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+            return policies.as_float8(policy[self.path or ""])
         return policy
 
     def _kernels_to_adopt(self) -> list[keras.Variable]:
@@ -560,6 +580,27 @@ def _static_flag(training: Any) -> bool | None:
     """True, False, or None where the flag is traced and so not known."""
     known = isinstance(training, (bool, int, np.bool_))
     return bool(training) if known else None
+
+
+def _floating_dtype(dtype: Any) -> str:
+    with contextlib.suppress(ValueError):
+        name: str = keras.backend.standardize_dtype(dtype)
+        if name in ("float16", "bfloat16", "float32", "float64"):
+            return name
+    raise ValueError(
+        f"A product cannot be in this dtype. Received: dtype={dtype!r}. "
+        "Allowed: float16, bfloat16, float32, float64, or None for the "
+        "compute dtype. Cast the result to anything else."
+    )
+
+
+def _no_operands(inputs: Any, kernel: Any) -> str:
+    return (
+        "A float8 product is one of a tensor and a weight. Received: inputs "
+        f"{inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, and a "
+        "weight which the layer made with `add_weight`. Make the weight in "
+        "`build` or `__init__`."
+    )
 
 
 def _is_floating_tensor(x: Any) -> bool:

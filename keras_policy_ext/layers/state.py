@@ -497,7 +497,7 @@ def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
     uses = value[:, 0]
     # Not the slots: another optimizer than Keras's may have moved them.
     settled = value[uses < 0][:, 1 + SLOTS :]
-    if np.any(np.isnan(uses)) or not _is_amax(settled):
+    if not np.all(np.isfinite(uses)) or not _is_amax(settled):
         raise ValueError(
             f"This array is no float8 state of {variable.path!r}. Received: "
             f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "

@@ -42,7 +42,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
         ValueError: If `dtype` is not a float8 format that can be stored.
     """
     limit = _limit(dtype)
-    return ops.cast(ops.clip(ops.cast(x, "float32"), -limit, limit), dtype)
+    return _cast(ops.clip(ops.cast(x, "float32"), -limit, limit), dtype)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
@@ -59,7 +59,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     Raises:
         ValueError: If `dtype` is not a float8 format that can be stored.
     """
-    return ops.cast(_scaled(x, scale, dtype), dtype)
+    return _cast(_scaled(x, scale, dtype), dtype)
 
 
 def quantize_float32(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
@@ -163,6 +163,20 @@ def _limit(dtype: str) -> float:
             "For other formats use `keras_policy_ext.reference`."
         )
     return formats.get(name).max
+
+
+def _cast(x: Tensor, dtype: str) -> Tensor:
+    """`ops.cast` of what is in range, with the same NaN on every backend.
+
+    In `float8_e5m2`, which has several, torch takes 0x7f (2.13), all others
+    0x7e.
+    """
+    q = ops.cast(x, dtype)
+    if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
+        return q
+    bits = ops.view(q, "uint8")
+    quiet = ops.bitwise_and(bits, np.uint8(0xFE))
+    return ops.view(ops.where(ops.isnan(x), quiet, bits), dtype)
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: str) -> Tensor:

@@ -25,9 +25,20 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
 
     Returns:
         Scalar float32 tensor, dB.
+
+    Raises:
+        ValueError: If the shapes differ.
     """
     reference = ops.cast(reference, "float32")
-    noise = reference - ops.cast(approximation, "float32")
+    approximation = ops.cast(approximation, "float32")
+    if tuple(reference.shape) != tuple(approximation.shape):
+        raise ValueError(
+            "A tensor is compared with an approximation of it. Received: "
+            f"shapes {tuple(reference.shape)} and "
+            f"{tuple(approximation.shape)}. Allowed: equal shapes. Broadcast "
+            "first, if that is what you mean."
+        )
+    noise = reference - approximation
     lost = _log_norm(noise)
     level = (20.0 / math.log(10.0)) * (_log_norm(reference) - lost)
     # Of zeros that stay zeros the difference would be NaN.

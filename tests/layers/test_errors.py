@@ -160,6 +160,46 @@ def test_weights_with_a_wrong_state_change_nothing():
         np.testing.assert_array_equal(a, b)
 
 
+def test_weights_of_other_shapes_change_nothing():
+    layer = kpe.layers.Dense(3, dtype=POLICY)
+    layer.build((None, 4))
+    before = layer.get_weights()
+    wrong = [w * 0 for w in before]
+    wrong[2] = np.zeros((3, 77), "float32")
+    with pytest.raises(ValueError, match=r"none was set.*\(3, 77\)"):
+        layer.set_weights(wrong)
+    wrong[2] = np.full_like(before[2], np.inf)
+    with pytest.raises(ValueError, match="no float8 state"):
+        layer.set_weights(wrong)
+    for a, b in zip(before, layer.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [POLICY, "float32"], ids=["float8", "plain"])
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("ab,bc->ac", None, "kernel"), "Received: inputs None"),
+        (("ab,bc->ac", "x", None), "kernel None"),
+        ((None, "x", "kernel"), "it is no string"),
+        ((3, "x", "kernel"), "it is no string"),
+        (("ab,bc->ac", "x", "kernel", None, "foo"), "dtype='foo'"),
+        (("ab,bc->ac", "x", "kernel", None, "int8"), "dtype='int8'"),
+    ],
+)
+def test_wrong_arguments_of_a_contraction_are_told(dtype, arguments, told):
+    def action(layer, x):
+        known = {"x": x, "kernel": layer.kernel}
+        equation, *rest = arguments
+        given = [known.get(each, each) for each in rest]
+        return layer.float8_einsum(equation, *given)
+
+    with pytest.raises(ValueError) as error:
+        run(action, dtype)
+    assert told in str(error.value)
+    assert "Allowed: " in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", [POLICY, "float32"], ids=["float8", "plain"])
 @pytest.mark.parametrize("kind", ["int32", "float32", "list"])
 def test_a_contraction_takes_arrays_as_keras_does(dtype, kind):

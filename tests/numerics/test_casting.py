@@ -14,7 +14,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext import formats, reference
 from keras_policy_ext.numerics import casting
-from ways import COMPILERS, WAYS, compiled, run, same_bits
+from ways import COMPILERS, WAYS, array, compiled, run, same_bits
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2"]
 both = pytest.mark.parametrize("dtype", DTYPES)
@@ -106,6 +106,16 @@ def test_beyond_the_largest_number_saturates_and_nan_stays(dtype, way):
     assert np.nanmax(values) == largest
     assert np.nanmin(values) == -largest
     assert np.isnan(values).tolist() == np.isnan(x).tolist()
+
+
+@both
+@WAYS
+def test_not_a_number_has_the_bits_of_ml_dtypes(dtype, way):
+    x = np.float32([np.nan, -np.nan, 1.0, -1.0])
+    expected = reference.cast(x, dtype).view("uint8")
+    assert expected[0] != expected[1]
+    found = array(run(cast(dtype), way, x)).view("uint8")
+    np.testing.assert_array_equal(found, expected)
 
 
 @both
