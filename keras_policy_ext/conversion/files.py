@@ -123,10 +123,19 @@ def _check_archive(path: Any) -> None:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        # Flipped bits in the headers look like archives of other kinds:
+        # encrypted ones, or compressed in another way.
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
         raise ValueError(
             _not_whole(path, f"it cannot be read ({error})")
-        ) from (error)
+        ) from error
     if damaged is not None:
         raise ValueError(
             _not_whole(path, f"the checksum of {damaged} is wrong")

@@ -62,8 +62,9 @@ def convert(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the model is not built, the policy is not float8, or
-            `include` matches no layer. The model is then unchanged.
+        ValueError: If the model is not built, the policy is not float8,
+            `include` matches no layer, or a `MultiOptimizer` has been used.
+            The model is then unchanged.
     """
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
@@ -71,6 +72,8 @@ def convert(
     survey = candidates.survey(model)
     requested = _requested(model, policy)
     decisions, left = _decide(survey.candidates, requested, selection)
+    if decisions:
+        training.check_optimizers(model)
     touched = [c.layer for c, _ in decisions] + survey.composites
     with training.continued(model), training.replicas(model), _whole(touched):
         for candidate, target in decisions:

@@ -40,6 +40,29 @@ def continued(model: Any) -> Iterator[None]:
             _follow(each, gone)
 
 
+def check_optimizers(model: Any) -> None:
+    """Raise if an optimizer could not go on with states that come now.
+
+    Raises:
+        ValueError: If a `keras.optimizers.MultiOptimizer` is built: it asks
+            once, when it is built, which variable goes to which optimizer.
+    """
+    multiple = getattr(keras.optimizers, "MultiOptimizer", ())
+    for layer in _keras_compat.layers_within(model):
+        if not isinstance(layer, keras.Model):
+            continue
+        for optimizer in _optimizers(layer):
+            within = _keras_compat.optimizers_within(optimizer)
+            if any(isinstance(x, multiple) and x.built for x in within):
+                raise ValueError(
+                    f"The optimizer of {layer.name!r} cannot take new state. "
+                    "Received: a MultiOptimizer that has been used, which "
+                    "assigns variables when it is built. Allowed: one that "
+                    "has not been, or another optimizer. Convert before "
+                    "`fit`, or compile with a new optimizer and convert then."
+                )
+
+
 def replicas(model: Any) -> Any:
     """The scope in which the variables of a model were made."""
     strategy = getattr(model, "distribute_strategy", None)

@@ -336,6 +336,31 @@ def test_bad_arguments_change_nothing(arguments, error, message):
     assert not any("amax" in v.path for v in model.variables)
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"),
+    reason=f"Keras {keras.__version__} has no MultiOptimizer",
+)
+def test_a_used_multi_optimizer_is_refused_and_a_new_one_trains():
+    model, x = sequential(), normal(4, 4, 6)
+    y = numpy(model(x))
+
+    def compile():
+        sgd = keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.MultiOptimizer(lambda variable: sgd)
+        model.compile(optimizer, "mse", jit_compile=JIT)
+
+    compile()
+    model.fit(x, y, verbose=0)
+    paths = [v.path for v in model.weights]
+    with pytest.raises(ValueError, match=r"MultiOptimizer.*Allowed.*Convert"):
+        kpe.convert(model, POLICY)
+    assert [v.path for v in model.weights] == paths
+    compile()
+    kpe.convert(model, POLICY)
+    model.fit(x, y, verbose=0)
+    assert np.any(state_of(model.layers[-1])["outputs_grad"][1] > 0)
+
+
 def test_an_exclude_without_effect_warns():
     with pytest.warns(UserWarning, match="matches no layer"):
         kpe.convert(sequential(), POLICY, exclude="nothing")

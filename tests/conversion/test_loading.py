@@ -470,7 +470,22 @@ def flipped(content):
     return content[:middle] + b"A" + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, lambda _: b""])
+def passed_for_another_kind(content, offset, byte):
+    """Of a zip archive: offset 8 says "encrypted", 10 how it is compressed."""
+    entry = content.index(b"PK\1\2") + offset
+    return content[:entry] + bytes([byte]) + content[entry + 1 :]
+
+
+DAMAGES = {
+    "cut": cut,
+    "flipped": flipped,
+    "empty": lambda _: b"",
+    "encrypted": lambda x: passed_for_another_kind(x, 8, 1),
+    "compressed": lambda x: passed_for_another_kind(x, 10, 99),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_archive_is_refused(damage, archive, live, tmp_path):
     path = tmp_path / "model.keras"
     path.write_bytes(damage(archive.read_bytes()))
