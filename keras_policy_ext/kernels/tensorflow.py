@@ -75,11 +75,7 @@ class TensorFlowEngine(AgnosticEngine):
         dtype: str,
         fast: bool = False,
     ) -> Tensor:
-        """See `Engine.einsum`.
-
-        XLA takes any precision but the highest for leave to accumulate fast,
-        in matmuls of float8 on a GPU.
-        """
+        """See `Engine.einsum`; not fast is the highest precision to XLA."""
         emulated = a.values.dtype == tf.float32
         if emulated or fast or xla is None:
             return super().einsum(equation, a, b, dtype, fast)
