@@ -16,6 +16,7 @@ import datetime, pathlib, sys
 rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 import keras, numpy as np, torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 import keras_policy_ext as kpe
 
@@ -96,20 +97,31 @@ def native_loop(where, model, wrapped):
         optimizer.step()
         kpe.loops.settle(wrapped)
         record(f"{where}/{step}", model)
+
+
+def unmodified_loop(where, model, wrapped):
+    # As it would be written for any model.
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0625)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped, mine(x[step]), mine(y[step])).backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9)
+        optimizer.step()
+        record(f"{where}/{step}", model)
+    optimizer.param_groups[0]["lr"] = 0.0
     # One rank uses the layer, then none does.
     for step, branch in ((3, rank == 0), (4, False)):
         optimizer.zero_grad()
         batch = mine(x[3]), mine(y[3])
         loss_of(wrapped, *batch, branch).backward()
         optimizer.step()
-        kpe.loops.settle(wrapped)
         record(f"{where}/{step}", model)
     # Two micro-batches, averaged once.
     optimizer.zero_grad()
     with wrapped.no_sync():
         loss_of(wrapped, 3 * mine(x[0]), mine(y[0])).backward()
     loss_of(wrapped, mine(x[1]), mine(y[1])).backward()
-    kpe.loops.settle(wrapped)
+    optimizer.step()
     record(f"{where}/5", model)
 
 
@@ -121,6 +133,43 @@ model = Branches()
 native_loop(
     "native", model, distributed(model, gradient_as_bucket_view=True)
 )
+model = Branches()
+unmodified_loop("unmodified", model, distributed(model))
+model = Branches()
+unmodified_loop(
+    "views", model, distributed(model, gradient_as_bucket_view=True)
+)
+# A rank alone waits for nobody: it calibrates, and takes steps of its own.
+if rank == 0:
+    single = keras.Sequential([model.first, model.extra, model.last])
+    kpe.calibrate(single, x[0].numpy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model, x[0], y[0]).backward()
+    optimizer.step()
+results["alone"] = model.first.float8_state.matrices[0].numpy()
+
+# Ranks with batches of different numbers.
+model = Branches()
+wrapped = distributed(model)
+optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0625)
+with wrapped.join():
+    for step in range(2 + rank):
+        optimizer.zero_grad()
+        loss_of(wrapped, mine(x[step]), mine(y[step])).backward()
+        optimizer.step()
+record("join", model)
+
+# Ranks that keep the slots of a part of the weights each.
+model = Branches()
+wrapped = distributed(model)
+optimizer = ZeroRedundancyOptimizer(
+    wrapped.parameters(), torch.optim.SGD, lr=0.0625
+)
+for step in range(3):
+    optimizer.zero_grad()
+    loss_of(wrapped, mine(x[step]), mine(y[step])).backward()
+    optimizer.step()
+    record(f"zero/{step}", model)
 results["x"] = x.numpy()
 np.savez(folder / f"{rank}.npz", **results)
 dist.destroy_process_group()
@@ -156,6 +205,8 @@ def ranks(tmp_path_factory):
 def test_ranks_agree_to_the_bit(ranks):
     first, second = ranks
     for name in first:
+        if name == "alone":
+            continue
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
@@ -185,17 +236,20 @@ def test_amaxes_are_those_of_the_whole_batch(ranks):
         assert newest == np.abs(ranks[0]["x"][step]).max()
 
 
-def test_a_native_loop_has_the_bits_of_a_keras_one(ranks):
+@pytest.mark.parametrize("loop", ["native", "unmodified", "views", "zero"])
+def test_a_native_loop_has_the_bits_of_a_keras_one(loop, ranks):
     names = [name for name in ranks[0] if name.startswith("keras/")]
     assert len(names) == 18
     for name in names:
-        native = name.replace("keras", "native")
+        native = name.replace("keras", loop)
         np.testing.assert_array_equal(ranks[0][native], ranks[0][name])
 
 
 def test_a_layer_that_one_rank_did_not_use_is_observed_on_both(ranks):
-    before, after, unused = (ranks[1][f"native/{s}/extra"] for s in (2, 3, 4))
-    kernel = np.abs(ranks[1]["native/2/extra/kernel"]).max()
+    before, after, unused = (
+        ranks[1][f"unmodified/{s}/extra"] for s in (2, 3, 4)
+    )
+    kernel = np.abs(ranks[1]["unmodified/2/extra/kernel"]).max()
     assert after[1, NEWEST] == kernel
     assert not np.array_equal(after[0], before[0])
     np.testing.assert_array_equal(unused, after)
@@ -203,5 +257,18 @@ def test_a_layer_that_one_rank_did_not_use_is_observed_on_both(ranks):
 
 def test_micro_batches_and_ranks_combine_by_maximum(ranks):
     largest = np.abs(ranks[0]["x"][:2]).max(axis=(1, 2)) * [3, 1]
-    newest = ranks[0]["native/5/first"][0, NEWEST]
+    newest = ranks[0]["unmodified/5/first"][0, NEWEST]
     assert newest == np.float32(largest.max())
+
+
+def test_a_rank_alone_observes_for_itself(ranks):
+    largest = np.abs(ranks[0]["x"][0]).max()
+    assert ranks[0]["alone"][0, NEWEST] == largest
+    assert not np.array_equal(ranks[0]["alone"], ranks[1]["alone"])
+
+
+def test_ranks_that_join_end_with_the_state_of_the_last_one(ranks):
+    """Its amaxes are its own; PyTorch hands its parameters to all ranks."""
+    newest = [found["join/first"][0, NEWEST] for found in ranks]
+    largest = np.abs(ranks[0]["x"][2][1::2]).max()
+    np.testing.assert_array_equal(newest, [largest, largest])

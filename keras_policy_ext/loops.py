@@ -1,11 +1,12 @@
 """Training loops with an optimizer that is not Keras's.
 
 Optimizers of Keras assign the observations that travel as gradients of the
-float8 state. Any other optimizer must leave the state alone, and the loop
-hands the observations on:
+float8 state, and before a step of `torch.optim` they are assigned too: such
+loops need nothing of what is here. Any other optimizer must leave the state
+alone, and the loop hands the observations on:
 
 ```python
-optimizer = torch.optim.AdamW(kpe.loops.parameters(model))
+optimizer = SomeOptimizer(kpe.loops.parameters(model))
 for x, y in batches:
     optimizer.zero_grad()
     loss_of(model(x, training=True), y).backward()
@@ -26,7 +27,7 @@ from keras_policy_ext.layers.state import StateVariable
 
 Tensor = Any
 
-__all__ = ["is_state", "parameters", "settle", "settled"]
+__all__ = ["is_state", "parameters", "settle", "settled", "weights"]
 
 
 def is_state(variable: Any) -> bool:
@@ -39,6 +40,32 @@ def is_state(variable: Any) -> bool:
         True for the amax histories and scales of a float8 kernel.
     """
     return isinstance(variable, StateVariable)
+
+
+def weights(model: Any) -> list[Any]:
+    """The weights of a model without its float8 state.
+
+    They are those of `model.weights` while it was not converted, in the same
+    order, and so can be paired with the weights of a copy, whether that is in
+    float8 or not:
+
+    ```python
+    for w, average in zip(
+        kpe.loops.weights(model), kpe.loops.weights(ema_model), strict=True
+    ):
+        average.assign(0.999 * average + 0.001 * w)
+    ```
+
+    Args:
+        model: As for `parameters`.
+
+    Returns:
+        Keras variables.
+
+    Raises:
+        ValueError: If `model` is none of these.
+    """
+    return [v for v in _variables(model, "weights") if not is_state(v)]
 
 
 def parameters(model: Any) -> list[Tensor]:
@@ -73,9 +100,9 @@ def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
     Args:
         model: As for `parameters`.
         gradients: Those of `model.trainable_variables`, in that order; an
-            entry may be None. Not needed on PyTorch, which keeps them in
-            `.grad`: those of the state are taken from there and cleared, so
-            that several backward passes before one call are one step.
+            entry may be None. Not needed on PyTorch, which keeps them with
+            the variables: those of the state are cleared, so that several
+            backward passes before one call are one step.
 
     Raises:
         ValueError: If `gradients` do not fit the variables, or are missing
@@ -83,11 +110,10 @@ def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
     """
     variables = _trainable(model)
     if gradients is None:
-        engine = kernels.engine()
-        gradients = [
-            engine.take_gradient(v.value) if is_state(v) else None
-            for v in variables
-        ]
+        states = [v for v in variables if is_state(v)]
+        if states:
+            kernels.engine().settle_observed(states)
+        return
     _check(variables, gradients, "gradients")
     for variable, gradient in zip(variables, gradients, strict=True):
         if is_state(variable) and gradient is not None:
@@ -143,8 +169,13 @@ def _settled(variable: Any, gradient: Tensor | None, value: Tensor) -> Tensor:
 
 
 def _trainable(model: Any) -> list[Any]:
+    return _variables(model, "trainable_variables")
+
+
+def _variables(model: Any, kind: str) -> list[Any]:
+    """The variables of one kind, of a Keras layer or of those in a module."""
     if isinstance(model, keras.Layer):
-        return list(model.trainable_variables)
+        return list(getattr(model, kind))
     modules = getattr(model, "modules", None)
     if keras.backend.backend() != "torch" or not callable(modules):
         raise ValueError(
@@ -153,7 +184,7 @@ def _trainable(model: Any) -> list[Any]:
             "module that contains some. Pass the model itself."
         )
     layers = [m for m in modules() if isinstance(m, keras.Layer)]
-    found = {id(v): v for m in layers for v in m.trainable_variables}
+    found = {id(v): v for m in layers for v in getattr(m, kind)}
     return list(found.values())
 
 

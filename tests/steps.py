@@ -91,16 +91,19 @@ def _tensorflow_gradients(layer, x, loss, training):
 
 
 def _torch_gradients(layer, x, loss, training):
+    import torch
 
-    for variable in layer.trainable_variables:
-        variable.value.grad = None
     x = ops.convert_to_tensor(x)
     if x.dtype.is_floating_point:
         x = x.detach().requires_grad_()
     outputs = layer(x, training=training)
-    loss(outputs).backward()
-    grads = [v.value.grad for v in layer.trainable_variables]
-    return outputs.detach(), x.grad, grads
+    wanted = [x, *(v.value for v in layer.trainable_variables)]
+    needed = [tensor for tensor in wanted if tensor.requires_grad]
+    # Not `backward`, which keeps observations apart from `.grad`.
+    found = torch.autograd.grad(loss(outputs), needed, allow_unused=True)
+    grads = {id(t): g for t, g in zip(needed, found, strict=True)}
+    x_grad, *grads = (grads.get(id(tensor)) for tensor in wanted)
+    return outputs.detach(), x_grad, grads
 
 
 def state_of(layer):

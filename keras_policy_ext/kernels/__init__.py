@@ -6,7 +6,9 @@ written in `keras.ops`. `plan` holds the three matmuls that they share.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from typing import Any
 
 import keras
 
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 FRAMEWORKS = ("tensorflow", "jax", "torch")
+
+COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 _engines: dict[str, Engine] = {}
@@ -73,6 +77,7 @@ def make_plan(
 
     The arguments are the first attributes of `Plan`.
     """
+    kind = None if engine().is_compiling() else preferred()
     return plan_of(
         contraction,
         recipe,
@@ -80,7 +85,7 @@ def make_plan(
         kernel_dtype,
         training,
         slot,
-        preferred(),
+        kind,
         engine().traces_for_xla(),
     )
 
@@ -101,7 +106,7 @@ def select(
         The choice, `(kind, reason)`, on this backend and device.
 
     Raises:
-        ValueError: If there is no such contraction or recipe.
+        ValueError: If there is no such contraction, recipe or dtype.
     """
     if isinstance(contraction, str):
         einsum.split(contraction)
@@ -112,5 +117,19 @@ def select(
             f"{contraction!r}. Allowed: an explicit einsum equation such as "
             "'ab,bc->ac', kernels.Einsum, or kernels.Conv. Pass one of them."
         )
-    plan = make_plan(contraction, get_recipe(recipe), dtype, "float32")
+    plan = make_plan(
+        contraction, get_recipe(recipe), _compute_dtype(dtype), "float32"
+    )
     return engine().select(plan)
+
+
+def _compute_dtype(dtype: Any) -> str:
+    with contextlib.suppress(ValueError, TypeError):
+        name: str = keras.backend.standardize_dtype(dtype)
+        if name in COMPUTE_DTYPES:
+            return name
+    raise ValueError(
+        f"Nothing is computed in this dtype. Received: dtype={dtype!r}. "
+        f"Allowed: {', '.join(COMPUTE_DTYPES)}. Pass the compute dtype of "
+        "the layer; the format of the operands comes from the recipe."
+    )

@@ -30,6 +30,10 @@ class AgnosticEngine:
         """Always emulated."""
         return Choice("emulated", "keras.ops has no float8 matmul")
 
+    def is_compiling(self) -> bool:
+        """See `Engine.is_compiling`; JAX and TensorFlow trace Python as is."""
+        return False
+
     def traces_for_xla(self) -> bool:
         """See `Engine.traces_for_xla`."""
         return False
@@ -145,17 +149,77 @@ class AgnosticEngine:
         """
         return nullcontext()
 
-    def take_gradient(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that the framework keeps with a tensor, now cleared.
+    def functions_step_by_step(self) -> AbstractContextManager[None]:
+        """See `Engine.functions_step_by_step`; none is left traced here."""
+        return nullcontext()
+
+    def runs_now(self) -> bool:
+        """See `Engine.runs_now`."""
+        return True
+
+    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+        """Keep the observations of a state apart from its gradients.
+
+        Where gradients are handed out there is nothing to keep apart.
 
         Args:
-            tensor: The value of a variable.
+            variable: A state variable that has just got its value.
+            tensor: That value.
+        """
+
+    def assigned(self, variable: Any, value: Tensor) -> Tensor:
+        """What a state variable becomes when `value` is assigned to it.
+
+        Args:
+            variable: A state variable.
+            value: An observation, a settled state, or zeros.
 
         Returns:
-            Tensor of the same shape, None where there is none.
+            The settled state, on every replica the same.
+        """
+        return self.settle(variable.recipe, value, variable.value)
+
+    def earlier_observation(self, variable: Any) -> Tensor | None:
+        """What was observed in micro-batches before, beside gradients.
+
+        Args:
+            variable: A state variable.
+
+        Returns:
+            Float32 (operands, width); None if there is nothing, or where the
+            optimizer has it that accumulates gradients.
+        """
+        return None
+
+    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+        """Put back what `earlier_observation` returned.
+
+        Args:
+            variable: A state variable.
+            value: Array of its shape.
+        """
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """What a state variable holds, where that can be read now.
+
+        Args:
+            variable: A state variable that is about to be used.
+
+        Returns:
+            Its value; None while it is traced, and where to read it would
+            keep others waiting in each step.
+        """
+        return None
+
+    def settle_observed(self, variables: Sequence[Any]) -> None:
+        """Make what was observed of states part of them.
+
+        Args:
+            variables: State variables.
 
         Raises:
-            ValueError: If the framework hands gradients out instead.
+            ValueError: If the framework hands gradients out, instead of
+                keeping them with the variables.
         """
         raise ValueError(
             f"On {self.name} gradients are not kept with the variables. "

@@ -59,6 +59,9 @@ class Engine(Protocol):
     def select(self, plan: Plan) -> Choice:
         """Native or emulated, for the contraction of a plan."""
 
+    def is_compiling(self) -> bool:
+        """Whether a compiler that cannot read context variables traces."""
+
     def traces_for_xla(self) -> bool:
         """Whether XLA compiles what is called now, if `select` asks that."""
 
@@ -108,8 +111,29 @@ class Engine(Protocol):
     def step_by_step(self) -> AbstractContextManager[None]:
         """A block in which loops are run and not traced; no gradients."""
 
-    def take_gradient(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that a framework keeps with a tensor, now cleared."""
+    def functions_step_by_step(self) -> AbstractContextManager[None]:
+        """The same for what a layer has compiled itself, on all threads."""
+
+    def runs_now(self) -> bool:
+        """Whether what is called in such blocks is run and not traced."""
+
+    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+        """Keep observations apart from gradients that stay with a tensor."""
+
+    def assigned(self, variable: Any, value: Tensor) -> Tensor:
+        """What a state variable becomes when `value` is assigned to it."""
+
+    def earlier_observation(self, variable: Any) -> Tensor | None:
+        """What was observed in micro-batches before, beside gradients."""
+
+    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+        """Put back what `earlier_observation` returned."""
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """What a state variable holds, where that can be read now."""
+
+    def settle_observed(self, variables: Sequence[Any]) -> None:
+        """Make what was observed of states part of them."""
 
     def on_all_replicas(self, flag: Tensor) -> Tensor:
         """Whether a bool scalar is true on every data-parallel replica."""

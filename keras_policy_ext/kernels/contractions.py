@@ -53,12 +53,31 @@ class Conv:
         padding: `"valid"` or `"same"`.
         dilation_rate: Per spatial axis.
         data_format: `"channels_last"` or `"channels_first"`.
+
+    Raises:
+        ValueError: If one of them is something else.
     """
 
     strides: tuple[int, ...]
     padding: str
     dilation_rate: tuple[int, ...]
     data_format: str
+
+    def __post_init__(self) -> None:
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    _wrong(self, name, " or ".join(map(repr, allowed)))
+                )
+        for name in ("strides", "dilation_rate"):
+            if not _is_per_axis(getattr(self, name)):
+                raise ValueError(
+                    _wrong(self, name, "a tuple of one to three integers >= 1")
+                )
+        if len(self.strides) != len(self.dilation_rate):
+            raise ValueError(
+                _wrong(self, "dilation_rate", "as many entries as in strides")
+            )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -87,6 +106,27 @@ class Conv:
     ) -> Tensor:
         """The gradient of a kernel of this shape, in `dtype`."""
         return engine.conv_kernel_grad(self, x, g, shape, dtype)
+
+
+_WORDS = {
+    "padding": ("valid", "same"),
+    "data_format": ("channels_last", "channels_first"),
+}
+
+
+def _is_per_axis(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and 1 <= len(value) <= 3
+        and all(isinstance(size, int) and size >= 1 for size in value)
+    )
+
+
+def _wrong(conv: Conv, name: str, allowed: str) -> str:
+    return (
+        f"There is no such convolution. Received: {conv!r}. Allowed for "
+        f"{name}: {allowed}. Causal padding is done to the inputs first."
+    )
 
 
 def _broadcast(gradient: Tensor, axes: tuple[int, ...], shape: Any) -> Tensor:

@@ -99,6 +99,11 @@ class JaxEngine(AgnosticEngine):
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
 
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `AgnosticEngine.known_value`."""
+        value = variable.value
+        return None if isinstance(value, jax.core.Tracer) else value
+
     def known_integer(self, x: Tensor) -> int | None:
         """See `AgnosticEngine.known_integer`."""
         return None if isinstance(x, jax.core.Tracer) else int(x)

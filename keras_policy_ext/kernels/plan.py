@@ -46,7 +46,8 @@ class Plan:
         training: True observes; False does not; None observes where a
             gradient is taken.
         slot: Which use of the kernel in this step this is.
-        prefer: `"auto"`, `"native"` or `"emulated"`.
+        prefer: `"auto"`, `"native"` or `"emulated"`; None where that is not
+            known before it runs.
         for_xla: Whether XLA is going to compile it, where an engine asks.
     """
 
@@ -56,7 +57,7 @@ class Plan:
     kernel_dtype: str
     training: bool | None = None
     slot: int = 0
-    prefer: str = "auto"
+    prefer: str | None = "auto"
     for_xla: bool = False
 
     @functools.cached_property
@@ -197,3 +198,9 @@ class Plan:
 def plan_of(*fields: Any) -> Plan:
     """A plan with these fields; the same object for equal ones."""
     return Plan(*fields)
+
+
+@functools.lru_cache(maxsize=4096)
+def preferring(plan: Plan, kind: str) -> Plan:
+    """A plan with this preference; the same object for equal ones."""
+    return dataclasses.replace(plan, prefer=kind)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 
 KINDS = ("auto", "native", "emulated")
 
-_preferred = ["auto"]
+_preferred = contextvars.ContextVar("preferred kind of kernel", default="auto")
 
 
 def preferred() -> str:
-    """`"auto"`, or what the innermost `prefer` asks for."""
-    return _preferred[-1]
+    """`"auto"`, or what the innermost `prefer` asks for.
+
+    A plan keeps it, so that a backward pass, which a framework may run on
+    another thread, has no need to ask.
+    """
+    return _preferred.get()
 
 
 @contextlib.contextmanager
@@ -22,6 +27,11 @@ def prefer(kind: str) -> Iterator[None]:
     Both give the same quantized operands and, up to the order of summation,
     the same results. Asking for native where there is none still emulates;
     `select` says so. A compiled function keeps what it was traced with.
+
+    The block is one of its thread and of its asyncio task. Tasks that are
+    started in it are in it too; threads are not, and neither are the replicas
+    of a `tf.distribute` strategy, which are threads: enter it in the function
+    that they run, or start them with `contextvars.copy_context().run`.
 
     Args:
         kind: `"auto"` (what is faster on this device), `"native"` or
@@ -35,8 +45,8 @@ def prefer(kind: str) -> Iterator[None]:
             f"Unknown kind of kernel. Received: {kind!r}. Allowed: "
             f"{', '.join(KINDS)}."
         )
-    _preferred.append(kind)
+    token = _preferred.set(kind)
     try:
         yield
     finally:
-        _preferred.pop()
+        _preferred.reset(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ except ImportError:
     xla = None
 
 Tensor = Any
+
+_SWITCH = threading.RLock()
+"""Held while functions run eagerly: to turn that off is nobody else's."""
 
 
 class TensorFlowEngine(AgnosticEngine):
@@ -105,14 +109,34 @@ class TensorFlowEngine(AgnosticEngine):
         return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
 
     @contextlib.contextmanager
-    def step_by_step(self) -> Iterator[None]:
-        """See `AgnosticEngine.step_by_step`."""
-        before = tf.config.functions_run_eagerly()
-        tf.config.run_functions_eagerly(True)
-        try:
-            yield
-        finally:
-            tf.config.run_functions_eagerly(before)
+    def functions_step_by_step(self) -> Iterator[None]:
+        """See `Engine.functions_step_by_step`: TensorFlow has one switch."""
+        with _SWITCH:
+            before = tf.config.functions_run_eagerly()
+            tf.config.run_functions_eagerly(True)
+            try:
+                yield
+            finally:
+                tf.config.run_functions_eagerly(before)
+
+    def runs_now(self) -> bool:
+        """See `Engine.runs_now`; loops do wherever functions do."""
+        return bool(tf.executing_eagerly())
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `AgnosticEngine.known_value`; while a graph is made, as it is.
+
+        A foreign optimizer assigns to the variable of TensorFlow itself.
+        """
+        value = variable.value
+        on_cpu = "CPU" in str(getattr(value, "device", ""))
+        with tf.init_scope():
+            if not on_cpu or not tf.executing_eagerly():
+                return None
+            try:
+                return value.numpy()
+            except (AttributeError, tf.errors.FailedPreconditionError):
+                return None  # a part of another replica, or not made yet
 
     def on_all_replicas(self, flag: Tensor) -> Tensor:
         """See `AgnosticEngine.on_all_replicas`."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd.function import once_differentiable
 
 from keras_policy_ext import formats
+from keras_policy_ext.kernels import torch_observations
 from keras_policy_ext.kernels.agnostic import AgnosticEngine, float32, scaled
 from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Choice, Quantized
 from keras_policy_ext.kernels.contractions import Conv, Einsum
 from keras_policy_ext.kernels.einsum import matmul_form, split
-from keras_policy_ext.kernels.plan import Plan, Residuals
+from keras_policy_ext.kernels.plan import Plan, Residuals, preferring
+from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.rules import Prior
 from keras_policy_ext.recipes import Recipe
@@ -30,6 +33,10 @@ class TorchEngine(AgnosticEngine):
     """`scaled_mm` where it pays, otherwise float32."""
 
     name = "torch"
+
+    def is_compiling(self) -> bool:
+        """See `Engine.is_compiling`: torch.compile breaks its graph at one."""
+        return bool(torch.compiler.is_compiling())
 
     def select(self, plan: Plan) -> Choice:
         """Native on CUDA with float8 hardware; on a CPU only if asked for."""
@@ -49,6 +56,9 @@ class TorchEngine(AgnosticEngine):
         """See `Engine.quantize`."""
         if native:
             values = _clipped(x, scale, dtype).to(getattr(torch, dtype))
+        elif torch.compiler.is_exporting():
+            values = _round_to_format(_clipped(x, scale, dtype), dtype)
+            values = values.copysign(x)
         elif torch.compiler.is_compiling():
             values = _rounded_in_graph(x, scale, dtype)
         else:
@@ -113,29 +123,94 @@ class TorchEngine(AgnosticEngine):
         """See `AgnosticEngine.step_by_step`."""
         return torch.no_grad()
 
-    def take_gradient(self, tensor: Tensor) -> Tensor | None:
-        """See `Engine.take_gradient`."""
-        gradient, tensor.grad = tensor.grad, None
-        return gradient
+    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+        """See `AgnosticEngine.keep_observations`."""
+        torch_observations.keep_apart(variable, tensor)
+
+    @torch.compiler.disable
+    def assigned(self, variable: Any, value: Tensor) -> Tensor:
+        """See `AgnosticEngine.assigned`."""
+        with torch.no_grad():
+            value = torch_observations.with_observed(variable, value)
+            return super().assigned(variable, value)
+
+    def earlier_observation(self, variable: Any) -> Tensor | None:
+        """See `AgnosticEngine.earlier_observation`."""
+        return variable.observed.earlier
+
+    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+        """See `AgnosticEngine.put_earlier_observation`."""
+        value = torch.as_tensor(value, device=variable.value.device)
+        variable.observed.earlier = value
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `AgnosticEngine.known_value`; once for each change."""
+        if torch.compiler.is_compiling():
+            return None
+        return torch_observations.changed_value(variable)
+
+    def settle_observed(self, variables: Sequence[Any]) -> None:
+        """See `AgnosticEngine.settle_observed`."""
+        torch_observations.enter(variables)
+
+    def run(
+        self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
+    ) -> Tensor:
+        """See `Engine.run`."""
+        if torch.compiler.is_exporting():
+            return self._run_exported(plan, inputs, kernel, state)
+        return self._run(plan, inputs, kernel, *state)
+
+    def _run_exported(
+        self, plan: Plan, inputs: Tensor, kernel: Tensor, state: Any
+    ) -> Tensor:
+        """A forward pass of PyTorch's own operations and nothing else.
+
+        Observing chooses a scale that was never observed without a branch,
+        which a file cannot have inside the loop of a recurrent layer.
+        """
+        _refuse_onnx()
+        if torch.compiler.is_dynamo_compiling():
+            raise NotImplementedError(
+                "A layer in float8 cannot be traced by the compiler of "
+                "PyTorch. Received: torch.export.export(..., strict=True). "
+                "Allowed: strict=False, which gives the same program."
+            )
+        return plan.forward(self, inputs, kernel, state, observe=True)[0]
 
     # torch.compile goes on around a contraction and not into it: compiled, a
     # step of a 512-2048-512 MLP took a third longer, and a minute to compile
     # (torch 2.13, 2 cores).
     @torch.compiler.disable
-    def run(
+    def _run(
         self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
     ) -> Tensor:
-        """See `Engine.run`."""
+        _refuse_onnx()
+        if plan.prefer is None:
+            plan = preferring(plan, preferred())
         tensors = (inputs, kernel, *state)
         with _no_autocast(inputs):
             if torch.is_grad_enabled() and any(
                 tensor.requires_grad for tensor in tensors
             ):
+                if state:
+                    torch_observations.know_replicas(*state)
                 return _Contract.apply(plan, inputs, kernel, *state)
             return plan.forward(self, inputs, kernel, state, observe=False)[0]
 
 
 ENGINE = TorchEngine()
+
+
+def _refuse_onnx() -> None:
+    """Raise while `torch.onnx.export` traces a model."""
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "A layer in float8 cannot be exported to ONNX, which has no "
+            "operation on the bits of a number. Received: an export by "
+            "torch.onnx. Allowed: torch.export. For ONNX save the model, "
+            "call `keras_policy_ext.revert(model)` and export then."
+        )
 
 
 class _Contract(torch.autograd.Function):
@@ -148,7 +223,6 @@ class _Contract(torch.autograd.Function):
             ENGINE, inputs, kernel, state, observe
         )
         ctx.plan = plan
-        ctx.replica = _replica()
         ctx.shapes = tuple(inputs.shape), tuple(kernel.shape)
         x, w, prior, amaxes = residuals
         ctx.save_for_backward(
@@ -156,8 +230,11 @@ class _Contract(torch.autograd.Function):
         )
         return _no_view(outputs)
 
+    # Differentiated again, roundings and scales would be taken for functions
+    # whose slope says something; what comes out is far off.
     @staticmethod
     @torch.compiler.disable
+    @once_differentiable
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
         x, sx, w, sw, scales, unseen, ax, aw, *state = ctx.saved_tensors
         residuals = Residuals(
@@ -175,9 +252,6 @@ class _Contract(torch.autograd.Function):
                 tuple(state),
                 needed=ctx.needs_input_grad[1:3],
             )
-            if state_grad and ctx.replica:
-                layout = ctx.plan.rule.layout
-                state_grad = (layout.of_replica(*state_grad, *ctx.replica),)
         return None, inputs_grad, kernel_grad, *state_grad
 
 
@@ -188,20 +262,6 @@ def _no_view(x: Tensor) -> Tensor:
     it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
     """
     return x.new_empty(0).set_(x) if x._is_view() else x
-
-
-def _replica() -> tuple[int, int] | None:
-    """Number and count of replicas, where gradients will be averaged.
-
-    That is inside the forward pass of DistributedDataParallel, and not where
-    the wrapped model is called by itself. PyTorch keeps the module of that
-    pass for its compiler (1.7 to 2.13), under no public name; were it gone,
-    amaxes would be averaged too.
-    """
-    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None:
-        return None
-    return ddp.process_group.rank(), ddp.process_group.size()
 
 
 def _no_autocast(x: Tensor) -> Any:

@@ -155,14 +155,19 @@ def quantize_dequantize(
     return dequantize(quantize(x, scale, dtype), scale, out_dtype)
 
 
-def _limit(dtype: str) -> float:
-    name = formats.get(dtype).name
-    if name not in CASTABLE or name != dtype:
-        raise ValueError(
-            f"Cannot cast to {dtype!r}. Allowed: {', '.join(CASTABLE)}. "
-            "For other formats use `keras_policy_ext.reference`."
+def _limit(dtype: Any) -> float:
+    if not isinstance(dtype, str) or dtype not in CASTABLE:
+        hint = formats.ALIASES.get(str(dtype))
+        step = (
+            f"Write {hint!r}."
+            if hint
+            else ("For other formats use `keras_policy_ext.reference`.")
         )
-    return formats.get(name).max
+        raise ValueError(
+            f"Cannot cast to this dtype. Received: {dtype!r}. Allowed: "
+            f"{', '.join(CASTABLE)}. {step}"
+        )
+    return formats.get(dtype).max
 
 
 def _cast(x: Tensor, dtype: str) -> Tensor:

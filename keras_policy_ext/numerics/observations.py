@@ -17,8 +17,11 @@ The sum over the uses of a step has `uses` > 0, and the newest amax is the
 largest slot: exact up to 8 uses. Later uses share slots, and a scanned layer
 has one for all its steps, so that there it is a sum, an upper bound. A kernel
 is the same in all uses, and its amax their mean. A row of zeros (JAX's
-gradient of what was not used) means "not observed". Replicas whose gradients
-are averaged write into columns of their own: `Layout.of_replica`.
+gradient of what was not used) means "not observed".
+
+The -1 is also a seal. An optimizer that takes the state for a weight moves
+all columns, this one too; a row with any other negative number there is not
+believed, and its operand counts as never observed.
 """
 
 from __future__ import annotations
@@ -35,6 +38,17 @@ Tensor = Any
 
 SLOTS = 8
 """Uses of a layer in one step whose amaxes are told apart."""
+
+SEALED = -1.0
+"""In the first column of a row that nothing but an assignment has changed."""
+
+ROUNDING = 2.0**-20
+"""How far the average of two sealed rows may be from it.
+
+Averages of weights, as loops write them, round four times at most, each by
+half a unit in the last place of a number up to 1. An optimizer moves a weight
+by about its learning rate in its first step.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,43 +98,16 @@ class Layout:
             axis=1,
         )
 
-    def of_replica(
-        self, observation: Tensor, replica: int, replicas: int
-    ) -> Tensor:
-        """An observation of one replica, so that their mean keeps the largest.
-
-        Where gradients are averaged over replicas, each writes into columns
-        of its own, those of scale and history included, and counts as often
-        as there are replicas: the mean is then the sum over all of them.
-        Exact where each has a column for each of its uses; replicas or uses
-        beyond that share columns, as uses beyond 8 do.
-
-        Args:
-            observation: Float32 (rows, width), or zeros.
-            replica: Number of this replica.
-            replicas: How many there are.
-
-        Returns:
-            Float32 (rows, width).
-        """
-        columns = self.width - 1
-        own = max(1, min(SLOTS, columns // replicas))
-        before = replica * own % columns
-        slots = ops.pad(
-            observation[:, 1 : 1 + SLOTS], [[0, 0], [0, -SLOTS % own]]
-        )
-        slots = ops.reshape(slots, (slots.shape[0], -1, own))
-        after = columns - before - own
-        slots = ops.pad(ops.sum(slots, axis=1), [[0, 0], [before, after]])
-        moved = ops.concatenate([observation[:, :1], slots], axis=1)
-        return ops.multiply(moved, float(replicas))
+    def is_intact(self, state: Tensor) -> Tensor:
+        """Which rows of a settled state nobody has moved, bool (rows,)."""
+        return ops.equal(state[:, 0], SEALED)
 
     def settled(self, scale: Tensor, history: Tensor) -> Tensor:
         """A state with these scales, (rows,), and histories."""
         rows = history.shape[0]
         return ops.concatenate(
             [
-                -ops.ones((rows, 1), "float32"),
+                SEALED * ops.ones((rows, 1), "float32"),
                 ops.zeros((rows, SLOTS), "float32"),
                 ops.expand_dims(scale, 1),
                 history,
@@ -139,17 +126,33 @@ class Layout:
 
         Returns:
             (rows, width), settled. An amax that is not finite is not entered.
+            A settled row that is assigned is sealed, unless it was moved.
         """
         uses, amaxes = value[:, :1], value[:, 1:]
         newest = self._newest(uses, amaxes)
         finite = ops.all(ops.isfinite(amaxes), axis=1, keepdims=True)
-        history = self.history(previous)
+        intact = ops.expand_dims(self.is_intact(previous), 1)
+        history = ops.where(intact, self.history(previous), 0.0)
         rolled = _roll(newest, history)
         history = ops.where(finite, rolled, history)
         observed = self.settled(used, history)
-        state = value[:, : self.width]
+        is_rounded = ops.less_equal(ops.abs(uses - SEALED), ROUNDING)
+        seal = ops.where(is_rounded, SEALED, uses)
+        state = ops.concatenate([seal, value[:, 1 : self.width]], axis=1)
         kept = ops.where(ops.less(uses, 0.0), state, previous)
-        return ops.where(ops.greater(uses, 0.0), observed, kept)
+        return ops.where(self._is_observation(uses, amaxes), observed, kept)
+
+    def _is_observation(self, uses: Tensor, amaxes: Tensor) -> Tensor:
+        """Which rows are sums over uses, and nothing else, bool (rows, 1).
+
+        A sum that was scaled, as to clip a norm or to average over batches,
+        has a number of uses that is no integer, or more amaxes than uses.
+        """
+        seen = ops.cast(ops.not_equal(amaxes, 0.0), "float32")
+        seen = ops.sum(seen, axis=1, keepdims=True)
+        whole = ops.equal(uses, ops.floor(uses))
+        counted = ops.logical_and(whole, ops.greater_equal(uses, seen))
+        return ops.logical_and(ops.greater(uses, 0.0), counted)
 
     def _newest(self, uses: Tensor, amaxes: Tensor) -> Tensor:
         mean = ops.sum(amaxes, axis=1, keepdims=True) / ops.maximum(uses, 1.0)

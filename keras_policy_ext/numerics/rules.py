@@ -101,9 +101,7 @@ class DelayedRule(CurrentRule):
 
     def prior(self, state: Tensor) -> Prior:
         """Scales from the histories in `state`, (3, width)."""
-        history = self.layout.history(state)
-        stored = self.layout.scale(state)
-        return self._prior(history, stored)
+        return self._prior(state)
 
     def scale(
         self, operand: str, x: Tensor, prior: Any, observe: bool
@@ -151,21 +149,30 @@ class DelayedRule(CurrentRule):
         Returns:
             (3, width), settled.
         """
-        history = self.layout.history(previous)
-        stored = self.layout.scale(previous)
-        prior = self._prior(history, stored)
+        prior = self._prior(previous)
         used = prior.scales
         if prior.unseen is not None:
-            used = ops.where(prior.unseen, stored, used)
+            used = ops.where(prior.unseen, self._stored(previous), used)
         return self.layout.settle(value, previous, used)
 
     def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
         margin = self.recipe.margin
         return scaling.scale_of_multiplier(amax, limit, margin, previous)
 
-    def _prior(self, history: Tensor, stored: Tensor) -> Prior:
+    def _stored(self, state: Tensor) -> Tensor:
+        """The scales last used, (3,); 0 where there is none to believe."""
+        intact = self.layout.is_intact(state)
+        return ops.where(intact, self.layout.scale(state), 0.0)
+
+    def _reduced(self, state: Tensor) -> Tensor:
+        """The amaxes that scales are made of, (3,), likewise."""
+        history = self.layout.history(state)
         newest_only = self.recipe.amax_compute == "most_recent"
         reduced = history[:, 0] if newest_only else ops.max(history, axis=1)
+        return ops.where(self.layout.is_intact(state), reduced, 0.0)
+
+    def _prior(self, state: Tensor) -> Prior:
+        reduced, stored = self._reduced(state), self._stored(state)
         known = ops.greater(stored, 0.0)
         previous = ops.where(known, stored, self._initial)
         limits = ops.convert_to_tensor(self._limits, "float32")
