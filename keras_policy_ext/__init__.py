@@ -33,6 +33,7 @@ def _is_the_command() -> bool:
 
 if not _is_the_command():
     from keras_policy_ext import (
+        _keras_compat,
         activations,
         formats,
         layers,
@@ -52,6 +53,20 @@ if not _is_the_command():
         serialize,
         set_dtype_policy,
     )
+
+    def _warn_of_lost_float8(model: Any, path: Any) -> None:
+        """Warn where Keras has loaded a file but not its float8 layers."""
+        name = f"{__name__}.conversion.lost_float8"
+        # From here up: the function that calls this, Keras's, the user's.
+        importlib.import_module(name).warn(model, path, stacklevel=4)
+
+    def _check_export(model: Any, format: str) -> None:
+        """Raise where a file could not compute what float8 layers do."""
+        name = f"{__name__}.conversion.exports"
+        importlib.import_module(name).check(model, format)
+
+    _keras_compat.after_loading(_warn_of_lost_float8)
+    _keras_compat.before_export(_check_export)
 
 _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
 
@@ -87,6 +102,7 @@ __all__ = [
     "layers",
     "load_model",
     "load_weights",
+    "loops",
     "migration",
     "mixed_precision",
     "numerics",

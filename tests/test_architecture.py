@@ -92,6 +92,7 @@ def test_only_kernels_import_a_framework(name):
             "jax": {"jax", "jaxlib"},
             "tensorflow": {"tensorflow"},
             "torch": {"torch", "triton"},
+            "torch_observations": {"torch"},
         }.items()
     }.get(name, set())
 

@@ -13,6 +13,7 @@ import keras
 from keras_policy_ext import _keras_compat, policies
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 
 # What a form keeps in a layer beside its state.
@@ -46,15 +47,16 @@ def adopt(layer: Any, policy: Any = None) -> None:
     if not isinstance(layer, Float8Mixin):
         form = _form(layer)
     _check_built(layer)
-    with _keras_compat.unlocked(layer):
-        if form is not type(layer):
-            _keras_compat.remove_stock_float8(layer)
-            _keras_compat.swap_class(layer, form)
-        if isinstance(layer, Float8Mixin):
-            layer.adopt_policy(policy)
-        else:
-            _keras_compat.replace_layer_policy(layer, policy)
-    _keras_compat.track_again([layer])
+    with unchanged_on_error([layer]):
+        with _keras_compat.unlocked(layer):
+            if form is not type(layer):
+                _keras_compat.remove_stock_float8(layer)
+                _keras_compat.swap_class(layer, form)
+            if isinstance(layer, Float8Mixin):
+                layer.adopt_policy(policy)
+            else:
+                _keras_compat.replace_layer_policy(layer, policy)
+        _keras_compat.track_again([layer])
 
 
 def release(layer: Any) -> None:
@@ -68,17 +70,18 @@ def release(layer: Any) -> None:
     """
     original = original_of(type(layer))
     plain = source_of(layer)
-    with _keras_compat.unlocked(layer):
-        if isinstance(layer, Float8Mixin):
-            layer.adopt_policy(plain)
+    with unchanged_on_error([layer]):
+        with _keras_compat.unlocked(layer):
+            if isinstance(layer, Float8Mixin):
+                layer.adopt_policy(plain)
+                if original is not None:
+                    _keras_compat.detach(layer, "float8_state")
             if original is not None:
-                _keras_compat.detach(layer, "float8_state")
-        if original is not None:
-            _keras_compat.swap_class(layer, original)
-            for name in _OF_FORMS:
-                vars(layer).pop(name, None)
-        _keras_compat.replace_layer_policy(layer, plain)
-    _keras_compat.track_again([layer])
+                _keras_compat.swap_class(layer, original)
+                for name in _OF_FORMS:
+                    vars(layer).pop(name, None)
+            _keras_compat.replace_layer_policy(layer, plain)
+        _keras_compat.track_again([layer])
 
 
 def source_of(layer: Any) -> Any:

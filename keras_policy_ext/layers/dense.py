@@ -13,12 +13,13 @@ from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stock_state import StockAttributes
 
 Tensor = Any
 
 
 @drop_in
-class Dense(Float8Mixin, keras.layers.Dense):
+class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
     """`keras.layers.Dense` that can follow a float8 policy."""
 
     float8_kernels = ("kernel",)
@@ -39,7 +40,7 @@ class Dense(Float8Mixin, keras.layers.Dense):
 
 
 @drop_in
-class EinsumDense(Float8Mixin, keras.layers.EinsumDense):
+class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` that can follow a float8 policy."""
 
     float8_kernels = ("kernel",)

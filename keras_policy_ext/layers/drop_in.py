@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -13,6 +14,9 @@ from keras_policy_ext import _keras_compat
 _STOCK: set[type] = set()
 _FORMS: dict[type, type] = {}
 _ORIGINALS: dict[type, type] = {}
+
+# Threads that convert models of one class at a time get one form.
+_ONE_FOR_EACH = threading.Lock()
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
@@ -73,12 +77,17 @@ def form_of(cls: type) -> type | None:
             f"does not compute what keras.layers.{stock.__name__} does; "
             "derive it from Float8Mixin and contract with float8_einsum"
         )
+    with _ONE_FOR_EACH:
+        return _FORMS[cls] if cls in _FORMS else _new_form(cls, stock)
+
+
+def _new_form(cls: type, stock: type) -> type:
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     form = type(cls.__name__, (cls, _FORMS[stock]), namespace)
     form.__qualname__ = cls.__qualname__
-    _FORMS[cls] = form
-    _ORIGINALS[form] = cls
     _keras_compat.serialize_as(form, cls)
+    _ORIGINALS[form] = cls
+    _FORMS[cls] = form
     return form
 
 

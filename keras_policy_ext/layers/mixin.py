@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_policy_ext import _bases, _keras_compat, kernels, policies
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers import watching
+from keras_policy_ext.layers import stock_state, watching
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.state import (
     POLICY_KEY,
@@ -246,14 +246,43 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
             f"These arrays are not those of layer {self.name!r}; none was "
             f"set. Received: shapes {received}. Allowed: {allowed}. A state "
             "of another history length is cut or padded when it is loaded "
-            "from a file."
+            "from a file. To pair the weights of two models, take those of "
+            "`keras_policy_ext.loops.weights(model)`, without the state."
         )
 
     def load_own_variables(self, store: Any) -> None:
-        """`Layer.load_own_variables`; the state hears how it ended."""
+        """`Layer.load_own_variables`, and what Keras's own float8 wrote.
+
+        The state is told whether the weights were loaded.
+
+        Raises:
+            ValueError: If the weights do not fit, or the state that Keras
+                wrote is damaged; then nothing was changed.
+        """
         self.float8_state.layer_loads(store)
-        super().load_own_variables(store)
+        stock = self._stock_store(store)
+        if stock is None:
+            super().load_own_variables(store)
+            self.float8_state.layer_has_loaded()
+            return
+        entries: dict[str, np.ndarray] = {}
+        if self.float8_state.matrices:
+            entries = stock_state.checked(stock.state, self.path)
+        super().load_own_variables(stock.own)
         self.float8_state.layer_has_loaded()
+        self.float8_state.load_stock(entries)
+
+    def _stock_store(self, store: Any) -> stock_state.StockStore | None:
+        """What a file of Keras's own float8 has for this layer, if it is one.
+
+        Only a layer whose stock form knows float8 can have been in it.
+        """
+        spec = getattr(super(), "variable_serialization_spec", {})
+        if "float8" not in spec or not self.built:
+            return None
+        if self.quantization_mode not in (None, "float8"):
+            return None
+        return stock_state.split(store, own=1 + (self.bias is not None))
 
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
@@ -428,6 +457,8 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         leaves = keras.tree.flatten((args, kwargs))
         differentiable = [_is_floating_tensor(leaf) for leaf in leaves]
         tensors = list(itertools.compress(leaves, differentiable))
+        compiling = kernels.engine().is_compiling()
+        kind = None if compiling else kernels.preferred()
 
         def bound(*tensors: Tensor) -> Tensor:
             given = iter(tensors)
@@ -436,7 +467,10 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
                 for leaf, is_given in zip(leaves, differentiable, strict=True)
             ]
             args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), merged)
-            return layer_call(*args_, **kwargs_)
+            # The second time it may be called on a thread of the framework.
+            chosen = contextlib.nullcontext()
+            with chosen if kind is None else kernels.prefer(kind):
+                return layer_call(*args_, **kwargs_)
 
         again = super().rematerialized_call(bound, *args, **kwargs)
         return lambda *args, **kwargs: again(*tensors)
@@ -542,7 +576,8 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
             slot,
         )
         self.__dict__["_last_plan"] = plan
-        watching.tell(self.float8_state.of(kernel), inputs)
+        if not kernels.engine().is_compiling():
+            watching.tell(self.float8_state.of(kernel), inputs)
         return kernels.engine().run(plan, inputs, value, *state)
 
     def _state_of(
@@ -553,6 +588,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         variable = self.float8_state.of(kernel)
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
+        variable.look()
         slot = 0 if training is False else variable.next_slot()
         return (_keras_compat.value_without_autocast(variable),), slot
 

@@ -10,6 +10,7 @@ stock layers don't look at. For the kernel that was made as number `i`:
 | `attention` | (bytes,) | what an attention layer has for that, if anything |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
+| `i.observed` | as in memory | of micro-batches before the next step, if any |
 
 The ring is that of `numerics.observations`. `policy` is a full name in UTF-8:
 by it `load_model` knows a layer again that was made as a stock one. Kernels
@@ -20,6 +21,7 @@ given a name is called differently in each model.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import keras
@@ -28,7 +30,11 @@ from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels
 from keras_policy_ext.numerics import scaling
-from keras_policy_ext.numerics.observations import SLOTS
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SEALED,
+    SLOTS,
+)
 from keras_policy_ext.numerics.rules import rule_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
@@ -40,6 +46,17 @@ VERSION_KEY = "format_version"
 POLICY_KEY = "policy"
 
 ATTENTION_KEY = "attention"
+
+_MOVED = (
+    "The float8 state of a layer was changed as if it were a weight. It is not "
+    "used: scales come from the amax of each tensor until amaxes are observed "
+    "anew. Received: a step of an optimizer that is neither Keras's nor of "
+    "torch.optim, or a value that was computed from another variable. Allowed: "
+    "observations, states, and averages of states. For an optimizer, or to "
+    "pair the weights of two models, leave out those for which "
+    "`keras_policy_ext.loops.is_state` is True, as `loops.weights(model)` "
+    "does; `keras_policy_ext.inspect(model)` shows them."
+)
 
 SUFFIX = "_amax"
 """Ends the name of a state variable: a LayoutMap for kernels won't match."""
@@ -69,16 +86,28 @@ def _on_every_device() -> dict[str, Any]:
     return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
 
 
-class StateVariable(keras.Variable):
+class StateVariable(_keras_compat.TellsItsValue, keras.Variable):
     """A variable that Keras overwrites with its "gradient".
 
     Assigning is where an observation becomes state: see
     `numerics.observations`. Zeros, which JAX hands out as the gradient of
     what was not used, leave it as it was.
+
+    Attributes:
+        recipe: What the state is kept for.
+        kernel: The contracted weight.
+        uses: How often the kernel was used since the last assignment.
+        observed: What was observed since then, where a framework keeps it
+            with the variable.
     """
 
-    def __init__(self, recipe: Recipe, name: str):
+    observed: Any = None
+    _looked_at: Any = None
+    _said = False
+
+    def __init__(self, recipe: Recipe, kernel: keras.Variable, name: str):
         self.recipe = recipe
+        self.kernel = kernel
         self.uses = 0
         super().__init__(
             initializer=_unobserved,
@@ -90,6 +119,10 @@ class StateVariable(keras.Variable):
             **_on_every_device(),
         )
 
+    def value_made(self, value: Any) -> None:
+        """Be told of the tensor that holds this variable."""
+        kernels.engine().keep_observations(self, value)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """As of any variable, but Keras counts no parameters in it."""
@@ -99,20 +132,56 @@ class StateVariable(keras.Variable):
         """Settle `value`, an observation or a state, and store the result.
 
         Raises:
-            ValueError: If `value` is a NumPy array, as in `set_weights`, that
-                is no observation and no state.
+            ValueError: If `value` has another shape, or is a NumPy array, as
+                in `set_weights`, that is no observation and no state.
         """
+        self._check_shape(value)
         self.check(value)
         settled = _is_settled(value)
+        if settled:
+            value = _sealed(value)
+            if self.observed is not None:
+                self.observed.taken()  # It was observed of another state.
         self.uses = 0
         value = self._convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and _keras_compat.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            engine = kernels.engine()
-            value = engine.settle(self.recipe, value, self.value)
+            value = kernels.engine().assigned(self, value)
         assigned = super().assign(value)
         _keras_compat.keep_average_equal(self)
+        if readable or settled:
+            self.look()
         return assigned
+
+    def look(self) -> None:
+        """Warn, once, if this state was moved and can be read at no cost."""
+        value = kernels.engine().known_value(self)
+        if value is None or value is self._looked_at:
+            return
+        # On JAX each assignment brings another array.
+        self._looked_at = None if isinstance(value, np.ndarray) else value
+        self.trusted(np.asarray(value))
+
+    def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
+        """The state, with rows as if never observed that were moved.
+
+        Warns of them, once until they are mended.
+
+        Args:
+            matrix: What the variable holds, where that is known.
+
+        Returns:
+            A copy.
+        """
+        if matrix is None:
+            matrix = ops.convert_to_numpy(self.value)
+        matrix = np.array(matrix)
+        moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
+        if moved.any() and not self._said:
+            warnings.warn(_MOVED, stacklevel=2)
+        self._said = bool(moved.any())
+        matrix[moved] = _empty(matrix.shape)[moved]
+        return matrix
 
     def observe(self, operand: str, amax: Any) -> None:
         """Enter the amax of one operand, and leave the others as they are.
@@ -143,7 +212,7 @@ class StateVariable(keras.Variable):
         0 as far as nothing was observed.
         """
         layout = rule_of(self.recipe).layout
-        matrix = ops.convert_to_numpy(self.value)
+        matrix = self.trusted()
         return {
             operand: (scale, _aged(ring))
             for operand, scale, ring in zip(
@@ -158,6 +227,19 @@ class StateVariable(keras.Variable):
         """Whether an amax of an operand was ever entered."""
         scale, amaxes = self.rows()[operand]
         return bool(scale > 0 or np.any(amaxes > 0))
+
+    def _check_shape(self, value: Any) -> None:
+        shape = getattr(value, "shape", None)
+        if shape is None or tuple(shape) == tuple(self.shape):
+            return
+        raise ValueError(
+            f"This is no float8 state of {self.path!r}. Received: a value of "
+            f"shape {tuple(shape)}. Allowed: {tuple(map(int, self.shape))}. "
+            "Where the weights of two models are paired, one of them is in "
+            "float8 and the other is not, or with another history length: "
+            "pair those of `keras_policy_ext.loops.weights(model)`, which "
+            "leave the state out."
+        )
 
     def check(self, value: Any) -> None:
         """Raise if an array is no observation and no state.
@@ -205,6 +287,7 @@ class Float8State(keras.layers.Layer):
         self.texts: dict[str, str] = {}
         self.policy_in_file: np.ndarray | None = None
         self._layer_loaded: bool | None = None
+        self._stock_loaded = False
         self._failure: ValueError | None = None
         self.built = True
 
@@ -224,7 +307,7 @@ class Float8State(keras.layers.Layer):
             )
         name = kernel.name + SUFFIX
         with _beside(kernel), keras.name_scope(self.name):
-            variable = StateVariable(recipe, name)
+            variable = StateVariable(recipe, kernel, name)
             # Tracked while it is trainable, to follow the layer when that is
             # thawed.
             setattr(self, name, variable)
@@ -277,6 +360,9 @@ class Float8State(keras.layers.Layer):
             for key, value in _entries(number, variable).items():
                 other_kernel = self.merged and ".kernel." in key
                 store[key] = np.zeros_like(value) if other_kernel else value
+            earlier = kernels.engine().earlier_observation(variable)
+            if earlier is not None:
+                store[_earlier(number)] = _readable(earlier)
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, as far as it is there.
@@ -298,6 +384,8 @@ class Float8State(keras.layers.Layer):
                 raise self._failure
             return
         entries = entries_of(store)
+        if self._stock_loaded and not entries:
+            return
         self.policy_in_file = entries.get(POLICY_KEY)
         try:
             matrices = _read(self.matrices, entries)
@@ -305,18 +393,44 @@ class Float8State(keras.layers.Layer):
             self._failure = error
             raise
         self._failure = None
-        for variable, matrix in zip(self.matrices, matrices, strict=True):
+        self._assign(matrices, entries)
+
+    def _assign(
+        self, matrices: list[np.ndarray], entries: dict[str, np.ndarray]
+    ) -> None:
+        pairs = zip(self.matrices, matrices, strict=True)
+        for number, (variable, matrix) in enumerate(pairs):
             variable.assign(matrix)
+            earlier = entries.get(_earlier(number))
+            # Of another history length it has another shape.
+            if earlier is not None and earlier.shape == matrix.shape:
+                engine = kernels.engine()
+                engine.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:
         """Be told that the layer is about to load its weights."""
         self._layer_loaded = False
+        self._stock_loaded = False
         if len(store.keys()):
             self._failure = None
 
     def layer_has_loaded(self) -> None:
         """Be told that the layer has loaded its weights."""
         self._layer_loaded = True
+
+    def load_stock(self, entries: dict[str, np.ndarray]) -> None:
+        """Read the state that Keras's own float8 keeps among the weights.
+
+        Such a file has no group for this sub-layer: what Keras's loader finds
+        for it afterwards, nothing, leaves the state as it then is.
+
+        Args:
+            entries: From `stock_state.checked`; none to leave the state.
+        """
+        if entries:
+            version = np.array(FORMAT_VERSION, "int32")
+            self.load_own_variables({VERSION_KEY: version, **entries})
+        self._stock_loaded = True
 
 
 def _beside(kernel: keras.Variable) -> Any:
@@ -334,7 +448,7 @@ def _beside(kernel: keras.Variable) -> Any:
 
 def _entries(number: int, variable: StateVariable) -> dict[str, np.ndarray]:
     layout = rule_of(variable.recipe).layout
-    matrix = keras.ops.convert_to_numpy(variable.value)
+    matrix = variable.trusted()
     entries = {}
     for row, operand in enumerate(OPERANDS):
         prefix = f"{number}.{operand}"
@@ -450,6 +564,7 @@ def _matrix(
     if not wanted <= entries.keys():
         lacking = ", ".join(sorted(wanted - entries.keys()))
         raise ValueError(_damaged(path, f"it lacks {lacking}"))
+    _check_earlier(number, entries, path)
     scales, histories = rule.layout.scale(matrix), rule.layout.history(matrix)
     for row, operand in enumerate(OPERANDS):
         prefix = f"{number}.{operand}"
@@ -471,6 +586,28 @@ def _entry(
     if not _is_amax(value):
         raise ValueError(_damaged(path, f"{key!r} is {value}"))
     return value
+
+
+def _earlier(number: int) -> str:
+    """The key of what was observed in micro-batches before the next step."""
+    return f"{number}.observed"
+
+
+def _readable(observation: Any) -> np.ndarray:
+    """An observation for a file: what was not finite is infinite there."""
+    array = np.array(ops.convert_to_numpy(observation))
+    return np.nan_to_num(array, nan=np.inf, posinf=np.inf)
+
+
+def _check_earlier(number: int, entries: Any, path: str) -> None:
+    key = _earlier(number)
+    if key not in entries:
+        return
+    value = entries[key]
+    shaped = value.ndim == 2 and value.dtype == "float32"
+    if not shaped or not np.all(value >= 0):
+        found = f"{key!r} is {value.dtype} of shape {value.shape}: {value}"
+        raise ValueError(_damaged(path, found))
 
 
 def _is_amax(values: np.ndarray) -> bool:
@@ -495,20 +632,31 @@ def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
     if value.shape != tuple(variable.shape):
         return  # Keras says so.
     uses = value[:, 0]
-    # Not the slots: another optimizer than Keras's may have moved them.
-    settled = value[uses < 0][:, 1 + SLOTS :]
-    if not np.all(np.isfinite(uses)) or not _is_amax(settled):
+    settled = value[uses < 0]
+    sealed = np.abs(settled[:, 0] - SEALED) <= ROUNDING
+    if not (
+        np.isfinite(uses).all() and sealed.all() and _is_amax(settled[:, 1:])
+    ):
         raise ValueError(
             f"This array is no float8 state of {variable.path!r}. Received: "
             f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "
             "as `get_weights` returns them. Leave the variable as it is, or "
-            "load the model from a file."
+            "load the model from a file. Where weights of two models are "
+            "paired, take those of `keras_policy_ext.loops.weights(model)`, "
+            "which leave the state out."
         )
 
 
 def _aged(ring: np.ndarray) -> np.ndarray:
     """A ring as a list, newest first."""
     return np.concatenate([ring[:1], ring[:0:-1]])
+
+
+def _sealed(value: np.ndarray) -> np.ndarray:
+    """A settled state whose rows are sealed exactly, not within rounding."""
+    value = np.array(value)
+    value[:, 0] = SEALED
+    return value
 
 
 def _is_settled(value: Any) -> bool:

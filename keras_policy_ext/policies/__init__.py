@@ -88,7 +88,8 @@ def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
     """Set the global policy of this thread for a `with` block.
 
     Scopes nest; at the end, after an exception too, the very object that
-    was set before is back.
+    was set before is back. Keras keeps one policy for all asyncio tasks of a
+    thread: await nothing inside.
 
     Args:
         policy: As for `set_dtype_policy`.

@@ -314,13 +314,17 @@ def _unknown(identifier: Any, cause: str) -> str:
 
 
 def _read_source(identifier: Any) -> _Given:
-    if isinstance(identifier, str) and policy_names.is_full_name(identifier):
+    if _is_full_name(identifier):
         name = policy_names.parse(identifier)
         recipe = None if name.spec is None else recipes.parse(name.spec)
         return _Given(
             _plain_source(name.source), recipe, _read_rules(name.rules)
         )
-    policy = get(identifier)
+    try:
+        policy = get(identifier)
+    except ValueError as error:
+        full = ", or a full name such as 'float8_from_<source>'"
+        raise ValueError(_wrong_source(identifier, full)) from error
     if not isinstance(policy, Float8DTypePolicy):
         return _Given(_plain_source(policy))
     if identifier is None:
@@ -329,16 +333,23 @@ def _read_source(identifier: Any) -> _Given:
 
 
 def _plain_source(identifier: Any) -> keras.DTypePolicy:
-    policy = get(identifier)
+    try:
+        policy = get(identifier)
+    except ValueError as error:
+        raise ValueError(_wrong_source(identifier)) from error
     if _plain.is_plain(policy):
         _plain.floating(policy, "The source of a Float8DTypePolicy")
         # Keras renames policies that it finds in a map: keep an own object.
         return keras.DTypePolicy(policy.name)
-    raise ValueError(
+    raise ValueError(_wrong_source(identifier))
+
+
+def _wrong_source(identifier: Any, also: str = "") -> str:
+    return (
         "The source of a Float8DTypePolicy must be a plain policy, or its "
         f"other settings would be lost. Received: {identifier!r}. Allowed: "
-        f"'mixed_bfloat16', 'mixed_float16', {_plain.FLOAT_NAMES}. Pass the "
-        "name of the plain policy; give a loss scale to the optimizer, by "
+        f"'mixed_bfloat16', 'mixed_float16', {_plain.FLOAT_NAMES}{also}. Pass "
+        "the name of the plain policy; give a loss scale to the optimizer, by "
         "mixed_precision.wrap_optimizer."
     )
 
@@ -381,12 +392,21 @@ def _read_rule(rule: Any) -> tuple[str, keras.DTypePolicy | None]:
         raise ValueError(_wrong_rules(rule, f" Cause: {error}")) from error
     if identifier is None:
         return pattern, None
-    policy = get(identifier)
+    try:
+        policy = get(identifier)
+    except ValueError as error:
+        if _is_full_name(identifier):
+            raise  # It says what is wrong with the name.
+        raise ValueError(_wrong_rules(rule)) from error
     if isinstance(policy, Float8DTypePolicy):
         if policy.rules:
             raise ValueError(_wrong_rules(rule))
         return pattern, policy
     return pattern, _plain_source(policy)
+
+
+def _is_full_name(identifier: Any) -> bool:
+    return isinstance(identifier, str) and policy_names.is_full_name(identifier)
 
 
 def _wrong_rules(received: Any, cause: str = "") -> str:

@@ -415,34 +415,6 @@ def test_torch_compile_gives_the_numbers_of_eager():
     assert torch.isfinite(layer.kernel.value.grad).all()
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="torch.optim is torch's")
-def test_a_torch_optimizer_leaves_scales_and_histories_alone():
-    import torch
-
-    model = network(policy("float32"))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    fit(model, epochs=1)
-    before = [state_values(layer) for layer in model.layers]
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    x = torch.tensor(normal(8, 8))
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = mean_square(model(x, training=True))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    for layer, values in zip(model.layers, before, strict=True):
-        np.testing.assert_array_equal(values, state_values(layer))
-
-
-def state_values(layer):
-    """Scales and histories, whether the state is settled or not."""
-    (variable,) = layer.float8_state.matrices
-    return numpy(variable)[:, 9:]
-
-
 @pytest.mark.skipif(BACKEND != "torch", reason="torch.autocast is torch's")
 @pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
 def test_torch_autocast_does_not_narrow_the_products(narrow):

@@ -1,0 +1,171 @@
+"""The float8 of Keras's own layers, as files and attributes show it.
+
+`keras.layers.Dense` and `EinsumDense` under `quantize("float8")` write all
+their variables by number: the kernel, the bias if there is one, and then for
+each of `recipes.OPERANDS` a scale, float32 (), and an amax history, float32
+(length,) (keras 3.4 to 3.15). The scale dequantizes and the history is a
+ring with the newest amax at index 0, as in `numerics.observations`. An
+operand that Keras never observed has the scale 1 and zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.recipes import OPERANDS
+
+NAMES = tuple(
+    f"0.{operand}.{kind}"
+    for operand in OPERANDS
+    for kind in ("scale", "amax_history")
+)
+"""The numbered entries of the state, by their keys in `layers.state`."""
+
+LENGTH_KEY = "keras_amax_history_length"
+"""In a state that was rewritten from Keras's: what its policy said."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StockStore:
+    """What a file has for a layer that was in Keras's own float8.
+
+    Attributes:
+        own: The kernel and the bias, by number.
+        state: The state by the keys of `layers.state`, without a version.
+    """
+
+    own: dict[str, Any]
+    state: dict[str, np.ndarray]
+
+
+def split(store: Any, own: int) -> StockStore | None:
+    """Tell a layer's own weights from the state behind them.
+
+    Args:
+        store: A mapping of numbers, as text, to arrays.
+        own: How many weights the layer has without float8.
+
+    Returns:
+        Both parts; None if the store has no such state.
+    """
+    numbers = [str(number) for number in range(own + len(NAMES))]
+    if set(store.keys()) != set(numbers):
+        return None
+    behind = zip(NAMES, numbers[own:], strict=True)
+    return StockStore(
+        {number: store[number] for number in numbers[:own]},
+        {name: np.asarray(store[number]) for name, number in behind},
+    )
+
+
+def checked(state: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
+    """The state that a layer of this package reads, checked.
+
+    Args:
+        state: `StockStore.state`.
+        path: That of the layer, for messages.
+
+    Returns:
+        The entries, as from `observed`.
+
+    Raises:
+        ValueError: If an entry has another rank, is not of floating point,
+            or is not finite and >= 0.
+    """
+    entries = {}
+    for name, value in state.items():
+        rank = 1 if name.endswith("amax_history") else 0
+        if value.ndim != rank or not value.size or value.dtype.kind != "f":
+            found = f"{name!r} is {value.dtype} of shape {value.shape}"
+            raise ValueError(_damaged(path, found))
+        with np.errstate(over="ignore"):
+            value = value.astype("float32")
+        if not (np.all(np.isfinite(value)) and np.all(value >= 0)):
+            raise ValueError(_damaged(path, f"{name!r} is {value}"))
+        entries[name] = value
+    return observed(entries)
+
+
+def observed(entries: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Entries of the right shapes; 0 for the scale of what was not observed.
+
+    Args:
+        entries: By `NAMES`; a scale is (), a history (length,).
+
+    Returns:
+        The same entries, but for those scales.
+    """
+    entries = dict(entries)
+    for operand in OPERANDS:
+        scale, history = (
+            f"0.{operand}.{kind}" for kind in ("scale", "amax_history")
+        )
+        if entries[scale] == 1.0 and not entries[history].any():
+            entries[scale] = np.zeros((), "float32")
+    return entries
+
+
+class _View:
+    """An attribute of Keras's float8 layers, read off the state.
+
+    It has no setter: a layer that Keras quantizes to int8 has a variable of
+    one of these names, which is found before it.
+    """
+
+    def __init__(self, operand: str, kind: str):
+        self.row = OPERANDS.index(operand)
+        self.kind = kind
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        matrices = getattr(layer, "float8_state", None)
+        matrices = [] if matrices is None else matrices.matrices
+        if layer.float8_policy is None or not matrices:
+            raise AttributeError(
+                f"Layer {layer.name!r} has no {self.name!r}: it keeps no "
+                f"amaxes. Received: the policy {layer.dtype_policy!r}. "
+                "Allowed: a float8 policy with delayed scaling."
+            )
+        layout = rule_of(matrices[0].recipe).layout
+        state = _keras_compat.value_without_autocast(matrices[0])
+        state = ops.stop_gradient(state)
+        if self.kind == "amax_history":
+            return layout.history(state)[self.row]
+        scale = layout.scale(state)[self.row]
+        return ops.where(ops.greater(scale, 0.0), scale, 1.0)
+
+
+class StockAttributes:
+    """Scales and histories by the names that Keras's float8 layers have.
+
+    Tensors, to be read: a scale is float32 (), the last one used or 1, an
+    amax history is float32 (length,), newest at index 0.
+    """
+
+    inputs_scale = _View("inputs", "scale")
+    inputs_amax_history = _View("inputs", "amax_history")
+    kernel_scale = _View("kernel", "scale")
+    kernel_amax_history = _View("kernel", "amax_history")
+    outputs_grad_scale = _View("outputs_grad", "scale")
+    outputs_grad_amax_history = _View("outputs_grad", "amax_history")
+
+
+def _damaged(path: str, found: str) -> str:
+    return (
+        f"The float8 state that Keras wrote for {path!r} in this file is "
+        f"damaged; the layer was not changed. Received: {found}. Allowed: "
+        "for each of "
+        f"{', '.join(OPERANDS)} a float scalar and a float vector, finite "
+        "and >= 0. Load the file into the model with a plain policy, which "
+        "takes the weights alone, and convert it then."
+    )

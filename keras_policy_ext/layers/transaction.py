@@ -1,0 +1,123 @@
+"""All or nothing: what is changed in place comes back if something fails.
+
+Layers and optimizers are changed here from outside, while the caller goes on
+using them. What a failed change has left is not undone step by step, which
+could fail too: what the objects held before is put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import _keras_compat
+
+# Of each, the methods of the base are used: the subclasses of Keras and
+# TensorFlow, which track what enters, would take it for new.
+_BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
+
+
+@contextlib.contextmanager
+def unchanged_on_error(
+    things: Iterable[Any], variables: Iterable[Any] = ()
+) -> Iterator[None]:
+    """Put layers and optimizers back as they were if the block fails.
+
+    That is: class, attributes, and what stands in the lists, dicts and sets
+    among them, so that sub-layers, variables, slots, compiled functions and
+    their order are the objects that they were. A layer that is added in the
+    block is no part of this, and neither are layers inside those given.
+
+    Args:
+        things: Layers and optimizers that the block may change.
+        variables: Those whose values it may change. They are copied to the
+            memory of the host; those without a value now are left out.
+    """
+    memories = [_Memory(thing) for thing in things]
+    # Copied: on PyTorch an array shows the memory of the variable itself.
+    values = [
+        (variable, np.array(keras.ops.convert_to_numpy(variable.value)))
+        for variable in variables
+        if _keras_compat.has_value(variable)
+    ]
+    try:
+        yield
+    except BaseException:
+        for memory in memories:
+            memory.restore()
+        for variable, value in values:
+            # Of the base: what is put back is no observation of a state.
+            keras.Variable.assign(variable, value)
+        raise
+
+
+class _Memory:
+    """What a layer or optimizer holds.
+
+    Args:
+        thing: The layer or optimizer.
+    """
+
+    def __init__(self, thing: Any):
+        self._thing = thing
+        self._class = type(thing)
+        objects, containers = _keras_compat.bookkeeping(thing)
+        self._attributes = [(each, dict(vars(each))) for each in objects]
+        held = [
+            value for _, kept in self._attributes for value in kept.values()
+        ]
+        self._contents = [
+            (each, base, _entries(each, base))
+            for each in (*held, *containers)
+            if (base := _base(each)) is not None
+        ]
+
+    def restore(self) -> None:
+        """Put it back."""
+        for each, attributes in self._attributes:
+            vars(each).clear()
+            vars(each).update(attributes)
+        for each, base, entries in self._contents:
+            _refill(each, base, entries)
+        if type(self._thing) is not self._class:
+            _keras_compat.put_class_back(self._thing, self._class)
+
+
+def _base(container: Any) -> Any:
+    """What kind of container this is; None if it is none."""
+    # By its type: an `ObjectProxy` says to be what it stands for.
+    return next((b for b in _BASES if issubclass(type(container), b)), None)
+
+
+def _entries(container: Any, base: Any) -> list[Any]:
+    if issubclass(base, dict):
+        return list(base.items(container))
+    return list(base.__iter__(container))
+
+
+def _refill(container: Any, base: Any, entries: list[Any]) -> None:
+    """Give a container the entries it had, in their order."""
+    now = _entries(container, base)
+    if len(now) == len(entries) and all(map(_same, now, entries)):
+        return
+    base.clear(container)
+    for entry in entries:
+        if base is list:
+            list.append(container, entry)
+        elif base is set:
+            set.add(container, entry)
+        else:
+            base.__setitem__(container, *entry)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(
+            a is b for a, b in zip(first, second, strict=True)
+        )
+    return first is second
