@@ -5,10 +5,13 @@ on, and when it can go. Internals are feature-detected: where they are gone,
 the public API does as much as it can.
 """
 
+import collections
 import contextlib
+import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -253,6 +256,23 @@ def _is_deleted(value: Any) -> bool:
         return any(shard.data.is_deleted() for shard in shards)
     except TypeError:  # a tracer knows no buffers
         return False
+
+
+class TellsItsValue:
+    """A variable that is told of the tensor which comes to hold it.
+
+    Keras makes that tensor in `_initialize`, in the constructor or, where a
+    scope without state is open, later (keras 3.0 to 3.15). Where it does so
+    elsewhere, nobody is told. Expires with a public hook.
+    """
+
+    def value_made(self, value: Any) -> None:
+        """Called once with the tensor."""
+
+    def _initialize(self, value: Any) -> None:
+        parent: Any = super()
+        parent._initialize(value)
+        self.value_made(vars(self).get("_value"))
 
 
 class _OwnAverage(keras.Variable):
@@ -502,14 +522,38 @@ def layers_within(layer: Any) -> list[Any]:
         each = waiting.pop()
         if id(each) not in found:
             found[id(each)] = each
-            waiting.extend(reversed(_layers_directly_in(each)))
+            waiting.extend(reversed(layers_directly_in(each)))
     return list(found.values())
 
 
-def _layers_directly_in(layer: Any) -> list[Any]:
+def layers_directly_in(layer: Any) -> list[Any]:
+    """The layers of one level below a layer; see `layers_within`."""
     if hasattr(layer, "_flatten_layers"):
         return list(layer._flatten_layers(include_self=False, recursive=False))
     return list(getattr(layer, "layers", ()))
+
+
+def attributes(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer by name, its layers among them.
+
+    On torch a layer is a module, which keeps the modules in it apart
+    (`named_children`, public there; keras 3.0 to 3.15).
+    """
+    children = getattr(layer, "named_children", dict)
+    return {**vars(layer), **dict(children())}
+
+
+def uses_in_graph(model: Any) -> dict[int, int]:
+    """How often a Functional model calls each of its layers, by their ids.
+
+    From `_nodes_by_depth` (keras 3.0 to 3.15), since `model.layers` and
+    `model.operations` have each layer once. Empty for other models; where
+    the attribute is gone, every layer counts as called once. Expires with a
+    public way to read the graph.
+    """
+    levels = getattr(model, "_nodes_by_depth", None) or {}
+    nodes = itertools.chain.from_iterable(levels.values())
+    return collections.Counter(id(node.operation) for node in nodes)
 
 
 def own_weights(layer: Any) -> list[Any]:
@@ -578,6 +622,46 @@ def _renew_quantize(layer: Any) -> None:
         cell.cell_contents = type(layer).quantize.__get__(layer)
 
 
+def put_class_back(layer: Any, cls: type) -> None:
+    """Undo `swap_class` in a layer whose attributes are put back already."""
+    object.__setattr__(layer, "__class__", cls)
+    _renew_quantize(layer)
+
+
+def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
+    """Where Keras and a framework keep what a layer or optimizer has.
+
+    Beside the attributes themselves and the containers among them, that is
+    Keras's tracker, with a list and a set of ids for each kind of thing
+    (`_tracker`, keras 3.0 to 3.15); on torch the dictionary of parameters
+    (`_torch_params`, the same); on TensorFlow the wrappers that it puts
+    around lists (`_storage`, TF 2.21). What is gone is left out: a failed
+    change would then leave traces in it. Expires when Keras can add and
+    remove variables and layers in a transaction.
+
+    Returns:
+        Objects, the thing first, whose attributes say it; and containers that
+        are in no attribute of these.
+    """
+    objects, containers = [thing], []
+    tracker = getattr(thing, "_tracker", None)
+    if tracker is not None:
+        objects.append(tracker)
+        containers += [store for _, store in tracker.config.values()]
+        containers += tracker.stored_ids.values()
+    held = vars(thing)
+    parameters = held.get("_modules", {}).get("_torch_params")
+    if parameters is not None:
+        objects.append(parameters)
+    wrappers = [x for x in held.values() if "_storage" in _attributes(x)]
+    return objects + wrappers, containers
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    found = getattr(thing, "__dict__", None)
+    return found if type(found) is dict else {}
+
+
 class QuantizedAsLeaf:
     """A layer that `Model.quantize` visits though it has a state in it.
 
@@ -633,7 +717,9 @@ def stock_float8(layer: Any) -> dict[str, Any]:
         for kind in ("scale", "amax_history")
     ]
     found = {name: getattr(layer, name, None) for name in names}
-    return {} if any(v is None for v in found.values()) else found
+    # A float8 layer of this package has these names too, but no variables.
+    own = all(isinstance(v, keras.Variable) for v in found.values())
+    return found if own else {}
 
 
 def remove_stock_float8(layer: Any) -> None:
@@ -645,13 +731,6 @@ def remove_stock_float8(layer: Any) -> None:
         layer._untrack_variable(variable)
         vars(layer).pop(name)
         layer._is_quantized = False
-
-
-def restore_stock_float8(layer: Any, variables: dict[str, Any]) -> None:
-    """Undo `remove_stock_float8`; the layer is unlocked."""
-    for name, variable in variables.items():
-        setattr(layer, name, variable)
-        layer._is_quantized = True
 
 
 @contextlib.contextmanager
@@ -675,15 +754,89 @@ def shown(layer: Any, name: str, value: Any) -> Iterator[None]:
         attributes.update(hidden)
 
 
+_PUT_AROUND = "_keras_policy_ext"
+"""In a function of this package that goes on to one of Keras."""
+
+
+def after_loading(tell: Callable[[Any, Any], None]) -> None:
+    """Have each model that Keras's loader returns shown to a function.
+
+    `keras.saving.load_model` gives `.keras` files and folders to one function
+    of the module `saving_lib` (keras 3.0 to 3.15), which is put into another
+    one here; there is no public way to see a file that was loaded. What is
+    loaded stays as it is. Where that function is gone, nothing is told. Expires
+    when Keras warns of groups in a file that no layer has read.
+
+    Args:
+        tell: Of the model and the path that it was loaded from.
+    """
+    try:
+        from keras.src.saving import saving_lib
+    except ImportError:
+        return
+    load = getattr(saving_lib, "load_model", None)
+    if load is None or _PUT_AROUND in vars(load):
+        return
+
+    @functools.wraps(load)
+    def load_model(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load(filepath, *args, **kwargs)
+        tell(model, filepath)
+        return model
+
+    vars(load_model)[_PUT_AROUND] = True
+    saving_lib.load_model = load_model
+
+
+def before_export(check: Callable[[Any, str], None]) -> None:
+    """Have a function asked before `Model.export` writes anything.
+
+    All formats but that of PyTorch are made of the same traced call, so that
+    a layer cannot tell for which it is traced; there is no public way to be
+    asked. So the public method is put into another one (keras 3.12 to 3.15).
+    Expires when a layer can say in which formats it can be written.
+
+    Args:
+        check: Of the model and the name of the format; raises to refuse.
+    """
+    export = keras.Model.export
+    if _PUT_AROUND in vars(export):
+        return
+
+    signature = inspect.signature(export)
+
+    @functools.wraps(export)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(TypeError):  # Keras says what is wrong.
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            format = given.arguments.get("format")
+            check(given.arguments["self"], str(format))
+        return export(*args, **kwargs)
+
+    vars(checked)[_PUT_AROUND] = True
+    keras.Model.export = checked
+
+
 def track_again(layers: Iterable[Any]) -> None:
     """Let PyTorch see the variables that layers have now.
 
     Keras's layers on torch register their variables as parameters when they
-    are built (keras 3.0 to 3.15); nothing to do elsewhere.
+    are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15);
+    nothing to do elsewhere. They are registered last again: copies of a model
+    and checkpoints of optimizers go by the order of `parameters()`, and a
+    model that was loaded has been built anew. A Sequential model keeps a
+    Functional one that is no layer of it.
     """
+    found: dict[int, Any] = {}
     for layer in layers:
-        if hasattr(layer, "_track_variables"):
-            layer._track_variables()
+        children = vars(layer).get("_modules", {}).values()
+        for each in (*children, layer):
+            if hasattr(each, "_track_variables"):
+                found.setdefault(id(each), each)
+    for each in found.values():
+        vars(each).get("_modules", {}).pop("_torch_params", None)
+        each._track_variables()
 
 
 def serialize_as(cls: type, original: type) -> None:

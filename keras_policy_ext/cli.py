@@ -32,9 +32,10 @@ natively in float8 or are emulated, and why.
 """
 
 _INSPECT = """\
-Load a .keras file and print, for each layer with weights, its policy, whether
-it runs natively in float8 or is emulated, and its amaxes and scales. Code in
-the file is not run.
+Load a .keras file and print which share of the model is in float8, and for
+the layers of each class their policy and whether they run natively in float8
+or are emulated; with --full for each layer, with its amaxes and scales. Code
+in the file is not run.
 """
 
 _MIGRATE = """\
@@ -205,6 +206,11 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_backend(parser)
     parser.add_argument("file", metavar="FILE", help="a .keras file")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every layer with weights, with its amaxes and scales",
+    )
     parser.set_defaults(
         parser=parser, prepare=_prepare_inspect, run=_run_inspect
     )
@@ -301,7 +307,11 @@ def _prepare_inspect(arguments: argparse.Namespace) -> Any:
 def _run_inspect(arguments: argparse.Namespace, model: Any) -> None:
     from keras_policy_ext.diagnostics.inspection import inspect
 
-    print(inspect(model))
+    inspection = inspect(model)
+    if arguments.full:
+        print(inspection.table(full=True))
+    else:
+        print(inspection.overview(every="Every layer: --full").text())
 
 
 def _prepare_migrate(arguments: argparse.Namespace) -> Any:

@@ -50,7 +50,7 @@ def test_help_names_the_commands(capsys):
     assert "doctor" in printed
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "inspect"])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
@@ -187,3 +187,31 @@ def test_argument_wins_over_the_environment():
 
     assert process.returncode == 0, process.stderr
     assert BACKEND in process.stdout
+
+
+def test_inspect_prints_one_screen_and_in_full_every_layer(
+    tmp_path, capsys, monkeypatch
+):
+    import keras
+
+    import keras_policy_ext as kpe
+
+    layers = [keras.layers.Dense(4, name=f"dense_{n}") for n in range(30)]
+    layers.append(keras.layers.LayerNormalization(name="norm"))
+    model = keras.Sequential([keras.Input((4,)), *layers], name="model")
+    kpe.convert(model)
+    model.save(tmp_path / "model.keras")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    assert cli.main(["inspect", str(tmp_path / "model.keras")]) == 0
+    short = capsys.readouterr().out
+    assert cli.main(["inspect", "--full", str(tmp_path / "model.keras")]) == 0
+    full = capsys.readouterr().out
+
+    assert short.startswith("100 % of the multiplications and")
+    assert len(short.splitlines()) <= 24
+    assert short.endswith("Every layer: --full\n")
+    assert "dense_29" not in short
+    for name in (*(f"dense_{n}" for n in range(30)), "norm"):
+        assert any(word.endswith(name) for word in full.split())
+    assert "outputs_grad" in full

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -11,7 +12,9 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext.conversion import models
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.transaction import unchanged_on_error
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.watching import watching
 from keras_policy_ext.numerics import scaling
@@ -20,7 +23,11 @@ BATCH = 32
 
 
 def calibrate(
-    model: Any, data: Any, *, steps: int | None = None
+    model: Any,
+    data: Any,
+    *,
+    steps: int | None = None,
+    call: Callable[[Any], Any] | None = None,
 ) -> tuple[str, ...]:
     """Fill the scales of a float8 model without training it.
 
@@ -29,46 +36,120 @@ def calibrate(
     batch, and those of the kernels where there is none. Output gradients are
     not seen: their scales come with the first step of training.
 
-    Under recipes without state there is nothing to fill.
+    A model that is only trained, without a `call`, needs `call=`, or is
+    calibrated part by part:
+
+    ```python
+    kpe.calibrate(vae, images, call=lambda x: vae.decoder(vae.encoder(x)))
+    kpe.calibrate(gan.generator, noise)
+    ```
+
+    Under recipes without state there is nothing to fill. Where layers are
+    inside a `tf.function` of the model, functions run eagerly in the whole
+    process meanwhile: TensorFlow has one switch for that.
 
     Args:
-        model: A built model with float8 layers.
+        model: A model with float8 layers.
         data: Inputs as for `model.predict`: an array or a structure of them,
             taken in batches of 32; or an iterable of batches, each of inputs
             or of `(inputs, targets)`, such as a list, a
             `keras.utils.PyDataset` or a `tf.data.Dataset`. A list or tuple
             of arrays is inputs if those of the model have its structure.
         steps: The most batches to take; None for all.
+        call: What to do with a batch in place of `model(inputs)`. It gets
+            arrays cut into batches, and otherwise each batch as `data` has
+            it, targets included.
 
     Returns:
         Paths of the layers whose scales were filled.
 
     Raises:
-        ValueError: If no layer of the model has float8 state, there is no
-            batch, or a list or tuple of arrays may be inputs as well as
-            batches. The state is then unchanged.
-        TypeError: If `model` is no Keras layer, or `steps` no positive int.
+        ValueError: If no layer of the model has float8 state, the model has
+            no `call` and none is given, there is no batch, or a list or
+            tuple of arrays may be inputs as well as batches. The state is
+            then unchanged.
+        TypeError: If `model` is no Keras layer, `steps` no positive int, or
+            `call` no function.
     """
     _check_steps(steps)
     layers = _layers_with_state(model)
+    _check_call(model, call)
+    states = [v for layer in layers for v in layer.float8_state.matrices]
+    with unchanged_on_error(model, [*states, *model.non_trainable_variables]):
+        seen = _seen(model, data, steps, call, states)
+        return tuple(path_of(layer) for layer in layers if _fill(layer, seen))
+
+
+def _seen(
+    model: Any,
+    data: Any,
+    steps: int | None,
+    call: Callable[[Any], Any] | None,
+    states: list[Any],
+) -> dict[int, list[np.ndarray]]:
+    """The amaxes of the inputs, batch by batch, by the id of their state."""
     seen: dict[int, list[np.ndarray]] = {}
-
-    def watch(state: Any, inputs: Any) -> None:
-        if state is not None:
-            amax = ops.convert_to_numpy(scaling.amax(inputs))
-            found[id(state)] = max(found.get(id(state), amax), amax)
-
-    batches = 0
-    for batch in itertools.islice(_batches(model, data), steps):
-        found: dict[int, np.ndarray] = {}
-        with watching(watch), kernels.engine().step_by_step():
-            model(batch, training=False)
+    batches, functions_too = 0, False
+    given = _batches(model, data, inputs_only=call is None)
+    for batch in itertools.islice(given, steps):
+        found = _amaxes(model, call, batch, functions_too)
+        if not batches and not {id(v) for v in states} <= found.keys():
+            # Some are in functions that were compiled, or are not used.
+            less, found = found, _amaxes(model, call, batch, functions_too=True)
+            functions_too = less.keys() != found.keys()
         for key, amax in found.items():
             seen.setdefault(key, []).append(amax)
         batches += 1
     if not batches:
         raise ValueError(_no_data(data))
-    return tuple(path_of(layer) for layer in layers if _fill(layer, seen))
+    return seen
+
+
+class _TracedError(Exception):
+    """An amax has no number yet."""
+
+
+def _amaxes(
+    model: Any,
+    call: Callable[[Any], Any] | None,
+    batch: Any,
+    functions_too: bool,
+) -> dict[int, np.ndarray]:
+    """The largest amax of the inputs of each contraction in a call.
+
+    Args:
+        model: Built.
+        call: What to do with a batch; None: `model(batch)`.
+        batch: Its inputs.
+        functions_too: Whether to look into functions that layers have
+            compiled themselves. On TensorFlow those of all threads are then
+            run eagerly.
+
+    Returns:
+        By the id of the state variable; nothing if an amax could not be read.
+    """
+    found: dict[int, np.ndarray] = {}
+    engine = kernels.engine()
+
+    def watch(state: Any, inputs: Any) -> None:
+        if state is None:
+            return
+        if not engine.runs_now():
+            raise _TracedError
+        amax = ops.convert_to_numpy(scaling.amax(inputs))
+        found[id(state)] = max(found.get(id(state), amax), amax)
+
+    functions = (
+        engine.functions_step_by_step()
+        if functions_too
+        else contextlib.nullcontext()
+    )
+    try:
+        with watching(watch), engine.step_by_step(), functions:
+            _run(model, call, batch)
+    except _TracedError:
+        return {}
+    return found
 
 
 def _layers_with_state(model: Any) -> list[Any]:
@@ -92,6 +173,19 @@ def _layers_with_state(model: Any) -> list[Any]:
     return layers
 
 
+def _run(model: Any, call: Callable[[Any], Any] | None, batch: Any) -> None:
+    """Call the layers, as for prediction."""
+    if call is None:
+        model(batch, training=False)
+    else:
+        call(keras.tree.map_structure(_as_tensor, batch))
+
+
+def _as_tensor(x: Any) -> Any:
+    """As a model makes a tensor of an array; other things stay."""
+    return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
+
+
 def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
     """Enter what was seen of a layer; whether there was anything."""
     state, filled = layer.float8_state, False
@@ -107,9 +201,12 @@ def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
     return filled
 
 
-def _batches(model: Any, data: Any) -> Iterator[Any]:
-    """Inputs, batch by batch."""
-    structure = _input_structure(model)
+def _batches(model: Any, data: Any, inputs_only: bool) -> Iterator[Any]:
+    """Data, batch by batch; of `(inputs, targets)` the inputs, if only they.
+
+    What the model takes says nothing of what another function does.
+    """
+    structure = _input_structure(model) if inputs_only else None
     if _is_inputs(data, structure):
         count = len(keras.tree.flatten(data)[0])
         for start in range(0, count, BATCH):
@@ -122,6 +219,9 @@ def _batches(model: Any, data: Any) -> Iterator[Any]:
     if isinstance(data, keras.utils.PyDataset):
         several = (data[index] for index in range(data.num_batches))
     for batch in several:
+        if not inputs_only:
+            yield batch
+            continue
         inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
         # A tuple is (inputs, targets), unless only as a whole it is inputs.
         whole = _alike(batch, structure) and not _alike(inputs, structure)
@@ -191,6 +291,23 @@ def _structure_of_shape(shape: Any) -> Any:
         return 0
     several = [_structure_of_shape(each) for each in shape]
     return None if None in several else several
+
+
+def _check_call(model: Any, call: Any) -> None:
+    if call is not None and not callable(call):
+        raise TypeError(
+            "`call` is what to do with a batch. Received: "
+            f"{call!r} (of type {type(call).__name__}). Allowed: a function "
+            "of one batch, or None to call the model."
+        )
+    if call is None and not models.has_call(model):
+        raise ValueError(
+            f"{type(model).__name__} {model.name!r} cannot be called on data. "
+            "Received: a model without a `call` of its own. Allowed: one that "
+            "has it, or `call=`, a function of one batch. Say how its parts "
+            "are run, such as `call=lambda x: model.decoder(model.encoder(x))"
+            "`, or calibrate the parts, one after the other."
+        )
 
 
 def _check_steps(steps: Any) -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _keras_compat
-from keras_policy_ext.conversion.report import Skipped
+from keras_policy_ext.conversion.report import NOT_BUILT
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
@@ -68,6 +68,19 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Left:
+    """A layer with weights that is left as it is.
+
+    Attributes:
+        layer: The layer.
+        reason: Why.
+    """
+
+    layer: Any
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Survey:
     """The layers of a model, in its order.
 
@@ -79,7 +92,7 @@ class Survey:
 
     candidates: list[Candidate]
     composites: list[Any]
-    skipped: list[Skipped]
+    skipped: list[Left]
 
 
 def survey(model: Any) -> Survey:
@@ -91,7 +104,7 @@ def survey(model: Any) -> Survey:
         try:
             form = _form(layer)
         except _Stays as reason:
-            found.skipped.append(skipped(layer, str(reason)))
+            found.skipped.append(Left(layer, str(reason)))
             continue
         if form is None:
             continue
@@ -102,15 +115,10 @@ def survey(model: Any) -> Survey:
             _keras_compat.own_weights(layer)
             and getattr(form, "float8_kernels", ()) != ()
         ):
-            found.skipped.append(skipped(layer, _no_kernel(form)))
+            found.skipped.append(Left(layer, _no_kernel(form)))
         else:
             found.composites.append(layer)
     return found
-
-
-def skipped(layer: Any, reason: str) -> Skipped:
-    """The entry of a report for a layer that is left as it is."""
-    return Skipped(path_of(layer), type(layer).__name__, reason)
 
 
 def path_of(layer: Any) -> str:
@@ -134,7 +142,7 @@ def _form(layer: Any) -> type | None:
         _refuse_unknown(cls, own)
         return None
     if not layer.built:
-        raise _Stays("it has no weights yet: it was never called")
+        raise _Stays(NOT_BUILT)
     mode = layer.quantization_mode
     quantized = mode is not None and not isinstance(layer, Float8Mixin)
     if quantized and not _keras_compat.stock_float8(layer):

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import tempfile
+import threading
 import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
-WEIGHTS = "model.weights.h5"
+from keras_policy_ext.conversion.weight_files import WEIGHTS
+
 _CONFIG = "config.json"
 _SKIPPED = "Skipping variable loading for optimizer"
 
 Warnings = list[warnings.WarningMessage]
+
+# Warnings are held back for all threads at once: two that do so at a time
+# would give back to each other what they found.
+_FILTERS = threading.RLock()
 
 
 def check_model(path: Any) -> None:
@@ -87,7 +93,7 @@ def unskipped() -> Iterator[Warnings]:
         A list that has them once the block has ended.
     """
     held: Warnings = []
-    with warnings.catch_warnings(record=True) as caught:
+    with _FILTERS, warnings.catch_warnings(record=True) as caught:
         # Not as an error either, which would end the loading.
         warnings.filterwarnings("always", message=_SKIPPED)
         yield held

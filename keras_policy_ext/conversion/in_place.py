@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
-from keras_policy_ext import _keras_compat, policies, recipes
-from keras_policy_ext.conversion import backbones, candidates, training
-from keras_policy_ext.conversion.candidates import Candidate, path_of, skipped
-from keras_policy_ext.conversion.report import Converted, Report, Skipped
+from keras_policy_ext import _keras_compat, policies, policy_names, recipes
+from keras_policy_ext.conversion import (
+    backbones,
+    candidates,
+    models,
+    reporting,
+    training,
+)
+from keras_policy_ext.conversion.candidates import Candidate, Left
+from keras_policy_ext.conversion.report import Report
 from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.conversion.transaction import all_or_nothing
 from keras_policy_ext.layers.adoption import adopt, release, source_of
 from keras_policy_ext.layers.drop_in import original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -22,6 +27,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 Decision = tuple[Candidate, Float8DTypePolicy]
 
 
+@all_or_nothing
 def convert(
     model: Any,
     policy: Any = None,
@@ -32,7 +38,7 @@ def convert(
     min_size: int | None = None,
     attention: str | None = None,
 ) -> Report:
-    """Make the layers of a built model compute in float8, in place.
+    """Make the layers of a model compute in float8, in place.
 
     Each layer keeps its weights, its place in the model, and the dtypes that
     it had: a policy says here how numbers are scaled and which layers follow
@@ -41,7 +47,8 @@ def convert(
     optimizer with all slots, and goes on training.
 
     Args:
-        model: A built model, or a layer. Models inside it are converted too.
+        model: A model, or a layer, whose layers with weights are built. It
+            needs no `call`. Models inside it are converted too.
         policy: A float8 policy, a recipe, or the name of one. None: where
             layers have float8 policies, those follow theirs and the others
             stay; else the global policy, if that is float8; else delayed
@@ -62,42 +69,46 @@ def convert(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the model is not built, the policy is not float8,
-            `include` matches no layer, or a `MultiOptimizer` has been used.
-            The model is then unchanged.
+        ValueError: If the model or a part of it is not built, the policy is
+            not float8, `include` matches no layer, or a `MultiOptimizer` has
+            been used. The model is then unchanged.
     """
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
-    _check_model(model)
+    models.check(model)
     survey = candidates.survey(model)
     requested = _requested(model, policy)
     decisions, left = _decide(survey.candidates, requested, selection)
     if decisions:
         training.check_optimizers(model)
-    touched = [c.layer for c, _ in decisions] + survey.composites
-    with training.continued(model), training.replicas(model), _whole(touched):
+    with training.continued(model), training.replicas(model):
         for candidate, target in decisions:
             adopt(candidate.layer, target)
             state = candidate.layer.float8_state
             state.observe(candidate.layer.float8_contracted)
         refused = [
-            skipped(composite, reason)
+            Left(composite, reason)
             for composite in survey.composites
             if (reason := _adopt_composite(composite, requested, attention))
         ]
         backbones.declare_policies(model)
-    contracting = [
-        layer
-        for layer in survey.composites
-        if attention and getattr(layer, "float8_policy", None) is not None
-    ]
-    converted = [candidate.layer for candidate, _ in decisions] + contracting
-    return Report(
-        tuple(_entry(layer) for layer in converted),
-        (*left, *refused, *survey.skipped),
-    )
+        contracting = [
+            layer
+            for layer in survey.composites
+            if attention and getattr(layer, "float8_policy", None) is not None
+        ]
+        converted = [candidate.layer for candidate, _ in decisions]
+        report = reporting.report_of(
+            model,
+            [*converted, *contracting],
+            [*left, *refused, *survey.skipped],
+        )
+        # In here, so that an error made of this warning undoes all.
+        reporting.warn_of_little(report, model, stacklevel=3)
+    return report
 
 
+@all_or_nothing
 def revert(model: Any) -> Report:
     """Undo `convert`: stock layers, with the weights they have.
 
@@ -106,15 +117,15 @@ def revert(model: Any) -> Report:
     of your own keeps its class. The optimizer keeps its slots.
 
     Args:
-        model: A built model, or a layer.
+        model: As for `convert`.
 
     Returns:
         The layers that were in float8, and nothing skipped.
 
     Raises:
-        ValueError: If the model is not built.
+        ValueError: If the model or a part of it is not built.
     """
-    _check_model(model)
+    models.check(model)
     reverted = []
     with training.continued(model):
         for layer in _keras_compat.layers_within(model):
@@ -128,31 +139,8 @@ def revert(model: Any) -> Report:
                 plain = source_of(layer)
                 _keras_compat.replace_layer_policy(layer, plain)
             if in_float8:
-                reverted.append(_entry(layer))
-    return Report(tuple(reverted), ())
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers can be converted. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer. Pass the model itself."
-        )
-    if not model.built:
-        raise ValueError(
-            f"{type(model).__name__} {model.name!r} has no weights yet. "
-            "Received: a model that is not built. Allowed: a built one. Call "
-            "it on a batch of data, or `model.build(input_shape)`, first."
-        )
-    if not all(_keras_compat.has_value(v) for v in model.variables):
-        raise ValueError(
-            f"The weights of {model.name!r} are not in its variables now: "
-            "Keras takes them out while it trains on JAX, and does not put "
-            "them back when training ends in an error. Received: a model in "
-            "this state. Allowed: one before or after `fit`, or in a "
-            "callback's `on_epoch_end`. Convert it there, or make it anew."
-        )
+                reverted.append(layer)
+    return reporting.report_of(model, reverted, [])
 
 
 def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
@@ -161,7 +149,7 @@ def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
     if named or isinstance(policy, recipes.Recipe):
         return Float8DTypePolicy("float32", recipe=policy)
     if policy is not None:
-        return _float8(policies.get(policy))
+        return _float8(_policy(policy))
     layers = _keras_compat.layers_within(model)
     if any(isinstance(_own(layer), Float8DTypePolicy) for layer in layers):
         return None
@@ -175,14 +163,29 @@ def _own(layer: Any) -> keras.DTypePolicy:
     return policies.as_float8(layer.dtype_policy)
 
 
+def _policy(policy: Any) -> keras.DTypePolicy:
+    try:
+        return policies.get(policy)
+    except ValueError as error:
+        if isinstance(policy, str) and policy_names.is_full_name(policy):
+            raise  # It says what is wrong with the name.
+        raise ValueError(_no_float8(policy)) from error
+
+
 def _float8(policy: keras.DTypePolicy) -> Float8DTypePolicy:
     if isinstance(policy, Float8DTypePolicy):
         return policy
-    raise ValueError(
-        "A model is converted to a float8 policy. Received: "
-        f"{policy.name!r}. Allowed: a Float8DTypePolicy or its name, such as "
-        "'mixed_float8' or 'float8/current_from_float32'; each layer keeps "
-        "its own source. To leave float8, use `revert`."
+    raise ValueError(_no_float8(policy.name))
+
+
+def _no_float8(received: Any) -> str:
+    return (
+        "A model is converted to a float8 dtype policy. Received: "
+        f"{received!r}. Allowed: a Float8DTypePolicy or its name, such as "
+        "'mixed_float8' or 'float8/current_from_float32', where each layer "
+        "keeps its own source; a recipe or its name, one of "
+        f"{', '.join(map(repr, recipes.names()))}. To leave float8, use "
+        "`revert`."
     )
 
 
@@ -190,7 +193,7 @@ def _decide(
     found: list[Candidate],
     requested: Float8DTypePolicy | None,
     selection: Selection,
-) -> tuple[list[Decision], list[Skipped]]:
+) -> tuple[list[Decision], list[Left]]:
     """Which candidates get which policy, and why others get none."""
     reasons = selection.reasons(found)
     decisions, left = [], []
@@ -200,7 +203,7 @@ def _decide(
         if reason is None and target is not None:
             decisions.append((candidate, target))
         else:
-            left.append(skipped(candidate.layer, str(reason)))
+            left.append(Left(candidate.layer, str(reason)))
     return decisions, left
 
 
@@ -257,41 +260,3 @@ def _adopt_composite(
         choose(None)
         return str(reason)
     return None
-
-
-def _entry(layer: Any) -> Converted:
-    policy = getattr(layer, "float8_policy", None)
-    name = layer.dtype_policy.name if policy is None else policy.full_name
-    return Converted(path_of(layer), type(layer).__name__, name)
-
-
-@contextlib.contextmanager
-def _whole(layers: list[Any]) -> Iterator[None]:
-    """Give layers back their classes, policies and states if it fails."""
-    before = [
-        (layer, type(layer), layer.dtype_policy, _entries(layer), stock)
-        for layer in layers
-        for stock in (_keras_compat.stock_float8(layer),)
-    ]
-    try:
-        yield
-    except BaseException:
-        for layer, cls, policy, entries, stock in before:
-            if type(layer) is not cls:
-                release(layer)
-                with _keras_compat.unlocked(layer):
-                    _keras_compat.restore_stock_float8(layer, stock)
-                _keras_compat.replace_layer_policy(layer, policy)
-            elif layer.dtype_policy is not policy:
-                adopt(layer, policy)
-                if entries:
-                    layer.float8_state.load_own_variables(entries)
-        raise
-
-
-def _entries(layer: Any) -> dict[str, np.ndarray]:
-    """The float8 state of a layer, as a file has it."""
-    entries: dict[str, np.ndarray] = {}
-    if isinstance(layer, Float8Mixin):
-        layer.float8_state.save_own_variables(entries)
-    return entries

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -21,11 +21,16 @@ from keras_policy_ext.conversion import (
     backbones,
     candidates,
     files,
+    lost_float8,
+    models,
     scalers,
+    stock_files,
     training,
 )
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.adoption import adopt
+from keras_policy_ext.conversion.transaction import unchanged_on_error
+from keras_policy_ext.layers import stock_state
+from keras_policy_ext.layers.adoption import adopt, source_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import (
     ATTENTION_KEY,
@@ -50,7 +55,9 @@ def load_model(
     they were saved under, with the state that they had. A compiled model has
     its optimizer, and goes on training where it was saved; one from PyTorch
     has it on any backend. Where the loss was scaled it is so again, with the
-    scale it had, under any global policy.
+    scale it had, under any global policy. Layers that Keras had quantized
+    with `quantize("float8")` come back as layers of this package, with the
+    scales and histories that they had.
 
     Args:
         path: A `.keras` file, or the folder of `save(..., zipped=False)`.
@@ -65,15 +72,27 @@ def load_model(
     Raises:
         ValueError: If the file is damaged, is no Keras model, or was written
             by a newer version of this package, or as Keras does.
+        OSError: If there is no such file, or the weights in a folder cannot
+            be read.
     """
     files.check_model(path)
-    with _public_optimizers(), files.unskipped() as skipped:
-        model = keras.saving.load_model(
-            path,
+    with stock_files.rewritten_model(path) as rewritten:
+        return _load_model(
+            rewritten,
             custom_objects=custom_objects,
             compile=compile,
             safe_mode=safe_mode,
         )
+
+
+def _load_model(path: Any, **options: Any) -> Any:
+    """`load_model` of a file that is whole, and no stock float8."""
+    with (
+        lost_float8.silent(),
+        _public_optimizers(),
+        files.unskipped() as skipped,
+    ):
+        model = keras.saving.load_model(path, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
     if not files.has_policies(path):
         places = []
@@ -83,7 +102,7 @@ def load_model(
             if places:
                 again = _load_as_saved(model, weights, places) or again
             elif again:
-                model.load_weights(weights)
+                _load(model, weights)
         skipped = [] if again else skipped
     files.show(skipped)
     return model
@@ -97,23 +116,31 @@ def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
     takes a copy of all of them in the memory of the host.
 
     Args:
-        model: A built model.
+        model: A model whose layers with weights are built.
         path: A `.weights.h5`, `.weights.json` or `.keras` file.
         as_saved: Whether layers that were in float8 in the saved model are
             to be so in this one, under the policies that they had. False:
             layers keep the policies that they have.
 
     Raises:
-        ValueError: If the weights do not load. The model is then unchanged.
+        ValueError: If the weights do not load, or the model or a part of it
+            is not built. The model is then unchanged.
         FileNotFoundError: If there is no such file.
     """
     files.check_weights(path)
-    with _unchanged_on_error(model, path):
-        if as_saved:
-            with files.weights_of(path) as weights:
-                _load_as_saved(model, weights, _places(model))
-        else:
-            model.load_weights(path)
+    models.check(model)
+    try:
+        with (
+            unchanged_on_error(model, _variables(model)),
+            _for_layers_of(model, path) as rewritten,
+        ):
+            if as_saved:
+                with files.weights_of(rewritten) as weights:
+                    _load_as_saved(model, weights, _places(model))
+            else:
+                _load(model, rewritten)
+    except Exception as error:
+        raise ValueError(_not_loaded(model, path, error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +177,10 @@ class _Reader(Float8State):
     """Stands for the state of a layer, and takes what a file has for it."""
 
     def load_own_variables(self, store: Any) -> None:
-        """Keep the entries."""
-        self.__dict__["entries"] = entries_of(store)
+        """Keep the entries, also those that Keras's own float8 wrote."""
+        entries = entries_of(store)
+        if entries:
+            self.__dict__["entries"] = entries
 
     @property
     def found(self) -> dict[str, np.ndarray]:
@@ -180,8 +209,32 @@ def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
         backbones.declare_policies(model)
     again = _optimizer_sizes(model) != before
     if again:
-        model.load_weights(weights)
+        _load(model, weights)
     return again
+
+
+def _for_layers_of(model: Any, path: Any) -> AbstractContextManager[Any]:
+    """The file as the layers of a model read it.
+
+    Layers in Keras's own float8 read it as Keras has written it.
+    """
+    layers = _keras_compat.layers_within(model)
+    if any(_keras_compat.stock_float8(layer) for layer in layers):
+        return contextlib.nullcontext(path)
+    return stock_files.rewritten_weights(path)
+
+
+def _load(model: Any, weights: Any) -> None:
+    """`model.load_weights`, whether the model says that it is built or not.
+
+    Keras refuses one that is not, though all its parts may be.
+    """
+    built = model.built
+    model.built = True
+    try:
+        model.load_weights(weights)
+    finally:
+        model.built = built
 
 
 def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
@@ -192,7 +245,7 @@ def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
         for place, reader in readers:
             shown = _keras_compat.shown(place.layer, "float8_state", reader)
             stack.enter_context(shown)
-        model.load_weights(weights)
+        _load(model, weights)
     return [_checked(place, reader.found) for place, reader in readers]
 
 
@@ -202,6 +255,11 @@ def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
     path = f"{path_of(layer)}/float8_state"
     name = text_in(entries, POLICY_KEY, path)
     policy = _policy(name, path_of(layer)) if name else None
+    if stock_state.LENGTH_KEY in entries:
+        policy = Float8DTypePolicy(
+            source_of(layer),
+            amax_history_length=int(entries[stock_state.LENGTH_KEY]),
+        )
     follows = policy
     if follows is None and isinstance(layer, Float8Mixin):
         follows = layer.float8_policy
@@ -248,7 +306,19 @@ def _adopt(found: _Found) -> None:
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(found.entries)
     if found.attention and hasattr(layer, "choose_attention"):
-        layer.choose_attention(found.attention)
+        try:
+            layer.choose_attention(found.attention)
+        except ValueError as reason:
+            raise ValueError(_no_attention(found, reason)) from reason
+
+
+def _no_attention(found: _Found, reason: ValueError) -> str:
+    return (
+        f"Layer {path_of(found.layer)!r} cannot be what it was when saved. "
+        f"Received: attention={found.attention!r} in the file, and here "
+        f"{reason}. Allowed: a layer without flash attention. Make it without "
+        "flash_attention=True, after keras.config.disable_flash_attention()."
+    )
 
 
 def _adopt_composite(layer: Any) -> None:
@@ -299,9 +369,7 @@ def _policy_here(layer: Any) -> keras.DTypePolicy:
 
 
 def _optimizer_sizes(model: Any) -> list[int]:
-    optimizer = getattr(model, "optimizer", None)
-    found = _keras_compat.optimizers_within(optimizer)
-    return [len(each.variables) for each in found]
+    return [len(each.variables) for each in training.all_optimizers(model)]
 
 
 def _public_optimizers() -> Any:
@@ -318,31 +386,13 @@ def _public_optimizers() -> Any:
     return keras.saving.custom_object_scope(found)
 
 
-@contextlib.contextmanager
-def _unchanged_on_error(model: Any, path: Any) -> Iterator[None]:
-    """Put all variables back if the block fails."""
-    optimizer = getattr(model, "optimizer", None)
-    variables = [
+def _variables(model: Any) -> list[Any]:
+    """All that a file may have a value for."""
+    return [
         *model.variables,
         *getattr(model, "metrics_variables", ()),
-        *(
-            v
-            for x in _keras_compat.optimizers_within(optimizer)
-            for v in x.variables
-        ),
+        *(v for x in training.all_optimizers(model) for v in x.variables),
     ]
-    # Copied: on PyTorch an array shows the memory of the variable itself.
-    before = [
-        (v, np.array(keras.ops.convert_to_numpy(v.value))) for v in variables
-    ]
-    try:
-        yield
-    except BaseException as error:
-        for variable, value in before:
-            variable.assign(value)
-        if isinstance(error, Exception):
-            raise ValueError(_not_loaded(model, path, error)) from error
-        raise
 
 
 def _not_loaded(model: Any, path: Any, error: Exception) -> str:

@@ -96,7 +96,8 @@ class Selection:
         for pattern in self.exclude:
             if paths and not any(pattern.search(path) for path in paths):
                 message = _no_match("exclude", (pattern,), paths)
-                warnings.warn(message, stacklevel=4)
+                # From here to who called `convert`.
+                warnings.warn(message, stacklevel=6)
 
 
 def _found(patterns: Patterns, path: str) -> re.Pattern[str] | None:

@@ -19,7 +19,7 @@ def continued(model: Any) -> Iterator[None]:
 
     Afterwards each optimizer in the model knows the variables that there
     are, with its slots and its iteration; steps are traced anew; PyTorch sees
-    the parameters.
+    the parameters. Not if the block fails: see `transaction`.
 
     Args:
         model: A built model or layer.
@@ -30,14 +30,12 @@ def continued(model: Any) -> Iterator[None]:
         if isinstance(layer, keras.Model)
     ]
     states = [v for v in model.variables if _is_state(v)]
-    try:
-        yield
-    finally:
-        _keras_compat.track_again(reversed(_keras_compat.layers_within(model)))
-        present = {id(v) for v in model.variables}
-        gone = {id(v) for v in states} - present
-        for each in models:
-            _follow(each, gone)
+    yield
+    _keras_compat.track_again(reversed(_keras_compat.layers_within(model)))
+    present = {id(v) for v in model.variables}
+    gone = {id(v) for v in states} - present
+    for each in models:
+        _follow(each, gone)
 
 
 def check_optimizers(model: Any) -> None:
@@ -51,7 +49,7 @@ def check_optimizers(model: Any) -> None:
     for layer in _keras_compat.layers_within(model):
         if not isinstance(layer, keras.Model):
             continue
-        for optimizer in _optimizers(layer):
+        for optimizer in optimizers(layer):
             within = _keras_compat.optimizers_within(optimizer)
             if any(isinstance(x, multiple) and x.built for x in within):
                 raise ValueError(
@@ -79,34 +77,77 @@ def _is_state(variable: Any) -> bool:
 def _follow(model: Any, gone: set[int]) -> None:
     _keras_compat.forget_compiled_functions(model)
     _keras_compat.count_adapted_layers_again(model)
-    for optimizer in _optimizers(model):
+    for optimizer in optimizers(model):
+        within = _keras_compat.optimizers_within(optimizer)
+        all_known = [_keras_compat.known_to_optimizer(each) for each in within]
         is_own = optimizer is getattr(model, "optimizer", None)
-        for each in _keras_compat.optimizers_within(optimizer):
-            known = _keras_compat.known_to_optimizer(each)
+        has_all = is_own and any(_has_all(model, known) for known in all_known)
+        for each, known in zip(within, all_known, strict=True):
             if known is None:
                 continue
-            new = _states(model, known, is_own)
+            new = _states(model, known, has_all)
             wanted = _wanted(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
                 _keras_compat.retarget_optimizer(each, wanted)
 
 
-def _optimizers(model: Any) -> list[Any]:
-    """The optimizer of `compile`, and those that a model has besides."""
-    candidates = (getattr(model, "optimizer", None), *vars(model).values())
+def all_optimizers(model: Any) -> list[Any]:
+    """The optimizers of all models in a model, with those that they wrap."""
+    return [
+        each
+        for layer in _keras_compat.layers_within(model)
+        if isinstance(layer, keras.Model)
+        for optimizer in optimizers(layer)
+        for each in _keras_compat.optimizers_within(optimizer)
+    ]
+
+
+def optimizers(model: Any) -> list[Any]:
+    """The optimizer of `compile`, and those that a model has besides.
+
+    As attributes, or in lists and dicts that are.
+    """
+    held = (getattr(model, "optimizer", None), *vars(model).values())
     found = {
         id(each): each
-        for each in candidates
+        for value in held
+        for each in _flat(value)
         if isinstance(each, keras.optimizers.Optimizer)
     }
     return list(found.values())
 
 
-def _states(model: Any, known: list[Any], is_own: bool) -> set[int]:
+def _flat(value: Any) -> Iterator[Any]:
+    """What is in lists and dicts, at any depth."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for each in value:
+        yield from _flat(each)
+
+
+def _has_all(model: Any, known: list[Any] | None) -> bool:
+    """Whether an optimizer has all weights of a model that are not frozen.
+
+    One that is wrapped may have stand-ins, and none of the weights.
+    """
+    if known is None:
+        return False
+    ids = {id(v) for v in known}
+    if ids.isdisjoint(id(v) for v in model.variables):
+        return True
+    weights = (v for v in model.trainable_variables if not _is_state(v))
+    return all(id(v) in ids for v in weights)
+
+
+def _states(model: Any, known: list[Any], has_all: bool) -> set[int]:
     """The states that an optimizer is to know.
 
-    Those of the layers that it optimizes, frozen since or not; the optimizer
-    of `compile` has all layers that are not frozen.
+    Those of the layers that it optimizes, frozen since or not. The optimizer
+    of `compile`, where it has all weights that are not frozen, has all states
+    that are not.
     """
     ids = {id(v) for v in known}
     return {
@@ -114,7 +155,7 @@ def _states(model: Any, known: list[Any], is_own: bool) -> set[int]:
         for layer in _keras_compat.layers_within(model)
         if isinstance(layer, Float8Mixin)
         for state in layer.float8_state.matrices
-        if (is_own and state.trainable)
+        if (has_all and state.trainable)
         or any(id(v) in ids for v in layer.weights)
     }
 
@@ -124,18 +165,19 @@ def _wanted(
 ) -> list[Any]:
     """The variables to optimize: those known, with today's states.
 
-    In the order of `variables`, which is that of `trainable_variables`, by
-    which the trainers go, whatever is frozen now. What is another model's is
-    kept where it was.
+    A state comes after what is before it in `model.variables`. So the order
+    is that of `trainable_variables` again, by which the trainers go, and of
+    such lists of several parts as a loop of its own may have put together.
     """
-    remembered = {id(v) for v in known}
-    wanted = [v for v in model.variables if id(v) in remembered or id(v) in new]
-    present = {id(v) for v in wanted}
-    others = [
-        (i, v)
-        for i, v in enumerate(known)
-        if id(v) not in present and id(v) not in gone
-    ]
-    for index, variable in others:
-        wanted.insert(index, variable)
+    wanted = [v for v in known if id(v) not in gone]
+    place = {id(v): i for i, v in enumerate(wanted)}
+    after: dict[int, list[Any]] = {}
+    last = -1
+    for variable in model.variables:
+        if id(variable) in place:
+            last = place[id(variable)]
+        elif id(variable) in new:
+            after.setdefault(last, []).append(variable)
+    for index in sorted(after, reverse=True):
+        wanted[index + 1 : index + 1] = after[index]
     return wanted

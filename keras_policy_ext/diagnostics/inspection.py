@@ -9,8 +9,10 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _keras_compat, formats
+from keras_policy_ext.conversion import summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.report import render
+from keras_policy_ext.conversion.summary import Overview, Row, Totals
+from keras_policy_ext.conversion.tables import Column, Table
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State, StateVariable
 
@@ -51,6 +53,12 @@ class Inspected:
             was not called in this process yet.
         reason: Why it is native or emulated.
         operands: What its state says; empty under a recipe without state.
+        parameters: Entries of the kernels that it multiplies with; if there
+            are none, of its own weights.
+        multiplications: Multiplications, each with its addition, in the
+            products of one sample with them; 0 without a kernel.
+        sizes_known: Whether all sizes of the inputs were known; one that is
+            not counts as 1.
     """
 
     path: str
@@ -60,11 +68,29 @@ class Inspected:
     kernel: str | None
     reason: str | None
     operands: tuple[Operand, ...]
+    parameters: int = 0
+    multiplications: int = 0
+    sizes_known: bool = True
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether it computes in float8."""
+        return self.recipe is not None
+
+    @property
+    def saturation(self) -> float | None:
+        """The largest of its operands; None if none is known."""
+        known = [o.saturation for o in self.operands]
+        return max((s for s in known if s is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """The layers of a model that have weights; `str` makes it a table.
+    """The layers of a model that have weights.
+
+    `str` says how much of the model is in float8, and has a row for the
+    layers of one class under one policy. It fits on a screen of 24 lines, and
+    is as wide as the terminal. `table(full=True)` has rows for every layer.
 
     Attributes:
         layers: One entry for each.
@@ -80,30 +106,86 @@ class Inspection:
         """The same as JSON types: `{"layers": […], …}`."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
-        from rich import box
-        from rich.table import Table
+    def table(self, full: bool = False) -> str:
+        """A table as text.
 
-        in_float8 = [layer for layer in self.layers if layer.recipe]
-        table = Table(
-            title=f"{len(in_float8)} of {len(self.layers)} layers in float8",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
+        Args:
+            full: Whether it has a row for every operand of every layer. False:
+                one for the layers of a class under one policy, those that
+                multiply with a kernel.
+
+        Returns:
+            Lines as wide as the terminal; wider only where a single word is.
+        """
+        if not full:
+            return self.overview().text()
+        columns = (
+            Column("layer", path=True, above=True),
+            Column("class"),
+            Column("policy", above=True),
+            Column("kernel"),
+            Column("operand"),
+            *(Column(h, right=True) for h in ("amax", "scale", "saturation")),
         )
-        for heading in ("layer", "class", "policy", "kernel", "operand"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("amax", "scale", "saturation"):
-            table.add_column(heading, justify="right")
-        for layer in self.layers:
-            for row in _rows(layer):
-                table.add_row(*row)
-        reasons = {f"{each.kernel}: {each.reason}" for each in in_float8}
-        notes = sorted(reason for reason in reasons if "None" not in reason)
-        counts = (
-            f"{self.parameters:,} parameters, and {self.state:,} numbers of "
-            "float8 state beside them"
+        rows = [row for layer in self.layers for row in _rows(layer)]
+        notes = [*self._state(), *self._reasons()]
+        return summary.full_text(self._head(), Table(columns, rows), notes)
+
+    def overview(
+        self, every: str = "Every layer: inspection.table(full=True)"
+    ) -> Overview:
+        """The short table, as text and as HTML.
+
+        Args:
+            every: What it says of how to see every layer.
+        """
+        columns = (
+            Column("layers", right=True),
+            Column("class"),
+            *summary.SHARES,
+            Column("kernel"),
+            Column("saturation", right=True),
+            Column("policy", above=True),
         )
-        return "\n".join([render(table, 130), counts, *notes])
+        totals = self._totals
+        groups = summary.grouped(
+            self.layers, lambda e: (e.class_name, e.policy, e.kernel)
+        )
+        rows = [_overview_row(group, totals) for group in groups]
+        notes = [*self._state(), *self._reasons(), *totals.notes()]
+        return Overview(self._head(), columns, rows, notes, every)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return self.overview().html()
+
+    @property
+    def _totals(self) -> Totals:
+        return Totals.of(self.layers, self.parameters)
+
+    def _head(self) -> list[str]:
+        totals = self._totals
+        if not totals.layers and not totals.listed_in_float8:
+            return ["No layer with a kernel to multiply with"]
+        return totals.head()
+
+    def _state(self) -> list[str]:
+        if not self.state:
+            return []
+        return [f"{self.state:,} numbers of float8 state beside the parameters"]
+
+    def _reasons(self) -> list[str]:
+        """Why layers run natively or are emulated."""
+        return sorted(
+            {
+                f"{each.kernel}: {each.reason}"
+                for each in self.layers
+                if each.in_float8 and each.reason is not None
+            }
+        )
 
 
 def inspect(model: Any) -> Inspection:
@@ -126,19 +208,19 @@ def inspect(model: Any) -> Inspection:
             "keras.Model or keras.Layer; a file goes to `keras-policy-ext "
             "inspect FILE`. Pass the model itself."
         )
-    layers = _keras_compat.layers_within(model)
-    shown = (
-        _inspected(layer)
-        for layer in layers
+    shown = [
+        layer
+        for layer in _keras_compat.layers_within(model)
         if not isinstance(layer, Float8State) and _is_shown(layer)
-    )
+    ]
+    counts = work.count(model, shown)
     states = [v for v in model.weights if isinstance(v, StateVariable)]
     weights = [v for v in model.weights if not isinstance(v, StateVariable)]
-    return Inspection(tuple(shown), _scalars(weights), _scalars(states))
-
-
-def _scalars(variables: list[Any]) -> int:
-    return sum(int(np.prod(v.shape)) for v in variables)
+    return Inspection(
+        tuple(map(_inspected, shown, counts)),
+        work.scalars(weights),
+        work.scalars(states),
+    )
 
 
 def _is_shown(layer: Any) -> bool:
@@ -146,25 +228,38 @@ def _is_shown(layer: Any) -> bool:
     return in_float8 or bool(_keras_compat.own_weights(layer))
 
 
-def _inspected(layer: Any) -> Inspected:
-    policy = getattr(layer, "float8_policy", None)
-    choice = getattr(layer, "kernel_choice", None)
-    if not isinstance(layer, Float8Mixin) or policy is None:
-        own = layer.dtype_policy
-        if isinstance(own, keras.dtype_policies.DTypePolicyMap):
-            own = own[layer.path or ""]
-        return Inspected(
-            path_of(layer), type(layer).__name__, own.name, None, None, None, ()
-        )
-    return Inspected(
-        path_of(layer),
-        type(layer).__name__,
-        policy.full_name,
-        repr(policy.recipe),
-        None if choice is None else choice.kind,
-        None if choice is None else choice.reason,
-        tuple(_operands(layer)),
+def _inspected(layer: Any, counted: work.Work) -> Inspected:
+    plain = Inspected(
+        path=path_of(layer),
+        class_name=type(layer).__name__,
+        policy=_plain_policy(layer).name,
+        recipe=None,
+        kernel=None,
+        reason=None,
+        operands=(),
+        parameters=counted.parameters,
+        multiplications=counted.multiplications,
+        sizes_known=counted.sizes_known,
     )
+    policy = getattr(layer, "float8_policy", None)
+    if not isinstance(layer, Float8Mixin) or policy is None:
+        return plain
+    choice = layer.kernel_choice
+    return dataclasses.replace(
+        plain,
+        policy=policy.full_name,
+        recipe=repr(policy.recipe),
+        kernel=None if choice is None else choice.kind,
+        reason=None if choice is None else choice.reason,
+        operands=tuple(_operands(layer)),
+    )
+
+
+def _plain_policy(layer: Any) -> Any:
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        return policy[layer.path or ""]
+    return policy
 
 
 def _operands(layer: Any) -> list[Operand]:
@@ -194,8 +289,28 @@ def _operand(
     )
 
 
+def _overview_row(group: list[Inspected], totals: Totals) -> Row:
+    first = group[0]
+    known = [e.saturation for e in group if e.saturation is not None]
+    cells = (
+        f"{len(group):,}",
+        first.class_name,
+        *summary.shares(group, totals),
+        first.kernel or "–",
+        f"{max(known):.3g}" if known else "–",
+        tables.printable(first.policy),
+    )
+    multiplications = sum(entry.multiplications for entry in group)
+    return Row(cells, multiplications, first.in_float8)
+
+
 def _rows(layer: Inspected) -> list[list[str]]:
-    head = [layer.path, layer.class_name, layer.policy, layer.kernel or "–"]
+    head = [
+        tables.printable(layer.path),
+        layer.class_name,
+        tables.printable(layer.policy),
+        layer.kernel or "–",
+    ]
     if not layer.operands:
         return [[*head, "–", "–", "–", "–"]]
     rows = []

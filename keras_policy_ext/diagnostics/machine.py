@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
+import re
 
 import keras
 
@@ -23,6 +25,49 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def installed(package: str) -> str:
+    """What is installed of a package, by whatever distribution.
+
+    TensorFlow comes as `tensorflow`, `tensorflow-cpu`, `tf-nightly` and
+    others. Nothing is imported for that.
+
+    Args:
+        package: The name that is imported.
+
+    Returns:
+        The version, with the name of the distribution where that is another.
+    """
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    name = _distribution_of(package)
+    if name is None:
+        return "installed, of unknown version"
+    version = str(version_of(name))
+    return version if _same_name(name, package) else f"{version} ({name})"
+
+
+def _distribution_of(package: str) -> str | None:
+    """The distribution that has a package, None if none says so."""
+    names = importlib.metadata.packages_distributions().get(package, [])
+    # Others may put something beside or into it.
+    for name in names:
+        if _same_name(name, package):
+            return name
+    for name in names:
+        files = importlib.metadata.files(name) or ()
+        if any(file.as_posix() == f"{package}/__init__.py" for file in files):
+            return name
+    return None
+
+
+def _same_name(distribution: str, package: str) -> bool:
+    """Whether an index takes the two names for one."""
+    first, second = (
+        re.sub("[-_.]+", "-", name).lower() for name in (distribution, package)
+    )
+    return first == second
+
+
 def device() -> str:
     """Where the backend puts a tensor, in its own words."""
     return str(keras.ops.zeros(()).device)
@@ -31,8 +76,7 @@ def device() -> str:
 def facts() -> dict[str, str]:
     """Versions, backend and device, by name."""
     frameworks = {
-        name: version_of(name) or "not installed"
-        for name in ("tensorflow", "jax", "torch")
+        name: installed(name) for name in ("tensorflow", "jax", "torch")
     }
     return {
         "keras-policy-ext": keras_policy_ext.__version__,
@@ -40,7 +84,7 @@ def facts() -> dict[str, str]:
         "device": device(),
         "keras": keras.__version__,
         **frameworks,
-        "ml_dtypes": version_of("ml_dtypes") or "not installed",
-        "numpy": version_of("numpy") or "not installed",
+        "ml_dtypes": installed("ml_dtypes"),
+        "numpy": installed("numpy"),
         "python": f"{platform.python_version()} on {platform.platform()}",
     }

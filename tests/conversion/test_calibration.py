@@ -160,6 +160,38 @@ def test_recurrent_layers_are_seen_step_by_step():
     assert 0 < seen <= 1  # of tanh, over all steps and not their sum
 
 
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="only TensorFlow keeps from others what its functions compute",
+)
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_layers_in_functions_of_tensorflow_are_seen(traced_before):
+    import tensorflow as tf
+
+    class Compiled(keras.layers.Layer):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def build(self, input_shape):
+            self.inner.build(input_shape)
+
+        @tf.function
+        def call(self, x):
+            return self.inner(x)
+
+    inner = kpe.layers.Dense(4, dtype=POLICY)
+    stack = keras.Sequential([keras.Input((3,)), Compiled(inner)])
+    x = normal(40, 3)
+    if traced_before:
+        stack(x[:32], training=False)
+    kpe.calibrate(stack, x)
+    (variable,) = inner.float8_state.matrices
+    newest, before = variable.rows()["inputs"][1][:2]
+    assert newest == np.abs(x[32:]).max() and before == np.abs(x[:32]).max()
+    assert not tf.config.functions_run_eagerly()
+
+
 def test_current_scaling_has_nothing_to_fill():
     stack = model()
     kpe.convert(stack, "float8/current_from_float32")

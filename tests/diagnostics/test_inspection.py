@@ -4,6 +4,7 @@ import json
 
 import keras
 import numpy as np
+import pytest
 
 import keras_policy_ext as kpe
 from steps import state_of
@@ -50,23 +51,69 @@ def test_numbers_are_those_of_the_state():
     assert inputs.amax == np.float32(4) * np.abs(x).max()
 
 
-def test_an_inspection_is_a_dict_and_a_table():
+def test_an_inspection_is_a_dict_and_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     model, _ = trained()
     inspection = kpe.inspect(model)
     json.dumps(inspection.as_dict())
     counted = sum(layer.count_params() for layer in model.layers)
     assert inspection.parameters == counted == 46
     assert inspection.state == 3 * (2 + 8 + 4)
-    text = str(inspection)
-    assert text.startswith("1 of 3 layers in float8")
+    text = inspection.table(full=True)
+    assert "1 of 2 layers with a kernel" in text
     for word in (
         "model/body",
         "model/norm",
         POLICY,
         "outputs_grad",
         "emulated:",
+        "42 numbers of float8 state",
     ):
         assert word in text
+
+
+def test_the_short_table_has_a_row_for_each_class_and_policy(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = str(kpe.inspect(trained()[0]))
+    # 24 of 32 multiplications, and of 46 parameters.
+    assert text.splitlines()[0] == (
+        "75.0 % of the multiplications and 52.2 % of the parameters are in "
+        "float8"
+    )
+    body, head = (line for line in text.splitlines() if " Dense " in line)
+    assert "emulated" in body and body.endswith(POLICY)
+    assert " 4 " in body  # Scaled for x in a step that saw 4 x.
+    assert head.endswith("mixed_bfloat16")
+    assert "emulated: " in text and "42 numbers of float8 state" in text
+    assert "LayerNormalization" not in text and "outputs_grad" not in text
+    assert text.endswith("Every layer: inspection.table(full=True)")
+
+
+def test_columns_without_content_are_left_out():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+    text = str(kpe.inspect(model))
+    assert text.startswith("0 % of the multiplications and 0 %")
+    assert "policy" in text
+    assert "kernel  " not in text and "saturation" not in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_tables_are_as_wide_as_the_terminal(width, monkeypatch):
+    model, _ = trained()
+    inspection = kpe.inspect(model)
+    monkeypatch.setenv("COLUMNS", str(width))
+    for full, least in ((False, 60), (True, 75)):
+        text = inspection.table(full=full)
+        assert max(map(len, text.splitlines())) <= max(width, least)
+    for layer in inspection.layers:
+        assert layer.path in text
+
+
+def test_notebooks_get_a_table():
+    page = kpe.inspect(trained()[0])._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 1
+    assert page.count("<tr>") == 3
+    assert POLICY in page
 
 
 def test_layers_without_state_are_shown_too():

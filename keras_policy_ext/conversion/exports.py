@@ -1,0 +1,63 @@
+"""Which files of other programs can compute what float8 layers compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+
+FORMATS = {
+    "jax": ("tf_saved_model",),
+    "tensorflow": ("tf_saved_model",),
+    "torch": ("torch",),
+}
+"""Formats of `Model.export` whose files were run and gave the same numbers.
+
+On TensorFlow, an ONNX file names an operation that ONNX lacks (tf2onnx 1.17),
+and a LiteRT file needs operations that its runtime has not (2.3): both round
+by the bits of a number.
+"""
+
+KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
+"""Formats of Keras 3.15; of any other Keras says that there is none."""
+
+
+def check(model: Any, format: str) -> None:
+    """Raise if a file would not compute what the model computes.
+
+    Args:
+        model: Any model.
+        format: As for `keras.Model.export`.
+
+    Raises:
+        NotImplementedError: If the model has layers in float8, and files of
+            this format are not known to compute the same numbers.
+    """
+    allowed = FORMATS.get(keras.backend.backend(), ())
+    if format in allowed or format not in KNOWN:
+        return
+    layers = [
+        layer
+        for layer in _keras_compat.layers_within(model)
+        if isinstance(layer, Float8Mixin) and layer.float8_policy is not None
+    ]
+    if layers:
+        raise NotImplementedError(_refusal(layers, format, allowed))
+
+
+def _refusal(layers: list[Any], format: str, allowed: tuple[str, ...]) -> str:
+    formats = " or ".join(map(repr, allowed)) or "none"
+    return (
+        "A file of this format does not compute what layers in float8 do; "
+        f"nothing was written. Received: format={format!r} and a model with "
+        f"{len(layers)} layers in float8, the first of them "
+        f"{path_of(layers[0])!r}. Allowed on {keras.backend.backend()}: "
+        f"{formats}; any format for a model without float8. Save the model, "
+        "call `keras_policy_ext.revert(model)` and export it then: the same "
+        "weights, in the source policy. `keras_policy_ext.load_model` has "
+        "the model in float8 again."
+    )

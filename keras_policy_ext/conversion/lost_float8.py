@@ -1,0 +1,94 @@
+"""A warning where Keras's own loader leaves float8 layers behind.
+
+`keras.saving.load_model` makes blocks of the user anew, and with them stock
+layers; the states in the file that were theirs find no taker. Keras says
+nothing of a group in a file that no layer reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+
+from keras_policy_ext import _keras_compat
+from keras_policy_ext.conversion import weight_files
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.state import VERSION_KEY
+
+_STATE = "/float8_state/vars"
+
+_silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """For a loader that brings the layers back afterwards."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def warn(model: Any, path: Any, stacklevel: int) -> None:
+    """Warn if fewer layers are in float8 than when the model was saved.
+
+    Args:
+        model: What Keras's loader has made of the file.
+        path: Of a `.keras` file or a folder; of anything else nothing is
+            known, and nothing said.
+        stacklevel: As for `warnings.warn`, from the caller.
+    """
+    if _silent.get():
+        return
+    saved = _count_saved(path)
+    now = _count_now(model) if saved else 0
+    if now < saved:
+        warnings.warn(
+            f"{saved - now} of the {saved} layers that were in float8 when "
+            "this model was saved are not in float8 now: their model or "
+            "block made stock layers anew, in the source policy. Their "
+            f"weights are loaded. Received: {str(path)!r}. "
+            "`keras_policy_ext.load_model(path)` brings all of them back, "
+            "with their scales. If they are to stay so, `revert` the model "
+            "before it is saved.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _count_saved(path: Any) -> int:
+    """How many layers have a float8 state, or a policy, in a file."""
+    try:
+        with weight_files.opened(path) as file:
+            if file is None:
+                return 0
+            return sum(map(_is_state, weight_files.groups(file)))
+    except weight_files.OF_DAMAGE:
+        return 0  # Keras has just loaded it: what is in it is its matter.
+
+
+def _is_state(group: h5py.Group) -> bool:
+    """Whether this is the state of a layer that has weights itself.
+
+    A composite, such as attention, has a state too, to say what it is.
+    """
+    if not group.name.endswith(_STATE) or VERSION_KEY not in group:
+        return False
+    layer = group.parent.parent
+    return "vars" in layer and len(layer["vars"]) > 0
+
+
+def _count_now(model: Any) -> int:
+    layers = _keras_compat.layers_within(model)
+    return sum(
+        isinstance(x, Float8Mixin)
+        and x.float8_policy is not None
+        and bool(x.float8_contracted)
+        for x in layers
+    )

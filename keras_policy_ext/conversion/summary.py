@@ -1,0 +1,243 @@
+"""How much of a model is in float8, in a few lines.
+
+What the report of a conversion and `inspect` have in common: layers of one
+class that are treated alike are one row, and layers that multiply with no
+kernel are none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from keras_policy_ext.conversion import tables
+from keras_policy_ext.conversion.tables import Column, Table
+
+LINES = 24
+"""What fits on one screen."""
+
+SHARES = (Column("MACs", right=True), Column("parameters", right=True))
+"""Columns of multiplications, which the head explains, and of parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over the layers of a model.
+
+    Attributes:
+        listed: How many layers there are.
+        listed_in_float8: How many of them are in float8.
+        layers: How many multiply with a kernel.
+        in_float8: How many of these do so in float8.
+        multiplications: Of one sample.
+        multiplications_in_float8: Those that are in float8.
+        parameters: Entries of all weights.
+        parameters_in_float8: Entries of kernels in float8.
+        sizes_known: Whether no size was unknown.
+    """
+
+    listed: int
+    listed_in_float8: int
+    layers: int
+    in_float8: int
+    multiplications: int
+    multiplications_in_float8: int
+    parameters: int
+    parameters_in_float8: int
+    sizes_known: bool
+
+    @classmethod
+    def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
+        """Add up.
+
+        Args:
+            entries: A layer each.
+            parameters: Entries of all weights of the model; 0 if not known.
+        """
+        entries = list(entries)
+        multiplying = [e for e in entries if e.multiplications]
+        in_float8 = [e for e in multiplying if e.in_float8]
+        return cls(
+            len(entries),
+            sum(e.in_float8 for e in entries),
+            len(multiplying),
+            len(in_float8),
+            sum(e.multiplications for e in multiplying),
+            sum(e.multiplications for e in in_float8),
+            max(parameters, sum(e.parameters for e in entries)),
+            sum(e.parameters for e in in_float8),
+            all(e.sizes_known for e in multiplying),
+        )
+
+    def head(self) -> list[str]:
+        """What is in float8, in two sentences; in one if work is not known."""
+        if not self.multiplications:
+            layers = counted(self.listed, "layer")
+            return [f"{self.listed_in_float8} of {layers} in float8"]
+        products = percent(self.multiplications_in_float8, self.multiplications)
+        weights = percent(self.parameters_in_float8, self.parameters)
+        return [
+            f"{products} of the multiplications and {weights} of the "
+            "parameters are in float8",
+            f"{self.in_float8} of {counted(self.layers, 'layer')} with a "
+            f"kernel; {amount(self.multiplications)} multiplications (MACs) "
+            f"per sample, {amount(self.parameters)} parameters",
+        ]
+
+    def notes(self) -> list[str]:
+        """What to know about the numbers."""
+        if self.sizes_known:
+            return []
+        return [
+            "Some sizes of inputs are not known, such as those that are None. "
+            "They count as 1 in the multiplications."
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Layers that are treated alike.
+
+    Attributes:
+        cells: What the table says of them.
+        multiplications: Of one sample, in all of them.
+        in_float8: Whether they are in float8.
+    """
+
+    cells: Sequence[str]
+    multiplications: int
+    in_float8: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Overview:
+    """A table with what is above and below it.
+
+    Attributes:
+        head: Sentences above it.
+        columns: Its columns.
+        rows: Its rows, with a dash where there is nothing to say.
+        notes: Sentences below it.
+        every: How to see every layer.
+    """
+
+    head: Sequence[str]
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[str]
+    every: str
+
+    def text(self) -> str:
+        """As lines that fit on one screen, the rows with the most work."""
+        width = tables.terminal_width()
+
+        def lines(number: int, most: int | None) -> list[str]:
+            table = self._table(number).text(width, most)
+            notes = [*self._left_out(number), *self.notes, self.every]
+            head = _wrapped(self.head, width)
+            return [*head, "", *table, "", *_wrapped(notes, width)]
+
+        if not self.rows:
+            return "\n".join(_wrapped([*self.head, *self.notes], width))
+        return "\n".join(tables.fitted(len(self.rows), lines, LINES))
+
+    def html(self) -> str:
+        """As HTML, with all rows."""
+        table = self._table(len(self.rows)).html() if self.rows else ""
+        return "".join(
+            (
+                tables.paragraphs(self.head),
+                table,
+                tables.paragraphs([*self.notes, self.every]),
+            )
+        )
+
+    def _by_work(self) -> list[Row]:
+        return sorted(self.rows, key=lambda row: -row.multiplications)
+
+    def _table(self, number: int) -> Table:
+        """The rows with the most work, those in float8 first.
+
+        Columns in which nothing but a dash would stand are left out.
+        """
+        shown = sorted(self._by_work()[:number], key=lambda r: not r.in_float8)
+        used = [
+            column
+            for column in range(len(self.columns))
+            if any(row.cells[column] != "–" for row in self.rows)
+        ]
+        return Table(
+            [self.columns[column] for column in used],
+            [[row.cells[column] for column in used] for row in shown],
+        )
+
+    def _left_out(self, number: int) -> list[str]:
+        left = self._by_work()[number:]
+        if not left:
+            return []
+        total = sum(row.multiplications for row in self.rows)
+        work = percent(sum(row.multiplications for row in left), total)
+        return [f"and {len(left)} more, with {work} of the multiplications"]
+
+
+def full_text(
+    head: Sequence[str], table: Table, notes: Sequence[str] = ()
+) -> str:
+    """A table with nothing left out, as wide as the terminal."""
+    width = tables.terminal_width()
+    lines = [*_wrapped(head, width), "", *table.text(width)]
+    return "\n".join([*lines, "", *_wrapped(notes, width)]).rstrip()
+
+
+def grouped(
+    entries: Iterable[Any], key: Callable[[Any], Any]
+) -> list[list[Any]]:
+    """The layers that are to be shown, those with an equal key together."""
+    groups: dict[Any, list[Any]] = {}
+    for entry in entries:
+        if entry.multiplications or entry.in_float8:
+            groups.setdefault(key(entry), []).append(entry)
+    return list(groups.values())
+
+
+def shares(group: Sequence[Any], totals: Totals) -> list[str]:
+    """The cells of `SHARES` for some layers; dashes without a kernel."""
+    multiplications = sum(entry.multiplications for entry in group)
+    if not multiplications:
+        return ["–", "–"]
+    return [
+        percent(multiplications, totals.multiplications),
+        percent(sum(e.parameters for e in group), totals.parameters),
+    ]
+
+
+def percent(part: int, whole: int) -> str:
+    """A share as text: "0 %" and "100 %" only where that is exact."""
+    if not whole or not part:
+        return "0 %"
+    if part == whole:
+        return "100 %"
+    share = 100 * part / whole
+    if share < 0.1:
+        return "<0.1 %"
+    return ">99.9 %" if share > 99.9 else f"{share:.1f} %"
+
+
+def amount(number: int) -> str:
+    """A number as text, to three digits."""
+    for factor, sign in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
+        if number >= factor:
+            return f"{number / factor:.3g}{sign}"
+    return f"{number:,}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _wrapped(sentences: Iterable[str], width: int) -> list[str]:
+    lines = (tables.wrap(sentence, width) for sentence in sentences)
+    return list(itertools.chain.from_iterable(lines))

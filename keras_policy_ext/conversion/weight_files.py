@@ -1,0 +1,135 @@
+"""What is in a file of weights, by names and shapes; no array is read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+import h5py
+
+WEIGHTS = "model.weights.h5"
+
+OF_DAMAGE = (
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What h5py and zipfile raise for a damaged file. To say what is wrong with
+it is left to those that load it."""
+
+_LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
+
+
+@contextlib.contextmanager
+def opened(path: Any) -> Iterator[h5py.File | None]:
+    """The HDF5 file of weights in a file or folder of a model.
+
+    Args:
+        path: A `.keras` file, the folder of a model, or a `.weights.h5` file.
+
+    Yields:
+        The file; None if there is none in this format at this path.
+
+    Raises:
+        Exception: One of `OF_DAMAGE`, if it cannot be read.
+    """
+    place = pathlib.Path(str(path))
+    if place.is_dir():
+        place = place / WEIGHTS
+    with contextlib.ExitStack() as stack:
+        source: Any = None
+        if place.suffix == ".keras" and place.is_file():
+            source = stack.enter_context(_member(place))
+        elif place.name.endswith("weights.h5") and place.is_file():
+            source = place
+        file = None if source is None else h5py.File(source, "r")
+        yield file if file is None else stack.enter_context(file)
+
+
+def groups(file: h5py.File) -> list[h5py.Group]:
+    """The groups that hold the variables of one layer each, by path.
+
+    The optimizer's is none of them. A link out of the file is not followed.
+    """
+    found: list[h5py.Group] = []
+
+    def visit(name: str, item: Any) -> None:
+        is_layer = not name.startswith("optimizer/")
+        if name.endswith("/vars") and isinstance(item, h5py.Group) and is_layer:
+            found.append(item)
+
+    file.visititems(visit)
+    return found
+
+
+@contextlib.contextmanager
+def _member(place: pathlib.Path) -> Iterator[IO[bytes] | None]:
+    """The weights in an archive, as a file that can be read here and there.
+
+    Keras stores them as they are. Where they are compressed they are
+    unpacked into memory: each step back would start from the beginning.
+    """
+    with zipfile.ZipFile(place) as archive, place.open("rb") as file:
+        if WEIGHTS not in archive.namelist():
+            yield None
+            return
+        info = archive.getinfo(WEIGHTS)
+        if info.compress_type != zipfile.ZIP_STORED:
+            yield io.BytesIO(archive.read(WEIGHTS))
+            return
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER)
+        name, extra = (
+            int.from_bytes(header[at : at + 2], "little") for at in (26, 28)
+        )
+        start = info.header_offset + _LOCAL_HEADER + name + extra
+        with io.BufferedReader(_Section(file, start, info.file_size)) as part:
+            yield part
+
+
+class _Section(io.RawIOBase):
+    """A part of an open file, as a file of its own.
+
+    Args:
+        file: The file; not closed with the section.
+        start: Where the part starts, in bytes.
+        size: How long it is, in bytes.
+    """
+
+    def __init__(self, file: IO[bytes], start: int, size: int):
+        super().__init__()
+        self._file, self._start, self._size = file, start, size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._at,
+            os.SEEK_END: self._size,
+        }[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._size - self._at))
+        self._file.seek(self._start + self._at)
+        content = self._file.read(size)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

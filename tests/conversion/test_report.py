@@ -1,0 +1,375 @@
+"""What a report says, how it looks, and when a conversion warns."""
+
+import dataclasses
+import json
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_policy_ext as kpe
+from keras_policy_ext.conversion import Converted, Report, Skipped, summary
+
+POLICY = "float8/4_from_float32"
+WIDTHS = [40, 60, 80, 100, 132, 200]
+
+
+def model_of_many_kinds():
+    """Multiplications by hand, in the order of the layers.
+
+    Conv1D: 6 positions of 3 x 4 x 8; LSTM: 6 steps of (8 + 2) x 8; Dense: 2 x
+    16; depthwise of 3 taps, of 8 channels on 6 positions.
+    """
+    inputs = keras.Input((8, 4))
+    x = layers.Conv1D(8, 3, name="conv")(inputs)
+    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.DepthwiseConv1D(3, padding="same", name="depthwise")(x)
+    x = layers.LSTM(2, name="lstm")(x)
+    return keras.Model(inputs, layers.Dense(16, name="head")(x), name="kinds")
+
+
+MULTIPLICATIONS = {
+    "conv": 6 * 3 * 4 * 8,
+    "depthwise": 6 * 3 * 8,
+    "lstm_cell": 6 * (8 + 2) * 8,
+    "head": 2 * 16,
+}
+KERNELS = {"conv": 96, "depthwise": 24, "lstm_cell": 80, "head": 32}
+
+
+def made_up(classes=3, layers_of_each=4):
+    """A report of layers with long paths, half of them skipped."""
+    converted, skipped = [], []
+    for c in range(classes):
+        for n in range(layers_of_each):
+            path = f"a_rather_long_model_name/stage_{c}/block_number_{n}/dense"
+            size = 100 * c + n + 1
+            numbers = {"parameters": size, "multiplications": 10 * size}
+            if c % 2:
+                reason = f"its kernel has {size} entries, fewer than 10000"
+                entry = Skipped(path, f"SomeLayer{c}", reason, **numbers)
+                skipped.append(entry)
+            else:
+                policy = "float8_from_mixed_bfloat16"
+                entry = Converted(path, f"SomeLayer{c}", policy, **numbers)
+                converted.append(entry)
+    return Report(tuple(converted), tuple(skipped))
+
+
+# Shares
+
+
+def test_the_first_line_has_the_shares_of_all_work_and_weights(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    model = model_of_many_kinds()
+    report = kpe.convert(model, POLICY)
+    total = sum(MULTIPLICATIONS.values())
+    products = 100 * (1 - MULTIPLICATIONS["depthwise"] / total)
+    parameters = model.count_params()
+    weights = 100 * (96 + 80 + 32) / parameters
+    first, second = str(report).splitlines()[:2]
+    assert first == (
+        f"{products:.1f} % of the multiplications and {weights:.1f} % of the "
+        "parameters are in float8"
+    )
+    assert second.startswith("3 of 4 layers with a kernel; 1,232 mult")
+    assert total == 1232 and second.endswith(f" {parameters} parameters")
+    entries = [*report.converted, *report.skipped]
+    found = {
+        e.path.rpartition("/")[2]: e.multiplications
+        for e in entries
+        if e.multiplications
+    }
+    assert found == MULTIPLICATIONS
+    assert report.totals.parameters_in_float8 == 208
+    assert report.totals.parameters == parameters
+
+
+def test_layers_that_follow_float8_already_count_as_in_float8(monkeypatch):
+    model = model_of_many_kinds()
+    first = kpe.convert(model, POLICY)
+    monkeypatch.setenv("COLUMNS", "200")
+    for arguments in ({}, {"exclude": "conv"}, {"min_size": 1000}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            again = kpe.convert(model, POLICY, **arguments)
+        assert not again.converted
+        assert str(again).splitlines()[0] == str(first).splitlines()[0]
+        policies = {e.path: e.policy for e in again.skipped}
+        assert policies["conv"] == POLICY
+        assert policies["depthwise"] is None
+        assert f"{POLICY} as before" in again.table(full=True)
+
+
+def test_only_layers_with_something_to_multiply_have_a_row():
+    report = kpe.convert(model_of_many_kinds(), POLICY)
+    assert "BatchNormalization" not in str(report)
+    assert "BatchNormalization" in report.table(full=True)
+    json.dumps(report.as_dict())
+    assert {e["path"] for e in report.as_dict()["skipped"]} == {
+        "norm",
+        "depthwise",
+    }
+
+
+def test_what_is_reverted_is_no_longer_in_float8():
+    model = model_of_many_kinds()
+    kpe.convert(model, POLICY)
+    report = kpe.revert(model)
+    first = str(report).splitlines()[0]
+    assert first == "3 layers back in plain policies; none is in float8"
+    assert "float32" in str(report)
+    assert "No layer" in str(kpe.revert(model))
+
+
+def test_reports_that_others_make_need_no_counts():
+    done = Converted("model/a", "Dense", POLICY)
+    left = Skipped("model/b", "Dense", "because")
+    report = Report((done,), (left,))
+    assert str(report).startswith("1 of 2 layers in float8")
+    assert POLICY in str(report)
+    assert "– because" in report.table(full=True)
+
+
+def test_shares_are_whole_only_where_they_are_exact():
+    assert summary.percent(0, 0) == summary.percent(0, 9) == "0 %"
+    assert summary.percent(9, 9) == "100 %"
+    assert summary.percent(10**6 - 1, 10**6) == ">99.9 %"
+    assert summary.percent(1, 10**6) == "<0.1 %"
+    assert summary.percent(999, 1000) == "99.9 %"
+    assert summary.percent(1, 1000) == "0.1 %"
+    assert summary.percent(1, 3) == "33.3 %"
+
+
+def test_amounts_have_three_digits():
+    numbers = (999, 12_345, 1_234_567, 2_834_161_664, 7 * 10**14)
+    texts = ["999", "12,345", "1.23M", "2.83G", "700T"]
+    assert [summary.amount(number) for number in numbers] == texts
+
+
+# One screen
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_hundred_layers_fit_on_one_screen(large, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    model, report = large
+    assert len(report.converted) + len(report.skipped) == 101
+    for short in (str(report), str(kpe.inspect(model))):
+        lines = short.splitlines()
+        assert len(lines) <= summary.LINES
+        assert max(map(len, lines)) <= max(width, 55)
+    rows = report.table(full=True)
+    assert all(
+        entry.path in rows for entry in (*report.converted, *report.skipped)
+    )
+
+
+@pytest.fixture(scope="module")
+def large():
+    """As a convnet is built; `integration/` has known ones."""
+    model = keras.Sequential([keras.Input((4, 4, 8))])
+    for _ in range(25):
+        model.add(layers.Conv2D(8, 1, use_bias=False))
+        model.add(layers.BatchNormalization())
+        model.add(layers.DepthwiseConv2D(3, padding="same"))
+        model.add(layers.BatchNormalization())
+    model.add(layers.Flatten())
+    model.add(layers.Dense(10))
+    return model, kpe.convert(model)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_more_rows_than_fit_are_left_out_and_counted(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = made_up(classes=60)
+    lines = str(report).splitlines()
+    assert len(lines) <= summary.LINES
+    # The largest are there.
+    assert all(f"SomeLayer{n}" in str(report) for n in (58, 59))
+    (number,) = re.findall(r"and (\d+) more, with", str(report))
+    shown = sum("SomeLayer" in line for line in lines)
+    assert int(number) + shown == 60
+    assert report.table(full=True).count("/dense") == 240
+
+
+def test_reasons_that_differ_in_numbers_only_are_one_row(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = str(made_up(classes=2))
+    (row,) = (line for line in text.splitlines() if "SomeLayer1" in line)
+    assert row.split()[0] == "4"
+    assert "– e.g. its kernel has 101 entries, fewer than 10000" in row
+
+
+def test_other_reasons_are_rows_of_their_own():
+    model = model_of_many_kinds()
+    report = kpe.convert(model, POLICY, exclude=["head"], min_size=90)
+    reasons = [group[0].outcome for group in report.groups]
+    assert len(reasons) == 4
+    assert sum("`exclude`" in reason for reason in reasons) == 1
+    assert sum("fewer than" in reason for reason in reasons) == 1
+
+
+# Widths
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("full", [False, True])
+def test_no_word_is_ever_cut(full, width, monkeypatch):
+    report = made_up()
+    monkeypatch.setenv("COLUMNS", "10000")
+    whole = set(words(report.table(full=full)))
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = report.table(full=full)
+    assert {word.rstrip("…") for word in words(text)} <= whole | {"─" * 9}
+    assert full or "…" in text or words(text) == words(text.replace("…", ""))
+
+
+def words(text):
+    """What stands between blanks, slashes and ends of lines; one rule."""
+    text = re.sub("─+", "─" * 9, text)
+    return [word for word in re.split(r"[\s/]+", text) if word]
+
+
+@pytest.mark.parametrize("width", [60, 80, 132])
+def test_paths_stand_on_one_line_where_one_is_long_enough(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = made_up()
+    lines = report.table(full=True).splitlines()
+    for entry in (*report.converted, *report.skipped):
+        assert sum(entry.path in line for line in lines) == 1
+    assert max(map(len, lines)) <= max(width, 67)
+
+
+def test_long_paths_break_after_a_slash(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = made_up().table(full=True).splitlines()
+    start = lines.index("a_rather_long_model_name/")
+    assert lines[start + 1] == "stage_0/block_number_0/dense"
+
+
+def test_without_a_terminal_there_are_eighty_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)
+    lines = str(made_up()).splitlines()
+    assert 60 < max(map(len, lines)) <= 80
+
+
+# Notebooks
+
+
+def test_notebooks_get_a_table_in_which_everything_is_escaped():
+    report = Report(
+        (Converted("a", "<b>Dense</b>", "float8_from_float32"),),
+        (Skipped("b", "Own", "<script> & 'so'", multiplications=5),),
+    )
+    page = report._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 1
+    assert page.count("<tr>") == 3
+    assert "&lt;b&gt;Dense&lt;/b&gt;" in page
+    assert "&lt;script&gt; &amp; &#x27;so&#x27;" in page
+    assert "<b>" not in page and "<script>" not in page
+
+
+def test_names_do_not_steer_the_terminal():
+    done = Converted("model/\x1b[2Jdense\n", "Dense", "float8_from_float32")
+    left = Skipped("b", "Own", "`exclude`: '\x1b]0;x\x07'", multiplications=5)
+    report = Report((done,), (left,))
+    for text in (str(report), report.table(full=True)):
+        assert "\x1b" not in text and "\x07" not in text
+
+
+# Warnings
+
+
+def caught(model, *args, **kwargs):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        report = kpe.convert(model, *args, **kwargs)
+    return report, [w for w in found if "convert`" in str(w.message)]
+
+
+def test_a_conversion_that_converts_nothing_warns_and_says_why():
+    model = model_of_many_kinds()
+    report, (warning,) = caught(model, POLICY, min_size=1000)
+    assert not report.converted
+    assert warning.category is UserWarning
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert message.startswith("None of the multiplications of 'kinds' are in")
+    # The three largest, the largest first.
+    conv, lstm = 100 * 576 / 1232, 100 * 480 / 1232
+    assert (
+        f"{conv:.1f} % are in 1 layer of class Conv1D: its kernel has 96 "
+        "entries, fewer than 1000. "
+        f"{lstm:.1f} % are in 1 layer of class LSTMCell"
+    ) in message
+    assert "DepthwiseConv1D: a depthwise" in message
+    assert "Dense:" not in message
+    assert "change `include`" in message and "`kpe.revert`" in message
+
+
+def test_a_conversion_of_less_than_a_tenth_warns():
+    # 32 of 1232 multiplications.
+    report, (warning,) = caught(model_of_many_kinds(), POLICY, include="head")
+    assert len(report.converted) == 1
+    assert str(warning.message).startswith("Only 2.6 % of the multipl")
+
+
+def test_a_tenth_is_enough():
+    def two(units):
+        inputs = keras.Input((2,))
+        x = layers.Dense(units, name="rest")(inputs)
+        return keras.Model(inputs, [x, layers.Dense(1, name="part")(inputs)])
+
+    assert caught(two(9), POLICY, include="part")[1] == []
+    assert len(caught(two(10), POLICY, include="part")[1]) == 1
+
+
+def test_shares_are_of_what_could_be_multiplied():
+    """Embeddings are most of the parameters, and none of the work."""
+    ids = keras.Input((3,), dtype="int32")
+    x = layers.Embedding(1000, 4)(ids)
+    report, found = caught(keras.Model(ids, layers.Dense(2)(x)), POLICY)
+    assert found == []
+    assert str(report).startswith("100 % of the multiplications and 0.2 %")
+
+
+def test_a_model_without_a_kernel_warns_that_nothing_was_changed():
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.BatchNormalization(), layers.ReLU()]
+    )
+    report, (warning,) = caught(model, POLICY)
+    assert "has changed nothing" in str(warning.message)
+    assert warning.filename == __file__
+    assert str(report) == "No layer with a kernel to multiply with"
+
+
+def test_a_warning_that_is_an_error_undoes_the_conversion():
+    model = model_of_many_kinds()
+    x = np.ones((2, 8, 4), "float32")
+    expected = model(x)
+    classes = [type(layer) for layer in model.layers]
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(UserWarning, match=r"Only 2\.6 %"),
+    ):
+        warnings.simplefilter("error", UserWarning)
+        kpe.convert(model, POLICY, include="head")
+    assert [type(layer) for layer in model.layers] == classes
+    assert not any("amax" in v.path for v in model.variables)
+    np.testing.assert_array_equal(
+        keras.ops.convert_to_numpy(model(x)),
+        keras.ops.convert_to_numpy(expected),
+    )
+
+
+def test_entries_say_all_that_as_dict_says():
+    report = kpe.convert(model_of_many_kinds(), POLICY)
+    entry = report.as_dict()["converted"][0]
+    assert entry == dataclasses.asdict(report.converted[0])
+    assert entry["path"] == "conv"
+    assert (entry["parameters"], entry["multiplications"]) == (96, 576)
