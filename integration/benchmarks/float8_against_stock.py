@@ -1,15 +1,14 @@
-"""Our float8 against stock Keras float8, interleaved in one process.
+"""Our float8 against stock Keras float8 and float32, in one process.
 
     KERAS_BACKEND=jax python integration/benchmarks/float8_against_stock.py
 
 A 512 -> 2048 -> 512 MLP, batch 256, delayed scaling with a history of 1024.
-Each round times one call of either model; the table gives the median of the
-per-round ratios, so that a machine that slows down slows both. Ratios below 1
-are in our favour.
+Each round times one call of each of the three models, in turning order; the
+table gives the median of the per-round ratios of ours to the others, so that a
+machine that slows down slows all. Ratios below 1 are in our favour.
 """
 
 import argparse
-import statistics
 import time
 
 import keras
@@ -61,44 +60,38 @@ def layer_call(layers, policy, training):
     return lambda: finish(layer(x, training=training))
 
 
-def ratios(ours, stock, rounds, warmup=5):
-    """Medians of (ours, stock) in seconds, and of their ratio."""
+def measured(functions, rounds, warmup=5):
+    """Seconds that calls take, in rounds of one call each.
+
+    Returns:
+        (rounds, functions) array.
+    """
     for _ in range(warmup):
-        ours()
-        stock()
-    times = []
-    for i in range(rounds):
-        pair = (ours, stock) if i % 2 else (stock, ours)
-        took = {}
-        for function in pair:
-            start = time.perf_counter()
+        for function in functions:
             function()
-            took[function] = time.perf_counter() - start
-        times.append((took[ours], took[stock]))
-    median = statistics.median
-    return (
-        median(a for a, _ in times),
-        median(b for _, b in times),
-        median(a / b for a, b in times),
-    )
+    took = np.empty((rounds, len(functions)))
+    for number in range(rounds):
+        for step in range(len(functions)):
+            place = (number + step) % len(functions)
+            start = time.perf_counter()
+            functions[place]()
+            took[number, place] = time.perf_counter() - start
+    return took
 
 
 def cases(source):
-    """`(name, ours, stock)` of what is compared."""
-    ours = kpe.Float8DTypePolicy(source)
-    stock = stock_policy(source)
+    """`(name, (ours, stock, float32))` of what is compared."""
+    kinds = (
+        (kpe.layers, kpe.Float8DTypePolicy(source)),
+        (keras.layers, stock_policy(source)),
+        (keras.layers, "float32"),
+    )
     for jit in (True, False) if BACKEND != "jax" else (True,):
-        yield (
-            f"fit step, jit_compile={jit}",
-            fit_step(network(kpe.layers, ours), jit),
-            fit_step(network(keras.layers, stock), jit),
-        )
+        steps = [fit_step(network(*kind), jit) for kind in kinds]
+        yield f"fit step, jit_compile={jit}", steps
     for training in (True, False):
-        yield (
-            f"eager layer call, training={training}",
-            layer_call(kpe.layers, ours, training),
-            layer_call(keras.layers, stock, training),
-        )
+        calls = [layer_call(*kind, training) for kind in kinds]
+        yield f"eager layer call, training={training}", calls
 
 
 def main():
@@ -109,17 +102,18 @@ def main():
     )
     arguments = parser.parse_args()
     table = Table(title=f"keras {keras.__version__} on {BACKEND}, CPU")
-    for column in ("policy", "what", "ours, ms", "stock, ms", "ratio"):
-        table.add_column(
-            column, justify="left" if column in ("policy", "what") else "right"
-        )
+    for column in ("policy", "what"):
+        table.add_column(column)
+    for column in ("ours, ms", "stock", "float32", "to stock", "to float32"):
+        table.add_column(column, justify="right")
     for source in arguments.sources:
-        for name, ours, stock in cases(source):
-            a, b, ratio = ratios(ours, stock, arguments.rounds)
-            table.add_row(
-                source, name, f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{ratio:.2f}"
-            )
-    Console(width=100).print(table)
+        for name, functions in cases(source):
+            took = measured(functions, arguments.rounds)
+            times = np.median(took, axis=0) * 1e3
+            ratios = np.median(took[:, :1] / took[:, 1:], axis=0)
+            numbers = [f"{x:.2f}" for x in (*times, *ratios)]
+            table.add_row(source, name, *numbers)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":
