@@ -33,7 +33,6 @@ def _is_the_command() -> bool:
 
 if not _is_the_command():
     from keras_policy_ext import (
-        _keras_compat,
         activations,
         formats,
         layers,
@@ -41,6 +40,7 @@ if not _is_the_command():
         policies,
         recipes,
     )
+    from keras_policy_ext._keras import saving_hooks
     from keras_policy_ext.layers import autocast_scope, is_autocast_variable
     from keras_policy_ext.policies import (
         Float8DTypePolicy,
@@ -65,8 +65,8 @@ if not _is_the_command():
         name = f"{__name__}.conversion.exports"
         importlib.import_module(name).check(model, format)
 
-    _keras_compat.after_loading(_warn_of_lost_float8)
-    _keras_compat.before_export(_check_export)
+    saving_hooks.after_loading(_warn_of_lost_float8)
+    saving_hooks.before_export(_check_export)
 
 _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
 

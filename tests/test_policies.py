@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import _keras_compat, policies, recipes
+from keras_policy_ext import policies, recipes
+from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import Float8DTypePolicy, get
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 
@@ -902,7 +903,7 @@ def test_keras_derives_policies_from_a_global_float8_policy():
 def test_without_the_store_of_keras_the_public_functions_have_to_do(
     monkeypatch,
 ):
-    monkeypatch.setattr(_keras_compat, "_global_state", None)
+    monkeypatch.setattr(global_policy, "_global_state", None)
     with policies.policy_scope("mixed_float8"):
         assert keras.config.dtype_policy() == get("mixed_float8")
         policies.set_dtype_policy(None)

@@ -7,7 +7,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import walking
 from keras_policy_ext.layers.state import Float8State
 
 TOKENS, BATCH, LENGTH, SIDE = 32, 8, 8, 16
@@ -186,7 +186,7 @@ def layers_of(model):
     """All layers, without the states of float8 layers."""
     return [
         layer
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if not isinstance(layer, Float8State)
     ]
 

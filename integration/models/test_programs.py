@@ -10,7 +10,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import training
 
 FOLDER = pathlib.Path(__file__).parent / "programs"
@@ -108,7 +108,7 @@ def kinds(model):
     """What each layer is, and the policy that it has."""
     return [
         (type(layer), layer.dtype_policy)
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
     ]
 
 

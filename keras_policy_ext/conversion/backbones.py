@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.adoption import source_of
@@ -32,8 +32,8 @@ def declare_policies(model: Any) -> None:
     Args:
         model: A built model or layer.
     """
-    for layer in _keras_compat.layers_within(model):
-        if _keras_compat.writes_map_of_quantized_layers(layer):
+    for layer in walking.layers_within(model):
+        if keras_hub.writes_map_of_quantized_layers(layer):
             _declare(layer)
 
 
@@ -49,7 +49,7 @@ def _declare(backbone: Any) -> None:
     if isinstance(own, Float8DTypePolicy) and _says(own, followed):
         return
     policy = _policy(source_of(backbone), followed)
-    _keras_compat.replace_layer_policy(backbone, policy)
+    global_policy.replace_layer_policy(backbone, policy)
 
 
 def _followed(backbone: Any) -> Followed:
@@ -64,7 +64,7 @@ def _quantized(backbone: Any) -> bool:
     return any(
         layer.quantization_mode is not None
         and not isinstance(layer, Float8Mixin)
-        for layer in _keras_compat.layers_within(backbone)
+        for layer in walking.layers_within(backbone)
     )
 
 

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext import kernels
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import models
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.transaction import unchanged_on_error
@@ -161,7 +162,7 @@ def _layers_with_state(model: Any) -> list[Any]:
         )
     layers = [
         layer
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if isinstance(layer, Float8Mixin) and layer.float8_policy is not None
     ]
     if not layers:

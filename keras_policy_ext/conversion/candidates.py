@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import stock_float8, walking
 from keras_policy_ext.conversion.report import NOT_BUILT
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -98,7 +98,7 @@ class Survey:
 def survey(model: Any) -> Survey:
     """Look at every layer of a model; nothing is changed."""
     found = Survey([], [], [])
-    for layer in _keras_compat.layers_within(model):
+    for layer in walking.layers_within(model):
         if isinstance(layer, Float8State):
             continue
         try:
@@ -112,7 +112,7 @@ def survey(model: Any) -> Survey:
         if kernels:
             found.candidates.append(Candidate(layer, form, kernels))
         elif (
-            _keras_compat.own_weights(layer)
+            walking.own_weights(layer)
             and getattr(form, "float8_kernels", ()) != ()
         ):
             found.skipped.append(Left(layer, _no_kernel(form)))
@@ -137,7 +137,7 @@ def _form(layer: Any) -> type | None:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
     except TypeError as error:
         raise _Stays(str(error)) from error
-    own = _keras_compat.own_weights(layer)
+    own = walking.own_weights(layer)
     if form is None:
         _refuse_unknown(cls, own)
         return None
@@ -145,7 +145,7 @@ def _form(layer: Any) -> type | None:
         raise _Stays(NOT_BUILT)
     mode = layer.quantization_mode
     quantized = mode is not None and not isinstance(layer, Float8Mixin)
-    if quantized and not _keras_compat.stock_float8(layer):
+    if quantized and not stock_float8.stock_float8(layer):
         raise _Stays(f"Keras has quantized it ({mode})")
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):
@@ -181,5 +181,5 @@ def _kernels(layer: Any, form: Any) -> list[Any]:
         return layer.float8_contracted
     if not issubclass(form, Float8Mixin):
         return []
-    own = _keras_compat.own_weights(layer)
+    own = walking.own_weights(layer)
     return [v for v in own if form.is_float8_kernel(layer, v)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 
@@ -42,7 +42,7 @@ def check(model: Any, format: str) -> None:
         return
     layers = [
         layer
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if isinstance(layer, Float8Mixin) and layer.float8_policy is not None
     ]
     if layers:

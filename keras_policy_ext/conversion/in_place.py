@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat, policies, policy_names, recipes
+from keras_policy_ext import policies, policy_names, recipes
+from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion import (
     backbones,
     candidates,
@@ -128,7 +129,7 @@ def revert(model: Any) -> Report:
     models.check(model)
     reverted = []
     with training.continued(model):
-        for layer in _keras_compat.layers_within(model):
+        for layer in walking.layers_within(model):
             in_float8 = isinstance(layer, Float8Mixin) and (
                 layer.float8_policy is not None
             )
@@ -137,7 +138,7 @@ def revert(model: Any) -> Report:
                 release(layer)
             elif followed:
                 plain = source_of(layer)
-                _keras_compat.replace_layer_policy(layer, plain)
+                global_policy.replace_layer_policy(layer, plain)
             if in_float8:
                 reverted.append(layer)
     return reporting.report_of(model, reverted, [])
@@ -150,7 +151,7 @@ def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
         return Float8DTypePolicy("float32", recipe=policy)
     if policy is not None:
         return _float8(_policy(policy))
-    layers = _keras_compat.layers_within(model)
+    layers = walking.layers_within(model)
     if any(isinstance(_own(layer), Float8DTypePolicy) for layer in layers):
         return None
     current = policies.dtype_policy()

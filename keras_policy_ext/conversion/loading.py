@@ -16,7 +16,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext import policies
+from keras_policy_ext._keras import saving_hooks, stock_float8, walking
 from keras_policy_ext.conversion import (
     backbones,
     candidates,
@@ -218,8 +219,8 @@ def _for_layers_of(model: Any, path: Any) -> AbstractContextManager[Any]:
 
     Layers in Keras's own float8 read it as Keras has written it.
     """
-    layers = _keras_compat.layers_within(model)
-    if any(_keras_compat.stock_float8(layer) for layer in layers):
+    layers = walking.layers_within(model)
+    if any(stock_float8.stock_float8(layer) for layer in layers):
         return contextlib.nullcontext(path)
     return stock_files.rewritten_weights(path)
 
@@ -243,7 +244,7 @@ def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.unskipped())
         for place, reader in readers:
-            shown = _keras_compat.shown(place.layer, "float8_state", reader)
+            shown = saving_hooks.shown(place.layer, "float8_state", reader)
             stack.enter_context(shown)
         _load(model, weights)
     return [_checked(place, reader.found) for place, reader in readers]

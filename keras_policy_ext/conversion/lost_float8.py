@@ -15,7 +15,7 @@ from typing import Any
 
 import h5py
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import VERSION_KEY
@@ -85,7 +85,7 @@ def _is_state(group: h5py.Group) -> bool:
 
 
 def _count_now(model: Any) -> int:
-    layers = _keras_compat.layers_within(model)
+    layers = walking.layers_within(model)
     return sum(
         isinstance(x, Float8Mixin)
         and x.float8_policy is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion.candidates import path_of
 
 # Their `build` looks at shapes, and makes no weights.
@@ -48,7 +48,7 @@ def check(model: Any) -> None:
         )
     if not (model.built and has_call(model)):
         _check_parts(model)
-    if not all(_keras_compat.has_value(v) for v in model.variables):
+    if not all(variable_values.has_value(v) for v in model.variables):
         raise ValueError(
             f"The weights of {model.name!r} are not in its variables now: "
             "Keras takes them out while it trains on JAX, and does not put "
@@ -86,7 +86,7 @@ def _unbuilt_parts(model: Any) -> list[tuple[str, Any]]:
     """Parts without weights that would get some, outermost ones, by name."""
     found = []
     for name, part in _parts(model):
-        if not any(map(_would_get_weights, _keras_compat.layers_within(part))):
+        if not any(map(_would_get_weights, walking.layers_within(part))):
             continue
         inner = _unbuilt_parts(part) if part.weights else []
         found += [(f"{name}.{under}", layer) for under, layer in inner]
@@ -108,13 +108,13 @@ def _would_get_weights(layer: Any) -> bool:
 def _parts(model: Any) -> Iterator[tuple[str, Any]]:
     """The layers directly in a model, each with the attribute that has it."""
     names: dict[int, str] = {}
-    for name, value in _keras_compat.attributes(model).items():
+    for name, value in walking.attributes(model).items():
         if not name.startswith("_"):
             for suffix, each in _leaves(value):
                 names.setdefault(id(each), name + suffix)
     for number, layer in enumerate(getattr(model, "layers", ())):
         names.setdefault(id(layer), f"layers[{number}]")
-    for layer in _keras_compat.layers_directly_in(model):
+    for layer in walking.layers_directly_in(model):
         yield names.get(id(layer), layer.name), layer
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import (
+    built_layers,
+    compiled_steps,
+    keras_hub,
+    optimizer_variables,
+    walking,
+)
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import StateVariable
 
@@ -26,12 +32,12 @@ def continued(model: Any) -> Iterator[None]:
     """
     models = [
         layer
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if isinstance(layer, keras.Model)
     ]
     states = [v for v in model.variables if _is_state(v)]
     yield
-    _keras_compat.track_again(reversed(_keras_compat.layers_within(model)))
+    built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
     gone = {id(v) for v in states} - present
     for each in models:
@@ -46,11 +52,11 @@ def check_optimizers(model: Any) -> None:
             once, when it is built, which variable goes to which optimizer.
     """
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
-    for layer in _keras_compat.layers_within(model):
+    for layer in walking.layers_within(model):
         if not isinstance(layer, keras.Model):
             continue
         for optimizer in optimizers(layer):
-            within = _keras_compat.optimizers_within(optimizer)
+            within = optimizer_variables.optimizers_within(optimizer)
             if any(isinstance(x, multiple) and x.built for x in within):
                 raise ValueError(
                     f"The optimizer of {layer.name!r} cannot take new state. "
@@ -75,11 +81,13 @@ def _is_state(variable: Any) -> bool:
 
 
 def _follow(model: Any, gone: set[int]) -> None:
-    _keras_compat.forget_compiled_functions(model)
-    _keras_compat.count_adapted_layers_again(model)
+    compiled_steps.forget_compiled_functions(model)
+    keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
-        within = _keras_compat.optimizers_within(optimizer)
-        all_known = [_keras_compat.known_to_optimizer(each) for each in within]
+        within = optimizer_variables.optimizers_within(optimizer)
+        all_known = [
+            optimizer_variables.known_to_optimizer(each) for each in within
+        ]
         is_own = optimizer is getattr(model, "optimizer", None)
         has_all = is_own and any(_has_all(model, known) for known in all_known)
         for each, known in zip(within, all_known, strict=True):
@@ -88,17 +96,17 @@ def _follow(model: Any, gone: set[int]) -> None:
             new = _states(model, known, has_all)
             wanted = _wanted(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
-                _keras_compat.retarget_optimizer(each, wanted)
+                optimizer_variables.retarget_optimizer(each, wanted)
 
 
 def all_optimizers(model: Any) -> list[Any]:
     """The optimizers of all models in a model, with those that they wrap."""
     return [
         each
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if isinstance(layer, keras.Model)
         for optimizer in optimizers(layer)
-        for each in _keras_compat.optimizers_within(optimizer)
+        for each in optimizer_variables.optimizers_within(optimizer)
     ]
 
 
@@ -152,7 +160,7 @@ def _states(model: Any, known: list[Any], has_all: bool) -> set[int]:
     ids = {id(v) for v in known}
     return {
         id(state)
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if isinstance(layer, Float8Mixin)
         for state in layer.float8_state.matrices
         if (has_all and state.trainable)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import training
 from keras_policy_ext.layers import transaction
 
@@ -29,7 +29,7 @@ def unchanged_on_error(
         variables: Those whose values the block may change.
     """
     things = [
-        *_keras_compat.layers_within(model),
+        *walking.layers_within(model),
         *training.all_optimizers(model),
     ]
     return transaction.unchanged_on_error(things, variables)

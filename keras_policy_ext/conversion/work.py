@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import walking
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -106,7 +106,7 @@ def scalars(variables: Iterable[Any]) -> int:
 
 
 def _work(layer: Any, place: _Place) -> Work:
-    own = _keras_compat.own_weights(layer)
+    own = walking.own_weights(layer)
     kernels = _kernels(layer, own)
     if not kernels:
         return Work(scalars(own), 0, True)
@@ -126,8 +126,8 @@ def _places(model: Any) -> dict[int, _Place]:
             continue
         found[id(layer)] = place
         inside = _inside(layer, place)
-        uses = _keras_compat.uses_in_graph(layer)
-        for child in _keras_compat.layers_directly_in(layer):
+        uses = walking.uses_in_graph(layer)
+        for child in walking.layers_directly_in(layer):
             # One that looks up and projects is used twice and multiplies once.
             tied = isinstance(child, keras.layers.ReversibleEmbedding)
             calls = 1 if tied else uses.get(id(child), 1)

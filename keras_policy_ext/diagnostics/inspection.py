@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _keras_compat, formats
+from keras_policy_ext import formats
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import Overview, Row, Totals
@@ -210,7 +211,7 @@ def inspect(model: Any) -> Inspection:
         )
     shown = [
         layer
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if not isinstance(layer, Float8State) and _is_shown(layer)
     ]
     counts = work.count(model, shown)
@@ -225,7 +226,7 @@ def inspect(model: Any) -> Inspection:
 
 def _is_shown(layer: Any) -> bool:
     in_float8 = getattr(layer, "float8_policy", None) is not None
-    return in_float8 or bool(_keras_compat.own_weights(layer))
+    return in_float8 or bool(walking.own_weights(layer))
 
 
 def _inspected(layer: Any, counted: work.Work) -> Inspected:

@@ -10,7 +10,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext import policies
+from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.transaction import unchanged_on_error
@@ -48,15 +49,15 @@ def adopt(layer: Any, policy: Any = None) -> None:
         form = _form(layer)
     _check_built(layer)
     with unchanged_on_error([layer]):
-        with _keras_compat.unlocked(layer):
+        with built_layers.unlocked(layer):
             if form is not type(layer):
-                _keras_compat.remove_stock_float8(layer)
-                _keras_compat.swap_class(layer, form)
+                stock_float8.remove_stock_float8(layer)
+                built_layers.swap_class(layer, form)
             if isinstance(layer, Float8Mixin):
                 layer.adopt_policy(policy)
             else:
-                _keras_compat.replace_layer_policy(layer, policy)
-        _keras_compat.track_again([layer])
+                global_policy.replace_layer_policy(layer, policy)
+        built_layers.track_again([layer])
 
 
 def release(layer: Any) -> None:
@@ -71,17 +72,17 @@ def release(layer: Any) -> None:
     original = original_of(type(layer))
     plain = source_of(layer)
     with unchanged_on_error([layer]):
-        with _keras_compat.unlocked(layer):
+        with built_layers.unlocked(layer):
             if isinstance(layer, Float8Mixin):
                 layer.adopt_policy(plain)
                 if original is not None:
-                    _keras_compat.detach(layer, "float8_state")
+                    built_layers.detach(layer, "float8_state")
             if original is not None:
-                _keras_compat.swap_class(layer, original)
+                built_layers.swap_class(layer, original)
                 for name in _OF_FORMS:
                     vars(layer).pop(name, None)
-            _keras_compat.replace_layer_policy(layer, plain)
-        _keras_compat.track_again([layer])
+            global_policy.replace_layer_policy(layer, plain)
+        built_layers.track_again([layer])
 
 
 def source_of(layer: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import keras
 from keras import ops
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.layers.adoption import adopt
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -63,11 +63,11 @@ class _Float8Attention(Float8Mixin):
         self._resolve_float8_policy()  # The path is known now.
         if not isinstance(self.dtype_policy, Float8DTypePolicy):
             return
-        for layer in _keras_compat.layers_within(self)[1:]:
+        for layer in walking.layers_within(self)[1:]:
             if type(layer) in drop_ins():
                 adopt(layer)
             else:
-                _keras_compat.rematerialize_with_outer(layer)
+                calls.rematerialize_with_outer(layer)
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _bases, _keras_compat, policies
+from keras_policy_ext import _bases, policies
+from keras_policy_ext._keras import (
+    calls,
+    saving_hooks,
+    variable_values,
+    walking,
+)
 from keras_policy_ext.layers import autocast_arguments, autocast_variables
 from keras_policy_ext.layers.autocast_variables import is_autocast_variable
 
@@ -56,10 +62,10 @@ def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
             f"{dtype!r}. Allowed: {', '.join(policies.FLOATS)}, or None to "
             "switch autocasting off. Use `ops.cast` for other dtypes."
         )
-    return _keras_compat.autocast_scope(name)
+    return calls.autocast_scope(name)
 
 
-class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
+class AutocastMixin(calls.OwnArgumentConversion, _Layer):
     """Decides what a layer casts: arguments, variables, outputs.
 
     ```python
@@ -138,7 +144,7 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, AutocastMixin, keras.Layer, "keras.Layer")
         inherited = getattr(super(), "get_config", None)
-        marked = _keras_compat.is_default(inherited)
+        marked = saving_hooks.is_default(inherited)
         if cls.get_config is AutocastMixin.get_config and not marked:
             cls.get_config = _unmarked_get_config(cls)  # type: ignore[method-assign]
 
@@ -235,7 +241,7 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
         pairs = zip(
             itertools.chain(*variables), itertools.chain(*states), strict=True
         )
-        with _keras_compat.autocast_scope(None):
+        with calls.autocast_scope(None):
             # Under another scope it would cast the values.
             stateless = keras.StatelessScope(
                 state_mapping=list(pairs), collect_losses=return_losses
@@ -270,7 +276,7 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
     @property
     def losses(self) -> list[Any]:
         """`Layer.losses`, of variables in their own dtype."""
-        with _keras_compat.autocast_scope(None):
+        with calls.autocast_scope(None):
             return super().losses
 
     @property
@@ -325,14 +331,14 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
         """
         if "_cast_arguments" not in self.__dict__:
             return  # Keras's own constructor is at work.
-        for variable in _keras_compat.tracked_variables(self):
+        for variable in walking.tracked_variables(self):
             if self._has_made(variable):
                 autocast_variables.own(variable, self, self._is_mixed())
         # A metric writes what it reads. On torch what is assigned to a cast
         # variable is lost, and float16 has not every integer above 2048.
-        for metric in _keras_compat.tracked_metrics(self):
+        for metric in walking.tracked_metrics(self):
             for variable in metric.variables:
-                _keras_compat.set_autocasts(variable, False)
+                variable_values.set_autocasts(variable, False)
 
     def _follow_policy(self) -> None:
         """Let the variables follow a policy that has changed."""
@@ -349,9 +355,9 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
         """The scope that Keras's `__call__` enters around `call`."""
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):
-            return _keras_compat.autocast_scope(None)
-        if self._is_mixed() or _keras_compat.in_autocast_scope():
-            return _keras_compat.autocast_scope(dtype)
+            return calls.autocast_scope(None)
+        if self._is_mixed() or calls.in_autocast_scope():
+            return calls.autocast_scope(dtype)
         return contextlib.nullcontext()
 
     def _convert(
@@ -385,7 +391,7 @@ class AutocastMixin(_keras_compat.OwnArgumentConversion, _Layer):
             if isinstance(x, keras.KerasTensor) and not symbolic:
                 return x
             new = policy.convert_input(x, cast, dtype)
-            return _keras_compat.keep_mask(x, new)
+            return calls.keep_mask(x, new)
 
         if keras.tree.is_nested(argument):
             return keras.tree.map_structure(convert, argument)

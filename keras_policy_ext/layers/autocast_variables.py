@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext.policies import FLOATS
 
 
@@ -26,22 +26,22 @@ class AutocastVariable(keras.Variable):
 
     def assign(self, value: Any) -> Any:
         """`keras.Variable.assign`, with `value` read in its own dtype."""
-        with _keras_compat.autocast_scope(None):
+        with calls.autocast_scope(None):
             return super().assign(value)
 
     def assign_add(self, value: Any) -> Any:
         """Add in the dtype of the variable."""
-        with _keras_compat.autocast_scope(None):
+        with calls.autocast_scope(None):
             return super().assign_add(value)
 
     def assign_sub(self, value: Any) -> Any:
         """Subtract in the dtype of the variable."""
-        with _keras_compat.autocast_scope(None):
+        with calls.autocast_scope(None):
             return super().assign_sub(value)
 
     def follow(self, mixed: bool) -> None:
         """Autocast, if it was asked for and the owner is mixed."""
-        _keras_compat.set_autocasts(self, self.asked and mixed)
+        variable_values.set_autocasts(self, self.asked and mixed)
 
 
 def own(variable: Any, layer: Any, mixed: bool) -> None:
@@ -56,7 +56,7 @@ def own(variable: Any, layer: Any, mixed: bool) -> None:
         return
     variable.__class__ = AutocastVariable
     variable.owner = layer
-    variable.asked = _keras_compat.autocasts(variable)
+    variable.asked = variable_values.autocasts(variable)
     variable.follow(mixed)
 
 
@@ -83,11 +83,11 @@ def is_autocast_variable(variable: Any) -> bool:
     """
     return (
         isinstance(variable, keras.Variable)
-        and _keras_compat.autocasts(variable)
+        and variable_values.autocasts(variable)
         and _own_dtype(variable) in FLOATS
     )
 
 
 def _own_dtype(variable: Any) -> str:
-    with _keras_compat.autocast_scope(None):
+    with calls.autocast_scope(None):
         return str(variable.dtype)

@@ -7,7 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext import kernels
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -41,7 +42,7 @@ class _Float8Conv(Float8Mixin):
         contraction = kernels.Conv(
             self.strides, padding, self.dilation_rate, self.data_format
         )
-        kernel = _keras_compat.stored_kernel(self)
+        kernel = variable_values.stored_kernel(self)
         x = self._contract(contraction, inputs, kernel, training)
         if self.lora_enabled:
             arguments = contraction.arguments

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
@@ -76,7 +76,7 @@ def _einsum_call(
 ) -> Tensor:
     """Contract, add the adapters and the bias, activate."""
     inputs = layer.convert_input(inputs)
-    kernel = _keras_compat.stored_kernel(layer)
+    kernel = variable_values.stored_kernel(layer)
     x = layer.float8_einsum(equation, inputs, kernel, training)
     if layer.lora_enabled:
         x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import saving_hooks
 
 _STOCK: set[type] = set()
 _FORMS: dict[type, type] = {}
@@ -85,7 +85,7 @@ def _new_form(cls: type, stock: type) -> type:
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     form = type(cls.__name__, (cls, _FORMS[stock]), namespace)
     form.__qualname__ = cls.__qualname__
-    _keras_compat.serialize_as(form, cls)
+    saving_hooks.serialize_as(form, cls)
     _ORIGINALS[form] = cls
     _FORMS[cls] = form
     return form

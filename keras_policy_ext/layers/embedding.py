@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 
@@ -90,7 +90,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
 
     def _float8_logits(self, inputs: Tensor, training: bool | None) -> Tensor:
         if self.tie_weights:
-            kernel = _keras_compat.stored_embeddings(self)
+            kernel = variable_values.stored_embeddings(self)
             equation = "...x,yx->...y"
         else:
             kernel = self.reverse_embeddings

@@ -12,7 +12,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _bases, _keras_compat, kernels, policies
+from keras_policy_ext import _bases, kernels, policies
+from keras_policy_ext._keras import (
+    built_layers,
+    calls,
+    global_policy,
+    variable_values,
+    walking,
+)
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import stock_state, watching
 from keras_policy_ext.layers.drop_in import drop_ins
@@ -34,7 +41,7 @@ else:
     _Layer = object
 
 
-class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
+class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
     """Makes a layer's contractions follow a float8 policy.
 
     ```python
@@ -182,10 +189,10 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         entries: dict[str, np.ndarray] = {}
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
-            _keras_compat.detach(self, "float8_state")
+            built_layers.detach(self, "float8_state")
         self.float8_state = _new_state(self.trainable)
         self._float8_kernel_paths = tuple(kernel.path for kernel in kernels)
-        _keras_compat.replace_layer_policy(self, policy)
+        global_policy.replace_layer_policy(self, policy)
         self._resolve_float8_policy()
         if self._float8_policy is None:
             return
@@ -538,7 +545,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
     def _kernels_to_adopt(self) -> list[keras.Variable]:
         if self._float8_kernel_paths:
             return self.float8_contracted
-        own = _keras_compat.own_weights(self)
+        own = walking.own_weights(self)
         return [v for v in own if self.is_float8_kernel(self, v)]
 
     def _plain_einsum(
@@ -563,10 +570,10 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
         if training is None:
-            training = _keras_compat.training_of_call()
+            training = calls.training_of_call()
         training = _static_flag(training)
         state, slot = self._state_of(kernel, policy, training)
-        value = _keras_compat.value_without_autocast(kernel)
+        value = variable_values.value_without_autocast(kernel)
         plan = kernels.make_plan(
             contraction,
             policy.recipe,
@@ -590,7 +597,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
             raise ValueError(self._unknown_kernel(kernel))
         variable.look()
         slot = 0 if training is False else variable.next_slot()
-        return (_keras_compat.value_without_autocast(variable),), slot
+        return (variable_values.value_without_autocast(variable),), slot
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"
@@ -608,7 +615,7 @@ class Float8Mixin(_keras_compat.QuantizedAsLeaf, _Layer):
 
 def _new_state(trainable: bool) -> Float8State:
     state = Float8State(trainable)
-    _keras_compat.skip_in_quantize(state)
+    built_layers.skip_in_quantize(state)
     return state
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext import policies
+from keras_policy_ext._keras import built_layers, calls
 from keras_policy_ext.layers import rnn_cells
 from keras_policy_ext.layers.drop_in import drop_in
 
@@ -36,7 +37,7 @@ class _Float8Recurrent(_Layer):
         # The stock constructor made a stock cell. To make another one would
         # draw other seeds; the `build` that Keras wrapped is right for both.
         policy = policies.get(self.cell.dtype_policy)
-        _keras_compat.swap_class(self.cell, self.float8_cell)
+        built_layers.swap_class(self.cell, self.float8_cell)
         self.cell.adopt_policy(policy)
 
     def call(
@@ -98,7 +99,7 @@ class _Float8Recurrent(_Layer):
         def step(projected: Tensor, states: Any) -> tuple[Tensor, Any]:
             return cell.float8_step(projected, states, training)
 
-        return _keras_compat.run_recurrent_loop(
+        return calls.run_recurrent_loop(
             self,
             step,
             cell.float8_projection(sequences, training),

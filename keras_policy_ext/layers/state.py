@@ -28,7 +28,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext import kernels
+from keras_policy_ext._keras import averages, variable_values
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -86,7 +87,7 @@ def _on_every_device() -> dict[str, Any]:
     return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
 
 
-class StateVariable(_keras_compat.TellsItsValue, keras.Variable):
+class StateVariable(variable_values.TellsItsValue, keras.Variable):
     """A variable that Keras overwrites with its "gradient".
 
     Assigning is where an observation becomes state: see
@@ -126,7 +127,7 @@ class StateVariable(_keras_compat.TellsItsValue, keras.Variable):
     @property
     def shape(self) -> tuple[int, ...]:
         """As of any variable, but Keras counts no parameters in it."""
-        return _keras_compat.uncounted(super().shape)
+        return variable_values.uncounted(super().shape)
 
     def assign(self, value: Any) -> Any:
         """Settle `value`, an observation or a state, and store the result.
@@ -144,11 +145,11 @@ class StateVariable(_keras_compat.TellsItsValue, keras.Variable):
                 self.observed.taken()  # It was observed of another state.
         self.uses = 0
         value = self._convert_to_tensor(value, dtype=self.dtype)
-        readable = not settled and _keras_compat.has_value(self)
+        readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
             value = kernels.engine().assigned(self, value)
         assigned = super().assign(value)
-        _keras_compat.keep_average_equal(self)
+        averages.keep_average_equal(self)
         if readable or settled:
             self.look()
         return assigned
@@ -253,7 +254,7 @@ class StateVariable(_keras_compat.TellsItsValue, keras.Variable):
     @property
     def overwrite_with_gradient(self) -> bool:
         """Always true, to an optimizer that asks."""
-        _keras_compat.spare_from_averaging(self)
+        averages.spare_from_averaging(self)
         return True
 
     def next_slot(self) -> int:
@@ -319,7 +320,7 @@ class Float8State(keras.layers.Layer):
         for kernel in kernels:
             variable = self.of(kernel)
             if variable is not None:
-                value = _keras_compat.value_without_autocast(kernel)
+                value = variable_values.value_without_autocast(kernel)
                 variable.observe("kernel", scaling.amax(value))
 
     def of(self, kernel: Any) -> StateVariable | None:

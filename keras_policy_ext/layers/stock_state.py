@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext.numerics.rules import rule_of
 from keras_policy_ext.recipes import OPERANDS
 
@@ -137,7 +137,7 @@ class _View:
                 "Allowed: a float8 policy with delayed scaling."
             )
         layout = rule_of(matrices[0].recipe).layout
-        state = _keras_compat.value_without_autocast(matrices[0])
+        state = variable_values.value_without_autocast(matrices[0])
         state = ops.stop_gradient(state)
         if self.kind == "amax_history":
             return layout.history(state)[self.row]

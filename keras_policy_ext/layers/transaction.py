@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import built_layers, variable_values
 
 # Of each, the methods of the base are used: the subclasses of Keras and
 # TensorFlow, which track what enters, would take it for new.
@@ -43,7 +43,7 @@ def unchanged_on_error(
     values = [
         (variable, np.array(keras.ops.convert_to_numpy(variable.value)))
         for variable in variables
-        if _keras_compat.has_value(variable)
+        if variable_values.has_value(variable)
     ]
     try:
         yield
@@ -66,7 +66,7 @@ class _Memory:
     def __init__(self, thing: Any):
         self._thing = thing
         self._class = type(thing)
-        objects, containers = _keras_compat.bookkeeping(thing)
+        objects, containers = built_layers.bookkeeping(thing)
         self._attributes = [(each, dict(vars(each))) for each in objects]
         held = [
             value for _, kept in self._attributes for value in kept.values()
@@ -85,7 +85,7 @@ class _Memory:
         for each, base, entries in self._contents:
             _refill(each, base, entries)
         if type(self._thing) is not self._class:
-            _keras_compat.put_class_back(self._thing, self._class)
+            built_layers.put_class_back(self._thing, self._class)
 
 
 def _base(container: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import operation_classes
 
 LAYERS = frozenset(
     {
@@ -186,7 +186,7 @@ def _operation(
         return None
     if isinstance(first, list) != counterpart.takes_list:
         return None
-    operation = _keras_compat.operation_class(
+    operation = operation_classes.operation_class(
         getattr(keras.ops, counterpart.name),
         operands=1 + len(operands),
         takes_list=counterpart.takes_list,
@@ -205,7 +205,7 @@ def _slice(
     key = [_slice_entry(entry) for entry in entries]
     if any(entry is NotImplemented for entry in key):
         return None
-    operation = _keras_compat.operation_class(lambda x: x[0])(name=name)
+    operation = operation_classes.operation_class(lambda x: x[0])(name=name)
     config = keras.saving.serialize_keras_object(operation)
     return config, [{"args": [first, key], "kwargs": {}}]
 

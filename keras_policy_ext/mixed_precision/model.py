@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_policy_ext import _bases, _keras_compat
+from keras_policy_ext import _bases
+from keras_policy_ext._keras import compiled_steps
 from keras_policy_ext.mixed_precision import wrapping
 from keras_policy_ext.mixed_precision.monitor import (
     LossScaleMonitor,
@@ -22,7 +23,7 @@ else:
     _Model = object
 
 
-class LossScaleMixin(_keras_compat.OwnReturnedLogs, _Model):
+class LossScaleMixin(compiled_steps.OwnReturnedLogs, _Model):
     """Makes a model's `compile` scale the loss wherever float16 needs it.
 
     ```python

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _keras_compat, kernels
+from keras_policy_ext import kernels
+from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments, scaling
 from keras_policy_ext.mixed_precision._handover import Handover
 from keras_policy_ext.mixed_precision.public_classes import with_public_class
@@ -417,7 +418,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return list({id(v): v for v in every}.values())
 
     def _known(self) -> list[Any]:
-        return _keras_compat.known_to_optimizer(self) or []
+        return optimizer_variables.known_to_optimizer(self) or []
 
     def _restore(self, values: dict[str, Any]) -> None:
         scale = float(np.asarray(values["dynamic_scale"]))

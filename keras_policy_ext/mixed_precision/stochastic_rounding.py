@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.mixed_precision.public_classes import with_public_class
 from keras_policy_ext.mixed_precision.wide_variables import (
@@ -95,7 +95,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             return
         super().build(variables)
         wide = self._wide.of(variables)
-        _keras_compat.follow_weight_decay_exclusions(
+        optimizer_variables.follow_weight_decay_exclusions(
             self.inner_optimizer, zip(variables, wide, strict=True)
         )
         self.inner_optimizer.build(wide)
@@ -136,7 +136,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         """
         inner = self.inner_optimizer
         # In the order of its averages, which conversion may have changed.
-        known = _keras_compat.known_to_optimizer(inner)
+        known = optimizer_variables.known_to_optimizer(inner)
         inner.finalize_variable_values(known or self._wide.of(var_list))
 
     def exclude_from_weight_decay(
@@ -244,7 +244,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
                 "list of variables. Pass it to `apply`, or call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
-        return _keras_compat.known_to_optimizer(self) or []
+        return optimizer_variables.known_to_optimizer(self) or []
 
 
 def _for(variable: Any, gradient: Tensor | None) -> Tensor | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _keras_compat, policies
+from keras_policy_ext import policies
+from keras_policy_ext._keras import optimizer_variables, saving_hooks, walking
 from keras_policy_ext.mixed_precision import _arguments, public_classes
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 from keras_policy_ext.policies import LossScaleDTypePolicy
@@ -62,7 +63,7 @@ def loss_scale_of_model(model: Any) -> LossScale | None:
     """
     layers = [
         layer
-        for layer in _keras_compat.layers_within(model)
+        for layer in walking.layers_within(model)
         if not isinstance(layer, keras.layers.InputLayer)
     ]
     said = [_requested(layer.dtype_policy) for layer in layers]
@@ -142,13 +143,13 @@ def remember_compiled(model: Any) -> None:
     """Let files say how a model was compiled, wrapped or not."""
     changes: dict[str, Any] = {"auto_scale_loss": False}
     optimizer = model.optimizer
-    inner = _keras_compat.optimizers_within(optimizer)
+    inner = optimizer_variables.optimizers_within(optimizer)
     if any(map(public_classes.public_class, inner)):
         config = keras.saving.serialize_keras_object(optimizer)
         changes["optimizer"] = public_classes.with_public_class(
             config, optimizer
         )
-    _keras_compat.amend_compile_config(model, changes)
+    saving_hooks.amend_compile_config(model, changes)
 
 
 def _takes_auto_scale_loss(method: Any) -> bool:

@@ -7,7 +7,7 @@ import threading
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import _plain
 
 #: The stored policy (None: none) and the floatx that is followed (or None).
@@ -30,7 +30,7 @@ def dtype_policy() -> keras.DTypePolicy:
     policy of the floatx it finds. After `set_dtype_policy(None)` this
     function discards such a stored policy when the floatx has changed.
     """
-    stored = _keras_compat.stored_global_policy()
+    stored = global_policy.stored_global_policy()
     if _following.floatx is not None and _is_floatx_of(
         stored, _following.floatx
     ):
@@ -43,13 +43,13 @@ def dtype_policy() -> keras.DTypePolicy:
 
 def snapshot() -> State:
     """The state of this thread; `restore` brings it back."""
-    return _keras_compat.stored_global_policy(), _following.floatx
+    return global_policy.stored_global_policy(), _following.floatx
 
 
 def restore(state: State) -> None:
     """Set the policy and what is followed."""
     policy, _following.floatx = state
-    _keras_compat.store_global_policy(policy)
+    global_policy.store_global_policy(policy)
 
 
 def _is_floatx_of(stored: keras.DTypePolicy | None, floatx: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import keras
 
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import global_policy
 
 
 class SourceMap(keras.dtype_policies.DTypePolicyMap):
@@ -45,16 +45,16 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
     def __setitem__(self, key: str, policy: Any) -> None:
         # Keras's setter writes here; the layer gets a policy of its own.
-        layer = _keras_compat.layer_whose_policy_is_set(self)
+        layer = global_policy.layer_whose_policy_is_set(self)
         if layer is None:
             raise TypeError(self._immutable(key))
         from keras_policy_ext.policies import get  # it knows the subclasses
 
-        _keras_compat.replace_layer_policy(layer, get(policy))
+        global_policy.replace_layer_policy(layer, get(policy))
 
     def __delitem__(self, key: str) -> None:
         # Keras's setter deletes an exact key before it writes it.
-        if _keras_compat.layer_whose_policy_is_set(self) is None:
+        if global_policy.layer_whose_policy_is_set(self) is None:
             raise TypeError(self._immutable(key))
 
     def __contains__(self, key: object) -> bool:

@@ -147,7 +147,7 @@ def test_reverted_models_are_stock_models_with_the_same_predictions(
 
 
 def flat(model):
-    from keras_policy_ext._keras_compat import layers_within
+    from keras_policy_ext._keras.walking import layers_within
 
     return layers_within(model)
 

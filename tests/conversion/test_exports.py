@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext.conversion import exports
 from steps import numpy
 
@@ -197,9 +198,8 @@ def test_what_is_not_in_float8_is_exported_as_keras_does(monkeypatch):
         return "exported"
 
     monkeypatch.setattr(keras.Model, "export", export)
-    from keras_policy_ext import _keras_compat
 
-    _keras_compat.before_export(exports.check)
+    saving_hooks.before_export(exports.check)
     model = keras.Sequential([keras.Input((4,)), kpe.layers.Dense(2)])
     assert model.export("path", format="onnx", opset_version=18) == "exported"
     assert model.export("path") == "exported"

@@ -6,7 +6,8 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras_compat import known_to_optimizer, layers_within
+from keras_policy_ext._keras.optimizer_variables import known_to_optimizer
+from keras_policy_ext._keras.walking import layers_within
 from steps import numpy, state_of
 
 POLICY = "float8/4_from_float32"

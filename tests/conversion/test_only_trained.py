@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import Block, float_weights, states_of
-from keras_policy_ext import _keras_compat
+from keras_policy_ext._keras import optimizer_variables
 from steps import numpy, state_of, step
 
 POLICY = "float8/4_from_float32"
@@ -294,7 +294,7 @@ def test_an_optimizer_keeps_the_order_in_which_it_got_several_parts():
     model.vae_optimizer = optimizer
     for function in (kpe.convert, kpe.revert, kpe.convert):
         function(model)
-        known = _keras_compat.known_to_optimizer(optimizer)
+        known = optimizer_variables.known_to_optimizer(optimizer)
         assert [v.path for v in known] == [v.path for v in variables()]
         assert list(map(id, known)) == list(map(id, variables()))
 
@@ -304,7 +304,7 @@ def test_an_optimizer_of_one_part_gets_no_states_of_another():
     model.optimizer = model.g_optimizer  # of `compile`, for a part alone
     model.one_step()
     kpe.convert(model, POLICY)
-    known = _keras_compat.known_to_optimizer(model.optimizer)
+    known = optimizer_variables.known_to_optimizer(model.optimizer)
     wanted = model.generator.trainable_variables
     assert list(map(id, known)) == list(map(id, wanted))
     assert np.all(np.isfinite(model.one_step()))

@@ -1,0 +1,161 @@
+"""Layers that are built already: what changes them in place."""
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def unlocked(layer: Any) -> Iterator[None]:
+    """Let a built layer get or lose variables and sub-layers for a while.
+
+    What `quantize` of Keras's own layers does (keras 3.10 to 3.15). Expires
+    with a public way to add a sub-layer to a built layer.
+    """
+    locked = layer._tracker.locked
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        if locked:
+            layer._tracker.lock()
+
+
+def swap_class(layer: Any, cls: type) -> None:
+    """Give a built layer another class, one of the same attributes.
+
+    Keras keeps what it found out about `call` when the layer was made, such
+    as whether it takes `training` (keras 3.0 to 3.15): found out again here.
+    """
+    object.__setattr__(layer, "__class__", cls)
+    signature = inspect.signature(layer.call)
+    names = list(signature.parameters)
+    renewed = {
+        "_call_signature": signature,
+        "call_signature_parameters": names,
+        "_call_has_training_arg": "training" in names,
+        "_call_has_mask_arg": "mask" in names,
+        "_call_has_context_arg": {
+            name: name in names
+            for name in getattr(layer, "_call_context_args", ())
+        },
+    }
+    for name, value in renewed.items():
+        if hasattr(layer, name):
+            object.__setattr__(layer, name, value)
+    _renew_quantize(layer)
+
+
+def _renew_quantize(layer: Any) -> None:
+    """Let `layer.quantize` go on to the class that the layer now has.
+
+    Keras gives each layer a function of that name when it is made, which
+    checks the mode, unlocks the layer, and goes on to the method that the
+    class had then (keras 3.12 to 3.15). The method is put into that function;
+    where Keras does it otherwise, the layer stays as it is.
+    """
+    function = vars(layer).get("quantize")
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if function is not None and "original_quantize_method" in names:
+        cell = function.__closure__[names.index("original_quantize_method")]
+        cell.cell_contents = type(layer).quantize.__get__(layer)
+
+
+def put_class_back(layer: Any, cls: type) -> None:
+    """Undo `swap_class` in a layer whose attributes are put back already."""
+    object.__setattr__(layer, "__class__", cls)
+    _renew_quantize(layer)
+
+
+def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
+    """Where Keras and a framework keep what a layer or optimizer has.
+
+    Beside the attributes themselves and the containers among them, that is
+    Keras's tracker, with a list and a set of ids for each kind of thing
+    (`_tracker`, keras 3.0 to 3.15); on torch the dictionary of parameters
+    (`_torch_params`, the same); on TensorFlow the wrappers that it puts
+    around lists (`_storage`, TF 2.21). What is gone is left out: a failed
+    change would then leave traces in it. Expires when Keras can add and
+    remove variables and layers in a transaction.
+
+    Returns:
+        Objects, the thing first, whose attributes say it; and containers that
+        are in no attribute of these.
+    """
+    objects, containers = [thing], []
+    tracker = getattr(thing, "_tracker", None)
+    if tracker is not None:
+        objects.append(tracker)
+        containers += [store for _, store in tracker.config.values()]
+        containers += tracker.stored_ids.values()
+    held = vars(thing)
+    parameters = held.get("_modules", {}).get("_torch_params")
+    if parameters is not None:
+        objects.append(parameters)
+    wrappers = [x for x in held.values() if "_storage" in _attributes(x)]
+    return objects + wrappers, containers
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    found = getattr(thing, "__dict__", None)
+    return found if type(found) is dict else {}
+
+
+class QuantizedAsLeaf:
+    """A layer that `Model.quantize` visits though it has a state in it.
+
+    Keras visits the layers that have none in them, and asks each for
+    `_flatten_layers()` to see (keras 3.12 to 3.15). To that question a layer
+    with nothing but `float8_state` in it names itself alone. Where Keras no
+    longer asks, nothing changes. Expires when Keras visits all layers.
+    """
+
+    def _flatten_layers(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        found = list(parent._flatten_layers(*args, **kwargs))
+        state = getattr(self, "float8_state", None)
+        leaf = len(found) == 2 and found[0] is self and found[1] is state
+        return found[:1] if leaf else found
+
+
+def skip_in_quantize(layer: Any) -> None:
+    """Let `Model.quantize` pass by a layer without a warning.
+
+    It warns of each layer without a `quantize` (keras 3.12 to 3.15).
+    """
+    layer.quantize = _stays
+
+
+def _stays(*args: Any, **kwargs: Any) -> None:
+    """Quantize nothing."""
+
+
+def detach(layer: Any, name: str) -> None:
+    """Take a sub-layer out of an unlocked layer, and its attribute.
+
+    Deleting the attribute leaves the sub-layer tracked (keras 3.0 to 3.15).
+    """
+    layer._tracker.untrack(getattr(layer, name))
+    delattr(layer, name)
+
+
+def track_again(layers: Iterable[Any]) -> None:
+    """Let PyTorch see the variables that layers have now.
+
+    Keras's layers on torch register their variables as parameters when they
+    are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15);
+    nothing to do elsewhere. They are registered last again: copies of a model
+    and checkpoints of optimizers go by the order of `parameters()`, and a
+    model that was loaded has been built anew. A Sequential model keeps a
+    Functional one that is no layer of it.
+    """
+    found: dict[int, Any] = {}
+    for layer in layers:
+        children = vars(layer).get("_modules", {}).values()
+        for each in (*children, layer):
+            if hasattr(each, "_track_variables"):
+                found.setdefault(id(each), each)
+    for each in found.values():
+        vars(each).get("_modules", {}).pop("_torch_params", None)
+        each._track_variables()

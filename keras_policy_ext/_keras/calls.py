@@ -1,0 +1,160 @@
+"""What happens around a layer's `call`: its context, casts, masks, loops."""
+
+from typing import Any
+
+import keras
+
+try:
+    from keras.src.backend.common import global_state as _global_state
+except ImportError:  # Keras has moved it: the public API has to do.
+    _global_state = None
+
+try:
+    from keras.src.backend import AutocastScope as _AutocastScope
+except ImportError:  # Keras has moved it: see `autocast_scope`.
+    _AutocastScope = None
+
+try:
+    from keras.src.backend.common import masking as _masking
+except ImportError:  # Keras has moved it: see `keep_mask`.
+    _masking = None
+
+
+def training_of_call() -> bool | None:
+    """The `training` argument of the layer call that is under way, or None.
+
+    For layers whose `call` has no such argument; Keras keeps it in the call
+    context (keras 3.0 to 3.15) and offers no public way to read it. Where the
+    context is gone, None: amaxes are then observed where a gradient is taken.
+    """
+    if _global_state is None:
+        return None
+    context = _global_state.get_global_attribute("current_call_ctx")
+    if context is None:
+        return None
+    if hasattr(context, "get_value"):  # keras >= 3.11
+        return context.get_value("training")
+    return getattr(context, "training", None)
+
+
+def autocast_scope(dtype: str | None) -> Any:
+    """Keras's context manager under which variables are read in a dtype.
+
+    Inside, variables that autocast are handed out in `dtype`; None: in their
+    own. Layers enter it around their `call`; there is no public name for it
+    (keras 3.0 to 3.15). Expires when there is one.
+
+    Raises:
+        ImportError: If this Keras keeps it elsewhere.
+    """
+    if _AutocastScope is None:
+        raise ImportError(
+            f"Keras {keras.__version__} has moved AutocastScope, without "
+            "which variables cannot be read in their own dtype. Install a "
+            "version of keras_policy_ext that names this Keras as supported."
+        )
+    return _AutocastScope(dtype)
+
+
+def in_autocast_scope() -> bool:
+    """Whether this thread is inside some `autocast_scope`.
+
+    Read off Keras's thread-local state, which has no public form (keras 3.0
+    to 3.15). Where that is gone, False: a layer that is not mixed then leaves
+    the scope that it is called in as it is.
+    """
+    if _global_state is None:
+        return False
+    return _global_state.get_global_attribute("autocast_scope") is not None
+
+
+class OwnArgumentConversion:
+    """A layer that converts the arguments of its call itself.
+
+    Keras's `__call__` casts every floating argument unless the layer says
+    `_convert_input_args = False`, as Keras's preprocessing layers do (keras
+    3.0 to 3.15); per argument there is nothing to say. Whatever a layer
+    says, Keras is told no here, and `converts_arguments` keeps the answer.
+    Where Keras no longer asks, it casts all arguments once more. Expires
+    when a layer can say which arguments are cast.
+    """
+
+    @property
+    def converts_arguments(self) -> bool:
+        """Whether arguments are to be converted at all."""
+        return bool(self.__dict__.get("_converts_arguments", True))
+
+    @property
+    def _convert_input_args(self) -> int:
+        # Not False: TensorFlow skips the setter for the object that is there.
+        return 0
+
+    @_convert_input_args.setter
+    def _convert_input_args(self, value: bool) -> None:
+        self.__dict__["_converts_arguments"] = bool(value)
+
+
+def keep_mask(old: Any, new: Any) -> Any:
+    """Give a tensor the Keras mask of the one that it was cast from.
+
+    As Keras does when it casts arguments. Masks are attributes of tensors
+    without public access (`masking`, keras 3.4 to 3.15); where the module is
+    gone, the mask is lost, unless it is given as `mask=`.
+
+    Returns:
+        `new`.
+    """
+    if _masking is not None and new is not old:
+        mask = _masking.get_keras_mask(old)
+        if mask is not None:
+            _masking.set_keras_mask(new, mask)
+    return new
+
+
+def rematerialize_with_outer(layer: Any) -> None:
+    """Let a layer be rematerialized with the one that it is in, not again.
+
+    Where all of the outer layer is, to do it again inside saves nothing, and
+    on TensorFlow a stock layer that is called with keyword arguments, such as
+    a softmax with its mask, cannot be (keras 3.8 to 3.15). Expires when Keras
+    rematerializes functions with keyword arguments there.
+    """
+    mode = getattr(layer, "_remat_mode", None)
+    if getattr(mode, "mode", None) == "full":
+        layer._remat_mode = None
+
+
+class _WithCell:
+    """An RNN layer as its own `inner_loop` sees it, but for the cell."""
+
+    def __init__(self, layer: Any, cell: Any):
+        self._layer = layer
+        self.cell = cell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def run_recurrent_loop(
+    layer: Any, step: Any, inputs: Any, initial_state: Any, mask: Any
+) -> Any:
+    """`keras.layers.RNN.inner_loop` of a layer around another step.
+
+    There is no public loop over time steps with masks, and the one of `RNN`
+    calls `self.cell`; so it is called with a stand-in for the layer
+    (keras 3.0 to 3.15). Where it comes to need more than attributes, it
+    raises, and float8 RNN layers with it. Expires with a public `ops.rnn`.
+
+    Args:
+        layer: An RNN layer.
+        step: Of (inputs of a step, states) to (outputs, new states).
+        inputs: (batch, steps, ...).
+        initial_state: A list of states.
+        mask: None, or boolean (batch, steps).
+
+    Returns:
+        The last outputs, all outputs, and the last states.
+    """
+    return keras.layers.RNN.inner_loop(
+        _WithCell(layer, step), inputs, initial_state, mask
+    )

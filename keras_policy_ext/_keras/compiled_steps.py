@@ -1,0 +1,38 @@
+"""Compiled training steps, and the logs that they return."""
+
+from typing import Any
+
+
+class OwnReturnedLogs:
+    """A model that says which logs `train_on_batch` returns as a list.
+
+    Keras lists whatever `train_step` logs (`_flatten_metrics_in_order`,
+    keras 3.0 to 3.15). Where it no longer asks, all logs are returned.
+    """
+
+    def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The logs to return; all, unless a subclass leaves some out."""
+        return logs
+
+    def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
+        above: Any = super()
+        return above._flatten_metrics_in_order(self.returned_logs(logs))
+
+
+def forget_compiled_functions(model: Any) -> None:
+    """Let a model trace its training, test and prediction steps anew.
+
+    As `compile` does, which would also ask for the loss and the metrics
+    again (keras 3.0 to 3.15). KerasHub's models that generate keep one step
+    more, which `compile` sets to None too (keras_hub 0.32). A `fit` that is
+    under way, and has called back, makes no training step by itself.
+    """
+    trains = getattr(model, "train_function", None) is not None
+    names = ["train_function", "test_function", "predict_function"]
+    if hasattr(model, "make_generate_function"):
+        names.append("generate_function")
+    for name in names:
+        if hasattr(model, name):
+            setattr(model, name, None)
+    if trains:
+        model.make_train_function()

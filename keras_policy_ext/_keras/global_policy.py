@@ -1,0 +1,66 @@
+"""The global dtype policy, and policies that layers hold."""
+
+import sys
+from typing import Any
+
+import keras
+
+try:
+    from keras.src.backend.common import global_state as _global_state
+except ImportError:  # Keras has moved it: the public API has to do.
+    _global_state = None
+
+
+def stored_global_policy() -> Any:
+    """The global policy as Keras stores it; None while there is none.
+
+    Public `keras.config.dtype_policy()` stores the floatx policy on its first
+    read, after which `set_floatx` is ignored (keras 3.8 to 3.15); reading
+    must not have that effect. Where Keras has moved the store, the public
+    function is used. Expires when `set_dtype_policy(None)` resets in Keras.
+    """
+    if _global_state is None:
+        return keras.config.dtype_policy()
+    return _global_state.get_global_attribute("dtype_policy", None)
+
+
+def store_global_policy(policy: Any) -> None:
+    """Store a global policy; None empties the store.
+
+    `keras.config.set_dtype_policy(None)` raises (keras 3.8 to 3.15). Where
+    Keras has moved the store, None stores the policy of today's floatx.
+    """
+    if _global_state is not None:
+        _global_state.set_global_attribute("dtype_policy", policy)
+    elif policy is None:
+        keras.config.set_dtype_policy(keras.config.floatx())
+    else:
+        keras.config.set_dtype_policy(policy)
+
+
+def layer_whose_policy_is_set(policy_map: Any) -> Any:
+    """The layer whose `dtype_policy` setter is now writing into a policy map.
+
+    To be called by `__setitem__` or `__delitem__` of the map. Keras's setter
+    (layers/layer.py, keras 3.8 to 3.15) doesn't replace a map that a built
+    layer holds but writes `map[layer.path] = policy` into it, although many
+    layers hold the same object; the call names the path and not the layer,
+    so the layer is taken from the setter's frame. None when the writer is
+    anything else. Expires when Keras's setter copies the map.
+    """
+    frame = sys._getframe(2) if hasattr(sys, "_getframe") else None
+    if frame is None or frame.f_code.co_name != "dtype_policy":
+        return None
+    layer = frame.f_locals.get("self")
+    if not isinstance(layer, keras.Layer):
+        return None
+    held = getattr(layer, "_dtype_policy", None)
+    return layer if held is policy_map else None
+
+
+def replace_layer_policy(layer: Any, policy: Any) -> None:
+    """Let one layer hold another policy, as Keras's setter does without map.
+
+    Public `layer.dtype_policy = …` is the caller here and would recurse.
+    """
+    layer._dtype_policy = policy

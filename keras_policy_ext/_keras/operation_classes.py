@@ -1,0 +1,39 @@
+"""Operations in the graph of a model."""
+
+from typing import Any
+
+import keras
+
+
+def operation_class(
+    function: Any,
+    operands: int = 1,
+    takes_list: bool = False,
+    **options: Any,
+) -> Any:
+    """The class that Keras puts into a graph for a function of `keras.ops`.
+
+    `keras.ops` exports the functions alone, and a saved graph names the
+    classes (keras 3.0 to 3.15). The class is taken from the history of a
+    symbolic result.
+
+    Args:
+        function: Such as `keras.ops.add`.
+        operands: How many tensors it takes; they get the shape (3, 3).
+        takes_list: Whether it takes them as a list.
+        **options: Other arguments that it cannot be called without.
+
+    Raises:
+        ImportError: If symbolic tensors of this Keras have no history.
+    """
+    # A square shape: a matrix product takes it too.
+    tensors = [keras.KerasTensor((3, 3)) for _ in range(operands)]
+    result = function(tensors) if takes_list else function(*tensors, **options)
+    history = getattr(result, "_keras_history", None)
+    if history is None:
+        raise ImportError(
+            f"Keras {keras.__version__} keeps no history in symbolic tensors, "
+            "which the migration of TensorFlow operations needs. Install a "
+            "version of keras_policy_ext that names this Keras as supported."
+        )
+    return type(history.operation)

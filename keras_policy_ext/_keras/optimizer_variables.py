@@ -1,0 +1,138 @@
+"""The variables that an optimizer was built with, and its slots."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from keras_policy_ext._keras.averages import _OwnAverage
+
+try:
+    from keras.src.utils import tracking as _tracking
+except ImportError:  # Keras has moved it: see `_replace_list`.
+    _tracking = None
+
+
+def known_to_optimizer(optimizer: Any) -> list[Any] | None:
+    """The model variables that an optimizer was built with, None if not.
+
+    `_trainable_variables`, keras 3.0 to 3.15; where it is gone, None, and
+    the optimizer has to be compiled anew.
+    """
+    if not getattr(optimizer, "built", False):
+        return None
+    variables = getattr(optimizer, "_trainable_variables", None)
+    return None if variables is None else list(variables)
+
+
+def optimizers_within(optimizer: Any) -> list[Any]:
+    """An optimizer and the ones that it wraps, outermost first."""
+    found = []
+    while isinstance(optimizer, keras.optimizers.Optimizer):
+        found.append(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return found
+
+
+def retarget_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Let a built optimizer know another list of variables.
+
+    Slots are moved and none is copied or made: only variables that are
+    overwritten with their gradient, which have no slots, may be new. An
+    optimizer keeps, for each model variable in order, one entry in each of
+    its lists of slots (keras 3.0 to 3.15), and variables for the
+    accumulation of gradients. Expires with a public way to add a variable.
+    """
+    before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    places = [before.get(id(v)) for v in variables]
+    slots = [
+        name
+        for name, value in vars(optimizer).items()
+        if name not in ("_variables", "_accumulated_gradients")
+        and _are_slots(value, before)
+    ]
+    _retarget_accumulators(optimizer, variables, places)
+    for name in slots:
+        old = getattr(optimizer, name)
+        moved = [None if i is None else old[i] for i in places]
+        _replace_list(optimizer, name, moved)
+    _replace_list(optimizer, "_trainable_variables", list(variables))
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(v): i for i, v in enumerate(variables)
+    }
+
+
+def _are_slots(candidate: Any, before: dict[int, int]) -> bool:
+    """Whether this is a list with a slot, or None, for each variable."""
+    if not isinstance(candidate, list) or len(candidate) != len(before):
+        return False
+    return all(
+        slot is None
+        or isinstance(slot, _OwnAverage)
+        or (isinstance(slot, keras.Variable) and id(slot) not in before)
+        for slot in candidate
+    )
+
+
+def _retarget_accumulators(
+    optimizer: Any, variables: list[Any], places: list[int | None]
+) -> None:
+    """Accumulators for new variables, in the order in which `build` has them.
+
+    Files keep the variables of an optimizer by their number.
+    """
+    if not optimizer.gradient_accumulation_steps:
+        return
+    old = list(optimizer._accumulated_gradients)
+    ids = [id(v) for v in optimizer._variables]
+    start = min((ids.index(id(v)) for v in old), default=len(ids))
+    new = [
+        optimizer.add_variable_from_reference(v, name="gradient_accumulator")
+        if i is None
+        else old[i]
+        for v, i in zip(variables, places, strict=True)
+    ]
+    moved = {id(v) for v in (*old, *new)}
+    rest = [v for v in optimizer._variables if id(v) not in moved]
+    ordered = rest[:start] + new + rest[start:]
+    _replace_list(optimizer, "_variables", ordered)
+    tracked = optimizer._tracker.config
+    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    _replace_list(optimizer, "_accumulated_gradients", new)
+
+
+def _replace_list(owner: Any, name: str, values: list[Any]) -> None:
+    """Fill a list attribute of an optimizer anew, without tracking it.
+
+    As stock `build` does. TensorFlow's checkpoints refuse a list of theirs
+    whose elements were replaced, and take another list.
+    """
+    if _tracking is None:
+        getattr(owner, name)[:] = values
+        return
+    with _tracking.DotNotTrackScope():
+        setattr(owner, name, values)
+
+
+def follow_weight_decay_exclusions(
+    optimizer: Any, pairs: Iterable[tuple[Any, Any]]
+) -> None:
+    """Exclude from weight decay what stands in for an excluded variable.
+
+    `exclude_from_weight_decay(var_list=…)` is kept as the keys of variables,
+    which a stand-in does not have on JAX and torch; there is no way to ask
+    (keras 3.12 to 3.15). Where Keras keeps it otherwise, nothing happens:
+    exclude through the wrapper, or by `var_names`. Expires with a public way
+    to read the exclusions.
+
+    Args:
+        optimizer: A Keras optimizer.
+        pairs: Variables and what stands in for each.
+    """
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    key = getattr(optimizer, "_var_key", None)
+    if not isinstance(excluded, set) or key is None:
+        return
+    for variable, stand_in in pairs:
+        if key(variable) in excluded:
+            excluded.add(key(stand_in))

@@ -1,0 +1,135 @@
+"""Files: what Keras's loader, exporter and serializer do not tell."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+
+@contextlib.contextmanager
+def shown(layer: Any, name: str, value: Any) -> Iterator[None]:
+    """Let those who look at a layer's attributes see another value for one.
+
+    Keras's loader follows the attributes that `dir` lists, and asks for each
+    with `getattr` (keras 3.0 to 3.15). What is put into the instance here is
+    found before what Keras or PyTorch keeps under this name elsewhere, and is
+    not tracked, so that a built layer need not be unlocked. Where the loader
+    takes its objects from the tracker, nothing is read. Expires with a public
+    way to know where in a file a layer is.
+    """
+    attributes = layer.__dict__
+    hidden = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(hidden)
+
+
+_PUT_AROUND = "_keras_policy_ext"
+"""In a function of this package that goes on to one of Keras."""
+
+
+def after_loading(tell: Callable[[Any, Any], None]) -> None:
+    """Have each model that Keras's loader returns shown to a function.
+
+    `keras.saving.load_model` gives `.keras` files and folders to one function
+    of the module `saving_lib` (keras 3.0 to 3.15), which is put into another
+    one here; there is no public way to see a file that was loaded. What is
+    loaded stays as it is. Where that function is gone, nothing is told. Expires
+    when Keras warns of groups in a file that no layer has read.
+
+    Args:
+        tell: Of the model and the path that it was loaded from.
+    """
+    try:
+        from keras.src.saving import saving_lib
+    except ImportError:
+        return
+    load = getattr(saving_lib, "load_model", None)
+    if load is None or _PUT_AROUND in vars(load):
+        return
+
+    @functools.wraps(load)
+    def load_model(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load(filepath, *args, **kwargs)
+        tell(model, filepath)
+        return model
+
+    vars(load_model)[_PUT_AROUND] = True
+    saving_lib.load_model = load_model
+
+
+def before_export(check: Callable[[Any, str], None]) -> None:
+    """Have a function asked before `Model.export` writes anything.
+
+    All formats but that of PyTorch are made of the same traced call, so that
+    a layer cannot tell for which it is traced; there is no public way to be
+    asked. So the public method is put into another one (keras 3.12 to 3.15).
+    Expires when a layer can say in which formats it can be written.
+
+    Args:
+        check: Of the model and the name of the format; raises to refuse.
+    """
+    export = keras.Model.export
+    if _PUT_AROUND in vars(export):
+        return
+
+    signature = inspect.signature(export)
+
+    @functools.wraps(export)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(TypeError):  # Keras says what is wrong.
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            format = given.arguments.get("format")
+            check(given.arguments["self"], str(format))
+        return export(*args, **kwargs)
+
+    vars(checked)[_PUT_AROUND] = True
+    keras.Model.export = checked
+
+
+def serialize_as(cls: type, original: type) -> None:
+    """Let files name a class as they name another.
+
+    For a class made while the program runs: a file must name the one that a
+    program which loads it can import. Keras has the names in a table
+    (keras 3.0 to 3.15); where that is gone, the class is found by its module
+    and name, which are those of the original.
+    """
+    try:
+        from keras.src.saving import object_registration
+    except ImportError:
+        return
+    names = getattr(object_registration, "GLOBAL_CUSTOM_NAMES", None)
+    if isinstance(names, dict) and original in names:
+        names[cls] = names[original]
+
+
+def is_default(method: Any) -> bool:
+    """Whether a method is marked as one that Keras's base classes have.
+
+    `_is_default`, keras 3.0 to 3.15. A marked `get_config` is answered by
+    the arguments of the constructor. Where the mark is gone, False.
+    """
+    return bool(getattr(method, "_is_default", False))
+
+
+def amend_compile_config(model: Any, changes: dict[str, Any]) -> None:
+    """Let a compiled model be saved as compiled with other arguments.
+
+    `get_compile_config` returns what `compile` was given, except for
+    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that
+    was compiled with False would be wrapped when it is loaded. Where it is
+    gone, nothing: files then say what Keras says. Expires when Keras saves
+    the argument, and public classes on torch.
+    """
+    kept = getattr(model, "_compile_config", None)
+    arguments = getattr(kept, "config", None)
+    if isinstance(arguments, dict):
+        arguments.update(changes)

@@ -1,0 +1,38 @@
+"""What Keras's own float8 puts into a layer."""
+
+from typing import Any
+
+import keras
+
+
+def stock_float8(layer: Any) -> dict[str, Any]:
+    """What Keras's `quantize("float8")` has put into a layer, by attribute.
+
+    Scales and amax histories of three operands, as trainable weights of the
+    layer itself (keras 3.5 to 3.15).
+
+    Returns:
+        Variables by name; none if this is no such layer.
+    """
+    if layer.quantization_mode != "float8":
+        return {}
+    names = [
+        f"{operand}_{kind}"
+        for operand in ("inputs", "kernel", "outputs_grad")
+        for kind in ("scale", "amax_history")
+    ]
+    found = {name: getattr(layer, name, None) for name in names}
+    # A float8 layer of this package has these names too, but no variables.
+    own = all(isinstance(v, keras.Variable) for v in found.values())
+    return found if own else {}
+
+
+def remove_stock_float8(layer: Any) -> None:
+    """Take that out of an unlocked layer, if it is there.
+
+    Deleting the attributes would collect garbage once for each (3.15).
+    """
+    for name, variable in stock_float8(layer).items():
+        layer._untrack_variable(variable)
+        vars(layer).pop(name)
+        layer._is_quantized = False

@@ -1,0 +1,148 @@
+"""Variables: their values, when these can be read, and in which dtype."""
+
+from typing import Any
+
+import keras
+
+from keras_policy_ext._keras.calls import autocast_scope
+
+try:
+    from keras.src.backend.common import global_state as _global_state
+except ImportError:  # Keras has moved it: the public API has to do.
+    _global_state = None
+
+
+def value_without_autocast(variable: Any) -> Any:
+    """The tensor in a variable, in the variable's own dtype.
+
+    Inside a mixed-precision layer Keras hands out a copy in the compute
+    dtype; float8 is quantized from the variable itself. Tensors are returned
+    as they are. There is no public way (keras 3.0 to 3.15).
+
+    Raises:
+        ImportError: If this Keras keeps its autocast scope elsewhere.
+    """
+    if not isinstance(variable, keras.Variable):
+        return variable
+    with autocast_scope(None):
+        # On TensorFlow ops.convert_to_tensor would return the Keras variable,
+        # to be read, and autocast, after this scope.
+        return variable.value
+
+
+def autocasts(variable: Any) -> bool:
+    """Whether a variable says that it is cast where it is read in a scope.
+
+    `autocast=` is an argument of `keras.Variable` and cannot be read back
+    publicly (`_autocast`, keras 3.0 to 3.15). Where it is gone, True, which
+    is Keras's default.
+    """
+    return bool(getattr(variable, "_autocast", True))
+
+
+def set_autocasts(variable: Any, value: bool) -> None:
+    """Change what `autocasts` returns, after the variable was made.
+
+    Where Keras keeps it elsewhere, nothing: the variable stays as it was
+    made.
+    """
+    if hasattr(variable, "_autocast"):
+        variable._autocast = value
+
+
+def has_value(variable: Any) -> bool:
+    """Whether a variable can be read now.
+
+    The JAX trainer empties the variables while it trains, or leaves buffers
+    in them which the training step has deleted (`train_on_batch`; both seen
+    in keras 3.3 to 3.15), and assigns the results before it reads them again.
+    """
+    value = getattr(variable, "_value", variable)
+    if value is not None and not _is_deleted(value):
+        return True
+    scope = _global_state and _global_state.get_global_attribute(
+        "stateless_scope"
+    )
+    return bool(scope) and scope.get_current_value(variable) is not None
+
+
+def _is_deleted(value: Any) -> bool:
+    """Whether JAX has donated this array, or a part of it, to a computation.
+
+    On several devices the array passes for a whole one if NumPy has a view
+    of its first buffer, which then stays; to read it ends the process
+    (jaxlib 0.10).
+    """
+    is_deleted = getattr(value, "is_deleted", None)
+    try:
+        if not callable(is_deleted) or is_deleted():
+            return callable(is_deleted)
+        shards = getattr(value, "addressable_shards", ())
+        return any(shard.data.is_deleted() for shard in shards)
+    except TypeError:  # a tracer knows no buffers
+        return False
+
+
+class TellsItsValue:
+    """A variable that is told of the tensor which comes to hold it.
+
+    Keras makes that tensor in `_initialize`, in the constructor or, where a
+    scope without state is open, later (keras 3.0 to 3.15). Where it does so
+    elsewhere, nobody is told. Expires with a public hook.
+    """
+
+    def value_made(self, value: Any) -> None:
+        """Called once with the tensor."""
+
+    def _initialize(self, value: Any) -> None:
+        parent: Any = super()
+        parent._initialize(value)
+        self.value_made(vars(self).get("_value"))
+
+
+def stored_kernel(layer: Any) -> Any:
+    """The kernel variable of Dense, EinsumDense or a convolution.
+
+    Public `layer.kernel` merges LoRA's adapters into a new tensor
+    (keras 3.0 to 3.15).
+    """
+    return layer._kernel if hasattr(layer, "_kernel") else layer.kernel
+
+
+def stored_embeddings(layer: Any) -> Any:
+    """The embeddings variable of Embedding and ReversibleEmbedding.
+
+    Public `layer.embeddings` merges LoRA's adapters into a new tensor
+    (keras 3.0 to 3.15).
+    """
+    if hasattr(layer, "_embeddings"):
+        return layer._embeddings
+    return layer.embeddings
+
+
+class _UncountedDimension(int):
+    """An int, but a product with it is 0."""
+
+    name = "int32"  # Keras up to 3.12 takes the type of a size for a dtype.
+
+    def __mul__(self, other: Any) -> int:
+        return 0
+
+    __rmul__ = __mul__
+
+    # Keras keeps sizes in memory by shape: those of a weight are others.
+    def __hash__(self) -> int:
+        return hash((_UncountedDimension, int(self)))
+
+
+def uncounted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The `Variable.shape` of a variable that is no parameter.
+
+    `count_params` and `summary` of a model take all that is in its weights
+    for parameters, and the product of `Variable.shape` for their number
+    (keras 3.0 to 3.15). This tuple is equal to `shape`, entry by entry, and
+    has the product 0. What makes an array from it, or asks for the index of
+    an entry, gets plain ints. Were parameters counted otherwise, the totals
+    would include the state. Expires when a variable can say what it is.
+    """
+    return tuple(_UncountedDimension(size) for size in shape)

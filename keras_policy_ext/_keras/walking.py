@@ -1,0 +1,86 @@
+"""Which layers, variables and metrics are in a layer."""
+
+import collections
+import itertools
+from typing import Any
+
+
+def layers_within(layer: Any) -> list[Any]:
+    """A layer and all layers in it, each once, in order, outer ones first.
+
+    `model.layers` has one level only. `_flatten_layers` was seen in keras
+    3.0 to 3.15, and is asked for one level at a time, since it turns the
+    order of the deeper ones around; where it is gone, the attributes are
+    followed through `layer.layers`. Expires with a public way to walk a
+    model.
+    """
+    found: dict[int, Any] = {}
+    waiting = [layer]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            waiting.extend(reversed(layers_directly_in(each)))
+    return list(found.values())
+
+
+def layers_directly_in(layer: Any) -> list[Any]:
+    """The layers of one level below a layer; see `layers_within`."""
+    if hasattr(layer, "_flatten_layers"):
+        return list(layer._flatten_layers(include_self=False, recursive=False))
+    return list(getattr(layer, "layers", ()))
+
+
+def attributes(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer by name, its layers among them.
+
+    On torch a layer is a module, which keeps the modules in it apart
+    (`named_children`, public there; keras 3.0 to 3.15).
+    """
+    children = getattr(layer, "named_children", dict)
+    return {**vars(layer), **dict(children())}
+
+
+def uses_in_graph(model: Any) -> dict[int, int]:
+    """How often a Functional model calls each of its layers, by their ids.
+
+    From `_nodes_by_depth` (keras 3.0 to 3.15), since `model.layers` and
+    `model.operations` have each layer once. Empty for other models; where
+    the attribute is gone, every layer counts as called once. Expires with a
+    public way to read the graph.
+    """
+    levels = getattr(model, "_nodes_by_depth", None) or {}
+    nodes = itertools.chain.from_iterable(levels.values())
+    return collections.Counter(id(node.operation) for node in nodes)
+
+
+def own_weights(layer: Any) -> list[Any]:
+    """The weights of a layer that are not those of a layer in it.
+
+    `layer.weights` has both (keras 3.0 to 3.15).
+    """
+    inner = layers_within(layer)[1:]
+    others = {id(weight) for each in inner for weight in each.weights}
+    return [weight for weight in layer.weights if id(weight) not in others]
+
+
+def tracked_variables(layer: Any) -> list[Any]:
+    """The variables that a layer has outside of the layers in it.
+
+    However they came into its attributes, lists and dicts. `variables` has
+    those of the inner layers too (`_trainable_variables` and
+    `_non_trainable_variables`, keras 3.0 to 3.15); where these are gone,
+    nothing: variables then count from their assignment to an attribute on.
+    """
+    kept = ("_trainable_variables", "_non_trainable_variables")
+    return [v for name in kept for v in getattr(layer, name, ())]
+
+
+def tracked_metrics(layer: Any) -> list[Any]:
+    """The metrics that a layer has outside of the layers in it.
+
+    `metrics` of a model is often a property of its author, which may read
+    what the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
+    Where it is gone, nothing: metrics are then updated as in Keras.
+    """
+    return list(getattr(layer, "_metrics", ()))
