@@ -22,8 +22,9 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import kernels
+from keras_policy_ext import frameworks
 from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.numerics.scale_sources import source_of
 
 Tensor = Any
 
@@ -112,7 +113,7 @@ def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
     if gradients is None:
         states = [v for v in variables if is_state(v)]
         if states:
-            kernels.engine().settle_observed(states)
+            frameworks.current().settle_observed(states)
         return
     _check(variables, gradients, "gradients")
     for variable, gradient in zip(variables, gradients, strict=True):
@@ -165,7 +166,8 @@ def _settled(variable: Any, gradient: Tensor | None, value: Tensor) -> Tensor:
     if not is_state(variable) or gradient is None:
         return value
     variable.uses = 0
-    return kernels.engine().settle(variable.recipe, gradient, value)
+    settle = source_of(variable.recipe).settle
+    return frameworks.current().settle(settle, gradient, value)
 
 
 def _trainable(model: Any) -> list[Any]:

@@ -112,11 +112,11 @@ def state_of(layer):
     Returns:
         Dict of `inputs`, `kernel`, `outputs_grad` to `(scale, history)`.
     """
-    from keras_policy_ext.numerics.rules import rule_of
+    from keras_policy_ext.numerics.scale_sources import source_of
     from keras_policy_ext.recipes import OPERANDS
 
     (variable,) = layer.float8_state.matrices
-    layout = rule_of(variable.recipe).layout
+    layout = source_of(variable.recipe).layout
     matrix = numpy(variable)
     assert np.all(matrix[:, 0] == -1.0), "the state is not settled"
     pairs = zip(layout.scale(matrix), layout.history(matrix), strict=True)

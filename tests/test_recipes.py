@@ -316,8 +316,11 @@ def test_dicts_that_name_no_recipe_are_value_errors(config):
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(recipes, "_REGISTRY", dict(recipes._REGISTRY))
+def registry():
+    before = dict(recipes.REGISTRY)
+    yield
+    recipes.REGISTRY.clear()
+    recipes.REGISTRY.update(before)
 
 
 def test_a_new_recipe_is_one_dataclass(registry):
@@ -352,8 +355,8 @@ def test_granularity_is_told():
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_products_without_state_keep_the_formats(fp8_format):
     delayed = recipes.DelayedScaling(fp8_format=fp8_format, margin=1)
-    assert delayed.without_state == recipes.CurrentScaling(
+    assert delayed.for_activations == recipes.CurrentScaling(
         fp8_format=fp8_format
     )
     current = recipes.CurrentScaling(fp8_format=fp8_format, power_of_two=True)
-    assert current.without_state is current
+    assert current.for_activations is current

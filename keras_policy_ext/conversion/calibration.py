@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import frameworks
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import models
 from keras_policy_ext.conversion.candidates import path_of
@@ -130,23 +130,23 @@ def _amaxes(
         By the id of the state variable; nothing if an amax could not be read.
     """
     found: dict[int, np.ndarray] = {}
-    engine = kernels.engine()
+    framework = frameworks.current()
 
     def watch(state: Any, inputs: Any) -> None:
         if state is None:
             return
-        if not engine.runs_now():
+        if not framework.runs_now():
             raise _TracedError
         amax = ops.convert_to_numpy(scaling.amax(inputs))
         found[id(state)] = max(found.get(id(state), amax), amax)
 
     functions = (
-        engine.functions_step_by_step()
+        framework.functions_step_by_step()
         if functions_too
         else contextlib.nullcontext()
     )
     try:
-        with watching(watch), engine.step_by_step(), functions:
+        with watching(watch), framework.step_by_step(), functions:
             _run(model, call, batch)
     except _TracedError:
         return {}

@@ -1,72 +1,56 @@
-"""Float8 kernels: the only room that imports a framework.
+"""Float8 kernels: an ordered list of ways to multiply for each framework.
 
-One file for each framework, in one contract (`contract.Engine`), over one
-written in `keras.ops`. `plan` holds the three matmuls that they share.
+`contract` says what a kernel must answer, `forms` makes matrices of equations,
+and `plan` has the three matmuls that all frameworks share.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from typing import Any
 
 import keras
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.kernels.contract import Choice, Engine, Quantized
+from keras_policy_ext.kernels.contract import (
+    Choice,
+    Contraction,
+    Engine,
+    MatmulKernel,
+    Request,
+)
 from keras_policy_ext.kernels.contractions import Conv, Einsum
+from keras_policy_ext.kernels.engines import engine
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
+from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
 __all__ = [
     "Choice",
+    "Contraction",
     "Conv",
     "Einsum",
     "Engine",
+    "MatmulKernel",
     "Plan",
     "Quantized",
+    "Request",
     "engine",
     "make_plan",
     "prefer",
     "preferred",
+    "run",
     "select",
 ]
-
-FRAMEWORKS = ("tensorflow", "jax", "torch")
 
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-_engines: dict[str, Engine] = {}
-
-
-def engine() -> Engine:
-    """The kernels of Keras's backend.
-
-    Raises:
-        NotImplementedError: If the backend is not one of the three.
-    """
-    backend = keras.backend.backend()
-    # A plain look-up, which torch.compile follows; it breaks on an import.
-    if backend not in _engines:
-        _engines[backend] = _load(backend)
-    return _engines[backend]
-
-
-def _load(backend: str) -> Engine:
-    if backend not in FRAMEWORKS:
-        raise NotImplementedError(
-            f"No float8 kernels for the Keras backend {backend!r}. Allowed: "
-            f"{', '.join(FRAMEWORKS)}. Set KERAS_BACKEND to one of them."
-        )
-    module = importlib.import_module(f"keras_policy_ext.kernels.{backend}")
-    return module.ENGINE
-
-
 def make_plan(
-    contraction: Einsum | Conv,
+    contraction: Contraction,
     recipe: Recipe,
     inputs_dtype: str,
     kernel_dtype: str,
@@ -77,7 +61,8 @@ def make_plan(
 
     The arguments are the first attributes of `Plan`.
     """
-    kind = None if engine().is_compiling() else preferred()
+    framework = frameworks.current()
+    kind = None if framework.is_compiling() else preferred()
     return plan_of(
         contraction,
         recipe,
@@ -86,8 +71,20 @@ def make_plan(
         training,
         slot,
         kind,
-        engine().traces_for_xla(),
+        framework.traces_for_xla(),
     )
+
+
+def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:
+    """The outputs of a plan, with its gradients.
+
+    Args:
+        plan: From `make_plan`.
+        inputs: Of dtype `plan.inputs_dtype`.
+        kernel: Of dtype `plan.kernel_dtype`.
+        *state: The state matrix of the recipe, if it has one.
+    """
+    return frameworks.current().run(plan, inputs, kernel, *state)
 
 
 def select(
@@ -120,7 +117,7 @@ def select(
     plan = make_plan(
         contraction, get_recipe(recipe), _compute_dtype(dtype), "float32"
     )
-    return engine().select(plan)
+    return plan.choice
 
 
 def _compute_dtype(dtype: Any) -> str:

@@ -1,35 +1,20 @@
-"""What a kernel is asked for, and what it must answer."""
+"""What kernels and contractions are asked for, and what they must answer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from keras_policy_ext.kernels.contractions import Conv
-    from keras_policy_ext.kernels.plan import Plan
-    from keras_policy_ext.numerics.rules import Prior
-    from keras_policy_ext.recipes import Recipe
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
+Shapes = tuple[Any, Any]
+Cast = Callable[[Tensor, Tensor, str], Tensor]
 
 HOPPER_OR_ADA = (8, 9)
 """Smallest compute capability of NVIDIA's devices with float8 matmuls."""
-
-
-class Quantized(NamedTuple):
-    """An operand: `values * scale` approximates it.
-
-    Attributes:
-        values: Numbers of a float8 format: in that dtype where the matmul
-            reads float8 itself, in float32 where it is emulated.
-        scale: Float32 scalar.
-    """
-
-    values: Tensor
-    scale: Tensor
 
 
 class Choice(NamedTuple):
@@ -51,106 +36,162 @@ class Choice(NamedTuple):
         return self.kind == "native"
 
 
-class Engine(Protocol):
-    """The kernels of one framework: the surface that a new one must offer."""
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A matmul that a kernel is wanted for.
 
-    name: str
+    Attributes:
+        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
+        a: What becomes of the first operand.
+        b: What becomes of the second one.
+        batched: Whether there may be several matrices of each.
+        prefer: `"auto"`, `"native"` or `"emulated"`.
+        for_xla: Whether XLA is going to compile it, where that is known.
+    """
 
-    def select(self, plan: Plan) -> Choice:
-        """Native or emulated, for the contraction of a plan."""
+    matmul: str
+    a: Quantization
+    b: Quantization
+    batched: bool
+    prefer: str | None
+    for_xla: bool
 
-    def is_compiling(self) -> bool:
-        """Whether a compiler that cannot read context variables traces."""
+    @property
+    def of_whole_tensors(self) -> bool:
+        """Whether each operand has one scale."""
+        return self.a.tile.is_whole and self.b.tile.is_whole
 
-    def traces_for_xla(self) -> bool:
-        """Whether XLA compiles what is called now, if `select` asks that."""
 
-    def quantize(
-        self, x: Tensor, scale: Tensor, dtype: str, native: bool
-    ) -> Quantized:
-        """`cast(float32(x) / scale)`, stored as the matmul wants it."""
+class MatmulKernel(Protocol):
+    """One way to multiply two matrices."""
 
-    def einsum(
-        self,
-        equation: str,
-        a: Quantized,
-        b: Quantized,
-        dtype: str,
-        fast: bool = False,
+    @property
+    def native(self) -> bool:
+        """Whether it reads float8 operands."""
+
+    def supports(self, request: Request) -> str | None:
+        """Why this kernel is not the one for a matmul; None if it is."""
+
+    def reason(self, request: Request) -> str:
+        """One sentence on what it is, for the user."""
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """The einsum of the values times both scales, accumulated in float32.
+        """The product, accumulated in float32.
 
-        `fast` allows Hopper's fast accumulation. Returns a tensor of dtype
-        `dtype`.
+        Args:
+            a: (b, m, k).
+            b: (b, n, k).
+            dtype: Of the result.
+            fast: Whether a GPU may accumulate with fewer bits.
+
+        Returns:
+            (b, m, n).
         """
 
-    def conv(
-        self, conv: Conv, x: Quantized, w: Quantized, dtype: str
+
+class Convolutions(Protocol):
+    """A convolution of float32 tensors, and its gradients."""
+
+    @property
+    def reason(self) -> str:
+        """Why they are not of float8 tensors."""
+
+    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+        """The outputs."""
+
+    def inputs_grad(
+        self, conv: Any, g: Tensor, w: Tensor, shape: Any
     ) -> Tensor:
-        """The convolution, likewise."""
+        """The gradient of inputs of this shape."""
 
-    def conv_inputs_grad(
-        self, conv: Conv, g: Quantized, w: Quantized, shape: Any, dtype: str
+    def kernel_grad(
+        self, conv: Any, x: Tensor, g: Tensor, shape: Any
     ) -> Tensor:
-        """Its gradient for inputs of this shape."""
+        """The gradient of a kernel of this shape."""
 
-    def conv_kernel_grad(
-        self, conv: Conv, x: Quantized, g: Quantized, shape: Any, dtype: str
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The kernels of one framework.
+
+    Attributes:
+        name: That of the framework.
+        matmuls: The ways to multiply, the best first; the last supports
+            everything.
+        plain: Multiplies what is not quantized.
+        convolutions: Those of the framework.
+        cast: Takes a tensor, the scale of each number and the name of a
+            format; returns numbers of the format, in float32.
+        narrow_cast: The same, in the dtype of the format.
+    """
+
+    name: str
+    matmuls: tuple[MatmulKernel, ...]
+    plain: MatmulKernel
+    convolutions: Convolutions
+    cast: Cast
+    narrow_cast: Cast
+
+    def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
+        """The first kernel that supports a matmul, and why it is that one.
+
+        A user asks why a matmul is not native: the reason is then that of
+        the first kernel which does not support it.
+        """
+        refusals = []
+        for kernel in self.matmuls:
+            refusal = kernel.supports(request)
+            if refusal is None:
+                break
+            refusals.append(refusal)
+        reason = kernel.reason(request)
+        if kernel.native:
+            return kernel, Choice("native", reason)
+        return kernel, Choice("emulated", refusals[0] if refusals else reason)
+
+
+class Contraction(Hashable, Protocol):
+    """What is multiplied, apart from how it is scaled; hashable.
+
+    Its three products are made from reads: the operands as a matmul reads
+    them, quantized or, where a recipe says None, as they are.
+    """
+
+    def choose(
+        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+    ) -> tuple[Any, Choice]:
+        """What multiplies these quantizations, and why."""
+
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """What becomes of an operand for which a recipe asks this."""
+
+    def operand(
+        self, name: str, x: Tensor, asked: Any, second: bool = False
     ) -> Tensor:
-        """Its gradient for a kernel of this shape."""
+        """What is quantized of an operand, in the axes of its tiles.
 
-    def prior(self, rule: Any, *state: Tensor) -> Prior:
-        """What the state says before this step."""
+        Args:
+            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: The operand.
+            asked: What becomes of it; None if nothing does.
+            second: Whether it is for the second matmul that reads it.
+        """
 
-    def settle(self, recipe: Recipe, value: Tensor, previous: Tensor) -> Tensor:
-        """What a state becomes when `value` is assigned to it."""
+    def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
+        """What a matmul reads of an operand, made of what was quantized."""
 
-    def combine_replicas(self, observation: Tensor) -> Tensor:
-        """What all data-parallel replicas observed, in one matrix."""
+    def transposed(self, read: Quantized) -> Quantized:
+        """What the second matmul reads, if it reads what the first did."""
 
-    def step_by_step(self) -> AbstractContextManager[None]:
-        """A block in which loops are run and not traced; no gradients."""
-
-    def functions_step_by_step(self) -> AbstractContextManager[None]:
-        """The same for what a layer has compiled itself, on all threads."""
-
-    def runs_now(self) -> bool:
-        """Whether what is called in such blocks is run and not traced."""
-
-    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
-        """Keep observations apart from gradients that stay with a tensor."""
-
-    def assigned(self, variable: Any, value: Tensor) -> Tensor:
-        """What a state variable becomes when `value` is assigned to it."""
-
-    def earlier_observation(self, variable: Any) -> Tensor | None:
-        """What was observed in micro-batches before, beside gradients."""
-
-    def put_earlier_observation(self, variable: Any, value: Any) -> None:
-        """Put back what `earlier_observation` returned."""
-
-    def known_value(self, variable: Any) -> Tensor | None:
-        """What a state variable holds, where that can be read now."""
-
-    def settle_observed(self, variables: Sequence[Any]) -> None:
-        """Make what was observed of states part of them."""
-
-    def on_all_replicas(self, flag: Tensor) -> Tensor:
-        """Whether a bool scalar is true on every data-parallel replica."""
-
-    def run_if(
+    def product(
         self,
-        flag: Tensor,
-        update: Callable[..., None],
-        arguments: tuple[Any, ...],
-        variables: Sequence[Any],
-    ) -> None:
-        """`update(*arguments)`, which assigns `variables`, if `flag` holds."""
-
-    def known_integer(self, x: Tensor) -> int | None:
-        """An integer scalar as a number; None while it is being compiled."""
-
-    def run(
-        self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
+        matmul: str,
+        kernel: Any,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        dtype: str,
     ) -> Tensor:
-        """`plan.forward`, differentiable by `plan.backward`."""
+        """The outputs, or the gradient of an operand of one of the shapes."""

@@ -7,8 +7,18 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext.kernels import einsum
-from keras_policy_ext.kernels.contract import Engine, Quantized
+from keras_policy_ext.kernels import scaled_products
+from keras_policy_ext.kernels.contract import (
+    Choice,
+    Convolutions,
+    Engine,
+    MatmulKernel,
+    Request,
+    Shapes,
+)
+from keras_policy_ext.kernels.forms import Form, form_of
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
 
@@ -23,30 +33,75 @@ class Einsum:
 
     equation: str
 
-    def forward(
-        self, engine: Engine, x: Quantized, w: Quantized, dtype: str
-    ) -> Tensor:
-        """The outputs, in `dtype`."""
-        return engine.einsum(self.equation, x, w, dtype, fast=True)
+    @property
+    def form(self) -> Form:
+        """The matrices of the equation."""
+        return form_of(self.equation)
 
-    def inputs_grad(
-        self, engine: Engine, g: Quantized, w: Quantized, shape: Any, dtype: str
-    ) -> Tensor:
-        """The gradient of inputs of this shape, in `dtype`."""
-        equation, axes = einsum.inputs_grad(self.equation)
-        return _broadcast(engine.einsum(equation, g, w, dtype), axes, shape)
+    def choose(
+        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+    ) -> tuple[MatmulKernel, Choice]:
+        """See `Contraction.choose`."""
+        if a is None or b is None:
+            reason = f"{matmul} is not in float8 under this recipe"
+            return engine.plain, Choice("emulated", reason)
+        batched = bool(self.form.batch)
+        return engine.select(Request(matmul, a, b, batched, **how))
 
-    def kernel_grad(
-        self, engine: Engine, x: Quantized, g: Quantized, shape: Any, dtype: str
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """See `Contraction.quantization`: what a recipe asks."""
+        return asked
+
+    def operand(
+        self, name: str, x: Tensor, asked: Any, second: bool = False
     ) -> Tensor:
-        """The gradient of a kernel of this shape, in `dtype`."""
-        equation, axes = einsum.kernel_grad(self.equation)
-        return _broadcast(engine.einsum(equation, x, g, dtype), axes, shape)
+        """See `Contraction.operand`: the matrix that its tiles are in.
+
+        A tensor with one scale keeps its axes while it is quantized, so that
+        what is moved to make a matrix of it is narrow.
+        """
+        if in_one_scale(asked):
+            return self.form.summed(name, x)
+        matrix = self.form.matrix(name, self.form.summed(name, x))
+        return ops.swapaxes(matrix, 1, 2) if second else matrix
+
+    def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
+        """See `Contraction.read`."""
+        if not in_one_scale(quantized.quantization):
+            return quantized
+        values = self.form.matrix(name, quantized.values)
+        home = dataclasses.replace(quantized, values=values)
+        return home.transposed if second else home
+
+    def transposed(self, read: Quantized) -> Quantized:
+        """See `Contraction.transposed`."""
+        return read.transposed
+
+    def product(
+        self,
+        matmul: str,
+        kernel: MatmulKernel,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        dtype: str,
+    ) -> Tensor:
+        """See `Contraction.product`."""
+        matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
+        sizes = self.form.sizes(*shapes)
+        if matmul == "forward":
+            return self.form.outputs(matrix, sizes)
+        if matmul == "inputs_grad":
+            return self.form.inputs_grad(matrix, sizes)
+        return self.form.kernel_grad(matrix, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
     """A convolution of rank 1, 2 or 3, with the arguments of `ops.conv`.
+
+    Its operands have one scale each, whatever a recipe asks: a window is no
+    matrix, and no hardware has finer scales for it.
 
     Attributes:
         strides: Per spatial axis.
@@ -89,23 +144,55 @@ class Conv:
             "data_format": self.data_format,
         }
 
-    def forward(
-        self, engine: Engine, x: Quantized, w: Quantized, dtype: str
-    ) -> Tensor:
-        """The outputs, in `dtype`."""
-        return engine.conv(self, x, w, dtype)
+    def choose(
+        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+    ) -> tuple[Convolutions, Choice]:
+        """See `Contraction.choose`."""
+        return engine.convolutions, Choice(
+            "emulated", engine.convolutions.reason
+        )
 
-    def inputs_grad(
-        self, engine: Engine, g: Quantized, w: Quantized, shape: Any, dtype: str
-    ) -> Tensor:
-        """The gradient of inputs of this shape, in `dtype`."""
-        return engine.conv_inputs_grad(self, g, w, shape, dtype)
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """See `Contraction.quantization`: one scale for a tensor."""
+        return None if asked is None else asked.tensorwise
 
-    def kernel_grad(
-        self, engine: Engine, x: Quantized, g: Quantized, shape: Any, dtype: str
+    def operand(
+        self, name: str, x: Tensor, asked: Any, second: bool = False
     ) -> Tensor:
-        """The gradient of a kernel of this shape, in `dtype`."""
-        return engine.conv_kernel_grad(self, x, g, shape, dtype)
+        """See `Contraction.operand`: the tensor as it is."""
+        return x
+
+    def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
+        """See `Contraction.read`: as it is."""
+        return quantized
+
+    def transposed(self, read: Quantized) -> Quantized:
+        """See `Contraction.transposed`: as it is."""
+        return read
+
+    def product(
+        self,
+        matmul: str,
+        kernel: Convolutions,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        dtype: str,
+    ) -> Tensor:
+        """See `Contraction.product`."""
+        first, second = (scaled_products.float32(each) for each in (a, b))
+        if matmul == "forward":
+            result = kernel.outputs(self, first, second)
+        elif matmul == "inputs_grad":
+            result = kernel.inputs_grad(self, first, second, shapes[0])
+        else:
+            result = kernel.kernel_grad(self, first, second, shapes[1])
+        return scaled_products.scaled(result, a, b, dtype)
+
+
+def in_one_scale(asked: Quantization | None) -> bool:
+    """Whether an operand is quantized without regard to its axes."""
+    return asked is None or asked.tile.is_whole
 
 
 _WORDS = {
@@ -127,9 +214,3 @@ def _wrong(conv: Conv, name: str, allowed: str) -> str:
         f"There is no such convolution. Received: {conv!r}. Allowed for "
         f"{name}: {allowed}. Causal padding is done to the inputs first."
     )
-
-
-def _broadcast(gradient: Tensor, axes: tuple[int, ...], shape: Any) -> Tensor:
-    for axis in axes:
-        gradient = ops.expand_dims(gradient, axis)
-    return ops.broadcast_to(gradient, shape) if axes else gradient

@@ -1,121 +1,84 @@
-"""JAX: `lax.dot_general` on float8 operands, gradients by `custom_vjp`."""
+"""JAX: `lax.dot_general`, on float8 operands where XLA has a kernel."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 from jax import lax
 
-from keras_policy_ext.kernels.agnostic import AgnosticEngine
-from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Choice, Quantized
-from keras_policy_ext.kernels.contractions import Einsum
-from keras_policy_ext.kernels.einsum import dot_form, matmul_form
-from keras_policy_ext.kernels.plan import Plan, Residuals
+from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Engine, Request
+from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
+from keras_policy_ext.kernels.scaled_products import (
+    Emulated,
+    Plain,
+    product_scale,
+)
+from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.quantized import Quantized
 
 Tensor = Any
-State = tuple[Tensor, ...]
 
 
-class JaxEngine(AgnosticEngine):
+def _product(
+    a: Tensor, b: Tensor, precision: lax.Precision = lax.Precision.DEFAULT
+) -> Tensor:
+    """(b, m, k) and (b, n, k) to (b, m, n), accumulated in float32."""
+    single = a.shape[0] == 1 and b.shape[0] == 1
+    if single:
+        a, b = a[0], b[0]
+    axes, batch = ((1, 1), ((), ())) if single else ((2, 2), ((0,), (0,)))
+    product = lax.dot_general(
+        a,
+        b,
+        (((axes[0],), (axes[1],)), batch),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return product[jnp.newaxis] if single else product
+
+
+class Float8Dot:
     """Float8 operands reach XLA, which has a kernel or converts them."""
 
-    name = "jax"
+    native = True
 
-    def select(self, plan: Plan) -> Choice:
-        """Native for what `dot_general` can express."""
-        if not isinstance(plan.contraction, Einsum):
-            return Choice("emulated", "XLA has no float8 convolution")
-        if matmul_form(plan.contraction.equation) is None:
-            return Choice("emulated", "an axis of one operand is summed alone")
-        if plan.prefer == "emulated":
-            return Choice("emulated", "asked for by kernels.prefer")
-        lacking = _lacking()
-        if lacking is None:
-            return Choice("native", "lax.dot_general on float8 operands")
-        if plan.prefer == "native":
-            return Choice("native", "lax.dot_general, converted by XLA")
-        return Choice("emulated", lacking)
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`."""
+        if request.prefer == "emulated":
+            return "asked for by kernels.prefer"
+        if not request.of_whole_tensors:
+            return "XLA's float8 matmul has one scale for a tensor"
+        return None if request.prefer == "native" else _lacking()
 
-    def einsum(
-        self,
-        equation: str,
-        a: Quantized,
-        b: Quantized,
-        dtype: str,
-        fast: bool = False,
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        if _lacking() is None:
+            return "lax.dot_general on float8 operands"
+        return "lax.dot_general, converted by XLA"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `Engine.einsum`.
+        """See `MatmulKernel.multiply`.
 
         XLA takes any precision but the highest for leave to accumulate fast,
         in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
         """
-        if matmul_form(equation) is None:
-            return super().einsum(equation, a, b, dtype, fast)
-        exact = not fast and a.values.dtype != jnp.float32
-        precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-        product = _dot_general(equation, a.values, b.values, precision)
-        return (product * (a.scale * b.scale)).astype(dtype)
-
-    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
-        """See `AgnosticEngine.transpose`."""
-        like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
-        return jax.linear_transpose(function, like)(cotangent)[0]
-
-    def step_by_step(self) -> AbstractContextManager[None]:
-        """See `AgnosticEngine.step_by_step`."""
-        return jax.disable_jit()
-
-    def run_if(
-        self,
-        flag: Tensor,
-        update: Callable[..., None],
-        arguments: tuple[Any, ...],
-        variables: Sequence[Any],
-    ) -> None:
-        """See `AgnosticEngine.run_if`.
-
-        A branch of `lax.cond` must not assign: what it would assign is its
-        result. Eagerly no branch is traced.
-        """
-        if not isinstance(flag, jax.core.Tracer):
-            if flag:
-                update(*arguments)
-            return
-        before = [variable.value for variable in variables]
-
-        def updated() -> list[Tensor]:
-            mapping = list(zip(variables, before, strict=True))
-            with keras.StatelessScope(state_mapping=mapping) as scope:
-                update(*arguments)
-            return [scope.get_current_value(v) for v in variables]
-
-        after = lax.cond(flag, updated, lambda: before)
-        for variable, value in zip(variables, after, strict=True):
-            variable.assign(value)
-
-    def known_value(self, variable: Any) -> Tensor | None:
-        """See `AgnosticEngine.known_value`."""
-        value = variable.value
-        return None if isinstance(value, jax.core.Tracer) else value
-
-    def known_integer(self, x: Tensor) -> int | None:
-        """See `AgnosticEngine.known_integer`."""
-        return None if isinstance(x, jax.core.Tracer) else int(x)
-
-    def run(
-        self, plan: Plan, inputs: Tensor, kernel: Tensor, *state: Tensor
-    ) -> Tensor:
-        """See `Engine.run`."""
-        return _run(plan, inputs, kernel, state)
+        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        product = _product(a.values, b.values, precision)
+        return (product * product_scale(a, b)).astype(dtype)
 
 
-ENGINE = JaxEngine()
+ENGINE = Engine(
+    name="jax",
+    matmuls=(Float8Dot(), Emulated(_product)),
+    plain=Plain(_product),
+    convolutions=KerasConvolutions("XLA has no float8 convolution"),
+    cast=casting.quantize_float32,
+    narrow_cast=casting.quantize,
+)
 
 
 def _lacking() -> str | None:
@@ -133,62 +96,3 @@ def _lacking() -> str | None:
     return (
         f"{device.device_kind} (capability {capability}) has no float8 matmul"
     )
-
-
-# Each pass is compiled as a whole, so that an eager call does not dispatch
-# its operations one by one; inside a compiled function these are inlined.
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(
-    plan: Plan, observe: bool, inputs: Tensor, kernel: Tensor, state: State
-) -> tuple[Tensor, Residuals]:
-    return plan.forward(ENGINE, inputs, kernel, state, observe)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(
-    plan: Plan, residuals: Residuals, state: State, outputs_grad: Tensor
-) -> tuple[Tensor | None, Tensor | None, State]:
-    shapes = residuals.inputs.values.shape, residuals.kernel.values.shape
-    return plan.backward(ENGINE, residuals, outputs_grad, shapes, state)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(plan: Plan, inputs: Tensor, kernel: Tensor, state: State) -> Tensor:
-    # JAX calls this one only where no gradient is taken.
-    return _forward(plan.first_use, False, inputs, kernel, state)[0]
-
-
-def _run_forward(
-    plan: Plan, inputs: Tensor, kernel: Tensor, state: State
-) -> tuple[Tensor, tuple[Residuals, State]]:
-    observe = plan.training is not False
-    outputs, residuals = _forward(
-        plan.first_use, observe, inputs, kernel, state
-    )
-    return outputs, (residuals, state)
-
-
-def _run_backward(
-    plan: Plan, saved: tuple[Residuals, State], outputs_grad: Tensor
-) -> tuple[Tensor | None, Tensor | None, State]:
-    return _backward(plan, *saved, outputs_grad)
-
-
-_run.defvjp(_run_forward, _run_backward)
-
-
-def _dot_general(
-    equation: str, a: Tensor, b: Tensor, precision: lax.Precision
-) -> Tensor:
-    """The einsum as one `dot_general`, accumulated in float32."""
-    form = dot_form(equation)
-    product = lax.dot_general(
-        a,
-        b,
-        (form.contracted, form.batch),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.transpose(product, form.transposed)

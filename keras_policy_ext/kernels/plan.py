@@ -1,36 +1,77 @@
-"""The three matmuls of a float8 contraction, the same for every engine."""
+"""The three matmuls of a float8 contraction, the same on every framework."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from keras import ops
 
-from keras_policy_ext.kernels.contract import Engine, Quantized
-from keras_policy_ext.kernels.contractions import Conv, Einsum
-from keras_policy_ext.numerics import scaling
-from keras_policy_ext.numerics.rules import Prior, rule_of
-from keras_policy_ext.recipes import Recipe
+from keras_policy_ext import frameworks
+from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
+from keras_policy_ext.kernels.preference import preferred
+from keras_policy_ext.numerics import quantized
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import (
+    Amax,
+    HistoryScales,
+    source_of,
+)
+from keras_policy_ext.recipes import (
+    MATMULS,
+    Quantization,
+    Recipe,
+    matmuls_of,
+    read_transposed,
+)
 
 Tensor = Any
+Reads = dict[str, Quantized]
 
 
-class Residuals(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Residuals:
     """What the backward pass needs of the forward pass.
 
     Attributes:
-        inputs: The quantized inputs.
-        kernel: The quantized kernel.
-        prior: What the state said, None for a recipe without.
+        inputs: What `kernel_grad` reads.
+        kernel: What `inputs_grad` reads.
+        known: What the state said, None for a recipe without.
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.
+        shapes: Of the inputs and the kernel.
     """
 
     inputs: Quantized
     kernel: Quantized
-    prior: Prior | None
+    known: HistoryScales | None
     amaxes: tuple[Tensor, Tensor] | None
+    shapes: Shapes
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+        known = [] if self.known is None else self.known.leaves()
+        amaxes = self.amaxes or ()
+        return [*self.inputs.leaves(), *self.kernel.leaves(), *known, *amaxes]
+
+    def like(self, leaves: Sequence[Tensor]) -> Residuals:
+        """The same around other tensors."""
+        x, w, rest = leaves[:2], leaves[2:4], leaves[4:]
+        known, amaxes = self.known, self.amaxes
+        if known is not None:
+            size = len(known.leaves())
+            known, rest = known.like(rest[:size]), rest[size:]
+        if amaxes is not None:
+            amaxes = rest[0], rest[1]
+        return dataclasses.replace(
+            self,
+            inputs=self.inputs.like(x),
+            kernel=self.kernel.like(w),
+            known=known,
+            amaxes=amaxes,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +89,10 @@ class Plan:
         slot: Which use of the kernel in this step this is.
         prefer: `"auto"`, `"native"` or `"emulated"`; None where that is not
             known before it runs.
-        for_xla: Whether XLA is going to compile it, where an engine asks.
+        for_xla: Whether XLA is going to compile it, where a kernel asks.
     """
 
-    contraction: Einsum | Conv
+    contraction: Contraction
     recipe: Recipe
     inputs_dtype: str
     kernel_dtype: str
@@ -75,13 +116,38 @@ class Plan:
         return self.kernel_dtype if half else self.inputs_dtype
 
     @functools.cached_property
-    def rule(self) -> Any:
-        """The arithmetic of the recipe."""
-        return rule_of(self.recipe)
+    def source(self) -> Any:
+        """Where the scales of the recipe come from."""
+        return source_of(self.recipe)
+
+    def resolved(self) -> Plan:
+        """This plan, with what is preferred here and now."""
+        return self if self.prefer else preferring(self, preferred())
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """What becomes of an operand in a matmul."""
+        asked = self.recipe.quantization(operand, matmul)
+        return self.contraction.quantization(asked)
+
+    def choose(self, matmul: str) -> tuple[Any, Choice]:
+        """What multiplies in a matmul, and why."""
+        a, b = (self.quantization(o, matmul) for o in MATMULS[matmul])
+        return self.contraction.choose(
+            engines.engine(),
+            matmul,
+            a,
+            b,
+            prefer=self.prefer,
+            for_xla=self.for_xla,
+        )
+
+    @property
+    def choice(self) -> Choice:
+        """Which kind of kernel runs the forward pass, and why."""
+        return self.choose("forward")[1]
 
     def forward(
         self,
-        engine: Engine,
         inputs: Tensor,
         kernel: Tensor,
         state: tuple[Tensor, ...],
@@ -90,7 +156,6 @@ class Plan:
         """The outputs, and what the backward pass needs.
 
         Args:
-            engine: Whose kernels run.
             inputs: Of dtype `inputs_dtype`.
             kernel: Of dtype `kernel_dtype`.
             state: The state matrix of the recipe, or nothing.
@@ -99,99 +164,150 @@ class Plan:
         Returns:
             Outputs of dtype `inputs_dtype`, and residuals.
         """
-        prior = engine.prior(self.rule, *state) if state else None
+        known = self._known(state)
         observe = observe and bool(state)
-        native = engine.select(self).native
-        x, x_amax = self._quantize(
-            engine, "inputs", inputs, prior, observe, native
-        )
-        w, w_amax = self._quantize(
-            engine, "kernel", kernel, prior, observe, native
-        )
-        outputs = self.contraction.forward(engine, x, w, self.inputs_dtype)
+        x, x_amax = self._reads("inputs", inputs, known, observe)
+        w, w_amax = self._reads("kernel", kernel, known, observe)
+        shapes = ops.shape(inputs), ops.shape(kernel)
+        outputs = self._product("forward", x, w, shapes, self.inputs_dtype)
         amaxes = (x_amax, w_amax) if observe else None
-        # The outputs are those of saturated operands; the gradients tell.
-        x, w = self._guarded(x, x_amax), self._guarded(w, w_amax)
-        return outputs, Residuals(x, w, prior, amaxes)
+        return outputs, Residuals(
+            x["kernel_grad"], w["inputs_grad"], known, amaxes, shapes
+        )
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
         """Residuals of a forward pass that did not observe, observed."""
-        if residuals.prior is None:
+        if residuals.known is None:
             return residuals
-        amaxes = scaling.amax(inputs), scaling.amax(kernel)
-        return residuals._replace(amaxes=amaxes)
+        x, w = (
+            Amax(self._operand(name, value), wanted=True).known
+            for name, value in (("inputs", inputs), ("kernel", kernel))
+        )
+        return dataclasses.replace(residuals, amaxes=(x, w))
 
     def backward(
         self,
-        engine: Engine,
         residuals: Residuals,
         outputs_grad: Tensor,
-        shapes: tuple[Any, Any],
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
         """The gradients of inputs, kernel and state.
 
         Args:
-            engine: Whose kernels run.
             residuals: From `forward`.
             outputs_grad: Of dtype `inputs_dtype`.
-            shapes: Of the inputs and of the kernel.
             state: As for `forward`.
             needed: Whether the gradients of inputs and kernel are wanted.
 
         Returns:
             The three; None for a gradient that is not needed.
         """
-        x, w, prior, amaxes = residuals
-        native = engine.select(self).native
-        g, g_amax = self._quantize(
-            engine,
-            "outputs_grad",
-            outputs_grad,
-            prior,
-            amaxes is not None,
-            native,
+        amaxes, shapes = residuals.amaxes, residuals.shapes
+        g, g_amax = self._reads(
+            "outputs_grad", outputs_grad, residuals.known, amaxes is not None
         )
-        g = self._guarded(g, g_amax)
         inputs_grad = kernel_grad = None
         if needed[0]:
-            inputs_grad = self.contraction.inputs_grad(
-                engine, g, w, shapes[0], self.inputs_dtype
+            w = {"inputs_grad": residuals.kernel}
+            inputs_grad = self._product(
+                "inputs_grad", g, w, shapes, self.inputs_dtype
             )
         if needed[1]:
-            kernel_grad = self.contraction.kernel_grad(
-                engine, x, g, shapes[1], self.kernel_grad_dtype
+            x = {"kernel_grad": residuals.inputs}
+            kernel_grad = self._product(
+                "kernel_grad", x, g, shapes, self.kernel_grad_dtype
             )
             kernel_grad = ops.cast(kernel_grad, self.kernel_dtype)
         if not state:
             return inputs_grad, kernel_grad, ()
         if amaxes is None:
             return inputs_grad, kernel_grad, (ops.zeros_like(state[0]),)
-        observed = self.rule.observation([*amaxes, g_amax], self.slot)
+        observed = self.source.observation([*amaxes, g_amax], self.slot)
         return inputs_grad, kernel_grad, (observed,)
 
-    def _guarded(self, operand: Quantized, amax: Tensor | None) -> Quantized:
-        """An operand that spoils a gradient if it was not finite."""
-        guard = self.rule.guard(amax)
-        if guard is None:
-            return operand
-        return Quantized(operand.values, operand.scale * guard)
+    def _known(self, state: tuple[Tensor, ...]) -> HistoryScales | None:
+        """What the state says, or less where a choice is already made."""
+        if not state:
+            return None
+        known: HistoryScales = self.source.history_scales(*state)
+        if known.unseen is not None:
+            any_unseen = frameworks.current().known_any(known.unseen)
+            if any_unseen is False:
+                return HistoryScales(known.scales, None)
+        return known
 
-    def _quantize(
+    def _product(
+        self, matmul: str, a: Reads, b: Reads, shapes: Shapes, dtype: str
+    ) -> Tensor:
+        kernel, _ = self.choose(matmul)
+        return self.contraction.product(
+            matmul, kernel, a[matmul], b[matmul], shapes, dtype
+        )
+
+    def _operand(self, operand: str, x: Tensor) -> Tensor:
+        """What is quantized for the first matmul that reads an operand."""
+        asked = self.quantization(operand, matmuls_of(operand)[0])
+        return self.contraction.operand(operand, x, asked)
+
+    def _reads(
         self,
-        engine: Engine,
         operand: str,
         x: Tensor,
-        prior: Prior | None,
+        known: HistoryScales | None,
         observe: bool,
-        native: bool,
-    ) -> tuple[Quantized, Tensor | None]:
-        scale, amax = self.rule.scale(operand, x, prior, observe)
-        dtype = self.recipe.format_of(operand)
-        return engine.quantize(x, scale, dtype, native), amax
+    ) -> tuple[Reads, Tensor | None]:
+        """What each of its two matmuls reads of an operand, and its amax.
+
+        It is quantized once where the second matmul can read the transpose
+        of what the first one reads, and otherwise twice, from its own
+        numbers.
+        """
+        first, second = matmuls_of(operand)
+        asked = [self.quantization(operand, m) for m in (first, second)]
+        home = self._operand(operand, x)
+        amax = Amax(home, wanted=observe)
+        saturated, marked = self._read(operand, 0, home, amax, known)
+        reads = {first: saturated if first == "forward" else marked}
+        if read_transposed(*asked):
+            reads[second] = self.contraction.transposed(marked)
+        else:
+            other = self.contraction.operand(operand, x, asked[1], second=True)
+            reads[second] = self._read(operand, 1, other, amax, known)[1]
+        return reads, amax.known
+
+    def _read(
+        self,
+        operand: str,
+        number: int,
+        x: Tensor,
+        amax: Amax,
+        known: HistoryScales | None,
+    ) -> tuple[Quantized, Quantized]:
+        """What a matmul reads: as the forward pass does, and as gradients do.
+
+        The outputs are those of saturated operands; where one was not finite
+        and no state tells of it, the gradients do.
+        """
+        asked = self.quantization(operand, matmuls_of(operand)[number])
+        second = bool(number)
+        if asked is None:
+            plain = quantized.unquantized(ops.cast(x, self.inputs_dtype))
+            plain = self.contraction.read(operand, plain, second)
+            return plain, plain
+        scale = self.source.scale(operand, asked, amax, known)
+        read, amaxes = quantized.quantize(x, asked, scale, self._cast(operand))
+        read = self.contraction.read(operand, read, second)
+        return read, read if amaxes is None else read.marked(amaxes)
+
+    def _cast(self, operand: str) -> Any:
+        """To float8 itself where a matmul of an operand reads that."""
+        engine = engines.engine()
+        choices = (self.choose(m)[1] for m in matmuls_of(operand))
+        native = any(choice.native for choice in choices)
+        return engine.narrow_cast if native else engine.cast
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_policy_ext import kernels
 from keras_policy_ext.kernels import einsum
+from keras_policy_ext.kernels.contractions import in_one_scale
 
 Tensor = Any
 
@@ -17,8 +18,9 @@ Tensor = Any
 class Gates(kernels.Einsum):
     """An einsum with a kernel whose columns are those of several gates.
 
-    The kernel is quantized whole, so that all gates have one scale and the
-    amax is that of the whole kernel; then it is cut.
+    With one scale for a tensor the kernel is quantized whole, so that all
+    gates have that scale and the amax is that of the whole kernel; then it
+    is cut. With finer tiles it is cut first: each gate is a matrix of its own.
 
     Attributes:
         equation: Over a kernel of the axes (inputs, gate, unit).
@@ -31,47 +33,39 @@ class Gates(kernels.Einsum):
     first: int
     last: int
 
-    def forward(
-        self,
-        engine: kernels.Engine,
-        x: kernels.Quantized,
-        w: kernels.Quantized,
-        dtype: str,
+    def operand(
+        self, name: str, x: Tensor, asked: Any, second: bool = False
     ) -> Tensor:
-        """The outputs, in `dtype`."""
-        return super().forward(engine, x, self._cut(w), dtype)
+        """See `Contraction.operand`; of a kernel (inputs, gates * units)."""
+        if name == "kernel":
+            x = x if in_one_scale(asked) else self._cut(x)
+        return super().operand(name, x, asked, second)
 
-    def inputs_grad(
-        self,
-        engine: kernels.Engine,
-        g: kernels.Quantized,
-        w: kernels.Quantized,
-        shape: Any,
-        dtype: str,
-    ) -> Tensor:
-        """The gradient of inputs of this shape, in `dtype`."""
-        return super().inputs_grad(engine, g, self._cut(w), shape, dtype)
+    def read(
+        self, name: str, quantized: kernels.Quantized, second: bool
+    ) -> kernels.Quantized:
+        """See `Contraction.read`: the gates that are multiplied."""
+        if name == "kernel" and in_one_scale(quantized.quantization):
+            values = self._cut(quantized.values)
+            quantized = dataclasses.replace(quantized, values=values)
+        return super().read(name, quantized, second)
 
-    def kernel_grad(
-        self,
-        engine: kernels.Engine,
-        x: kernels.Quantized,
-        g: kernels.Quantized,
-        shape: Any,
-        dtype: str,
+    def product(
+        self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
     ) -> Tensor:
-        """The gradient of a whole kernel of this shape, in `dtype`."""
-        rows, columns = shape
+        """See `Contraction.product`; of a whole kernel the gradient."""
+        inputs, (rows, columns) = shapes
         cut = rows, self.last - self.first, columns // self.count
-        gradient = super().kernel_grad(engine, x, g, cut, dtype)
+        result = super().product(matmul, kernel, a, b, (inputs, cut), dtype)
+        if matmul != "kernel_grad":
+            return result
         around = (0, 0), (self.first, self.count - self.last), (0, 0)
-        return ops.reshape(ops.pad(gradient, around), (rows, columns))
+        return ops.reshape(ops.pad(result, around), (rows, columns))
 
-    def _cut(self, w: kernels.Quantized) -> kernels.Quantized:
-        rows, columns = w.values.shape
+    def _cut(self, kernel: Tensor) -> Tensor:
+        rows, columns = kernel.shape
         shape = rows, self.count, columns // self.count
-        values = ops.reshape(w.values, shape)[:, self.first : self.last]
-        return kernels.Quantized(values, w.scale)
+        return ops.reshape(kernel, shape)[:, self.first : self.last]
 
 
 def gates_of(

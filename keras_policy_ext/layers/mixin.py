@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _bases, kernels, policies
+from keras_policy_ext import _bases, frameworks, kernels, policies
 from keras_policy_ext._keras import (
     built_layers,
     calls,
@@ -31,7 +31,6 @@ from keras_policy_ext.layers.state import (
 from keras_policy_ext.policies import Float8DTypePolicy
 
 Tensor = Any
-Contraction = kernels.Einsum | kernels.Conv
 
 
 # What the mixin is mixed into, to a type checker.
@@ -401,13 +400,13 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         )
         self.__dict__["_last_plan"] = plan
         operands = ops.cast(first, dtype), ops.cast(second, dtype)
-        return kernels.engine().run(plan, *operands)
+        return kernels.run(plan, *operands)
 
     @property
     def kernel_choice(self) -> kernels.Choice | None:
         """Whether the last contraction was native or emulated, and why."""
         plan = self.__dict__.get("_last_plan")
-        return None if plan is None else kernels.engine().select(plan)
+        return None if plan is None else plan.choice
 
     def quantize(
         self, mode: Any = None, type_check: bool = True, **kwargs: Any
@@ -464,7 +463,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         leaves = keras.tree.flatten((args, kwargs))
         differentiable = [_is_floating_tensor(leaf) for leaf in leaves]
         tensors = list(itertools.compress(leaves, differentiable))
-        compiling = kernels.engine().is_compiling()
+        compiling = frameworks.current().is_compiling()
         kind = None if compiling else kernels.preferred()
 
         def bound(*tensors: Tensor) -> Tensor:
@@ -529,7 +528,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         follows = isinstance(policy, Float8DTypePolicy)
         self._float8_policy = policy if follows else None
         self._recipe_of_activations: Any = (
-            policy.recipe.without_state if follows else None
+            policy.recipe.for_activations if follows else None
         )
         self._float8_policy_path = self.path
 
@@ -559,7 +558,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
 
     def _contract(
         self,
-        contraction: Contraction,
+        contraction: kernels.Contraction,
         inputs: Tensor,
         kernel: Any,
         training: bool | None,
@@ -583,9 +582,9 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             slot,
         )
         self.__dict__["_last_plan"] = plan
-        if not kernels.engine().is_compiling():
+        if not frameworks.current().is_compiling():
             watching.tell(self.float8_state.of(kernel), inputs)
-        return kernels.engine().run(plan, inputs, value, *state)
+        return kernels.run(plan, inputs, value, *state)
 
     def _state_of(
         self, kernel: Any, policy: Float8DTypePolicy, training: bool | None

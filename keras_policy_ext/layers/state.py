@@ -28,7 +28,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import frameworks
 from keras_policy_ext._keras import averages, variable_values
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
@@ -36,7 +36,7 @@ from keras_policy_ext.numerics.observations import (
     SEALED,
     SLOTS,
 )
-from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1
@@ -112,7 +112,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         self.uses = 0
         super().__init__(
             initializer=_unobserved,
-            shape=rule_of(recipe).state_shape,
+            shape=source_of(recipe).state_shape,
             dtype="float32",
             autocast=False,
             aggregation="only_first_replica",
@@ -122,7 +122,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
 
     def value_made(self, value: Any) -> None:
         """Be told of the tensor that holds this variable."""
-        kernels.engine().keep_observations(self, value)
+        frameworks.current().keep_observations(self, value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +147,9 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         value = self._convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            value = kernels.engine().assigned(self, value)
+            value = frameworks.current().assigned(
+                self, value, source_of(self.recipe).settle
+            )
         assigned = super().assign(value)
         averages.keep_average_equal(self)
         if readable or settled:
@@ -156,7 +158,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
 
     def look(self) -> None:
         """Warn, once, if this state was moved and can be read at no cost."""
-        value = kernels.engine().known_value(self)
+        value = frameworks.current().known_value(self)
         if value is None or value is self._looked_at:
             return
         # On JAX each assignment brings another array.
@@ -194,7 +196,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         amax = np.float32(ops.convert_to_numpy(amax))
         row = OPERANDS.index(operand)
         matrix = np.array(ops.convert_to_numpy(self.value))
-        layout = rule_of(self.recipe).layout
+        layout = source_of(self.recipe).layout
         fresh = not (
             layout.scale(matrix)[row] or layout.history(matrix)[row].any()
         )
@@ -212,7 +214,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         The scale is 0 where none came from a history yet, and the amaxes are
         0 as far as nothing was observed.
         """
-        layout = rule_of(self.recipe).layout
+        layout = source_of(self.recipe).layout
         matrix = self.trusted()
         return {
             operand: (scale, _aged(ring))
@@ -298,7 +300,7 @@ class Float8State(keras.layers.Layer):
         Raises:
             ValueError: If there is a kernel of this path already.
         """
-        if rule_of(recipe).state_shape is None:
+        if source_of(recipe).state_shape is None:
             return
         if kernel.path in self._owners:
             raise ValueError(
@@ -340,14 +342,14 @@ class Float8State(keras.layers.Layer):
 
     def fits(self, recipe: Recipe) -> bool:
         """Whether these matrices can be the state of a recipe."""
-        shape = rule_of(recipe).state_shape
+        shape = source_of(recipe).state_shape
         return shape is None or all(
             tuple(variable.shape) == shape for variable in self.matrices
         )
 
     def follow(self, recipe: Recipe) -> None:
         """Go on under another recipe, one that `fits`."""
-        if rule_of(recipe).state_shape is not None:
+        if source_of(recipe).state_shape is not None:
             for variable in self.matrices:
                 variable.recipe = recipe
 
@@ -361,7 +363,7 @@ class Float8State(keras.layers.Layer):
             for key, value in _entries(number, variable).items():
                 other_kernel = self.merged and ".kernel." in key
                 store[key] = np.zeros_like(value) if other_kernel else value
-            earlier = kernels.engine().earlier_observation(variable)
+            earlier = frameworks.current().earlier_observation(variable)
             if earlier is not None:
                 store[_earlier(number)] = _readable(earlier)
 
@@ -405,8 +407,8 @@ class Float8State(keras.layers.Layer):
             earlier = entries.get(_earlier(number))
             # Of another history length it has another shape.
             if earlier is not None and earlier.shape == matrix.shape:
-                engine = kernels.engine()
-                engine.put_earlier_observation(variable, earlier)
+                framework = frameworks.current()
+                framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:
         """Be told that the layer is about to load its weights."""
@@ -448,7 +450,7 @@ def _beside(kernel: keras.Variable) -> Any:
 
 
 def _entries(number: int, variable: StateVariable) -> dict[str, np.ndarray]:
-    layout = rule_of(variable.recipe).layout
+    layout = source_of(variable.recipe).layout
     matrix = variable.trusted()
     entries = {}
     for row, operand in enumerate(OPERANDS):
@@ -507,7 +509,7 @@ def matrices_in(
         ValueError: If the entries are incomplete, of wrong shapes or values,
             or written by a newer version of this package.
     """
-    shape = rule_of(recipe).state_shape
+    shape = source_of(recipe).state_shape
     if shape is None or not count:
         return []
     if not entries:
@@ -554,8 +556,8 @@ def _empty(shape: tuple[int, ...]) -> np.ndarray:
 def _matrix(
     number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
-    rule = rule_of(recipe)
-    matrix = _empty(rule.state_shape)
+    source = source_of(recipe)
+    matrix = _empty(source.state_shape)
     names = [
         f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")
     ]
@@ -566,12 +568,13 @@ def _matrix(
         lacking = ", ".join(sorted(wanted - entries.keys()))
         raise ValueError(_damaged(path, f"it lacks {lacking}"))
     _check_earlier(number, entries, path)
-    scales, histories = rule.layout.scale(matrix), rule.layout.history(matrix)
+    layout = source.layout
+    scales, histories = layout.scale(matrix), layout.history(matrix)
     for row, operand in enumerate(OPERANDS):
         prefix = f"{number}.{operand}"
         ring = _entry(entries, f"{prefix}.amax_history", 1, path)
         scales[row] = _entry(entries, f"{prefix}.scale", 0, path)
-        histories[row] = _resized(ring, rule.layout.length)
+        histories[row] = _resized(ring, source.layout.length)
     return matrix
 
 

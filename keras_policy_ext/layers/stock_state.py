@@ -17,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 
 NAMES = tuple(
@@ -136,7 +136,7 @@ class _View:
                 f"amaxes. Received: the policy {layer.dtype_policy!r}. "
                 "Allowed: a float8 policy with delayed scaling."
             )
-        layout = rule_of(matrices[0].recipe).layout
+        layout = source_of(matrices[0].recipe).layout
         state = variable_values.value_without_autocast(matrices[0])
         state = ops.stop_gradient(state)
         if self.kind == "amax_history":

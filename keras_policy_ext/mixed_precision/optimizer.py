@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import frameworks
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments, scaling
 from keras_policy_ext.mixed_precision._handover import Handover
@@ -226,15 +226,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         variables = self._variables_of(trainable_variables, len(grads))
         scaled = not self._handover.taken(grads)
-        engine = kernels.engine()
-        finite = engine.on_all_replicas(scaling.all_finite(grads))
+        framework = frameworks.current()
+        finite = framework.on_all_replicas(scaling.all_finite(grads))
         if scaled:
             grads = self._unscaled(grads, variables)
         elif self._handover.states_too:
             grads = self._with_scaled_states(grads, variables)
         if self.inner_optimizer.gradient_accumulation_steps:
             grads = _as_accumulated(grads, variables)
-        engine.run_if(
+        framework.run_if(
             finite,
             self.inner_optimizer.apply,
             (grads, variables),
@@ -287,7 +287,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if self.max_skipped_steps is None:
             return
-        skipped = kernels.engine().known_integer(self.skipped_steps)
+        skipped = frameworks.current().known_integer(self.skipped_steps)
         if skipped is not None and skipped >= self.max_skipped_steps:
             raise FloatingPointError(
                 "No step was taken for a while, because a gradient was not "

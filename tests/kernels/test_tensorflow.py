@@ -197,6 +197,7 @@ def test_a_gpu_with_float8_hardware_is_used_unasked(
 
 
 def test_what_tensorflow_does_not_offer_is_done_without(monkeypatch):
+    from keras_policy_ext.frameworks import tensorflow as framework
     from keras_policy_ext.kernels import tensorflow as engine
 
     layer = LAYERS["heads"]()
@@ -208,6 +209,6 @@ def test_what_tensorflow_does_not_offer_is_done_without(monkeypatch):
     assert choice.kind == "native"
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(engine, "control_flow_util", None)
+    monkeypatch.setattr(framework, "control_flow_util", None)
     _, _, choice = gradients(layer, x, "native")
     assert choice.kind == "emulated"

@@ -5,6 +5,7 @@ The layouts that CUDA demands of the float8 matmul are checked without a GPU.
 
 import contextlib
 import logging
+import unittest.mock
 
 import keras
 import pytest
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from keras.backend import standardize_dtype
 
 from keras_policy_ext import kernels
-from keras_policy_ext.kernels import einsum
 
 if keras.backend.backend() != "torch":
     pytest.skip(
@@ -27,8 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keras_policy_ext.kernels import torch as torch_kernels
 from keras_policy_ext.kernels.torch import _padded
-from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling
+from products import forward_product, shapes_of, three_products, whole
 
 
 @contextlib.contextmanager
@@ -40,7 +41,15 @@ def fake_cuda():
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)  # it logs what the tests provoke
-    with FakeTensorMode():
+    to = torch.Tensor.to
+
+    def stay(x, target, *args, **kwargs):
+        """Keras moves all tensors to its device, which is not linked here."""
+        here = str(target) == str(x.device)
+        return x if here else to(x, target, *args, **kwargs)
+
+    patched = unittest.mock.patch.object(torch.Tensor, "to", stay)
+    with FakeTensorMode(), keras.device("cuda:0"), patched:
 
         def empty(*shape, dtype="float8_e4m3fn"):
             return torch.empty(
@@ -86,16 +95,16 @@ def test_any_sizes_obey_them(sizes):
 
 def three_matmuls(equation, sizes, gradient, empty):
     """Run forward and both gradients on fake float8 tensors."""
-    engine, contraction = kernels.engine(), kernels.Einsum(equation)
-    terms = einsum.split(equation)
-    x, w, y = (tuple(sizes[c] for c in term) for term in terms)
-    one = empty(dtype="float32")
-    inputs = kernels.Quantized(empty(*x), one)
-    kernel = kernels.Quantized(empty(*w), one)
-    g = kernels.Quantized(empty(*y, dtype=gradient), one)
-    outputs = contraction.forward(engine, inputs, kernel, "bfloat16")
-    dx = contraction.inputs_grad(engine, g, kernel, x, "bfloat16")
-    dw = contraction.kernel_grad(engine, inputs, g, w, "float32")
+    x, w, y = shapes_of(equation, sizes)
+    one = empty(1, 1, 1, dtype="float32")
+    outputs, dx, dw = three_products(
+        equation,
+        torch_kernels.ScaledMM(),
+        whole(empty(*x), one),
+        whole(empty(*w), one),
+        whole(empty(*y, dtype=gradient), one, gradient),
+        ("bfloat16", "bfloat16", "float32"),
+    )
     assert [tuple(t.shape) for t in (outputs, dx, dw)] == [y, x, w]
     dtypes = [standardize_dtype(t.dtype) for t in (outputs, dx, dw)]
     assert dtypes == ["bfloat16", "bfloat16", "float32"]
@@ -136,6 +145,8 @@ def test_a_matmul_is_native_on_a_gpu_with_float8_units():
 
 # bfloat16 on a CPU
 
+EMULATED = kernels.engine().matmuls[-1]
+
 
 def operands(*shapes):
     """Float8 numbers as the CPU holds them, each with a scale."""
@@ -143,8 +154,8 @@ def operands(*shapes):
     for shape in shapes:
         values = torch.randn(shape, generator=generator) * 50
         values = values.to(torch.float8_e4m3fn).float()
-        scale = torch.rand((), generator=generator) / 300
-        yield kernels.Quantized(values, scale)
+        scale = torch.rand((1, 1, 1), generator=generator) / 300
+        yield whole(values, scale)
 
 
 EQUATIONS = [
@@ -164,10 +175,10 @@ def test_a_bfloat16_result_is_rounded_once(
 ):
     monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: bfloat16)
     a, b = operands(first, second)
-    y = kernels.engine().einsum(equation, a, b, "bfloat16")
+    y = forward_product(equation, EMULATED, a, b, "bfloat16")
     assert y.dtype == torch.bfloat16
     exact = torch.einsum(equation, a.values.double(), b.values.double())
-    exact = exact * (a.scale * b.scale).double()
+    exact = exact * (a.scale * b.scale).double().reshape(())
     # Half an ulp of a number with 8 bits, and what float32 sums differ by.
     error = (y.double() - exact).abs()
     allowed = exact.abs() * 2.0**-8 + exact.abs().max() * 2.0**-20
@@ -179,17 +190,18 @@ def test_a_bfloat16_result_is_rounded_once(
 def test_scales_that_are_not_finite_reach_a_bfloat16_result(monkeypatch):
     monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
     a, b = operands((4, 8), (8, 3))
-    spoiled = kernels.Quantized(a.values, torch.tensor(float("nan")))
-    y = kernels.engine().einsum("ab,bc->ac", spoiled, b, "bfloat16")
+    spoiled = whole(a.values, torch.full((1, 1, 1), float("nan")))
+    y = forward_product("ab,bc->ac", EMULATED, spoiled, b, "bfloat16")
     assert torch.isnan(y).all()
 
 
 def test_other_results_are_not_computed_in_bfloat16(monkeypatch):
     monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
     a, b = operands((33, 129), (129, 17))
-    exact = a.values.double() @ b.values.double() * (a.scale * b.scale)
+    scale = (a.scale * b.scale).reshape(())
+    exact = a.values.double() @ b.values.double() * scale
     for dtype in ("float32", "float16"):
-        y = kernels.engine().einsum("ab,bc->ac", a, b, dtype).double()
+        y = forward_product("ab,bc->ac", EMULATED, a, b, dtype).double()
         unit = {"float32": 2.0**-20, "float16": 2.0**-11}[dtype]
         allowed = exact.abs() * unit + exact.abs().max() * 2.0**-20
         assert torch.all((y - exact).abs() <= allowed)
@@ -199,13 +211,24 @@ def test_other_results_are_not_computed_in_bfloat16(monkeypatch):
 
 
 def test_scales_are_chosen_only_while_an_operand_was_not_seen():
-    engine, rule = kernels.engine(), rule_of(DelayedScaling())
-    state = torch.zeros(rule.state_shape)
+    recipe = DelayedScaling()
+    plan = kernels.make_plan(
+        kernels.Einsum("ab,bc->ac"), recipe, "float32", "float32"
+    )
+    source = source_of(recipe)
+    state = torch.zeros(source.state_shape)
     state[:, 0] = -1.0
-    assert engine.prior(rule, state).unseen.tolist() == [True] * 3
+    x, w = torch.ones(2, 3), torch.ones(3, 4)
+
+    def unseen():
+        known = plan.forward(x, w, (state,), observe=False)[1].known
+        return None if known.unseen is None else known.unseen.tolist()
+
+    assert unseen() == [True] * 3
     state[:2, 10] = 3.0
-    assert engine.prior(rule, state).unseen.tolist() == [False, False, True]
+    assert unseen() == [False, False, True]
     state[2, 10] = 3.0
-    known = engine.prior(rule, state)
-    assert known.unseen is None
-    torch.testing.assert_close(known.scales, rule.prior(state).scales)
+    assert unseen() is None
+    known = plan.forward(x, w, (state,), observe=False)[1].known
+    expected = source.history_scales(state).scales
+    torch.testing.assert_close(known.scales, expected, rtol=0, atol=0)

@@ -10,7 +10,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
 from keras_policy_ext.layers.adoption import adopt, release
-from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 from saving_models import (
     JIT,
@@ -48,7 +48,7 @@ def mean_square(y):
 def newest(cell, kernel):
     """The amaxes that were observed last, by operand."""
     variable = cell.float8_state.of(getattr(cell, kernel))
-    history = rule_of(variable.recipe).layout.history(numpy(variable))
+    history = source_of(variable.recipe).layout.history(numpy(variable))
     return dict(zip(OPERANDS, history[:, 0], strict=True))
 
 

@@ -14,7 +14,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.layers import state as state_module
-from keras_policy_ext.numerics.rules import rule_of
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 from saving_models import (
     LENGTH,
@@ -132,7 +132,7 @@ def dense_with_state(length, scale=0.5, **kwargs):
     (matrix,) = matrices(model)
     newest_first = np.arange(1, length + 1, dtype="float32")
     rings = np.stack([aged(newest_first * factor) for factor in (1, 2, 3)])
-    layout = rule_of(matrix.recipe).layout
+    layout = source_of(matrix.recipe).layout
     scales = np.array([1, 2, 4], "float32") * scale
     matrix.assign(numpy(layout.settled(scales, rings)))
     return model

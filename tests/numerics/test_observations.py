@@ -7,9 +7,15 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_policy_ext import reference
+from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.observations import SLOTS, Layout
-from keras_policy_ext.numerics.rules import DelayedRule, rule_of
+from keras_policy_ext.numerics.scale_sources import (
+    Amax,
+    DelayedSource,
+    source_of,
+)
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
+from steps import numpy
 from ways import FASTEST, WAYS, compiled, run, same_bits
 
 ROWS = len(OPERANDS)
@@ -17,7 +23,7 @@ LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
 
 
 def delayed(length=4, **kwargs):
-    return rule_of(DelayedScaling(amax_history_length=length, **kwargs))
+    return source_of(DelayedScaling(amax_history_length=length, **kwargs))
 
 
 def fresh(rule):
@@ -215,13 +221,21 @@ def test_the_columns_are_uses_slots_scale_history():
 
 def prior(rule, state, way="eager"):
     def scales_and_unseen(state):
-        result = rule.prior(state)
+        result = rule.history_scales(state)
         if result.unseen is None:
             return (result.scales,)
         return result.scales, result.unseen
 
     result = run(scales_and_unseen, way, np.asarray(state, "float32"))
     return [ops.convert_to_numpy(x) for x in result]
+
+
+def scale_and_amax(rule, state, x, observe):
+    """The scale of inputs, and their amax where that is observed."""
+    asked = rule.recipe.quantization("inputs", "forward")
+    amax = Amax(x, wanted=observe)
+    known = rule.history_scales(state)
+    return rule.scale("inputs", asked, amax, known), amax.known
 
 
 FORMATS = [DelayedScaling().format_of(operand) for operand in OPERANDS]
@@ -277,7 +291,7 @@ def test_a_fresh_layer_takes_its_scale_from_the_tensor_itself(way):
     for observe in (True, False):
 
         def scale(state, x, observe=observe):
-            return rule.scale("inputs", x, rule.prior(state), observe)[0]
+            return scale_and_amax(rule, state, x, observe)[0]
 
         expected = reference.scale_of_multiplier(5.0, FORMATS[0])
         same_bits(run(scale, way, fresh(rule), x), expected)
@@ -306,22 +320,23 @@ def test_the_scale_in_the_state_is_the_one_that_was_used(way):
     assert scales(rule, result).tolist() == [1, 2, 1]
 
 
-def test_delayed_scaling_needs_no_guard_and_current_scaling_has_one():
-    amax = ops.convert_to_tensor(np.float32(3.0))
-    assert delayed().guard(amax) is None
-    current = rule_of(CurrentScaling())
-    assert current.guard(None) is None
-    assert float(current.guard(amax)) == 1
+def test_scales_that_gradients_read_tell_what_was_not_finite():
+    x = np.ones((1, 2, 3), "float32")
+    asked = CurrentScaling().quantization("inputs", "forward")
+    read, amax = quantized.quantize(ops.convert_to_tensor(x), asked)
+    same_bits(read.marked(amax).scale, read.scale)
     for poison in (np.inf, np.nan):
-        guard = current.guard(ops.convert_to_tensor(np.float32(poison)))
-        assert np.isnan(float(guard))
+        x[0, 1, 1] = poison
+        read, amax = quantized.quantize(ops.convert_to_tensor(x), asked)
+        assert np.isfinite(numpy(read.scale)).all()
+        assert np.isnan(numpy(read.marked(amax).scale)).all()
 
 
-def test_equal_recipes_share_a_rule_and_strangers_have_none():
-    assert rule_of(DelayedScaling()) is rule_of(DelayedScaling())
-    assert isinstance(rule_of(DelayedScaling()), DelayedRule)
-    with pytest.raises(NotImplementedError, match="DelayedScaling"):
-        rule_of(object())
+def test_equal_recipes_share_a_source_and_strangers_have_none():
+    assert source_of(DelayedScaling()) is source_of(DelayedScaling())
+    assert isinstance(source_of(DelayedScaling()), DelayedSource)
+    with pytest.raises(TypeError, match="recipes"):
+        source_of(object())
 
 
 # Random training runs
@@ -395,13 +410,13 @@ def test_the_scales_of_any_run_are_those_of_the_reference_layer(
     initial_scale, xs
 ):
     recipe = DelayedScaling(amax_history_length=2, initial_scale=initial_scale)
-    rule, layer = rule_of(recipe), reference.DelayedLinear(recipe)
+    rule, layer = source_of(recipe), reference.DelayedLinear(recipe)
 
-    def scale_and_amax(state, x):
-        return rule.scale("inputs", x, rule.prior(state), True)
+    def of_inputs(state, x):
+        return scale_and_amax(rule, state, x, True)
 
     run_scale = _COMPILED.setdefault(
-        initial_scale, compiled(scale_and_amax, FASTEST)
+        initial_scale, compiled(of_inputs, FASTEST)
     )
     state = fresh(rule)
     for x in xs:

@@ -1,0 +1,247 @@
+"""What a framework is asked for, answered in `keras.ops` where that will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from keras import ops
+
+Tensor = Any
+Shape = tuple[Any, ...]
+Settle = Callable[[Tensor, Tensor], Tensor]
+
+
+class Residuals(Protocol):
+    """What a backward pass needs of the forward pass: tensors in a frame."""
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+
+    def like(self, leaves: Sequence[Tensor]) -> Residuals:
+        """The same around other tensors."""
+
+
+def frame_of(residuals: Any) -> Any:
+    """Residuals without their tensors: what of them is static, and hashable.
+
+    `like` puts tensors in again. Each place is held by `()`, since None would
+    say that there is no tensor in it.
+    """
+    return residuals.like([()] * len(residuals.leaves()))
+
+
+class Operation(Hashable, Protocol):
+    """A function of tensors that says its own gradient; hashable.
+
+    Equal operations compute the same, so that what a framework has compiled
+    for one serves the other.
+    """
+
+    @property
+    def training(self) -> bool | None:
+        """True observes; False does not; None: where a gradient is taken."""
+
+    @property
+    def first_use(self) -> Operation:
+        """One that has the same forward pass, for all that share it."""
+
+    def resolved(self) -> Operation:
+        """This operation, when what it leaves open can be known."""
+
+    def forward(
+        self, inputs: Tensor, kernel: Tensor, state: Shape, observe: bool
+    ) -> tuple[Tensor, Any]:
+        """The outputs, and the residuals."""
+
+    def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
+        """The residuals of a forward pass that did not observe, observed."""
+
+    def backward(
+        self,
+        residuals: Any,
+        outputs_grad: Tensor,
+        state: Shape,
+        needed: tuple[bool, bool] = (True, True),
+    ) -> tuple[Tensor | None, Tensor | None, Shape]:
+        """The gradients of inputs, kernel and state."""
+
+
+class Framework:
+    """The framework as far as `keras.ops` goes."""
+
+    name = "keras.ops"
+
+    # Tracing
+
+    def is_compiling(self) -> bool:
+        """Whether a compiler that cannot read context variables traces.
+
+        JAX and TensorFlow trace Python as it is.
+        """
+        return False
+
+    def traces_for_xla(self) -> bool:
+        """Whether XLA compiles what is called now, if kernels ask that."""
+        return False
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """A block in which loops are run and not traced; no gradients.
+
+        For what has to see the numbers of each step of a recurrent layer.
+        """
+        return nullcontext()
+
+    def functions_step_by_step(self) -> AbstractContextManager[None]:
+        """The same for what a layer has compiled itself, on all threads."""
+        return nullcontext()
+
+    def runs_now(self) -> bool:
+        """Whether what is called in such blocks is run and not traced."""
+        return True
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """An integer scalar as a number; None while it is being compiled."""
+        return int(x)
+
+    def known_any(self, flags: Tensor) -> bool | None:
+        """Whether any flag holds; None where to read it would mean waiting."""
+        return None
+
+    # Branches and replicas
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """Run an update of variables where a flag holds.
+
+        Args:
+            flag: Bool scalar, the same on every replica.
+            update: Called with the arguments.
+            arguments: Nested tensors and variables.
+            variables: All that `update` assigns.
+        """
+        ops.cond(flag, lambda: update(*arguments), lambda: None)
+
+    def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """Whether a bool scalar is true on every data-parallel replica."""
+        return flag
+
+    def combine_replicas(self, observation: Tensor) -> Tensor:
+        """What all data-parallel replicas observed, where there are any.
+
+        Args:
+            observation: (rows, width), what this replica observed, or a
+                settled state.
+
+        Returns:
+            (rows, width or more), for `Layout.settle`; the same on every
+            replica.
+        """
+        return observation
+
+    # Gradients
+
+    def run(
+        self,
+        operation: Operation,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        """`operation.forward`, differentiable by `operation.backward`."""
+        raise NotImplementedError(_needs_a_framework(self.name))
+
+    def transpose(
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: Shape,
+        cotangent: Tensor,
+    ) -> Tensor:
+        """Apply the transpose of a linear function of a float32 tensor.
+
+        Args:
+            function: Linear in its argument.
+            shape: Of that argument.
+            cotangent: Of the shape of the function's result.
+
+        Returns:
+            Float32 tensor of shape `shape`.
+        """
+        raise NotImplementedError(_needs_a_framework(self.name))
+
+    # State that is written by its gradient
+
+    def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
+        """What a state becomes, on every replica the same.
+
+        Args:
+            settle: Of the value that is assigned and the state before.
+            value: An observation, a settled state, or zeros.
+            previous: The settled state before.
+        """
+        return settle(self.combine_replicas(value), previous)
+
+    def assigned(self, variable: Any, value: Tensor, settle: Settle) -> Tensor:
+        """What a state variable becomes when `value` is assigned to it."""
+        return self.settle(settle, value, variable.value)
+
+    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+        """Keep the observations of a state apart from its gradients.
+
+        Where gradients are handed out there is nothing to keep apart.
+
+        Args:
+            variable: A state variable that has just got its value.
+            tensor: That value.
+        """
+
+    def earlier_observation(self, variable: Any) -> Tensor | None:
+        """What was observed in micro-batches before, beside gradients.
+
+        Returns:
+            Float32 (operands, width); None if there is nothing, or where the
+            optimizer has it that accumulates gradients.
+        """
+        return None
+
+    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+        """Put back what `earlier_observation` returned."""
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """What a state variable holds, where that can be read now.
+
+        Returns:
+            Its value; None while it is traced, and where to read it would
+            keep others waiting in each step.
+        """
+        return None
+
+    def settle_observed(self, variables: Sequence[Any]) -> None:
+        """Make what was observed of states part of them.
+
+        Args:
+            variables: State variables.
+
+        Raises:
+            ValueError: If the framework hands gradients out, instead of
+                keeping them with the variables.
+        """
+        raise ValueError(
+            f"On {self.name} gradients are not kept with the variables. "
+            "Received: none. Allowed: gradients for all of "
+            "`model.trainable_variables`, as taken in your training step; "
+            "pass them on."
+        )
+
+
+def _needs_a_framework(name: str) -> str:
+    return (
+        f"{name!r} takes no gradients. Received: a contraction outside of a "
+        "framework. Allowed: keras_policy_ext.frameworks.current()."
+    )

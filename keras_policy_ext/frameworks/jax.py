@@ -1,0 +1,156 @@
+"""JAX: gradients by `custom_vjp`, branches that must not assign."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+
+from keras_policy_ext.frameworks.base import Framework, Operation, frame_of
+
+Tensor = Any
+State = tuple[Tensor, ...]
+
+
+class JaxFramework(Framework):
+    """JAX."""
+
+    name = "jax"
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """See `Framework.step_by_step`."""
+        return jax.disable_jit()
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """See `Framework.known_integer`."""
+        return None if isinstance(x, jax.core.Tracer) else int(x)
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `Framework.known_value`."""
+        value = variable.value
+        return None if isinstance(value, jax.core.Tracer) else value
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """See `Framework.run_if`.
+
+        A branch of `lax.cond` must not assign: what it would assign is its
+        result. Eagerly no branch is traced.
+        """
+        if not isinstance(flag, jax.core.Tracer):
+            if flag:
+                update(*arguments)
+            return
+        before = [variable.value for variable in variables]
+
+        def updated() -> list[Tensor]:
+            mapping = list(zip(variables, before, strict=True))
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                update(*arguments)
+            return [scope.get_current_value(v) for v in variables]
+
+        after = lax.cond(flag, updated, lambda: before)
+        for variable, value in zip(variables, after, strict=True):
+            variable.assign(value)
+
+    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
+        """See `Framework.transpose`."""
+        like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+        return jax.linear_transpose(function, like)(cotangent)[0]
+
+    def run(
+        self,
+        operation: Operation,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        """See `Framework.run`."""
+        return _run(operation, inputs, kernel, state)
+
+
+FRAMEWORK = JaxFramework()
+
+
+@jax.tree_util.register_pytree_node_class
+class _Saved:
+    """Residuals as JAX hands them on: the tensors, and the frame of them."""
+
+    def __init__(self, leaves: Sequence[Tensor], frame: Any):
+        self.leaves = list(leaves)
+        self.frame = frame
+
+    @classmethod
+    def of(cls, residuals: Any) -> _Saved:
+        return cls(residuals.leaves(), frame_of(residuals))
+
+    def residuals(self) -> Any:
+        return self.frame.like(self.leaves)
+
+    def tree_flatten(self) -> tuple[list[Tensor], Any]:
+        return self.leaves, self.frame
+
+    @classmethod
+    def tree_unflatten(cls, frame: Any, leaves: Sequence[Tensor]) -> _Saved:
+        return cls(leaves, frame)
+
+
+# Each pass is compiled as a whole, so that an eager call does not dispatch
+# its operations one by one; inside a compiled function these are inlined.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    operation: Operation,
+    observe: bool,
+    inputs: Tensor,
+    kernel: Tensor,
+    state: State,
+) -> tuple[Tensor, _Saved]:
+    outputs, residuals = operation.forward(inputs, kernel, state, observe)
+    return outputs, _Saved.of(residuals)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(
+    operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, State]:
+    return operation.backward(saved.residuals(), outputs_grad, state)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(
+    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+) -> Tensor:
+    # JAX calls this one only where no gradient is taken.
+    return _forward(operation.first_use, False, inputs, kernel, state)[0]
+
+
+def _run_forward(
+    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+) -> tuple[Tensor, tuple[_Saved, State]]:
+    observe = operation.training is not False
+    outputs, saved = _forward(
+        operation.first_use, observe, inputs, kernel, state
+    )
+    return outputs, (saved, state)
+
+
+def _run_backward(
+    operation: Operation, saved: tuple[_Saved, State], outputs_grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, State]:
+    return _backward(operation, *saved, outputs_grad)
+
+
+_run.defvjp(_run_forward, _run_backward)

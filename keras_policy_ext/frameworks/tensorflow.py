@@ -1,0 +1,247 @@
+"""TensorFlow: gradients by `tf.custom_gradient`, replicas by strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_policy_ext.frameworks.base import Framework, Operation, frame_of
+
+# TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
+# this one is gone, nothing is taken to be compiled by it.
+try:
+    from tensorflow.python.ops import control_flow_util
+except ImportError:
+    control_flow_util = None
+
+Tensor = Any
+
+_SWITCH = threading.RLock()
+"""Held while functions run eagerly: to turn that off is nobody else's."""
+
+
+class TensorFlowFramework(Framework):
+    """TensorFlow."""
+
+    name = "tensorflow"
+
+    def traces_for_xla(self) -> bool:
+        """See `Framework.traces_for_xla`; with `jit_compile=True`."""
+        inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
+        if inside is None or tf.executing_eagerly():
+            return False
+        return bool(inside(tf.compat.v1.get_default_graph()))
+
+    @contextlib.contextmanager
+    def functions_step_by_step(self) -> Iterator[None]:
+        """See `Framework.functions_step_by_step`; there is one switch."""
+        with _SWITCH:
+            before = tf.config.functions_run_eagerly()
+            tf.config.run_functions_eagerly(True)
+            try:
+                yield
+            finally:
+                tf.config.run_functions_eagerly(before)
+
+    def runs_now(self) -> bool:
+        """See `Framework.runs_now`; loops do wherever functions do."""
+        return bool(tf.executing_eagerly())
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """See `Framework.known_integer`.
+
+        Asked of the context: AutoGraph makes a tensor of `int(x)`.
+        """
+        return int(x) if tf.executing_eagerly() else None
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `Framework.known_value`; while a graph is made, as it is.
+
+        A foreign optimizer assigns to the variable of TensorFlow itself.
+        """
+        value = variable.value
+        on_cpu = "CPU" in str(getattr(value, "device", ""))
+        with tf.init_scope():
+            if not on_cpu or not tf.executing_eagerly():
+                return None
+            try:
+                return value.numpy()
+            except (AttributeError, tf.errors.FailedPreconditionError):
+                return None  # a part of another replica, or not made yet
+
+    def combine_replicas(self, observation: Tensor) -> Tensor:
+        """See `Framework.combine_replicas`."""
+        context = tf.distribute.get_replica_context()
+        replicas = 1 if context is None else context.num_replicas_in_sync
+        if replicas == 1:
+            return observation
+        # Side by side and not slot by slot: replicas call the same layer, so
+        # that the first use on one may be the second on another.
+        gathered = context.all_gather(observation[tf.newaxis], axis=0)
+        first, *_ = values = tf.unstack(gathered, replicas)
+        uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
+        uses = tf.where(first[:, :1] < 0.0, first[:, :1], uses)
+        return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
+
+    def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """See `Framework.on_all_replicas`."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return flag
+        failed = tf.cast(tf.logical_not(flag), tf.float32)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, failed) == 0.0
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """See `Framework.run_if`.
+
+        Replicas that run as threads meet inside `update`, which they cannot
+        in a branch: there the branch goes around all of them.
+        """
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            super().run_if(flag, update, arguments, variables)
+            return
+
+        def all_replicas(strategy: Any, flag: Any, *arguments: Any) -> None:
+            run = strategy.extended.call_for_each_replica
+            (flag, *_) = strategy.experimental_local_results(flag)
+            tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
+
+        context.merge_call(all_replicas, args=(flag, *arguments))
+
+    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
+        """See `Framework.transpose`."""
+        point = tf.zeros(shape, tf.float32)
+        with tf.GradientTape() as tape:
+            tape.watch(point)
+            value = function(point)
+        return tape.gradient(value, point, output_gradients=cotangent)
+
+    def run(
+        self,
+        operation: Operation,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        """See `Framework.run`."""
+        eager = tf.executing_eagerly()
+        shapes = (tuple(inputs.shape), tuple(kernel.shape))
+        if eager:
+            forward = _eager_forward(operation.first_use, shapes)
+        else:
+            forward = _forward(operation)
+
+        @tf.custom_gradient
+        def differentiable(
+            inputs: Tensor, kernel: Tensor, *state: Tensor
+        ) -> Any:
+            outputs, residuals = forward(inputs, kernel, state)
+
+            def gradient(outputs_grad: Tensor) -> list[Tensor]:
+                seen = residuals
+                if operation.training is None:
+                    seen = operation.observed(residuals, inputs, kernel)
+                make = _eager_backward if eager else _backward
+                backward = make(operation, frame_of(seen), shapes)
+                inputs_grad, *assigned = backward(
+                    seen.leaves(), outputs_grad, state
+                )
+                return [inputs_grad, *_after((kernel, *state), assigned)]
+
+            return outputs, gradient
+
+        # A tf.Variable would make tf.custom_gradient ask for a second result.
+        return differentiable(
+            tf.identity(inputs),
+            tf.identity(kernel),
+            *(tf.identity(matrix) for matrix in state),
+        )
+
+
+FRAMEWORK = TensorFlowFramework()
+
+
+def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
+    """Gradients by which variables are updated, once those were read.
+
+    A forward pass that is done again for its gradient reads a kernel which
+    the gradient of that kernel does not need. Nothing but a control edge puts
+    the read before the update, and Grappler loses it: it takes the edge for
+    redundant beside an IdentityN of all gradients, and then splits that one
+    (TF 2.21; once in some 40,000 steps the updated kernel was read).
+    """
+    with tf.control_dependencies(reads):
+        return [tf.identity(gradient) for gradient in gradients]
+
+
+def _forward(operation: Operation) -> Any:
+    observe = operation.training is True
+
+    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> Any:
+        return operation.forward(inputs, kernel, state, observe)
+
+    return forward
+
+
+def _backward(operation: Operation, frame: Any, shapes: Any) -> Any:
+    def backward(leaves: Any, outputs_grad: Tensor, state: Any) -> Any:
+        inputs_grad, kernel_grad, state_grad = operation.backward(
+            frame.like(leaves), outputs_grad, state
+        )
+        return [inputs_grad, kernel_grad, *state_grad]
+
+    return backward
+
+
+class _Graph:
+    """A pass as one graph, made at the first call.
+
+    Eagerly a pass is some thirty operations of which most are on scalars; so
+    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). Concrete,
+    since `tf.function` warns of a Python function that it traces often.
+    """
+
+    def __init__(self, function: Any):
+        self._function = tf.function(function, autograph=False)
+        self._concrete: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._concrete is None:
+            self._concrete = self._function.get_concrete_function(*arguments)
+        return self._concrete(*arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def _eager_forward(operation: Operation, shapes: tuple[Any, ...]) -> Any:
+    """Shapes are what the graph was made for, and so part of the key."""
+    frames: list[Any] = []
+
+    def flat(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
+        outputs, residuals = _forward(operation)(inputs, kernel, state)
+        frames[:] = [frame_of(residuals)]
+        return [outputs, *residuals.leaves()]
+
+    graph = _Graph(flat)
+
+    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> Any:
+        outputs, *leaves = graph(inputs, kernel, state)
+        return outputs, frames[0].like(leaves)
+
+    return forward
+
+
+@functools.lru_cache(maxsize=1024)
+def _eager_backward(operation: Operation, frame: Any, shapes: Any) -> Any:
+    return _Graph(_backward(operation, frame, shapes))

@@ -1,0 +1,196 @@
+"""PyTorch: gradients by `torch.autograd.Function`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from keras_policy_ext.frameworks import torch_observations
+from keras_policy_ext.frameworks.base import (
+    Framework,
+    Operation,
+    Settle,
+    frame_of,
+)
+
+Tensor = Any
+
+
+class TorchFramework(Framework):
+    """PyTorch."""
+
+    name = "torch"
+
+    def is_compiling(self) -> bool:
+        """See `Framework.is_compiling`; torch.compile breaks at one."""
+        return bool(torch.compiler.is_compiling())
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """See `Framework.step_by_step`."""
+        return torch.no_grad()
+
+    def known_any(self, flags: Tensor) -> bool | None:
+        """See `Framework.known_any`.
+
+        A choice of scales that is already made saves three of the five
+        computations of scales in a step.
+        """
+        return bool(flags.any()) if is_known(flags) else None
+
+    @torch.compiler.disable
+    def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
+        """See `Framework.settle`; not compiled either."""
+        with torch.no_grad():
+            return super().settle(settle, value, previous)
+
+    @torch.compiler.disable
+    def assigned(self, variable: Any, value: Tensor, settle: Settle) -> Tensor:
+        """See `Framework.assigned`."""
+        with torch.no_grad():
+            value = torch_observations.with_observed(variable, value)
+            return super().assigned(variable, value, settle)
+
+    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+        """See `Framework.keep_observations`."""
+        torch_observations.keep_apart(variable, tensor)
+
+    def earlier_observation(self, variable: Any) -> Tensor | None:
+        """See `Framework.earlier_observation`."""
+        return variable.observed.earlier
+
+    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+        """See `Framework.put_earlier_observation`."""
+        value = torch.as_tensor(value, device=variable.value.device)
+        variable.observed.earlier = value
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `Framework.known_value`; once for each change."""
+        if torch.compiler.is_compiling():
+            return None
+        return torch_observations.changed_value(variable)
+
+    def settle_observed(self, variables: Sequence[Any]) -> None:
+        """See `Framework.settle_observed`."""
+        torch_observations.enter(variables)
+
+    def run(
+        self,
+        operation: Operation,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        """See `Framework.run`."""
+        if torch.compiler.is_exporting():
+            return _run_exported(operation, inputs, kernel, state)
+        return _run(operation, inputs, kernel, *state)
+
+
+FRAMEWORK = TorchFramework()
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether a number can be read without waiting for a device."""
+    # Tensors of other types stand for numbers that are not there yet.
+    return type(x) is torch.Tensor and x.device.type == "cpu"
+
+
+def _run_exported(
+    operation: Operation, inputs: Tensor, kernel: Tensor, state: Any
+) -> Tensor:
+    """A forward pass of PyTorch's own operations and nothing else.
+
+    Observing chooses a scale that was never observed without a branch, which
+    a file cannot have inside the loop of a recurrent layer.
+    """
+    _refuse_onnx()
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "A layer in float8 cannot be traced by the compiler of "
+            "PyTorch. Received: torch.export.export(..., strict=True). "
+            "Allowed: strict=False, which gives the same program."
+        )
+    return operation.forward(inputs, kernel, state, observe=True)[0]
+
+
+# torch.compile goes on around a contraction and not into it: compiled, a step
+# of a 512-2048-512 MLP took a third longer, and a minute to compile (torch
+# 2.13, 2 cores).
+@torch.compiler.disable
+def _run(
+    operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
+) -> Tensor:
+    _refuse_onnx()
+    operation = operation.resolved()
+    tensors = (inputs, kernel, *state)
+    with _no_autocast(inputs):
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors
+        ):
+            if state:
+                torch_observations.know_replicas(*state)
+            return _Differentiable.apply(operation, inputs, kernel, *state)
+        return operation.forward(inputs, kernel, state, observe=False)[0]
+
+
+def _refuse_onnx() -> None:
+    """Raise while `torch.onnx.export` traces a model."""
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "A layer in float8 cannot be exported to ONNX, which has no "
+            "operation on the bits of a number. Received: an export by "
+            "torch.onnx. Allowed: torch.export. For ONNX save the model, "
+            "call `keras_policy_ext.revert(model)` and export then."
+        )
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        observe = operation.training is not False
+        outputs, residuals = operation.forward(inputs, kernel, state, observe)
+        ctx.operation, ctx.frame = operation, frame_of(residuals)
+        ctx.uses_state = bool(state)
+        ctx.save_for_backward(*state, *residuals.leaves())
+        return _no_view(outputs)
+
+    # Differentiated again, roundings and scales would be taken for functions
+    # whose slope says something; what comes out is far off.
+    @staticmethod
+    @torch.compiler.disable
+    @once_differentiable
+    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+        state = ctx.saved_tensors[: ctx.uses_state]
+        leaves = ctx.saved_tensors[ctx.uses_state :]
+        with _no_autocast(outputs_grad):
+            inputs_grad, kernel_grad, state_grad = ctx.operation.backward(
+                ctx.frame.like(leaves),
+                outputs_grad,
+                state,
+                needed=ctx.needs_input_grad[1:3],
+            )
+        return None, inputs_grad, kernel_grad, *state_grad
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """The same memory as a tensor of its own.
+
+    Autograd refuses to change a view in place where a custom function made
+    it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
+    """
+    return x.new_empty(0).set_(x) if x._is_view() else x
+
+
+def _no_autocast(x: Tensor) -> Any:
+    """Keeps `torch.autocast` from narrowing unscaled products."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,150 @@
+"""An equation as matrices, once, from the forward equation.
+
+The letters of an equation fall into four groups: batch B, rows R, columns C,
+contracted K. Each operand has one home matrix, the contracted axis of its
+first matmul last: inputs (B, R, K), kernel (B, C, K), outputs_grad (B, R, C).
+A matmul reads the home matrix or its transpose, and a tile counts along a
+merged axis, in every matmul the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_policy_ext.kernels import einsum
+
+Tensor = Any
+Sizes = dict[str, Any]
+
+
+class Form(NamedTuple):
+    """The matrices of an explicit equation, by letters.
+
+    Attributes:
+        first: The term of the inputs.
+        second: That of the kernel.
+        out: That of the outputs.
+        batch: In both operands and in the output.
+        rows: In the inputs and in the output, in the order of the inputs.
+        columns: In the kernel and in the output, in the order of the output.
+        contracted: In both operands only.
+    """
+
+    first: str
+    second: str
+    out: str
+    batch: str
+    rows: str
+    columns: str
+    contracted: str
+
+    def sizes(self, inputs: Any, kernel: Any) -> Sizes:
+        """The size of each letter.
+
+        Args:
+            inputs: The shape of the inputs.
+            kernel: That of the kernel.
+        """
+        letters = self.first + self.second
+        return dict(zip(letters, (*inputs, *kernel), strict=True))
+
+    def summed(self, operand: str, x: Tensor) -> Tensor:
+        """An operand without the axes that no other term has.
+
+        They are summed, in float32, before anything is quantized.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: The operand, an axis for each letter of its term.
+        """
+        term, free, contracted = self._home(operand)
+        order = self.batch + free + contracted
+        alone = tuple(i for i, c in enumerate(term) if c not in order)
+        return ops.sum(ops.cast(x, "float32"), axis=alone) if alone else x
+
+    def matrix(self, operand: str, x: Tensor) -> Tensor:
+        """The home matrix of an operand.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: What `summed` returns.
+
+        Returns:
+            (B, R, K), (B, C, K) or (B, R, C).
+        """
+        term, free, summed = self._home(operand)
+        order = self.batch + free + summed
+        term = "".join(c for c in term if c in order)
+        size = dict(zip(term, ops.shape(x), strict=True))
+        x = _permuted(x, term, order)
+        groups = (self.batch, free, summed)
+        return ops.reshape(x, [_product(size, group) for group in groups])
+
+    def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """The outputs, from (B, R, C)."""
+        return self._tensor(
+            matrix, self.batch + self.rows + self.columns, self.out, sizes
+        )
+
+    def inputs_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """The gradient of the inputs, from (B, R, K)."""
+        return self._tensor(
+            matrix, self.batch + self.rows + self.contracted, self.first, sizes
+        )
+
+    def kernel_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """The gradient of the kernel, from (B, K, C)."""
+        order = self.batch + self.contracted + self.columns
+        return self._tensor(matrix, order, self.second, sizes)
+
+    def _home(self, operand: str) -> tuple[str, str, str]:
+        """The term of an operand, its free letters and its summed ones."""
+        return {
+            "inputs": (self.first, self.rows, self.contracted),
+            "kernel": (self.second, self.columns, self.contracted),
+            "outputs_grad": (self.out, self.rows, self.columns),
+        }[operand]
+
+    def _tensor(
+        self, matrix: Tensor, order: str, term: str, sizes: Sizes
+    ) -> Tensor:
+        """A matrix with an axis for each letter of a term, in its order.
+
+        A gradient is constant along an axis that was summed alone.
+        """
+        x = ops.reshape(matrix, [sizes[c] for c in order])
+        kept = "".join(c for c in term if c in order)
+        x = _permuted(x, order, kept)
+        if kept == term:
+            return x
+        x = ops.reshape(x, [sizes[c] if c in kept else 1 for c in term])
+        return ops.broadcast_to(x, [sizes[c] for c in term])
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(equation: str) -> Form:
+    """The matrices of an explicit equation, such as `"abc,cd->abd"`."""
+    first, second, out = einsum.split(equation)
+    return Form(
+        first,
+        second,
+        out,
+        batch="".join(c for c in out if c in first and c in second),
+        rows="".join(c for c in first if c in out and c not in second),
+        columns="".join(c for c in out if c in second and c not in first),
+        contracted="".join(c for c in first if c in second and c not in out),
+    )
+
+
+def _product(sizes: Sizes, letters: str) -> Any:
+    return math.prod(sizes[c] for c in letters)
+
+
+def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
+    if axes == wanted:
+        return x
+    return ops.transpose(x, [axes.index(c) for c in wanted])

@@ -1,0 +1,69 @@
+"""PyTorch: rounding to float8 in place, as a CPU does it best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keras_policy_ext import formats
+from keras_policy_ext.numerics import casting
+
+Tensor = Any
+
+
+def narrow_cast(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """`casting.quantize`."""
+    return _clipped(x, scale, dtype).to(getattr(torch, dtype))
+
+
+def cast(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """`casting.quantize_float32`, in what is compiled and exported too."""
+    if torch.compiler.is_exporting():
+        values = _round_to_format(_clipped(x, scale, dtype), dtype)
+        return values.copysign(x)
+    if torch.compiler.is_compiling():
+        return _rounded_in_graph(x, scale, dtype)
+    return _rounded(x, scale, dtype)
+
+
+def _clipped(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    limit = formats.get(dtype).max
+    return (x.float() / scale).clamp_(-limit, limit)
+
+
+def _rounded(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """The quantized numbers, in float32."""
+    values = _clipped(x, scale, dtype)
+    if values.device.type == "cpu":
+        return _round_to_format(values, dtype).copysign_(x)
+    return values.to(getattr(torch, dtype)).float()
+
+
+@torch.library.custom_op("keras_policy_ext::rounded", mutates_args=())
+def _rounded_in_graph(
+    x: torch.Tensor, scale: torch.Tensor, dtype: str
+) -> torch.Tensor:
+    """`_rounded` as one operation that a compiler cannot look into.
+
+    Inductor computes in float32 throughout and drops a cast to float8 and
+    back (torch 2.13): nothing would be quantized.
+    """
+    return _rounded(x, scale, dtype)
+
+
+@_rounded_in_graph.register_fake
+def _(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32)
+
+
+def _round_to_format(x: Tensor, dtype: str) -> Tensor:
+    """`casting.round_to_format` in place, the signs of zeros left to do.
+
+    On a CPU torch needs four times as long to cast to float8 and back, and
+    most of the time of a new tensor is that of its memory.
+    """
+    lowest, shift = casting.grid_constants(dtype)
+    bits = x.view(torch.int32) & casting.EXPONENT_BITS
+    anchor = bits.clamp_min_(lowest).add_(shift).view(torch.float32)
+    return x.add_(anchor).sub_(anchor)

@@ -1,0 +1,134 @@
+"""The quantized tensor: values, and the scales that belong to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext import formats
+from keras_policy_ext.numerics import casting, scaling, tiles
+from keras_policy_ext.recipes import WHOLE, Quantization, Tile
+
+Tensor = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """`values * scale` approximates a matrix, the contracted axis last.
+
+    Operands of convolutions keep their own axes; one scale is that of all.
+
+    Attributes:
+        values: (b, m, k), numbers of a float8 format: in that dtype where
+            the matmul reads float8 itself, in float32 where it is emulated.
+        scale: Float32 (b, m', k'), one for each tile; (1, 1, 1) for a whole
+            tensor.
+        quantization: What was asked for; None for values that stand for
+            themselves, with a scale of 1.
+    """
+
+    values: Tensor
+    scale: Tensor
+    quantization: Quantization | None
+
+    @property
+    def tile(self) -> Tile:
+        """How far one scale reaches."""
+        return WHOLE if self.quantization is None else self.quantization.tile
+
+    @property
+    def transposed(self) -> Quantized:
+        """The same for a matmul that sums over the other axis."""
+        return Quantized(
+            ops.swapaxes(self.values, 1, 2),
+            ops.swapaxes(self.scale, 1, 2),
+            self.quantization and self.quantization.transposed,
+        )
+
+    @property
+    def spread_scale(self) -> Tensor:
+        """The scale of each value, in a shape that goes with the values."""
+        return tiles.spread(self.scale, self.tile, self.values)
+
+    def dequantize(self, dtype: str = "float32") -> Tensor:
+        """What the values stand for.
+
+        Args:
+            dtype: Of the result.
+
+        Returns:
+            Tensor of the shape of the values.
+        """
+        return casting.dequantize(self.values, self.spread_scale, dtype)
+
+    def marked(self, amax: Tensor) -> Quantized:
+        """With a scale of NaN for each tile whose amax is not finite.
+
+        A saturating cast turns an infinite operand into a finite one. A
+        recipe with state carries the infinity out in its observation; one
+        without has only the gradients to tell a loss scaler to skip the step.
+        """
+        mark = ops.add(ops.multiply(amax, 0.0), 1.0)
+        return dataclasses.replace(self, scale=self.scale * mark)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+        return [self.values, self.scale]
+
+    def like(self, leaves: Sequence[Tensor]) -> Quantized:
+        """The same quantization of other tensors."""
+        values, scale = leaves
+        return Quantized(values, scale, self.quantization)
+
+
+def unquantized(x: Tensor) -> Quantized:
+    """An operand that is read as it is."""
+    return Quantized(x, ops.ones((1, 1, 1), "float32"), None)
+
+
+def scale_of(amax: Tensor, quantization: Quantization) -> Tensor:
+    """The scales of tiles with these amaxes; 1 where an amax says nothing.
+
+    Args:
+        amax: Float32 tensor of any shape, not negative.
+        quantization: What is asked for.
+    """
+    limit = formats.get(quantization.format).max
+    up = quantization.scale_rounding == "up"
+    return scaling.scale_for_limit(amax, limit, power_of_two=up)
+
+
+def quantize(
+    x: Tensor,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    cast: Any = casting.quantize_float32,
+) -> tuple[Quantized, Tensor | None]:
+    """Quantize an operand.
+
+    Args:
+        x: (b, m, k), of any real dtype, read as float32; any shape for one
+            scale of all.
+        quantization: What becomes of it.
+        scale: Float32 scale of the tensor; None to find those of the tiles.
+        cast: Takes `x`, a scale for each number, and the name of the format;
+            returns the numbers as the matmul is going to read them.
+
+    Returns:
+        The quantized tensor, and the amaxes of its tiles where they were
+        found here.
+    """
+    amax = None
+    if scale is None:
+        amax = tiles.tile_amax(x, quantization.tile)
+        scale = scale_of(amax, quantization)
+    if quantization.tile.is_whole:
+        spread = ops.reshape(scale, ())
+        scale = ops.reshape(scale, (1, 1, 1))
+    else:
+        spread = tiles.spread(scale, quantization.tile, x)
+    values = cast(x, spread, quantization.format)
+    return Quantized(values, scale, quantization), amax

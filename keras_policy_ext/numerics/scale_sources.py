@@ -1,0 +1,283 @@
+"""Where scales come from: one class for each way of finding them.
+
+A source is the arithmetic of a recipe: which scale an operand gets, what is
+observed of it, and how observations become state. Layers and kernels know
+sources by the protocol `ScaleSource` only, so that a new recipe is a new
+dataclass in `recipes` and, where its arithmetic is new, one class here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from keras import ops
+
+from keras_policy_ext import formats
+from keras_policy_ext.numerics import scaling
+from keras_policy_ext.numerics.observations import Layout
+from keras_policy_ext.recipes import (
+    OPERANDS,
+    CurrentScaling,
+    DelayedScaling,
+    Quantization,
+    Recipe,
+    check,
+)
+
+Tensor = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryScales:
+    """What the state says before this step.
+
+    Attributes:
+        scales: Float32 (3,), one scale per operand.
+        unseen: Bool (3,), whether the operand was never observed; None where
+            the recipe starts from a fixed scale.
+    """
+
+    scales: Tensor
+    unseen: Tensor | None
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+        return [x for x in (self.scales, self.unseen) if x is not None]
+
+    def like(self, leaves: Sequence[Tensor]) -> HistoryScales:
+        """The same of other tensors."""
+        scales, *unseen = leaves
+        return HistoryScales(scales, unseen[0] if unseen else None)
+
+
+class Amax:
+    """The amax of an operand, computed when it is asked for.
+
+    Args:
+        x: The operand, any shape.
+        wanted: Whether it is needed in any case; then it is computed once.
+
+    Attributes:
+        known: Float32 scalar; None where it is not wanted.
+    """
+
+    def __init__(self, x: Tensor, wanted: bool):
+        self._x = x
+        self.known: Tensor | None = scaling.amax(x) if wanted else None
+
+    def __call__(self) -> Tensor:
+        """The amax, float32 scalar."""
+        return scaling.amax(self._x) if self.known is None else self.known
+
+
+class ScaleSource(Protocol):
+    """What layers and kernels ask of the arithmetic of a recipe.
+
+    Attributes:
+        recipe: The recipe.
+        state_shape: Of the state of a kernel; None for a source without.
+    """
+
+    recipe: Any
+    state_shape: tuple[int, int] | None
+
+    def history_scales(self, state: Tensor) -> HistoryScales:
+        """What a state says before the step."""
+
+    def scale(
+        self,
+        operand: str,
+        quantization: Quantization,
+        amax: Amax,
+        known: HistoryScales | None,
+    ) -> Tensor | None:
+        """The scale of an operand.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            quantization: What becomes of it.
+            amax: That of the operand.
+            known: What the state says; None for a source without state.
+
+        Returns:
+            Float32 scalar; None to find the scales of the tiles from the
+            tensor itself.
+        """
+
+
+class CurrentSource:
+    """Scales from the tensor itself; no state."""
+
+    def __init__(self, recipe: Any):
+        self.recipe = recipe
+        self.state_shape: tuple[int, int] | None = None
+
+    def history_scales(self, state: Tensor) -> HistoryScales:
+        """There is no state to ask."""
+        raise ValueError(
+            f"Recipe {self.recipe!r} has no state. Received: one. Allowed: "
+            "none. Pass the inputs and the kernel alone."
+        )
+
+    def scale(
+        self,
+        operand: str,
+        quantization: Quantization,
+        amax: Amax,
+        known: HistoryScales | None,
+    ) -> Tensor | None:
+        """See `ScaleSource.scale`."""
+        return None
+
+
+class DelayedSource:
+    """One scale per tensor, from the amaxes of the steps before."""
+
+    def __init__(self, recipe: Any):
+        self.recipe = recipe
+        self.layout = Layout(recipe.history_length)
+        self.state_shape: tuple[int, int] | None = (
+            len(OPERANDS),
+            self.layout.width,
+        )
+        self._from_current = recipe.initial_scale == "current"
+        self._initial = 1.0 if self._from_current else recipe.initial_scale
+        self._limits = [
+            formats.get(recipe.format_of(operand)).max for operand in OPERANDS
+        ]
+
+    def scale(
+        self,
+        operand: str,
+        quantization: Quantization,
+        amax: Amax,
+        known: HistoryScales | None,
+    ) -> Tensor | None:
+        """See `ScaleSource.scale`; the amax is computed only if needed."""
+        if known is None:
+            return None
+        index = OPERANDS.index(operand)
+        scale = known.scales[index]
+        if known.unseen is None:
+            return scale
+        unseen = known.unseen[index]
+        limit = formats.get(quantization.format).max
+        if amax.known is not None:
+            current = self._scale(amax.known, limit, 1.0)
+            return ops.where(unseen, current, scale)
+        return ops.cond(
+            unseen, lambda: self._scale(amax(), limit, 1.0), lambda: scale
+        )
+
+    def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
+        """The gradient of the state: see `observations`.
+
+        Args:
+            amaxes: Float32 scalars, in the order of `OPERANDS`.
+            slot: Which use of the layer in this step this is.
+
+        Returns:
+            Float32 (3, width).
+        """
+        return self.layout.observation(ops.stack(amaxes), slot)
+
+    def settle(self, value: Tensor, previous: Tensor) -> Tensor:
+        """What the state becomes when `value` is assigned to it.
+
+        Args:
+            value: (3, width): an observation, a settled state, or zeros.
+            previous: (3, width): the settled state before.
+
+        Returns:
+            (3, width), settled.
+        """
+        known = self.history_scales(previous)
+        used = known.scales
+        if known.unseen is not None:
+            used = ops.where(known.unseen, self._stored(previous), used)
+        return self.layout.settle(value, previous, used)
+
+    def history_scales(self, state: Tensor) -> HistoryScales:
+        """Scales from the histories in `state`, (3, width)."""
+        reduced, stored = self._reduced(state), self._stored(state)
+        known = ops.greater(stored, 0.0)
+        previous = ops.where(known, stored, self._initial)
+        limits = ops.convert_to_tensor(self._limits, "float32")
+        scales = self._scale(reduced, limits, previous)
+        if not self._from_current:
+            return HistoryScales(scales, None)
+        seen = ops.logical_or(known, scaling.is_positive_finite(reduced))
+        return HistoryScales(scales, ops.logical_not(seen))
+
+    def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
+        margin = self.recipe.margin
+        return scaling.scale_of_multiplier(amax, limit, margin, previous)
+
+    def _stored(self, state: Tensor) -> Tensor:
+        """The scales last used, (3,); 0 where there is none to believe."""
+        intact = self.layout.is_intact(state)
+        return ops.where(intact, self.layout.scale(state), 0.0)
+
+    def _reduced(self, state: Tensor) -> Tensor:
+        """The amaxes that scales are made of, (3,), likewise."""
+        history = self.layout.history(state)
+        newest_only = self.recipe.amax_compute == "most_recent"
+        reduced = history[:, 0] if newest_only else ops.max(history, axis=1)
+        return ops.where(self.layout.is_intact(state), reduced, 0.0)
+
+
+_SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {
+    Recipe: CurrentSource,
+    CurrentScaling: CurrentSource,
+    DelayedScaling: DelayedSource,
+}
+
+
+@functools.cache
+def source_of(recipe: Recipe) -> Any:
+    """The source of the scales of a recipe.
+
+    Args:
+        recipe: Any recipe; one that nothing is registered for is scaled by
+            the amaxes of its tensors.
+
+    Returns:
+        Its `ScaleSource`; the same object for equal recipes.
+
+    Raises:
+        TypeError: If this is no recipe.
+        ValueError: If the recipe cannot be carried out, or has a history
+            that no registered class keeps.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"Scales come from recipes. Received: {recipe!r} (of type "
+            f"{type(recipe).__name__}). Allowed: a `recipes.Recipe`. Pass "
+            "what `recipes.get` returns."
+        )
+    check(recipe)
+    found = next(b for b in type(recipe).__mro__ if b in _SOURCES)
+    source = _SOURCES[found](recipe)
+    if recipe.history_length and source.state_shape is None:
+        raise ValueError(
+            f"Nothing keeps the history of {recipe!r}. Received: a history "
+            f"of {recipe.history_length}. Allowed: 0, or a recipe derived "
+            "from `recipes.DelayedScaling`. Derive from it, or register a "
+            "class with `numerics.scale_sources.register`."
+        )
+    return source
+
+
+def register(
+    recipe_class: type[Recipe], source_class: Callable[[Recipe], Any]
+) -> None:
+    """Tell which source finds the scales of a class of recipes.
+
+    Args:
+        recipe_class: A subclass of `Recipe`.
+        source_class: Makes a `ScaleSource` from the recipe.
+    """
+    _SOURCES[recipe_class] = source_class

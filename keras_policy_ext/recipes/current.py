@@ -1,0 +1,59 @@
+"""Current scaling: scales from the tensors themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from keras_policy_ext.recipes.fields import (
+    FP8_FORMATS,
+    boolean,
+    choice,
+    put,
+    tensorwise,
+)
+from keras_policy_ext.recipes.quantization import Quantization
+from keras_policy_ext.recipes.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentScaling(Recipe):
+    """One scale per tensor, from this tensor's own amax. No state.
+
+    Source: Transformer Engine's `Float8CurrentScaling`, torchao's
+    `tensorwise`.
+
+    Attributes:
+        fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
+            `"e4m3"` (e4m3fn everywhere).
+        power_of_two: Round scales up to powers of two.
+
+    Raises:
+        TypeError, ValueError: If a value has the wrong type or range.
+    """
+
+    name: ClassVar[str] = "current"
+
+    fp8_format: str = "hybrid"
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        choice(self, "fp8_format", FP8_FORMATS)
+        put(self, "power_of_two", boolean(self, "power_of_two"))
+        super().__post_init__()
+
+    @property
+    def for_activations(self) -> Recipe:
+        """This recipe, or where a subclass is finer, `CurrentScaling`."""
+        whole = self.granularity == "tensorwise"
+        return self if whole else super().for_activations
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
+        return {"margin": 0, "power_of_two": self.power_of_two}
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`; the same in both matmuls."""
+        rounding = "up" if self.power_of_two else "nearest"
+        return tensorwise(self.fp8_format, operand, rounding)

@@ -1,0 +1,105 @@
+"""Delayed scaling: scales from the steps before this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+
+from keras_policy_ext import formats
+from keras_policy_ext.recipes.fields import (
+    FP8_FORMATS,
+    choice,
+    integer,
+    put,
+    tensorwise,
+)
+from keras_policy_ext.recipes.quantization import Quantization
+from keras_policy_ext.recipes.recipe import Recipe
+
+_E4M3 = formats.get(formats.ALIASES["e4m3"])
+
+
+LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
+"""Of delayed scaling: with more, all of a tensor in e4m3fn rounds to 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """One scale per tensor, from the amax of the steps before this one.
+
+    Source: Transformer Engine's `DelayedScaling`, Flax's `fp8_ops`.
+
+    Attributes:
+        amax_history_length: How many steps are remembered (int >= 1).
+        margin: The scale is multiplied by `2**margin` (int from 0 to 17, in
+            powers of two): head-room for a tensor that grows. With more, all
+            of a tensor in e4m3fn would round to 0.
+        fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
+            `"e4m3"` (e4m3fn everywhere).
+        amax_compute: `"max"` of the history, or `"most_recent"`.
+        initial_scale: While nothing was observed: `"current"` takes the
+            tensor's own amax; `1.0` takes 1, as Flax and Transformer
+            Engine do.
+
+    Raises:
+        TypeError, ValueError: If a value has the wrong type or range.
+    """
+
+    name: ClassVar[str] = "delayed"
+
+    amax_history_length: int = 1024
+    margin: int = 0
+    fp8_format: str = "hybrid"
+    amax_compute: str = "max"
+    initial_scale: str | float = "current"
+
+    def __post_init__(self) -> None:
+        put(
+            self,
+            "amax_history_length",
+            integer(self, "amax_history_length", 1),
+        )
+        put(self, "margin", integer(self, "margin", 0, LARGEST_MARGIN))
+        choice(self, "fp8_format", FP8_FORMATS)
+        choice(self, "amax_compute", ("max", "most_recent"))
+        put(self, "initial_scale", _initial_scale(self.initial_scale))
+        super().__post_init__()
+
+    @property
+    def history_length(self) -> int:
+        """Length of the amax history per operand."""
+        return self.amax_history_length
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
+        return {"margin": self.margin, "power_of_two": False}
+
+    @property
+    def spec(self) -> str:
+        """The compact string used in policy names; see `Recipe.spec`."""
+        length = self.amax_history_length
+        if self == DelayedScaling():
+            return ""
+        if self == DelayedScaling(amax_history_length=length):
+            return str(length)
+        return super().spec
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`; the same in both matmuls."""
+        return tensorwise(self.fp8_format, operand)
+
+
+def _initial_scale(value: object) -> str | float:
+    if isinstance(value, str) and value == "current":
+        return "current"
+    is_number = isinstance(value, (int, float, np.number))
+    if is_number and not isinstance(value, bool) and value == 1:
+        return 1.0
+    raise ValueError(
+        f"Wrong initial_scale of DelayedScaling. Received: {value!r}. "
+        "Allowed: 'current' or 1.0. Leave it out for 'current'."
+    )

@@ -1,0 +1,75 @@
+"""Checks of the fields of recipes: one error text for all."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from keras_policy_ext import formats
+from keras_policy_ext.recipes.quantization import Quantization
+from keras_policy_ext.recipes.recipe import Recipe, fields_of
+
+FP8_FORMATS = ("hybrid", "e4m3")
+
+
+def tensorwise(
+    fp8_format: str, operand: str, scale_rounding: str = "nearest"
+) -> Quantization:
+    """One scale for a tensor, in the format that `fp8_format` means."""
+    wide = fp8_format == "hybrid" and operand == "outputs_grad"
+    return Quantization(
+        format=formats.ALIASES["e5m2" if wide else "e4m3"],
+        scale_rounding=scale_rounding,
+    )
+
+
+def put(recipe: Recipe, field: str, value: object) -> None:
+    """Set a field of a recipe that is being made."""
+    object.__setattr__(recipe, field, value)  # Normalises in __post_init__.
+
+
+def integer(
+    recipe: Recipe, field: str, minimum: int, maximum: int | None = None
+) -> int:
+    """A field that is an integer of a range, bool excluded."""
+    value = getattr(recipe, field)
+    allowed = f"an integer >= {minimum}"
+    if maximum is not None:
+        allowed = f"an integer from {minimum} to {maximum}"
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(wrong(recipe, field, allowed))
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(wrong(recipe, field, allowed)) from error
+    if number < minimum or (maximum is not None and number > maximum):
+        raise ValueError(wrong(recipe, field, allowed))
+    return number
+
+
+def boolean(recipe: Recipe, field: str) -> bool:
+    """A field that is True or False."""
+    value = getattr(recipe, field)
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(wrong(recipe, field, "True or False"))
+    return bool(value)
+
+
+def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
+    """Raise if a field is none of some words."""
+    value = getattr(recipe, field)
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(wrong(recipe, field, " or ".join(map(repr, allowed))))
+    put(recipe, field, str(value))
+
+
+def wrong(recipe: Recipe, field: str, allowed: str) -> str:
+    """The message for a field of a wrong type or value."""
+    value = getattr(recipe, field)
+    defaults = {each.name: each.default for each in fields_of(type(recipe))}
+    return (
+        f"Wrong {field} of {type(recipe).__name__}. Received: {value!r} (of "
+        f"type {type(value).__name__}). Allowed: {allowed}. Leave it out for "
+        f"the default {defaults[field]!r}."
+    )

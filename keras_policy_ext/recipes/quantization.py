@@ -1,0 +1,153 @@
+"""What becomes of one operand in one matmul, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from keras_policy_ext import formats
+
+OPERANDS = ("inputs", "kernel", "outputs_grad")
+
+MATMULS = {
+    "forward": ("inputs", "kernel"),
+    "inputs_grad": ("outputs_grad", "kernel"),
+    "kernel_grad": ("inputs", "outputs_grad"),
+}
+"""The three matmuls of a contraction, and the two operands of each."""
+
+
+def matmuls_of(operand: str) -> tuple[str, str]:
+    """The two matmuls that read an operand, in the order in which they run."""
+    first, second = (m for m, two in MATMULS.items() if operand in two)
+    return first, second
+
+
+class Tile(NamedTuple):
+    """How far one scale reaches in the matrix that a matmul reads.
+
+    `Tile()` is the whole tensor, the axes of a batch included. Every other
+    tile lies within one matrix of the batch.
+
+    Attributes:
+        free: Along the axis that the result keeps; None for all of it.
+        contracted: Along the axis that is summed; None for all of it.
+    """
+
+    free: int | None = None
+    contracted: int | None = None
+
+    @property
+    def transposed(self) -> Tile:
+        """The same tile, seen by a matmul that sums over the other axis."""
+        return Tile(self.contracted, self.free)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one scale is that of the whole tensor."""
+        return self == (None, None)
+
+
+WHOLE = Tile()
+"""One scale for a tensor."""
+
+SCALE_FORMATS = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
+SCALE_ROUNDINGS = ("nearest", "up", "floor")
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """What becomes of one operand in one matmul.
+
+    Attributes:
+        format: The ml_dtypes name of the format of the values.
+        tile: How far one scale reaches.
+        scale_format: `"float32"`, `"float8_e8m0fnu"` (powers of two), or
+            `"float8_e4m3fn"`, which has a scale of the tensor above it.
+        scale_rounding: `"nearest"` in the format of the scale; to powers of
+            two `"up"`, or `"floor"` (OCP MX 1.0: of the amax's exponent).
+        rounding: Of the values: `"nearest"` or `"stochastic"`.
+        hadamard: The size of a Hadamard transform along the contracted axis,
+            a multiple of `tile.contracted`; None for none.
+
+    Raises:
+        ValueError: If one of them is something else, or they do not go
+            together.
+    """
+
+    format: str
+    tile: Tile = WHOLE
+    scale_format: str = "float32"
+    scale_rounding: str = "nearest"
+    rounding: str = "nearest"
+    hadamard: int | None = None
+
+    def __post_init__(self) -> None:
+        formats.get(self.format)
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(self._wrong(name, ", ".join(allowed)))
+        if any(size is not None and size < 1 for size in self.tile):
+            raise ValueError(self._wrong("tile", "sizes >= 1, or None"))
+        of_exponents = self.scale_format == "float8_e8m0fnu"
+        if of_exponents and self.scale_rounding == "nearest":
+            raise ValueError(
+                self._wrong("scale_rounding", "up or floor, for e8m0 scales")
+            )
+        if self.hadamard and self.hadamard % (self.tile.contracted or 1):
+            raise ValueError(
+                self._wrong("hadamard", "a multiple of tile.contracted")
+            )
+
+    @property
+    def transposed(self) -> Quantization:
+        """The tile transposed, the rest equal."""
+        return dataclasses.replace(self, tile=self.tile.transposed)
+
+    @property
+    def tensorwise(self) -> Quantization:
+        """The same with one scale for a tensor."""
+        return dataclasses.replace(self, tile=WHOLE)
+
+    @property
+    def scale_leaves_sum(self) -> bool:
+        """Whether the scale can be applied to the product."""
+        return self.tile.contracted is None
+
+    @property
+    def exact_in_bfloat16(self) -> bool:
+        """Whether what is multiplied fits bfloat16 without rounding."""
+        powers_of_two = self.scale_rounding != "nearest"
+        narrow = self.scale_format != "float32"
+        return self.scale_leaves_sum or powers_of_two or narrow
+
+    def _wrong(self, name: str, allowed: str) -> str:
+        return (
+            f"There is no such quantization. Received: {self!r}. Allowed for "
+            f"{name}: {allowed}. Say something else in "
+            "`Recipe.quantization`."
+        )
+
+
+_WORDS = {
+    "scale_format": SCALE_FORMATS,
+    "scale_rounding": SCALE_ROUNDINGS,
+    "rounding": ROUNDINGS,
+}
+
+
+def read_transposed(
+    first: Quantization | None, second: Quantization | None
+) -> bool:
+    """Whether the second matmul can read the transpose of what the first did.
+
+    Otherwise the operand is quantized twice, each time from its own numbers.
+
+    Args:
+        first: What the first matmul asks of an operand.
+        second: What the second one asks of it.
+    """
+    if first is None or second is None or first.hadamard is not None:
+        return False
+    return first.transposed == second

@@ -1,0 +1,159 @@
+"""Recipes from what names them: strings, dicts, and back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from keras_policy_ext.recipes.delayed import DelayedScaling
+from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
+
+#: Names that are decided on but not in this version.
+PLANNED = ("rowwise", "block", "mxfp8", "nvfp4")
+
+
+_SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
+
+
+def names() -> tuple[str, ...]:
+    """The names of the recipes that this version has."""
+    return tuple(REGISTRY)
+
+
+def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
+    """Turn anything that means a recipe into a recipe.
+
+    Args:
+        identifier: A recipe (returned as it is), a name or spec string (see
+            `parse`), a config dict (`{"class_name": "DelayedScaling",
+            "config": {…}}` or `{"name": "delayed", …fields}`), or None for
+            `DelayedScaling()`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        TypeError: If the identifier is none of these.
+        ValueError: If it names no recipe, or a parameter is wrong.
+    """
+    if identifier is None:
+        return DelayedScaling()
+    if isinstance(identifier, Recipe):
+        return identifier
+    if isinstance(identifier, str):
+        return parse(identifier)
+    if isinstance(identifier, Mapping):
+        return deserialize(identifier)
+    raise TypeError(no_recipe(identifier))
+
+
+def serialize(recipe: Recipe) -> dict[str, Any]:
+    """`{"class_name": …, "config": …}`; `deserialize` reads it back.
+
+    Raises:
+        TypeError: If `recipe` is no recipe.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(no_recipe(recipe))
+    return {
+        "class_name": type(recipe).__name__,
+        "config": recipe.get_config(),
+    }
+
+
+def deserialize(config: Mapping[str, Any]) -> Recipe:
+    """Build a recipe from a config dict; the forms are those of `get`.
+
+    Raises:
+        TypeError: If `config` is no dict.
+        ValueError: If the dict names no recipe, or a parameter is wrong.
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(no_recipe(config))
+    if "class_name" in config:
+        classes = {cls.__name__: cls.name for cls in REGISTRY.values()}
+        class_name = config["class_name"]
+        cls = _class(classes.get(class_name, class_name))
+        return cls.from_config(config.get("config") or {})
+    if "name" in config:
+        fields = {k: v for k, v in config.items() if k != "name"}
+        return _class(config["name"]).from_config(fields)
+    raise ValueError(
+        f"This dict names no recipe. Received: {dict(config)!r}. Allowed: "
+        "{'class_name': 'DelayedScaling', 'config': {…}} or {'name': "
+        "'delayed', …}. Add the recipe's class or name."
+    )
+
+
+def parse(spec: str) -> Recipe:
+    """Read a recipe's compact string; the inverse of `Recipe.spec`.
+
+    Grammar: `""` (delayed, 1024) | `"16"` (delayed, that length) | `name` |
+    `name(field=value,…)` with Python literals as values.
+
+    Args:
+        spec: The string, e.g. `"current(power_of_two=True)"`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        TypeError: If `spec` is no string.
+        ValueError: If the string doesn't follow the grammar, names no
+            recipe, or a parameter is wrong.
+    """
+    if not isinstance(spec, str):
+        raise TypeError(no_recipe(spec))
+    text = spec.strip()
+    if not text:
+        return DelayedScaling()
+    if re.fullmatch(r"[+-]?[0-9]+", text):
+        return DelayedScaling(amax_history_length=int(text))
+    match = _SPEC.fullmatch(text)
+    if match is None:
+        raise ValueError(_grammar(spec))
+    cls = _class(match["name"])
+    return cls.from_config(_literals(match["arguments"] or "", spec))
+
+
+def _literals(arguments: str, spec: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({arguments})", mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(_grammar(spec)) from error
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError(_grammar(spec))
+    names = [keyword.arg for keyword in call.keywords]
+    if call.args or None in names or len(set(names)) < len(names):
+        raise ValueError(_grammar(spec))
+    try:
+        return {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except ValueError as error:
+        raise ValueError(_grammar(spec)) from error
+
+
+def _grammar(spec: str) -> str:
+    return (
+        f"Cannot read this as a recipe. Received: {spec!r}. Allowed: '' "
+        "(delayed, 1024), a history length such as '16', a name "
+        f"({', '.join(REGISTRY)}), or a name with keyword literals such as "
+        "'delayed(amax_history_length=16,margin=1)'. Write it in one of "
+        "these forms."
+    )
+
+
+def _class(name: object) -> type[Recipe]:
+    if isinstance(name, str) and name in REGISTRY:
+        return REGISTRY[name]
+    known = f"Allowed: {', '.join(REGISTRY)}."
+    if name in PLANNED:
+        raise ValueError(
+            f"Recipe {name!r} is planned, but this version of "
+            f"keras_policy_ext doesn't have it. {known} Use one of these."
+        )
+    raise ValueError(
+        f"Unknown recipe. Received: {name!r}. {known} Use one of these, or "
+        "derive a dataclass from recipes.Recipe to add your own."
+    )

@@ -1,0 +1,67 @@
+"""The three products of a contraction, of operands that are quantized."""
+
+from keras_policy_ext import kernels
+from keras_policy_ext.kernels import einsum
+from keras_policy_ext.recipes import Quantization
+
+
+def whole(values, scale, dtype="float8_e4m3fn"):
+    """An operand with one scale, (1, 1, 1), in the axes of its tensor."""
+    return kernels.Quantized(values, scale, Quantization(format=dtype))
+
+
+def read(equation, operand, quantized, second=False):
+    """What the first or the second matmul reads of an operand."""
+    contraction = kernels.Einsum(equation)
+    return contraction.read(operand, quantized, second)
+
+
+def three_products(equation, kernel, x, w, g, dtypes):
+    """Forward and both gradients, of the dtypes.
+
+    Args:
+        equation: Explicit.
+        kernel: What multiplies.
+        x: The quantized inputs, in the axes of their tensor.
+        w: The quantized kernel, likewise.
+        g: The quantized output gradient, likewise.
+        dtypes: Of the three results.
+    """
+    contraction = kernels.Einsum(equation)
+    shapes = tuple(x.values.shape), tuple(w.values.shape)
+
+    def product(matmul, a, b, dtype):
+        return contraction.product(matmul, kernel, a, b, shapes, dtype)
+
+    def of(operand, quantized, second=False):
+        return read(equation, operand, quantized, second)
+
+    return (
+        product("forward", of("inputs", x), of("kernel", w), dtypes[0]),
+        product(
+            "inputs_grad",
+            of("outputs_grad", g),
+            of("kernel", w, second=True),
+            dtypes[1],
+        ),
+        product(
+            "kernel_grad",
+            of("inputs", x, second=True),
+            of("outputs_grad", g, second=True),
+            dtypes[2],
+        ),
+    )
+
+
+def forward_product(equation, kernel, x, w, dtype):
+    """The forward product alone."""
+    shapes = tuple(x.values.shape), tuple(w.values.shape)
+    a, b = read(equation, "inputs", x), read(equation, "kernel", w)
+    contraction = kernels.Einsum(equation)
+    return contraction.product("forward", kernel, a, b, shapes, dtype)
+
+
+def shapes_of(equation, sizes):
+    """The shapes of the three terms."""
+    terms = einsum.split(equation)
+    return [tuple(sizes[c] for c in term) for term in terms]
