@@ -595,9 +595,10 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         variable = self.float8_state.of(kernel)
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
+        matrix = variable.matrix()
         variable.look()
         slot = 0 if training is False else variable.next_slot()
-        return (variable_values.value_without_autocast(variable),), slot
+        return (matrix,), slot
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"

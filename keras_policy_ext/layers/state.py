@@ -154,6 +154,19 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             self.look()
         return assigned
 
+    def matrix(self) -> Any:
+        """The tensor in this variable.
+
+        Raises:
+            ValueError: If a module of PyTorch has cast it, as
+                `model.to(torch.bfloat16)` does.
+        """
+        value = variable_values.value_without_autocast(self)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if dtype != self.dtype:
+            raise ValueError(_cast(self.path, dtype))
+        return value
+
     def look(self) -> None:
         """Warn, once, if this state was moved and can be read at no cost."""
         value = kernels.engine().known_value(self)
@@ -175,7 +188,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             A copy.
         """
         if matrix is None:
-            matrix = ops.convert_to_numpy(self.value)
+            matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
         moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
         if moved.any() and not self._said:
@@ -646,6 +659,15 @@ def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
             "paired, take those of `keras_policy_ext.loops.weights(model)`, "
             "which leave the state out."
         )
+
+
+def _cast(path: str, dtype: str) -> str:
+    return (
+        f"The float8 state of {path!r} was cast, and its amaxes with it. "
+        f"Received: {dtype}. Allowed: float32. `module.to(dtype)` casts all "
+        "parameters, and Keras is not told: call `model.float()`. For another "
+        "dtype make the layers under a policy, such as 'mixed_bfloat16'."
+    )
 
 
 def _aged(ring: np.ndarray) -> np.ndarray:
