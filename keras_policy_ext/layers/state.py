@@ -28,7 +28,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import _user_code, kernels
 from keras_policy_ext._keras import averages, variable_values
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
@@ -192,7 +192,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         matrix = np.array(matrix)
         moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
         if moved.any() and not self._said:
-            warnings.warn(_MOVED, stacklevel=2)
+            warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
         self._said = bool(moved.any())
         matrix[moved] = _empty(matrix.shape)[moved]
         return matrix
