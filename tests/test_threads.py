@@ -117,6 +117,167 @@ def test_a_pass_done_again_on_another_thread_has_the_kernels_of_the_first():
     assert layer.kernel_choice.native
 
 
+def made_in_dtype():
+    return keras.layers.Dense(1).compute_dtype
+
+
+def read_in_dtype():
+    return keras.backend.standardize_dtype(keras.Variable(1.0).value.dtype)
+
+
+# Keras has one store for all tasks of a thread.
+STORED = pytest.mark.parametrize(
+    ("scope", "now"),
+    [(kpe.policy_scope, made_in_dtype), (kpe.autocast_scope, read_in_dtype)],
+    ids=["policy_scope", "autocast_scope"],
+)
+
+
+async def holding(scope, now, dtype, entered, wait_for):
+    with scope(dtype):
+        entered.set()
+        await wait_for.wait()
+        return now()
+
+
+@STORED
+def test_a_scope_within_that_of_another_task_is_refused(scope, now):
+    async def both():
+        entered, ended = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(
+            holding(scope, now, "float16", entered, ended)
+        )
+        await entered.wait()
+        with (
+            pytest.raises(RuntimeError, match=r"Received: .*Allowed: "),
+            scope("bfloat16"),
+        ):
+            pass
+        ended.set()
+        return await first
+
+    assert asyncio.run(both()) == "float16"
+    assert now() == "float32"
+
+
+@STORED
+def test_tasks_that_await_outside_have_a_scope_each(scope, now):
+    async def working(dtype):
+        seen = []
+        for _ in range(3):
+            with scope(dtype):
+                seen.append(now())
+            await asyncio.sleep(0)
+            seen.append(now())
+        return seen
+
+    async def both():
+        with scope("float64"):
+            return await asyncio.gather(working("float16"), working("bfloat16"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX has no float64.
+        outer = asyncio.run(in_scope(scope, now, "float64"))
+        found = asyncio.run(both())
+    assert found == [["float16", outer] * 3, ["bfloat16", outer] * 3]
+    assert now() == "float32"
+
+
+async def in_scope(scope, now, dtype):
+    with scope(dtype):
+        return now()
+
+
+@STORED
+def test_a_scope_that_is_left_too_early_is_told_and_leaves_nothing(scope, now):
+    """A task is started in a block, and goes on when that has ended."""
+
+    async def both():
+        entered, ended = asyncio.Event(), asyncio.Event()
+        with (
+            pytest.raises(RuntimeError, match="within a later one"),
+            scope("float16"),
+        ):
+            inner = asyncio.create_task(
+                holding(scope, now, "bfloat16", entered, ended)
+            )
+            await entered.wait()
+        ended.set()
+        return await inner
+
+    assert asyncio.run(both()) == "bfloat16"
+    assert now() == "float32"
+
+
+@STORED
+def test_an_exception_that_leaves_a_scope_too_early_is_not_replaced(scope, now):
+    def generator(dtype):
+        with scope(dtype):
+            yield
+
+    first, second = generator("float16"), generator("bfloat16")
+    next(first), next(second)
+    with pytest.raises(KeyError):
+        first.throw(KeyError)
+    assert now() == "bfloat16"
+    second.close()
+    assert now() == "float32"
+
+
+@STORED
+def test_a_thread_that_a_task_starts_has_scopes_of_its_own(scope, now):
+    async def outer():
+        def work():
+            before = now()
+            with scope("bfloat16"):
+                return before, now()
+
+        with scope("float16"):
+            return await asyncio.to_thread(work), now()
+
+    assert asyncio.run(outer()) == (("float32", "bfloat16"), "float16")
+
+
+@STORED
+def test_a_scope_that_another_thread_ends_changes_nothing_there(scope, now):
+    loop = asyncio.new_event_loop()
+    held = holding(scope, now, "float16", asyncio.Event(), asyncio.Event())
+
+    def leave_it_open():
+        task = loop.create_task(held)
+        loop.run_until_complete(asyncio.sleep(0))
+        return task
+
+    (task,) = at_once(leave_it_open)
+    with scope("bfloat16"):
+        held.close()
+        assert now() == "bfloat16"
+    task.cancel()
+    loop.close()
+
+
+def test_setting_the_policy_in_the_scope_of_another_task_is_refused():
+    async def both():
+        entered, ended = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(
+            holding(kpe.policy_scope, made_in_dtype, "float16", entered, ended)
+        )
+        await entered.wait()
+        with pytest.raises(RuntimeError, match="policy_scope"):
+            kpe.set_dtype_policy("bfloat16")
+        carried = kpe.carry_policy(made_in_dtype)()  # It cannot overlap.
+        ended.set()
+        return await first, carried
+
+    assert asyncio.run(both()) == ("float16", "float16")
+    assert made_in_dtype() == "float32"
+
+
+def test_no_policy_is_carried_into_a_coroutine():
+    with pytest.raises(TypeError, match=r"Received: .*Allowed: "):
+        kpe.carry_policy(in_scope)
+
+
 # Models
 
 

@@ -420,6 +420,22 @@ def test_accumulation_resumes_in_the_middle(tmp_path):
     assert numpy(states_of(model)[0])[0, 10] == np.abs(data[0][0]).max()
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "half", "double"])
+def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
+    import torch
+
+    model = trained(plain, adam, 2, unmodified=True)
+    getattr(model, name)()
+    for use in (model, lambda x: kpe.inspect(model)):
+        with pytest.raises(ValueError, match=r"state .*was cast.*float\(\)"):
+            use(torch.ones((2, 8)))
+    model.float()
+    plain(model, adam(model.parameters()), None, *next(batches(1)))
+    for state in states_of(model):
+        assert state.value.dtype == torch.float32
+        np.testing.assert_array_equal(numpy(state)[:, 0], -1.0)
+
+
 def test_a_second_derivative_is_refused():
     import torch
 

@@ -48,24 +48,39 @@ def autocast_scope(dtype: str | None) -> Any:
         ImportError: If this Keras keeps it elsewhere.
     """
     if _AutocastScope is None:
-        raise ImportError(
-            f"Keras {keras.__version__} has moved AutocastScope, without "
-            "which variables cannot be read in their own dtype. Install a "
-            "version of keras_policy_ext that names this Keras as supported."
-        )
+        raise ImportError(_moved("AutocastScope"))
     return _AutocastScope(dtype)
 
 
-def in_autocast_scope() -> bool:
-    """Whether this thread is inside some `autocast_scope`.
+def stored_autocast_scope() -> Any:
+    """The `autocast_scope` that this thread is in, None if in none.
 
     Read off Keras's thread-local state, which has no public form (keras 3.0
-    to 3.15). Where that is gone, False: a layer that is not mixed then leaves
+    to 3.15). Where that is gone, None: a layer that is not mixed then leaves
     the scope that it is called in as it is.
     """
     if _global_state is None:
-        return False
-    return _global_state.get_global_attribute("autocast_scope") is not None
+        return None
+    return _global_state.get_global_attribute("autocast_scope")
+
+
+def store_autocast_scope(scope: Any) -> None:
+    """Put this thread into an `autocast_scope`; None: into none.
+
+    Raises:
+        ImportError: If this Keras keeps it elsewhere.
+    """
+    if _global_state is None:
+        raise ImportError(_moved("its global state"))
+    _global_state.set_global_attribute("autocast_scope", scope)
+
+
+def _moved(what: str) -> str:
+    return (
+        f"Keras {keras.__version__} has moved {what}, without which variables "
+        "cannot be read in their own dtype. Install a version of "
+        "keras_policy_ext that names this Keras as supported."
+    )
 
 
 class OwnArgumentConversion:

@@ -44,15 +44,16 @@ def rewritten_model(path: Any) -> Iterator[Any]:
     if not _is_stock(path):
         yield path
         return
+    config = json.dumps(_own_policies(json.loads(_config_in(path))))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "model"
         if pathlib.Path(str(path)).is_dir():
-            shutil.copytree(str(path), copy)
+            # Not their modes: the copies of read-only files are written to.
+            shutil.copytree(str(path), copy, copy_function=shutil.copyfile)
         else:
             with zipfile.ZipFile(str(path)) as archive:
                 archive.extractall(copy)
-        config = json.loads((copy / _CONFIG).read_text("utf8"))
-        (copy / _CONFIG).write_text(json.dumps(_own_policies(config)), "utf8")
+        (copy / _CONFIG).write_text(config, "utf8")
         _rewrite(copy / weight_files.WEIGHTS)
         yield copy
 
@@ -76,6 +77,15 @@ def rewritten_weights(path: Any) -> Iterator[Any]:
             shutil.copyfile(str(path), copy)
         _rewrite(copy)
         yield copy
+
+
+def _config_in(path: Any) -> bytes:
+    """Read from where the user has it, which errors then name."""
+    place = pathlib.Path(str(path))
+    if place.is_dir():
+        return (place / _CONFIG).read_bytes()
+    with zipfile.ZipFile(place) as archive:
+        return archive.read(_CONFIG)
 
 
 def _is_stock(path: Any) -> bool:

@@ -12,8 +12,8 @@ from keras_policy_ext.layers.attention import (
     GroupedQueryAttention,
     MultiHeadAttention,
 )
-from keras_policy_ext.layers.autocast import (
-    AutocastMixin,
+from keras_policy_ext.layers.autocast import AutocastMixin
+from keras_policy_ext.layers.autocast_variables import (
     autocast_scope,
     is_autocast_variable,
 )

@@ -19,9 +19,8 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.layers import autocast_arguments, autocast_variables
-from keras_policy_ext.layers.autocast_variables import is_autocast_variable
 
-__all__ = ["AutocastMixin", "autocast_scope", "is_autocast_variable"]
+__all__ = ["AutocastMixin"]
 
 Tensor = Any
 
@@ -30,39 +29,6 @@ if TYPE_CHECKING:
     _Layer: Any
 else:
     _Layer = object
-
-
-def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
-    """Read variables in another dtype for a `with` block.
-
-    A layer's own call enters the scope of its compute dtype again: the scope
-    holds for what is read in the block itself. It belongs to the thread.
-    Scopes nest, and the one before is back afterwards, after an exception
-    too.
-
-    Args:
-        dtype: A floating dtype, in which variables that autocast are then
-            read; None switches autocasting off.
-
-    Returns:
-        A context manager, to be entered once.
-
-    Raises:
-        ValueError: If the dtype is not floating.
-    """
-    name = None
-    if dtype is not None:
-        try:
-            name = keras.backend.standardize_dtype(dtype)
-        except (TypeError, ValueError):
-            name = ""
-    if name is not None and name not in policies.FLOATS:
-        raise ValueError(
-            "Variables can be autocast to floating dtypes only. Received: "
-            f"{dtype!r}. Allowed: {', '.join(policies.FLOATS)}, or None to "
-            "switch autocasting off. Use `ops.cast` for other dtypes."
-        )
-    return calls.autocast_scope(name)
 
 
 class AutocastMixin(calls.OwnArgumentConversion, _Layer):
@@ -356,7 +322,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _Layer):
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):
             return calls.autocast_scope(None)
-        if self._is_mixed() or calls.in_autocast_scope():
+        if self._is_mixed() or calls.stored_autocast_scope():
             return calls.autocast_scope(dtype)
         return contextlib.nullcontext()
 

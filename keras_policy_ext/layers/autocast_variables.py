@@ -1,13 +1,56 @@
-"""Variables that are cast where their own layer is mixed, and there only."""
+"""In which dtype variables are read: a scope, and a class of variables."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
 
+from keras_policy_ext import _scopes
 from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext.policies import FLOATS
+
+_SCOPES = _scopes.Scopes(
+    "autocast_scope", calls.stored_autocast_scope, calls.store_autocast_scope
+)
+
+
+def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Read variables in another dtype for a `with` block.
+
+    A layer's own call enters the scope of its compute dtype again: the scope
+    holds for what is read in the block itself. It belongs to the thread, with
+    all its asyncio tasks: await nothing inside but tasks that are started
+    inside, too. Scopes nest, and the one before is back afterwards, after an
+    exception too.
+
+    Args:
+        dtype: A floating dtype, in which variables that autocast are then
+            read; None switches autocasting off.
+
+    Returns:
+        A context manager, to be entered once.
+
+    Raises:
+        ValueError: If the dtype is not floating.
+        RuntimeError: By the `with` statement, if another asyncio task of this
+            thread is inside of a scope; at its end, if a scope that was
+            entered later still is.
+    """
+    name = None
+    if dtype is not None:
+        try:
+            name = keras.backend.standardize_dtype(dtype)
+        except (TypeError, ValueError):
+            name = ""
+    if name is not None and name not in FLOATS:
+        raise ValueError(
+            "Variables can be autocast to floating dtypes only. Received: "
+            f"{dtype!r}. Allowed: {', '.join(FLOATS)}, or None to "
+            "switch autocasting off. Use `ops.cast` for other dtypes."
+        )
+    return _SCOPES.opened(calls.autocast_scope(name))
 
 
 class AutocastVariable(keras.Variable):

@@ -236,18 +236,16 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         Raises:
             ValueError: If the arrays do not fit, or one is no float8 state.
         """
-        pairs = list(zip(self.weights, weights, strict=False))
-        if all(tuple(v.shape) == np.shape(value) for v, value in pairs):
-            for variable, value in pairs:
-                if isinstance(variable, StateVariable):
-                    variable.check(value)
-        elif len(pairs) == len(self.weights) == len(weights):
-            raise ValueError(self._other_shapes(pairs))
+        received = [np.shape(value) for value in weights]
+        allowed = [tuple(variable.shape) for variable in self.weights]
+        if received != allowed:
+            raise ValueError(self._other_shapes(received, allowed))
+        for variable, value in zip(self.weights, weights, strict=True):
+            if isinstance(variable, StateVariable):
+                variable.check(value)
         super().set_weights(weights)
 
-    def _other_shapes(self, pairs: list[tuple[Any, Any]]) -> str:
-        received = [np.shape(value) for _, value in pairs]
-        allowed = [tuple(variable.shape) for variable, _ in pairs]
+    def _other_shapes(self, received: list[Any], allowed: list[Any]) -> str:
         return (
             f"These arrays are not those of layer {self.name!r}; none was "
             f"set. Received: shapes {received}. Allowed: {allowed}. A state "
@@ -594,9 +592,10 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         variable = self.float8_state.of(kernel)
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
+        matrix = variable.matrix()
         variable.look()
         slot = 0 if training is False else variable.next_slot()
-        return (variable_values.value_without_autocast(variable),), slot
+        return (matrix,), slot
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"

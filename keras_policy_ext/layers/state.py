@@ -28,7 +28,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import _user_code, frameworks
 from keras_policy_ext._keras import averages, variable_values
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
@@ -156,6 +156,19 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             self.look()
         return assigned
 
+    def matrix(self) -> Any:
+        """The tensor in this variable.
+
+        Raises:
+            ValueError: If a module of PyTorch has cast it, as
+                `model.to(torch.bfloat16)` does.
+        """
+        value = variable_values.value_without_autocast(self)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if dtype != self.dtype:
+            raise ValueError(_cast(self.path, dtype))
+        return value
+
     def look(self) -> None:
         """Warn, once, if this state was moved and can be read at no cost."""
         value = frameworks.current().known_value(self)
@@ -177,11 +190,11 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             A copy.
         """
         if matrix is None:
-            matrix = ops.convert_to_numpy(self.value)
+            matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
         moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
         if moved.any() and not self._said:
-            warnings.warn(_MOVED, stacklevel=2)
+            warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
         self._said = bool(moved.any())
         matrix[moved] = _empty(matrix.shape)[moved]
         return matrix
@@ -649,6 +662,15 @@ def _check_rows(variable: StateVariable, value: np.ndarray) -> None:
             "paired, take those of `keras_policy_ext.loops.weights(model)`, "
             "which leave the state out."
         )
+
+
+def _cast(path: str, dtype: str) -> str:
+    return (
+        f"The float8 state of {path!r} was cast, and its amaxes with it. "
+        f"Received: {dtype}. Allowed: float32. `module.to(dtype)` casts all "
+        "parameters, and Keras is not told: call `model.float()`. For another "
+        "dtype make the layers under a policy, such as 'mixed_bfloat16'."
+    )
 
 
 def _aged(ring: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ starts with the floatx policy. `carry_policy` takes it along.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -72,15 +73,23 @@ def set_dtype_policy(policy: Any) -> None:
     Raises:
         ValueError: If it means no policy or not a floating one; the global
             policy then stays what it was.
+        RuntimeError: If another asyncio task of this thread is inside of a
+            `policy_scope`, whose end would undo it.
 
     Warns:
         UserWarning: If it says float64 and JAX has none (see `get`).
     """
+    state = _state_of(policy)
+    _global.SCOPES.check()
+    _global.restore(state)
+
+
+def _state_of(policy: Any) -> _global.State:
     if policy is None:
-        _global.restore((None, keras.config.floatx()))
-        _plain.warn_of_missing_float64(dtype_policy())
-        return
-    _global.restore((_plain.floating(get(policy), "The global policy"), None))
+        floatx = keras.config.floatx()
+        _plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
+        return None, floatx
+    return _plain.floating(get(policy), "The global policy"), None
 
 
 @contextlib.contextmanager
@@ -89,20 +98,21 @@ def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
 
     Scopes nest; at the end, after an exception too, the very object that
     was set before is back. Keras keeps one policy for all asyncio tasks of a
-    thread: await nothing inside.
+    thread: await nothing inside but tasks that are started inside, too.
 
     Args:
         policy: As for `set_dtype_policy`.
 
     Yields:
         The policy that is set.
+
+    Raises:
+        ValueError: As for `set_dtype_policy`.
+        RuntimeError: If another asyncio task of this thread is inside of a
+            scope; at the end, if a scope that was entered later still is.
     """
-    before = _global.snapshot()
-    set_dtype_policy(policy)
-    try:
+    with _global.SCOPES.opened(_state_of(policy)):
         yield dtype_policy()
-    finally:
-        _global.restore(before)
 
 
 def carry_policy(function: _F) -> _F:
@@ -111,7 +121,16 @@ def carry_policy(function: _F) -> _F:
     Keras's global policy belongs to one thread. The policy of the thread
     that calls `carry_policy` is taken; the thread that runs the function
     gets its own policy back afterwards.
+
+    Raises:
+        TypeError: If it is a coroutine function, which runs after its call.
     """
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            "A coroutine runs after the call of its function, and has no "
+            f"policy of its own. Received: {function!r}. Allowed: functions "
+            "that are not async. Wrap those that it calls to make layers."
+        )
     carried = _global.snapshot()
 
     @functools.wraps(function)

@@ -7,6 +7,7 @@ import threading
 
 import keras
 
+from keras_policy_ext import _scopes
 from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import _plain
 
@@ -50,6 +51,9 @@ def restore(state: State) -> None:
     """Set the policy and what is followed."""
     policy, _following.floatx = state
     global_policy.store_global_policy(policy)
+
+
+SCOPES = _scopes.Scopes("policy_scope", snapshot, restore)
 
 
 def _is_floatx_of(stored: keras.DTypePolicy | None, floatx: str) -> bool:

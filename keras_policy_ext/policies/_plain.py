@@ -1,12 +1,13 @@
 """Plain policies: which dtypes a policy may compute in."""
 
-import sys
 import warnings
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
+
+from keras_policy_ext import _user_code
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT_NAMES = ", ".join(map(repr, FLOATS))
@@ -61,21 +62,5 @@ def warn_of_missing_float64(policy: keras.DTypePolicy) -> None:
         "report 'float64'. Call jax.config.update('jax_enable_x64', True) "
         f"before the first tensor is made, or choose the policy {actual!r}.",
         UserWarning,
-        stacklevel=_calls_since_user_code(),
+        stacklevel=_user_code.stacklevel(),
     )
-
-
-def _calls_since_user_code() -> int:
-    """The `stacklevel` of the first frame outside Keras and this package.
-
-    Python then shows the warning once for each line that asks for float64,
-    through however many functions it came.
-    """
-    inside = (__name__.partition(".")[0], "keras", "contextlib")
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in inside:
-            break
-        frame, level = frame.f_back, level + 1
-    return level

@@ -1,5 +1,7 @@
 """Layers in Keras's own float8 become layers of this package."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -99,3 +101,33 @@ def test_a_failed_conversion_leaves_stock_float8_as_it_was(monkeypatch):
     for a, b in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(numpy(model(x)), y)
+
+
+# Folders of such models
+
+
+def in_a_folder(folder):
+    model, _ = in_stock_float8()
+    model.save(folder, zipped=False)
+    return folder
+
+
+def test_an_error_names_the_folder_that_was_given(tmp_path):
+    folder = in_a_folder(tmp_path / "mine")
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="mine"):
+        kpe.load_model(folder)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0,
+    reason="only some users of POSIX systems cannot write what is read-only",
+)
+def test_a_folder_of_files_that_are_read_only_loads(tmp_path):
+    folder = in_a_folder(tmp_path / "mine")
+    for path in [*folder.iterdir(), folder]:
+        path.chmod(0o555)
+    try:
+        assert kpe.load_model(folder).layers[1].float8_policy is not None
+    finally:
+        folder.chmod(0o755)

@@ -398,6 +398,15 @@ def test_set_weights_refuses_an_array_that_is_no_state(wrong):
     assert_equal(before, model.weights)
 
 
+def test_set_weights_refuses_the_weights_of_a_layer_without_a_state():
+    layer = dense_with_state(4).layers[-1]
+    before = layer.get_weights()
+    with pytest.raises(ValueError, match=r"none was set.*loops\.weights"):
+        layer.set_weights([2 * before[0], before[1]])
+    for now, then in zip(layer.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
 def test_set_weights_refuses_another_history_length():
     model = dense_with_state(4)
     before = model.get_weights()

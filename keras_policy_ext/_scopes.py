@@ -1,0 +1,109 @@
+"""Scopes over what Keras stores for a whole thread.
+
+All asyncio tasks of a thread share that store. A task that is suspended inside
+of a scope leaves its state to the tasks that run meanwhile, and Keras cannot be
+told which task reads. So the second of two tasks is refused a scope while the
+first is inside of one; and a scope that is left while a later one is open hands
+over what it would have restored, so that the last to leave restores what was
+there before the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class _Scope:
+    def __init__(self, before: Any):
+        self.before = before
+
+
+class _OfThread(threading.local):
+    """The scopes that are open in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+
+
+class Scopes:
+    """All scopes of one kind.
+
+    Args:
+        name: What users call such a scope.
+        snapshot: Returns the state of this thread.
+        restore: Sets it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        snapshot: Callable[[], Any],
+        restore: Callable[[Any], None],
+    ):
+        self._name, self._snapshot, self._restore = name, snapshot, restore
+        self._of_thread = _OfThread()
+        # Tasks that are started inside of a scope are in it too.
+        self._of_task: contextvars.ContextVar[tuple[_Scope, ...]] = (
+            contextvars.ContextVar(name, default=())
+        )
+
+    def check(self) -> None:
+        """Raise if another task of this thread is inside of a scope.
+
+        Raises:
+            RuntimeError: If so.
+        """
+        scopes = self._of_thread.scopes
+        if scopes and scopes[-1] not in self._of_task.get():
+            raise RuntimeError(
+                self._overlap("a block inside of another task's")
+            )
+
+    @contextlib.contextmanager
+    def opened(self, state: Any) -> Iterator[None]:
+        """Set a state for a `with` block.
+
+        Raises:
+            RuntimeError: If another task of this thread is inside of a scope.
+                At the end of the block, if another scope was opened in it and
+                is still open.
+        """
+        self.check()
+        scope, scopes = _Scope(self._snapshot()), self._of_thread.scopes
+        self._restore(state)
+        scopes.append(scope)
+        self._of_task.set((*self._of_task.get(), scope))
+        try:
+            yield
+        finally:
+            was_last = scopes[-1] is scope
+            self._leave(scope, scopes)
+        if not was_last:
+            raise RuntimeError(
+                self._overlap("the end of one within a later one")
+            )
+
+    def _leave(self, scope: _Scope, scopes: list[_Scope]) -> None:
+        place = scopes.index(scope)
+        if place + 1 < len(scopes):
+            scopes[place + 1].before = scope.before
+        elif scopes is self._of_thread.scopes:
+            # A coroutine may be collected, and so closed, in another thread.
+            self._restore(scope.before)
+        del scopes[place]
+        mine = self._of_task.get()
+        self._of_task.set(tuple(each for each in mine if each is not scope))
+
+    def _overlap(self, found: str) -> str:
+        return (
+            f"Blocks of `{self._name}` cannot overlap: Keras stores one state "
+            "for all asyncio tasks of a thread, and each would read that of "
+            f"another. Received: {found}. Allowed: blocks that are left before "
+            "their task awaits, or in which it awaits only tasks that are "
+            "started in the block. Make and call layers in the block, and "
+            "await outside of it."
+        )
