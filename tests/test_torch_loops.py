@@ -434,14 +434,3 @@ def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
     for state in states_of(model):
         assert state.value.dtype == torch.float32
         np.testing.assert_array_equal(numpy(state)[:, 0], -1.0)
-
-
-def test_a_second_derivative_is_refused():
-    import torch
-
-    model = network()
-    x = torch.ones((2, 8), requires_grad=True)
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    assert torch.isfinite(slope).all()
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        (slope**2).sum().backward()

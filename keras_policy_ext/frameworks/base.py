@@ -8,6 +8,14 @@ from typing import Any, Protocol
 
 from keras import ops
 
+SECOND_DERIVATIVE = (
+    "A gradient of a layer in float8 cannot be differentiated again: rounding "
+    "and scales would be taken for functions whose slope says something. "
+    "Received: a second derivative, such as that of a gradient penalty. "
+    "Allowed: first derivatives, and layers that are not in float8: leave out "
+    "those of the part whose gradient is penalised."
+)
+
 Tensor = Any
 Shape = tuple[Any, ...]
 Settle = Callable[[Tensor, Tensor], Tensor]

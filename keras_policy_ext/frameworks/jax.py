@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_policy_ext.frameworks.base import Framework, Operation, frame_of
+from keras_policy_ext.frameworks.base import (
+    SECOND_DERIVATIVE,
+    Framework,
+    Operation,
+    frame_of,
+)
 
 Tensor = Any
 State = tuple[Tensor, ...]
@@ -122,11 +127,23 @@ def _forward(
     return outputs, _Saved.of(residuals)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _once(
     operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None, State]:
     return operation.backward(saved.residuals(), outputs_grad, state)
+
+
+def _once_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
+    return _once(operation, *arguments), None
+
+
+def _refuse(operation: Operation, saved: None, gradients: Any) -> Any:
+    raise NotImplementedError(SECOND_DERIVATIVE)
+
+
+_once.defvjp(_once_forward, _refuse)
+_backward = jax.jit(_once, static_argnums=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

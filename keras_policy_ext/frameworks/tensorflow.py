@@ -10,7 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.frameworks.base import Framework, Operation, frame_of
+from keras_policy_ext.frameworks.base import (
+    SECOND_DERIVATIVE,
+    Framework,
+    Operation,
+    frame_of,
+)
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
 # this one is gone, nothing is taken to be compiled by it.
@@ -155,8 +160,8 @@ class TensorFlowFramework(Framework):
                     seen = operation.observed(residuals, inputs, kernel)
                 make = _eager_backward if eager else _backward
                 backward = make(operation, frame_of(seen), shapes)
-                inputs_grad, *assigned = backward(
-                    seen.leaves(), outputs_grad, state
+                inputs_grad, *assigned = map(
+                    _once, backward(seen.leaves(), outputs_grad, state)
                 )
                 return [inputs_grad, *_after((kernel, *state), assigned)]
 
@@ -171,6 +176,11 @@ class TensorFlowFramework(Framework):
 
 
 FRAMEWORK = TensorFlowFramework()
+
+
+def _once(gradient: Tensor) -> Tensor:
+    """A gradient that cannot be differentiated again."""
+    return tf.raw_ops.PreventGradient(input=gradient, message=SECOND_DERIVATIVE)
 
 
 def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:

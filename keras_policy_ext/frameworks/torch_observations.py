@@ -158,6 +158,7 @@ def changed_value(variable: Any) -> Tensor | None:
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    known = known and tensor.dtype == torch.float32  # not cast by `to`
     if observed is None or not known or tensor.device.type != "cpu":
         return None
     if tensor._version == observed.version:

@@ -1,0 +1,84 @@
+"""A gradient in float8 is taken once; to differentiate it again is refused."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+from ways import BACKEND
+
+REFUSAL = {
+    "jax": (NotImplementedError, "cannot be differentiated again"),
+    "tensorflow": (LookupError, "cannot be differentiated again"),
+    "torch": (RuntimeError, "once_differentiable"),
+}
+
+
+def penalty(layer, x):
+    """The derivative by the kernel of how steep a layer is at `x`."""
+    if BACKEND == "jax":
+        import jax
+
+        def steepness(kernel):
+            def outputs(x):
+                weights = [kernel, *(v.value for v in rest)]
+                values, _ = layer.stateless_call(weights, [], x)
+                return ops.sum(values)
+
+            return ops.sum(jax.grad(outputs)(x) ** 2)
+
+        kernel, *rest = layer.trainable_variables
+        return jax.grad(steepness)(kernel.value)
+    if BACKEND == "torch":
+        import torch
+
+        x.requires_grad_(True)
+        (slope,) = torch.autograd.grad(ops.sum(layer(x)), x, create_graph=True)
+        return torch.autograd.grad(ops.sum(slope**2), layer.kernel.value)[0]
+    import tensorflow as tf
+
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            outputs = ops.sum(layer(x))
+        steepness = ops.sum(inner.gradient(outputs, x) ** 2)
+    return outer.gradient(steepness, layer.kernel.value)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_second_derivative_is_refused_and_not_wrong(recipe):
+    policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
+    layer = kpe.layers.Dense(4, use_bias=False, dtype=policy)
+    x = ops.convert_to_tensor(np.ones((2, 3), "float32"))
+    layer.build(x.shape)
+    error, words = REFUSAL[BACKEND]
+    with pytest.raises(error, match=words):
+        penalty(layer, x)
+
+
+def test_the_same_is_answered_where_nothing_is_in_float8():
+    """Or else the test above would show nothing."""
+    layer = kpe.layers.Dense(4, use_bias=False, dtype="float32")
+    x = ops.convert_to_tensor(np.ones((2, 3), "float32"))
+    layer.build(x.shape)
+    found = keras.ops.convert_to_numpy(penalty(layer, x))
+    kernel = keras.ops.convert_to_numpy(layer.kernel.value)
+    expected = np.broadcast_to(4 * kernel.sum(1, keepdims=True), (3, 4))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["full", None])
+def test_first_derivatives_go_through_loops_and_rematerialization(mode):
+    with keras.RematScope(mode=mode), kpe.policy_scope("float8_from_float32"):
+        model = keras.Sequential(
+            [
+                keras.Input((3, 4)),
+                kpe.layers.GRU(5, return_sequences=True),
+                kpe.layers.Dense(2),
+            ]
+        )
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 3, 4), "float32"), np.ones((4, 3, 2), "float32")
+    losses = model.fit(x, y, epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
