@@ -167,20 +167,17 @@ class Contraction(Hashable, Protocol):
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """What becomes of an operand for which a recipe asks this."""
 
-    def operand(
-        self, name: str, x: Tensor, asked: Any, second: bool = False
-    ) -> Tensor:
-        """What is quantized of an operand, in the axes of its tiles.
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """What is quantized of an operand, in the axes of its home matrix.
 
         Args:
             name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
             x: The operand.
             asked: What becomes of it; None if nothing does.
-            second: Whether it is for the second matmul that reads it.
         """
 
     def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
-        """What a matmul reads of an operand, made of what was quantized."""
+        """What the first or second matmul reads of what was quantized."""
 
     def transposed(self, read: Quantized) -> Quantized:
         """What the second matmul reads, if it reads what the first did."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from keras import ops
-
 from keras_policy_ext.kernels import scaled_products
 from keras_policy_ext.kernels.contract import (
     Choice,
@@ -52,26 +50,21 @@ class Einsum:
         """See `Contraction.quantization`: what a recipe asks."""
         return asked
 
-    def operand(
-        self, name: str, x: Tensor, asked: Any, second: bool = False
-    ) -> Tensor:
-        """See `Contraction.operand`: the matrix that its tiles are in.
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """See `Contraction.operand`.
 
-        A tensor with one scale keeps its axes while it is quantized, so that
-        what is moved to make a matrix of it is narrow.
+        A tensor with one scale keeps its own axes while it is quantized, so
+        that what is moved to make a matrix of it is narrow.
         """
-        if in_one_scale(asked):
-            return self.form.summed(name, x)
-        matrix = self.form.matrix(name, self.form.summed(name, x))
-        return ops.swapaxes(matrix, 1, 2) if second else matrix
+        x = self.form.summed(name, x)
+        return x if in_one_scale(asked) else self.form.matrix(name, x)
 
     def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
         """See `Contraction.read`."""
-        if not in_one_scale(quantized.quantization):
-            return quantized
-        values = self.form.matrix(name, quantized.values)
-        home = dataclasses.replace(quantized, values=values)
-        return home.transposed if second else home
+        if in_one_scale(quantized.quantization):
+            values = self.form.matrix(name, quantized.values)
+            quantized = dataclasses.replace(quantized, values=values)
+        return quantized.transposed if second else quantized
 
     def transposed(self, read: Quantized) -> Quantized:
         """See `Contraction.transposed`."""
@@ -156,9 +149,7 @@ class Conv:
         """See `Contraction.quantization`: one scale for a tensor."""
         return None if asked is None else asked.tensorwise
 
-    def operand(
-        self, name: str, x: Tensor, asked: Any, second: bool = False
-    ) -> Tensor:
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`: the tensor as it is."""
         return x
 

@@ -269,38 +269,46 @@ class Plan:
         asked = [self.quantization(operand, m) for m in (first, second)]
         home = self._operand(operand, x)
         amax = Amax(home, wanted=observe)
-        saturated, marked = self._read(operand, 0, home, amax, known)
+        saturated, marked = self._read(operand, home, asked[0], amax, known)
         reads = {first: saturated if first == "forward" else marked}
         if read_transposed(*asked):
             reads[second] = self.contraction.transposed(marked)
         else:
-            other = self.contraction.operand(operand, x, asked[1], second=True)
-            reads[second] = self._read(operand, 1, other, amax, known)[1]
+            home = self.contraction.operand(operand, x, asked[1])
+            _, reads[second] = self._read(
+                operand, home, asked[1], amax, known, second=True
+            )
         return reads, amax.known
 
     def _read(
         self,
         operand: str,
-        number: int,
-        x: Tensor,
+        home: Tensor,
+        asked: Quantization | None,
         amax: Amax,
         known: HistoryScales | None,
+        second: bool = False,
     ) -> tuple[Quantized, Quantized]:
         """What a matmul reads: as the forward pass does, and as gradients do.
 
         The outputs are those of saturated operands; where one was not finite
-        and no state tells of it, the gradients do.
+        and no state tells of it, the gradients do. The second matmul sums
+        over the other axis, so that its tiles lie across the home matrix.
         """
-        asked = self.quantization(operand, matmuls_of(operand)[number])
-        second = bool(number)
+        read = self.contraction.read
         if asked is None:
-            plain = quantized.unquantized(ops.cast(x, self.inputs_dtype))
-            plain = self.contraction.read(operand, plain, second)
+            plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
+            plain = read(operand, plain, second)
             return plain, plain
+        asked = asked.transposed if second else asked
         scale = self.source.scale(operand, asked, amax, known)
-        read, amaxes = quantized.quantize(x, asked, scale, self._cast(operand))
-        read = self.contraction.read(operand, read, second)
-        return read, read if amaxes is None else read.marked(amaxes)
+        whole, amaxes = quantized.quantize(
+            home, asked, scale, self._cast(operand)
+        )
+        saturated = read(operand, whole, second)
+        if amaxes is None:
+            return saturated, saturated
+        return saturated, read(operand, whole.marked(amaxes), second)
 
     def _cast(self, operand: str) -> Any:
         """To float8 itself where a matmul of an operand reads that."""

@@ -33,13 +33,11 @@ class Gates(kernels.Einsum):
     first: int
     last: int
 
-    def operand(
-        self, name: str, x: Tensor, asked: Any, second: bool = False
-    ) -> Tensor:
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`; of a kernel (inputs, gates * units)."""
         if name == "kernel":
             x = x if in_one_scale(asked) else self._cut(x)
-        return super().operand(name, x, asked, second)
+        return super().operand(name, x, asked)
 
     def read(
         self, name: str, quantized: kernels.Quantized, second: bool
