@@ -1,8 +1,18 @@
-"""What Keras's own float8 puts into a layer."""
+"""What Keras's own quantization puts into a layer."""
 
 from typing import Any
 
 import keras
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether Keras has quantized a layer, in whatever mode.
+
+    `quantization_mode` also says so of a layer that follows a policy with a
+    mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
+    3.15). Where that is gone, False.
+    """
+    return bool(getattr(layer, "_is_quantized", False))
 
 
 def stock_float8(layer: Any) -> dict[str, Any]:

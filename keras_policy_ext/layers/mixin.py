@@ -17,6 +17,7 @@ from keras_policy_ext._keras import (
     built_layers,
     calls,
     global_policy,
+    stock_float8,
     variable_values,
     walking,
 )
@@ -448,7 +449,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Keras calls for a layer with a quantization mode."""
-        if self.float8_policy is None and getattr(self, "_is_quantized", False):
+        if self.float8_policy is None and stock_float8.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
 
@@ -499,7 +500,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             policy = policy.for_path(self.path)
         if not isinstance(policy, Float8DTypePolicy):
             return
-        if getattr(self, "_is_quantized", False):
+        if stock_float8.is_quantized(self):
             raise ValueError(
                 f"Layer {self.name!r} is quantized by Keras, and its kernel "
                 "has no floating-point values to be scaled. Received: "
