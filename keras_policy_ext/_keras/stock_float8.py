@@ -1,6 +1,7 @@
 """What Keras's own quantization puts into a layer."""
 
-from typing import Any
+import warnings
+from typing import Any, NoReturn
 
 import keras
 
@@ -46,3 +47,19 @@ def remove_stock_float8(layer: Any) -> None:
         layer._untrack_variable(variable)
         vars(layer).pop(name)
         layer._is_quantized = False
+
+
+def refuse_quantization(text: str) -> NoReturn:
+    """Raise that a layer stays as it is, so that users see why.
+
+    `Model.quantize` goes on after a NotImplementedError. It warns with the
+    text (keras 3.12 to 3.15), or, where it makes a report (3.16), counts the
+    layer only: the text is then a warning of its own. Expires when the report
+    has the text.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    if hasattr(keras.quantizers, "QuantizationReport"):
+        warnings.warn(text, stacklevel=2)
+    raise NotImplementedError(text)

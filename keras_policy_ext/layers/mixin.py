@@ -428,7 +428,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         """
         policy = self.float8_policy
         if policy is not None:
-            raise NotImplementedError(
+            stock_float8.refuse_quantization(
                 f"Layer {self.name!r} follows the policy "
                 f"{policy.full_name!r} and was not quantized: it stays in "
                 f"float8. Received: {mode!r}. Allowed: a layer under a plain "
@@ -437,7 +437,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
                 "how it is scaled."
             )
         if mode == "float8":
-            raise NotImplementedError(
+            stock_float8.refuse_quantization(
                 f"Layer {self.name!r} was not quantized: it follows float8 "
                 f"by its policy, which is {self.dtype_policy.name!r}. "
                 "Received: 'float8'. Allowed: the other modes of Keras. Call "

@@ -1,5 +1,7 @@
 """Why `_keras/stock_float8.py` is needed. See `_keras/__init__.py`."""
 
+import warnings
+
 import keras
 import pytest
 
@@ -41,3 +43,29 @@ def test_a_layer_does_not_tell_a_policy_with_a_mode_from_being_quantized():
     assert layer.quantization_mode == quantized().quantization_mode
     assert not stock_float8.is_quantized(layer)
     assert stock_float8.is_quantized(quantized())
+
+
+class Refuses(keras.layers.Layer):
+    """Says why it is not quantized."""
+
+    def quantize(self, mode=None, **kwargs):
+        raise NotImplementedError("for a reason")
+
+
+class RefusesVisibly(keras.layers.Layer):
+    """Says so by the function of this package."""
+
+    def quantize(self, mode=None, **kwargs):
+        stock_float8.refuse_quantization("for a reason")
+
+
+def test_keras_with_a_report_does_not_tell_why_a_layer_was_not_quantized():
+    """Keras without one, up to 3.15, tells it in a warning."""
+    has_report = hasattr(keras.quantizers, "QuantizationReport")
+    for cls, times in [(Refuses, 0 if has_report else 1), (RefusesVisibly, 1)]:
+        model = keras.Sequential([keras.Input((2,)), cls()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.quantize("int8")
+        texts = [str(each.message) for each in caught]
+        assert texts.count("for a reason") == times
