@@ -83,3 +83,11 @@ def test_a_file_does_not_say_whether_the_loss_is_scaled():
     assert "auto_scale_loss" not in model.get_compile_config()
     saving_hooks.amend_compile_config(model, {"auto_scale_loss": False})
     assert model.get_compile_config()["auto_scale_loss"] is False
+
+
+def test_a_file_written_on_torch_names_a_private_class_of_optimizer():
+    model = dense_model()
+    model.compile("sgd", "mse")
+    optimizer = model.get_compile_config()["optimizer"]
+    is_private = "keras.src" in optimizer["module"]
+    assert is_private == (keras.backend.backend() == "torch")
