@@ -1,4 +1,4 @@
-"""Who may import what, read off the source of the installed package.
+"""Who may touch what, read off the source of the installed package.
 
 The import linter checks the direction between the rooms. These rules need to
 look at parts of an external package, or at imports that happen inside a
@@ -6,10 +6,20 @@ function or through `importlib`, which it does not see.
 """
 
 import ast
+import functools
 import importlib.util
+import inspect
 import pathlib
+import textwrap
 
+import keras
 import pytest
+
+from private_names import (
+    private_attributes,
+    private_definitions,
+    private_strings,
+)
 
 FRAMEWORKS = {"jax", "jaxlib", "tensorflow", "torch", "triton"}
 
@@ -18,6 +28,20 @@ MODULES = {
     "jax": {"jax", "jaxlib"},
     "tensorflow": {"tensorflow"},
     "torch": {"torch", "triton"},
+}
+
+
+# Private names of others than Keras.
+NOT_OF_KERAS = {
+    "_SubParsersAction": "argparse has no public name for what it returns",
+    "_asdict": "a public method of named tuples",
+    "_replace": "a public method of named tuples",
+    "_fields": "a public attribute of named tuples",
+    "_getframe": "sys has no other way to a caller",
+    "_active_ddp_module": "PyTorch: the module that is distributed",
+    "_join_config": "PyTorch: of that module",
+    "_is_view": "PyTorch: of tensors",
+    "_version": "PyTorch: of tensors",
 }
 
 
@@ -83,12 +107,83 @@ def parse(name):
     return ast.parse(SOURCES[name].read_text(encoding="utf-8"), filename=name)
 
 
+@functools.cache
+def names_of_this_package():
+    """Private names that it defines outside of `_keras/`."""
+    found = {pathlib.PurePath(name).stem for name in SOURCES}
+    for name in SOURCES:
+        if not name.startswith("_keras/"):
+            found |= private_definitions(parse(name))
+    return found
+
+
+def foreign_attributes(tree):
+    known = names_of_this_package() | NOT_OF_KERAS.keys()
+    return sorted(private_attributes(tree) - known)
+
+
+def classes_of(name):
+    """The classes that a file of this package defines."""
+    parts = pathlib.PurePath(name).with_suffix("").parts
+    module = importlib.import_module(".".join(("keras_policy_ext", *parts)))
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+
+
+@functools.cache
+def class_tree(cls):
+    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+
+
+def names_shared_with_keras(cls):
+    """Private names in a class of ours that Keras's classes below it define.
+
+    Mixins count as part of the class, and names in strings are names.
+    """
+    ours, theirs = set(), set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("keras."):
+            theirs |= private_definitions(class_tree(base))
+        elif base.__module__.startswith("keras_policy_ext._keras."):
+            continue
+        elif base.__module__.startswith(("keras_policy_ext.", __name__)):
+            tree = class_tree(base)
+            ours |= private_attributes(tree) | private_definitions(tree)
+            ours |= private_strings(tree)
+    return sorted(ours & theirs)
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_only_the_room_for_it_touches_keras_internals(name):
     if name.startswith("_keras/"):
         pytest.skip("this room is the one contact with Keras internals")
 
     assert uses_keras_internals(parse(name)) == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_the_room_for_it_touches_private_attributes_of_keras(name):
+    if name.startswith("_keras/"):
+        pytest.skip("this room is the one contact with Keras internals")
+
+    assert foreign_attributes(parse(name)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        x
+        for x in SOURCES
+        if not x.startswith(("_keras/", "frameworks/", "kernels/", "__main"))
+    ],
+)
+def test_classes_use_no_private_name_of_the_keras_class_below(name):
+    found = {cls: names_shared_with_keras(cls) for cls in classes_of(name)}
+
+    assert {cls: names for cls, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -151,3 +246,76 @@ def test_the_check_sees_every_way_into_keras_internals(source):
 )
 def test_the_check_sees_every_way_to_a_framework(source):
     assert imported_frameworks(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "layer._tracker.unlock()",
+        "layer._tracker = None",
+        "def f(self):\n    return self._tracker",
+        "class A:\n    def f(self):\n        return super()._tracker",
+        "getattr(layer, '_tracker', None)",
+        "hasattr(layer, '_tracker')",
+        "setattr(layer, '_tracker', None)",
+        "delattr(layer, '_tracker')",
+        "object.__setattr__(layer, '_tracker', None)",
+        "operator.attrgetter('_tracker')(layer)",
+        "vars(layer)['_tracker']",
+        "vars(layer).pop('_tracker')",
+        "layer.__dict__['_tracker']",
+        "layer.__dict__.get('_tracker')",
+        "layer.__dict__.update(_tracker=None)",
+        "'_tracker' in vars(layer)",
+    ],
+)
+def test_the_check_sees_every_way_to_a_private_attribute(source):
+    assert foreign_attributes(ast.parse(source)) == ["_tracker"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(self):\n    self._own = 1\n    return self._own",
+        "class A:\n    _own: int = 1",
+        "class A:\n    def _own(self):\n        pass",
+        "def f(self):\n    self.__dict__['_own'] = 1",
+        "def f(self):\n    self.__dict__.update(_own=1)",
+    ],
+)
+def test_the_check_knows_what_a_class_defines(source):
+    assert private_definitions(ast.parse(source)) == {"_own"}
+
+
+def test_what_is_written_into_another_object_is_no_definition():
+    assert not private_definitions(ast.parse("layer._theirs = 1"))
+
+
+class Mixin:
+    def call(self, inputs):
+        return inputs * self._kernel
+
+
+class Reads(Mixin, keras.layers.Dense):
+    pass
+
+
+class Overrides(keras.layers.Dense):
+    def _untrack_variable(self, variable):
+        pass
+
+
+class Names(keras.layers.Dense):
+    names = ("_kernel",)
+
+
+class UsesItsOwn(keras.layers.Dense):
+    def call(self, inputs):
+        self._number_of_calls = 1
+        return super().call(inputs)
+
+
+@pytest.mark.parametrize("cls", [Reads, Overrides, Names])
+def test_the_check_sees_a_private_name_of_the_keras_class_below(cls):
+    assert names_shared_with_keras(cls)
+    assert not names_shared_with_keras(UsesItsOwn)

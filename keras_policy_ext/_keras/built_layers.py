@@ -122,9 +122,12 @@ class QuantizedAsLeaf:
 def skip_in_quantize(layer: Any) -> None:
     """Let `Model.quantize` pass by a layer without a warning.
 
-    It warns of each layer without a `quantize` (keras 3.12 to 3.15).
+    It warns of each layer without a `quantize` (keras 3.12 to 3.15), and
+    later reports a layer with one as quantized, unless it was so before
+    (3.16). Expires when a layer can say that it has nothing to quantize.
     """
     layer.quantize = _stays
+    layer._is_quantized = True
 
 
 def _stays(*args: Any, **kwargs: Any) -> None:

@@ -20,6 +20,17 @@ except ImportError:  # Keras has moved it: see `keep_mask`.
     _masking = None
 
 
+PARTS_OF_LSTM_STEPS = (
+    "_compute_carry_and_output",
+    "_compute_carry_and_output_fused",
+)
+"""Methods that `LSTMCell.call` consists of (keras 3.0 to 3.15).
+
+A subclass that overrides one computes otherwise, and has no float8 form.
+Where they are gone, none overrides them. Expires when they are public.
+"""
+
+
 def training_of_call() -> bool | None:
     """The `training` argument of the layer call that is under way, or None.
 

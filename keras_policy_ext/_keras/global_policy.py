@@ -64,3 +64,12 @@ def replace_layer_policy(layer: Any, policy: Any) -> None:
     Public `layer.dtype_policy = …` is the caller here and would recurse.
     """
     layer._dtype_policy = policy
+
+
+def name_for_maps(policy: Any, name: str) -> None:
+    """Let a map whose default is this policy be named after it.
+
+    `DTypePolicyMap.name` reads an attribute of its default, and not the
+    property (`_name`, keras 3.4 to 3.15). Expires when it reads that.
+    """
+    policy._name = name

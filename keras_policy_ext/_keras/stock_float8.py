@@ -1,8 +1,19 @@
-"""What Keras's own float8 puts into a layer."""
+"""What Keras's own quantization puts into a layer."""
 
-from typing import Any
+import warnings
+from typing import Any, NoReturn
 
 import keras
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether Keras has quantized a layer, in whatever mode.
+
+    `quantization_mode` also says so of a layer that follows a policy with a
+    mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
+    3.15). Where that is gone, False.
+    """
+    return bool(getattr(layer, "_is_quantized", False))
 
 
 def stock_float8(layer: Any) -> dict[str, Any]:
@@ -36,3 +47,19 @@ def remove_stock_float8(layer: Any) -> None:
         layer._untrack_variable(variable)
         vars(layer).pop(name)
         layer._is_quantized = False
+
+
+def refuse_quantization(text: str) -> NoReturn:
+    """Raise that a layer stays as it is, so that users see why.
+
+    `Model.quantize` goes on after a NotImplementedError. It warns with the
+    text (keras 3.12 to 3.15), or, where it makes a report (3.16), counts the
+    layer only: the text is then a warning of its own. Expires when the report
+    has the text.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    if hasattr(keras.quantizers, "QuantizationReport"):
+        warnings.warn(text, stacklevel=2)
+    raise NotImplementedError(text)

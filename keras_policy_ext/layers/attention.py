@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import keras
 from keras import ops
 
+from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.layers.adoption import adopt
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
@@ -84,7 +85,8 @@ class _Float8Attention(Float8Mixin):
             ValueError: If it is `"float8"` and the layer was made with
                 `flash_attention=True`.
         """
-        if attention is not None and getattr(self, "_flash_attention", False):
+        flash = stock_attention.has_flash_attention(self)
+        if attention is not None and flash:
             raise ValueError(
                 "its scores and weighted sum are computed by flash attention, "
                 "one kernel that is not float8"
@@ -113,62 +115,20 @@ class _Float8Attention(Float8Mixin):
 
     def _resolve_float8_policy(self) -> None:
         super()._resolve_float8_policy()
-        # In the instance and not in the class: Keras compares the method of
-        # the class to see whether attention is overridden, and if it is, does
-        # without the causal kernels of the frameworks (keras 3.15).
-        name = "_compute_attention"
-        self.__dict__.pop(name, None)
-        cls = type(self)
-        is_stock = getattr(cls, name) is getattr(
-            super(_Float8Attention, cls), name
-        )
         wanted = self._float8_attention and self._float8_policy
-        if wanted and is_stock:
-            self.__dict__[name] = self._attend_in_float8
+        attend = self._attend_in_float8 if wanted else None
+        stock_attention.replace_attention(self, _Float8Attention, attend)
 
-    def _attend_in_float8(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """What `_compute_attention` is, with both products in float8.
-
-        Args:
-            query: (batch, <queries>, heads, size), projected.
-            key: (batch, <keys>, heads, size), projected.
-            value: (batch, <keys>, heads, value size), projected.
-            attention_mask: Boolean, (batch, <queries>, <keys>).
-            training: Whether probabilities are dropped.
-            return_attention_scores: They are returned in any case.
-            use_causal_mask: Whether Keras left the causal mask to do here.
-
-        Returns:
-            (batch, <queries>, heads, value size), and the probabilities
-            before dropout, (batch, heads, <queries>, <keys>).
-        """
-        if use_causal_mask:
-            causal = self._compute_causal_mask(query, value)
-            attention_mask = (
-                causal
-                if attention_mask is None
-                else ops.logical_and(ops.cast(attention_mask, "bool"), causal)
-            )
-        scores = self._float8_scores(query, key)
-        scores = self._masked_softmax(scores, attention_mask)
-        weights = scores
-        if self.dropout > 0.0:
-            weights = self._dropout_layer(scores, training=training)
-        outputs = self.float8_activations_einsum(
-            self._combine_equation, weights, value
+    def _attend_in_float8(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's attention, with both products in float8."""
+        contract = self.float8_activations_einsum
+        return stock_attention.attend(
+            self, self._float8_scores, contract, *args, **kwargs
         )
-        return outputs, scores
 
-    def _float8_scores(self, query: Tensor, key: Tensor) -> Tensor:
+    def _float8_scores(
+        self, equation: str, query: Tensor, key: Tensor
+    ) -> Tensor:
         raise NotImplementedError
 
 
@@ -203,9 +163,10 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
             `flash_attention=True`.
     """
 
-    def _float8_scores(self, query: Tensor, key: Tensor) -> Tensor:
+    def _float8_scores(
+        self, equation: str, query: Tensor, key: Tensor
+    ) -> Tensor:
         query = _over_root(query, self.key_dim)
-        equation = self._dot_product_equation
         return self.float8_activations_einsum(equation, key, query)
 
 
@@ -225,9 +186,10 @@ class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
         ValueError: As for `MultiHeadAttention`.
     """
 
-    def _float8_scores(self, query: Tensor, key: Tensor) -> Tensor:
+    def _float8_scores(
+        self, equation: str, query: Tensor, key: Tensor
+    ) -> Tensor:
         query = _over_root(query, self.head_dim)
-        equation = self._dot_product_equation
         return self.float8_activations_einsum(equation, query, key)
 
 

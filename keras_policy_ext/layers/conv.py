@@ -37,7 +37,11 @@ class _Float8Conv(Float8Mixin):
         inputs = self.convert_input(inputs)
         padding = self.padding
         if padding == "causal":
-            inputs = ops.pad(inputs, self._compute_causal_padding())
+            widths = [(0, 0), (0, 0), (0, 0)]
+            axis = 1 if self.data_format == "channels_last" else 2
+            before = self.dilation_rate[0] * (self.kernel_size[0] - 1)
+            widths[axis] = (before, 0)
+            inputs = ops.pad(inputs, widths)
             padding = "valid"
         contraction = kernels.Conv(
             self.strides, padding, self.dilation_rate, self.data_format

@@ -17,6 +17,7 @@ from keras_policy_ext._keras import (
     built_layers,
     calls,
     global_policy,
+    stock_float8,
     variable_values,
     walking,
 )
@@ -424,7 +425,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         """
         policy = self.float8_policy
         if policy is not None:
-            raise NotImplementedError(
+            stock_float8.refuse_quantization(
                 f"Layer {self.name!r} follows the policy "
                 f"{policy.full_name!r} and was not quantized: it stays in "
                 f"float8. Received: {mode!r}. Allowed: a layer under a plain "
@@ -433,7 +434,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
                 "how it is scaled."
             )
         if mode == "float8":
-            raise NotImplementedError(
+            stock_float8.refuse_quantization(
                 f"Layer {self.name!r} was not quantized: it follows float8 "
                 f"by its policy, which is {self.dtype_policy.name!r}. "
                 "Received: 'float8'. Allowed: the other modes of Keras. Call "
@@ -445,7 +446,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Keras calls for a layer with a quantization mode."""
-        if self.float8_policy is None and getattr(self, "_is_quantized", False):
+        if self.float8_policy is None and stock_float8.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
 
@@ -496,7 +497,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             policy = policy.for_path(self.path)
         if not isinstance(policy, Float8DTypePolicy):
             return
-        if getattr(self, "_is_quantized", False):
+        if stock_float8.is_quantized(self):
             raise ValueError(
                 f"Layer {self.name!r} is quantized by Keras, and its kernel "
                 "has no floating-point values to be scaled. Received: "

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_policy_ext._keras import calls
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.gates import gates_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -218,8 +219,7 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
     float8_gates = 4
     float8_replaces: tuple[str, ...] = (
         *Float8Cell.float8_replaces,
-        "_compute_carry_and_output",
-        "_compute_carry_and_output_fused",
+        *calls.PARTS_OF_LSTM_STEPS,
     )
 
     def float8_step(

@@ -144,7 +144,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             if self.observed is not None:
                 self.observed.taken()  # It was observed of another state.
         self.uses = 0
-        value = self._convert_to_tensor(value, dtype=self.dtype)
+        value = ops.convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
             value = frameworks.current().assigned(

@@ -23,7 +23,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         super().__init__(default_policy=source)
         self._source_policy = source
         self._source_name = source.name
-        self._name = source.name  # Keras reads the attribute of maps.
+        global_policy.name_for_maps(self, source.name)
 
     @property
     def name(self) -> str:

@@ -65,16 +65,6 @@ def test_what_is_loaded_is_what_keras_loads(saved):
         np.testing.assert_array_equal(a, b)
 
 
-def test_keras_itself_says_nothing(saved):
-    """Expires when Keras warns of groups that no layer reads."""
-    _, folder = saved
-    load = keras.src.saving.saving_lib.load_model.__wrapped__
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load(folder / "model.keras")
-    assert not [x for x in caught if "float8" in str(x.message)]
-
-
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_kpe_loses_nothing_and_says_nothing(kind, tmp_path):
     converted(kind).save(tmp_path / "model.keras")

@@ -40,6 +40,11 @@ def warned(stack, mode):
     return [text for text in texts if "InputLayer" not in text]
 
 
+def told(stack, mode):
+    """The warnings of `Model.quantize` that are of this package."""
+    return [text for text in warned(stack, mode) if "Received: " in text]
+
+
 def modes(stack):
     return [layer.quantization_mode for layer in stack.layers]
 
@@ -53,7 +58,7 @@ def test_a_layer_in_float8_stays_so_and_says_what_to_do(how, mode):
             stack = model(kpe.layers)
     kpe.convert(stack, POLICY)
     before = [numpy(v) for v in stack.variables]
-    texts = warned(stack, mode)
+    texts = told(stack, mode)
     assert len(texts) == 3
     for layer, text in zip(stack.layers, texts, strict=True):
         assert layer.name in text and POLICY in text
@@ -64,6 +69,18 @@ def test_a_layer_in_float8_stays_so_and_says_what_to_do(how, mode):
     assert modes(stack) == ["float8"] * 3
     for variable, value in zip(stack.variables, before, strict=True):
         np.testing.assert_array_equal(numpy(variable), value)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.quantizers, "QuantizationReport"),
+    reason="Model.quantize makes a report from Keras 3.16 on",
+)
+def test_a_report_of_keras_has_no_layer_in_float8_among_the_quantized():
+    stack = model(keras.layers)
+    *_, last = stack.layers
+    kpe.convert(stack, POLICY, exclude=f"/{last.name}$")
+    report = stack.quantize("int8")
+    assert [path for path, *_ in report.quantized] == [last.path]
 
 
 @pytest.mark.parametrize("layers", [keras.layers, kpe.layers])
@@ -108,7 +125,7 @@ def test_filters_see_the_layer_and_not_its_state():
 
 def test_a_plain_layer_is_told_how_to_get_into_float8():
     stack = model(kpe.layers)
-    (*_, text) = warned(stack, "float8")
+    text = told(stack, "float8")[-1]
     assert "Received: 'float8'" in text
     assert "`keras_policy_ext.convert(model)`" in text
     assert "Float8DTypePolicy" in text

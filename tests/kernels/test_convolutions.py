@@ -163,6 +163,11 @@ CASES = {
     "1d same, stride 2, odd": (1, (9,), {"padding": "same", "strides": 2}),
     "1d same, dilation": (1, (9,), {"padding": "same", "dilation_rate": 2}),
     "1d causal, dilation": (1, (8,), {"padding": "causal", "dilation_rate": 2}),
+    "1d causal, channels first": (
+        1,
+        (8,),
+        {"padding": "causal", "data_format": "channels_first"},
+    ),
     "1d stride beyond kernel": (1, (11,), {"kernel_size": 2, "strides": 4}),
     "1d channels first": (
         1,

@@ -1,0 +1,83 @@
+"""Attention: what is computed around its two products."""
+
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+
+def has_flash_attention(layer: Any) -> bool:
+    """Whether a layer was made with `flash_attention=True`.
+
+    Its config does not say it (`_flash_attention`, keras 3.7 to 3.15). Where
+    that is gone, False: scores are then not computed by flash attention.
+    """
+    return bool(getattr(layer, "_flash_attention", False))
+
+
+def replace_attention(
+    layer: Any, mixin: type, attend: Callable[..., Any] | None
+) -> None:
+    """Let one layer compute attention otherwise; None: as its class does.
+
+    A subclass of `mixin` with attention of its own keeps that. The function
+    is put into the instance and not into the class: Keras compares the method
+    of the class (`_compute_attention`, keras 3.12 to 3.15) to see whether
+    attention is overridden, and if it is, does without the causal kernels of
+    the frameworks. Expires with a public method to override.
+    """
+    name = "_compute_attention"
+    vars(layer).pop(name, None)
+    cls: Any = type(layer)
+    is_stock = getattr(cls, name) is getattr(super(mixin, cls), name)
+    if attend is not None and is_stock:
+        vars(layer)[name] = attend
+
+
+def attend(
+    layer: Any,
+    scored: Callable[..., Any],
+    contracted: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    training: bool | None = None,
+    return_attention_scores: bool = False,
+    use_causal_mask: bool = False,
+) -> tuple[Any, Any]:
+    """What `_compute_attention` is, with both products by other functions.
+
+    Masks, softmax, dropout and the equations are those of the stock layer,
+    which offers them under private names only (keras 3.12 to 3.15). Expires
+    with public ones.
+
+    Args:
+        layer: A layer of attention.
+        scored: Of the equation of the scores, query and key.
+        contracted: Of the equation of the weighted sum, weights and value.
+        query: (batch, <queries>, heads, size), projected.
+        key: (batch, <keys>, heads, size), projected.
+        value: (batch, <keys>, heads, value size), projected.
+        attention_mask: Boolean, (batch, <queries>, <keys>).
+        training: Whether probabilities are dropped.
+        return_attention_scores: They are returned in any case.
+        use_causal_mask: Whether Keras left the causal mask to do here.
+
+    Returns:
+        (batch, <queries>, heads, value size), and the probabilities
+        before dropout, (batch, heads, <queries>, <keys>).
+    """
+    if use_causal_mask:
+        causal = layer._compute_causal_mask(query, value)
+        attention_mask = (
+            causal
+            if attention_mask is None
+            else ops.logical_and(ops.cast(attention_mask, "bool"), causal)
+        )
+    scores = scored(layer._dot_product_equation, query, key)
+    scores = layer._masked_softmax(scores, attention_mask)
+    weights = scores
+    if layer.dropout > 0.0:
+        weights = layer._dropout_layer(scores, training=training)
+    return contracted(layer._combine_equation, weights, value), scores

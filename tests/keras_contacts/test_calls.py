@@ -1,0 +1,134 @@
+"""Why `_keras/calls.py` is needed. See `_keras/__init__.py`."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_policy_ext._keras import calls
+from keras_policy_ext.layers.drop_in import form_of
+from public_api import functions_about, members_about
+
+BACKEND = keras.backend.backend()
+
+
+class Asks(keras.layers.Layer):
+    """A layer whose `call` is not told whether it trains."""
+
+    def call(self, inputs):
+        self.training = calls.training_of_call()
+        self.in_scope = calls.in_autocast_scope()
+        return inputs
+
+
+@pytest.mark.parametrize("training", [True, False, None])
+def test_keras_offers_no_public_way_to_ask_whether_a_call_trains(training):
+    layer = Asks()
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model(np.ones((1, 2), "float32"), training=training)
+    assert layer.training is training
+    assert functions_about("call_context", "training", "phase") == []
+    assert members_about(keras.layers.Layer, "context", "training") == []
+
+
+def test_keras_offers_no_public_scope_of_autocasting():
+    layer = Asks(dtype="mixed_bfloat16")
+    layer(np.ones((1, 2), "float32"))
+    assert layer.in_scope
+    assert not calls.in_autocast_scope()
+    assert functions_about("autocast", "cast_scope") == []
+
+
+class Takes(keras.layers.Layer):
+    """Remembers the dtypes of its arguments."""
+
+    def call(self, first, second):
+        self.dtypes = [
+            keras.backend.standardize_dtype(x.dtype) for x in (first, second)
+        ]
+        return first
+
+
+def test_keras_casts_all_arguments_of_a_call_or_none():
+    x = ops.ones((1, 2))
+    for autocast, dtype in [(True, "bfloat16"), (False, "float32")]:
+        layer = Takes(dtype="mixed_bfloat16", autocast=autocast)
+        layer(x, x)
+        assert layer.dtypes == [dtype, dtype]
+    words = ("cast", "convert")
+    arguments = inspect.signature(keras.layers.Layer.__init__).parameters
+    assert members_about(keras.layers.Layer, *words) == []
+    assert [x for x in arguments if any(w in x for w in words)] == ["autocast"]
+
+
+class SeesMask(keras.layers.Layer):
+    """Remembers the mask of its argument."""
+
+    supports_masking = True
+
+    def call(self, inputs, mask=None):
+        self.seen = mask
+        return inputs
+
+
+def test_a_cast_loses_the_mask_and_keras_offers_no_way_to_give_it_one():
+    x = keras.layers.Masking()(np.ones((1, 2, 3), "float32"))
+    cast = ops.cast(x, "bfloat16")
+    layer = SeesMask(dtype="bfloat16")
+    layer(cast)
+    assert layer.seen is None
+    layer(calls.keep_mask(x, cast))
+    assert layer.seen is not None
+    assert functions_about("get_mask", "set_mask", "keras_mask") == []
+
+
+class Softmaxes(keras.layers.Layer):
+    """Calls a softmax with a keyword argument, as attention does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.softmax = keras.layers.Softmax()
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.built = True
+
+    def call(self, inputs):
+        return self.softmax(inputs * self.scale, mask=ops.ones((1, 2), "bool"))
+
+
+def rematerialized(prepare=lambda layer: None):
+    """A model that trains a step through `Softmaxes` in a `RematScope`."""
+    with keras.RematScope(mode="full"):
+        layer = Softmaxes()
+        prepare(layer.softmax)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.compile("sgd", "mse")
+    x = np.ones((1, 2), "float32")
+    return model.train_on_batch(x, x)
+
+
+def test_keras_cannot_rematerialize_a_softmax_with_its_mask_on_tensorflow():
+    """On JAX and PyTorch it can."""
+    if BACKEND == "tensorflow":
+        with pytest.raises(Exception, match="mask"):
+            rematerialized()
+    else:
+        rematerialized()
+    rematerialized(calls.rematerialize_with_outer)
+
+
+@pytest.mark.parametrize("name", calls.PARTS_OF_LSTM_STEPS)
+def test_an_lstm_cell_computes_in_private_methods(name):
+    assert callable(getattr(keras.layers.LSTMCell, name))
+    assert members_about(keras.layers.LSTMCell, "carry", "output") == [
+        "compute_output_shape",
+        "compute_output_spec",
+        "output",
+    ]
+    changed = {name: lambda self, *args: None}
+    assert form_of(type("Other", (keras.layers.LSTMCell,), {})) is not None
+    with pytest.raises(TypeError, match=name):
+        form_of(type("Other", (keras.layers.LSTMCell,), changed))

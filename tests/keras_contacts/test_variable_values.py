@@ -1,0 +1,124 @@
+"""Why `_keras/variable_values.py` is needed. See `_keras/__init__.py`."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_policy_ext._keras import variable_values
+from public_api import lists_with, members_about
+
+BACKEND = keras.backend.backend()
+
+
+class Reads(keras.layers.Layer):
+    """Says how it reads its weight in a call."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(2,), initializer="ones")
+        self.built = True
+
+    def call(self, inputs):
+        self.read = self.weight.value
+        self.own = variable_values.value_without_autocast(self.weight)
+        return inputs
+
+
+def dtype_of(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def test_keras_hands_out_casts_of_variables_and_offers_no_other_way():
+    layer = Reads(dtype="mixed_bfloat16")
+    layer(np.ones((1, 2), "float32"))
+    assert dtype_of(layer.read) == "bfloat16"
+    assert dtype_of(layer.own) == "float32"
+    assert members_about(keras.Variable, "cast", "read", "raw") == []
+    assert members_about(keras.Variable, "value") == ["value"]
+
+
+def test_a_variable_does_not_tell_whether_it_autocasts():
+    for value in (True, False):
+        variable = keras.Variable(1.0, autocast=value)
+        assert not hasattr(variable, "autocast")
+        assert variable_values.autocasts(variable) is value
+
+
+class ReadsInTraining(keras.callbacks.Callback):
+    """Reads a variable before each step of `fit`.
+
+    Not by way of `self.model`, which would fill the variables on JAX.
+    """
+
+    def __init__(self, variable):
+        super().__init__()
+        self.variable = variable
+
+    def on_train_batch_begin(self, batch, logs=None):
+        try:
+            keras.ops.convert_to_numpy(self.variable.value)
+            self.can_be_read = True
+        except TypeError:
+            self.can_be_read = False
+        self.has_value = variable_values.has_value(self.variable)
+
+
+def test_variables_are_empty_while_the_jax_trainer_works_and_full_elsewhere():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    reads = ReadsInTraining(model.layers[0].kernel)
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    model.fit(x, y, batch_size=2, verbose=0, callbacks=[reads])
+    assert reads.can_be_read == (BACKEND != "jax")
+    assert reads.has_value == reads.can_be_read
+    assert variable_values.has_value(model.layers[0].kernel)
+
+
+class Listens(variable_values.TellsItsValue, keras.Variable):
+    """Counts what it is told of its value."""
+
+    told = assigned = 0
+
+    def value_made(self, value):
+        self.told += 1
+
+    def assign(self, value):
+        self.assigned += 1
+        return super().assign(value)
+
+
+def test_a_variable_gets_its_value_without_a_call_of_a_public_method():
+    variable = Listens(np.ones(2, "float32"))
+    assert (variable.told, variable.assigned) == (1, 0)
+    assert members_about(keras.Variable, "initial", "made") == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "stored"),
+    [
+        (keras.layers.Dense(2), "kernel", variable_values.stored_kernel),
+        (
+            keras.layers.EinsumDense("ab,bc->ac", (2,)),
+            "kernel",
+            variable_values.stored_kernel,
+        ),
+        (
+            keras.layers.Conv1D(2, 1),
+            "kernel",
+            variable_values.stored_kernel,
+        ),
+        (
+            keras.layers.Embedding(3, 2),
+            "embeddings",
+            variable_values.stored_embeddings,
+        ),
+    ],
+    ids=["Dense", "EinsumDense", "Conv1D", "Embedding"],
+)
+def test_keras_merges_adapters_into_what_it_offers(layer, name, stored):
+    layer.build((None, 3, 2) if "Conv" in type(layer).__name__ else (None, 2))
+    variable = getattr(layer, name)
+    assert stored(layer) is variable
+    layer.enable_lora(1)
+    assert getattr(layer, name) is not variable
+    assert stored(layer) is variable
+    assert "variables" in lists_with(layer, variable)
