@@ -11,6 +11,8 @@ import pathlib
 
 import pytest
 
+pytestmark = pytest.mark.any_backend
+
 FRAMEWORKS = {"jax", "jaxlib", "tensorflow", "torch", "triton"}
 
 
