@@ -21,6 +21,8 @@ from private_names import (
     private_strings,
 )
 
+pytestmark = pytest.mark.any_backend
+
 FRAMEWORKS = {"jax", "jaxlib", "tensorflow", "torch", "triton"}
 
 # What the files of a framework may import: `torch.py`, `torch_casts.py`.
@@ -30,6 +32,9 @@ MODULES = {
     "torch": {"torch", "triton"},
 }
 
+
+# Whose classes are Keras's own affair, or a framework's.
+OTHER_CLASSES = ("_keras/", "frameworks/", "kernels/", "__main")
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {

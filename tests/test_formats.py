@@ -6,6 +6,8 @@ import pytest
 
 from keras_policy_ext import formats
 
+pytestmark = pytest.mark.any_backend
+
 # OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1, for the two
 # float8 formats; OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and
 # 5.4.1, for e2m1 and e8m0.

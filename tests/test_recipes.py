@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from keras_policy_ext import formats, recipes
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 
+pytestmark = pytest.mark.any_backend
+
 FORMATS = st.sampled_from(["hybrid", "e4m3"])
 DELAYED = st.builds(
     DelayedScaling,

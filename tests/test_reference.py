@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from keras_policy_ext import formats, recipes, reference
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 
+pytestmark = pytest.mark.any_backend
+
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIGNED = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 FLOAT8 = ["float8_e4m3fn", "float8_e5m2"]

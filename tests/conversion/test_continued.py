@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from cases import SLOW
 from steps import numpy, state_of
 
 POLICY = "float8/4_from_float32"
@@ -22,16 +23,12 @@ OPTIMIZERS = {
     ),
 }
 
-NAMES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            name == "averaging" and keras.backend.backend() == "jax",
-            reason="Keras on JAX fails in a second fit with use_ema (3.15)",
-        ),
-    )
-    for name in OPTIMIZERS
-]
+averaging = pytest.mark.skipif(
+    keras.backend.backend() == "jax",
+    reason="Keras on JAX fails in a second fit with use_ema (3.15)",
+)
+MARKS = {"adam": SLOW, "averaging": averaging}  # Accumulating is Adam too.
+NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIMIZERS]
 
 
 def data():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from cases import SLOW
 from converted_models import Block, float_weights, states_of
 from keras_policy_ext._keras import optimizer_variables
 from steps import numpy, state_of, step
@@ -204,7 +205,7 @@ def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
     some, others = gan(), gan()
     for model in (some, others):
         kpe.convert(model, POLICY)
-    x = normal(40, 4)
+    x = normal(64, 4)  # Two batches of one shape: each is compiled.
     paths = kpe.calibrate(
         some, x, call=lambda x: some.discriminator(some.generator(x))
     )
@@ -244,7 +245,9 @@ def test_a_model_without_a_call_says_how_it_is_calibrated():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_accumulation_steps": 2}], ids=str
+    "options",
+    [pytest.param({}, marks=SLOW), {"gradient_accumulation_steps": 2}],
+    ids=str,
 )
 def test_load_model_brings_back_all_parts_and_all_optimizers(tmp_path, options):
     model = gan(**options)

@@ -13,6 +13,8 @@ from keras import layers
 import keras_policy_ext as kpe
 from keras_policy_ext.conversion import Converted, Report, Skipped, summary
 
+pytestmark = pytest.mark.any_backend
+
 POLICY = "float8/4_from_float32"
 WIDTHS = [40, 60, 80, 100, 132, 200]
 

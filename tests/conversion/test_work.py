@@ -148,6 +148,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
+@pytest.mark.any_backend
 @pytest.mark.parametrize("case", CASES)
 def test_layers_multiply_as_often_as_their_sizes_say(case):
     make, shape, parameters, rows = CASES[case]

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from keras_policy_ext.kernels import einsum
 
+pytestmark = pytest.mark.any_backend
+
 MALFORMED = [
     "",
     "ab,bc",

@@ -1,0 +1,25 @@
+"""Which cases of a parametrized test every run shows."""
+
+import keras
+import pytest
+
+SLOW = () if keras.backend.backend() == "torch" else (pytest.mark.slow,)
+"""Marks of a case that differs from others in what no framework computes.
+
+JAX and TensorFlow compile or trace each case for seconds. There it runs by
+name, and PyTorch always runs it.
+"""
+
+
+def mostly(cases, *always):
+    """Parameters of a test, of which some run always and the others on torch.
+
+    Args:
+        cases: All of them: names, or other values that are told apart by `==`.
+        always: Those that every backend runs.
+    """
+    assert set(always) <= set(cases)
+    return [
+        pytest.param(case, marks=() if case in always else SLOW)
+        for case in cases
+    ]
