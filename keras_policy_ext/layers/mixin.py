@@ -291,6 +291,11 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             return None
         return stock_state.split(store, own=1 + (self.bias is not None))
 
+    def count_params(self) -> int:
+        """`Layer.count_params`, without the float8 state."""
+        states = [v for v in self.weights if isinstance(v, StateVariable)]
+        return super().count_params() - sum(math.prod(v.shape) for v in states)
+
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
 

@@ -124,11 +124,6 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         """Be told of the tensor that holds this variable."""
         kernels.engine().keep_observations(self, value)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of any variable, but Keras counts no parameters in it."""
-        return variable_values.uncounted(super().shape)
-
     def assign(self, value: Any) -> Any:
         """Settle `value`, an observation or a state, and store the result.
 
@@ -235,7 +230,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             return
         raise ValueError(
             f"This is no float8 state of {self.path!r}. Received: a value of "
-            f"shape {tuple(shape)}. Allowed: {tuple(map(int, self.shape))}. "
+            f"shape {tuple(shape)}. Allowed: {tuple(self.shape)}. "
             "Where the weights of two models are paired, one of them is in "
             "float8 and the other is not, or with another history length: "
             "pair those of `keras_policy_ext.loops.weights(model)`, which "
