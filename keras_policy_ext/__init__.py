@@ -40,7 +40,7 @@ if not _is_the_command():
         policies,
         recipes,
     )
-    from keras_policy_ext._keras import saving_hooks
+    from keras_policy_ext._keras import averages, saving_hooks
     from keras_policy_ext.layers import autocast_scope, is_autocast_variable
     from keras_policy_ext.policies import (
         Float8DTypePolicy,
@@ -65,6 +65,7 @@ if not _is_the_command():
         name = f"{__name__}.conversion.exports"
         importlib.import_module(name).check(model, format)
 
+    averages.leave_out_of_averages()
     saving_hooks.after_loading(_warn_of_lost_float8)
     saving_hooks.before_export(_check_export)
 

@@ -87,7 +87,9 @@ def _on_every_device() -> dict[str, Any]:
     return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
 
 
-class StateVariable(variable_values.TellsItsValue, keras.Variable):
+class StateVariable(
+    averages.NotAveraged, variable_values.TellsItsValue, keras.Variable
+):
     """A variable that Keras overwrites with its "gradient".
 
     Assigning is where an observation becomes state: see
@@ -144,7 +146,6 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         if readable and tuple(value.shape) == tuple(self.shape):
             value = kernels.engine().assigned(self, value)
         assigned = super().assign(value)
-        averages.keep_average_equal(self)
         if readable or settled:
             self.look()
         return assigned
@@ -249,7 +250,6 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
     @property
     def overwrite_with_gradient(self) -> bool:
         """Always true, to an optimizer that asks."""
-        averages.spare_from_averaging(self)
         return True
 
     def next_slot(self) -> int:
