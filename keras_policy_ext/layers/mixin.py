@@ -29,6 +29,7 @@ from keras_policy_ext.layers.state import (
     StateVariable,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies._source_map import SourceMap
 
 Tensor = Any
 Contraction = kernels.Einsum | kernels.Conv
@@ -101,6 +102,10 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
     def dtype_policy(self, value: Any) -> None:
         policy = policies.get(value)
         self._follow(policy)
+        held = self.dtype_policy
+        if isinstance(held, SourceMap):
+            # Keras would write into it, and many layers share it.
+            global_policy.replace_layer_policy(self, held.source_policy)
         keras.layers.Layer.dtype_policy.fset(self, policy)
         self._resolve_float8_policy()
 
