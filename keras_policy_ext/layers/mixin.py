@@ -435,6 +435,21 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             NotImplementedError: If the layer follows float8 or is to, or the
                 stock layer has no quantization.
         """
+        layer: Any = self
+        if not isinstance(layer, Float8Mixin):
+            # Keras goes on calling this of a layer that was reverted since.
+            type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
+            return
+        self.quantize_after(super().quantize, mode, type_check, **kwargs)
+
+    def quantize_after(
+        self,
+        stock: Callable[..., None],
+        mode: Any = None,
+        type_check: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`quantize`, which goes on to a given function of the stock layer."""
         policy = self.float8_policy
         if policy is not None:
             raise NotImplementedError(
@@ -454,7 +469,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
                 "`dtype=keras_policy_ext.Float8DTypePolicy(...)`."
             )
         type_check = type_check and type(self) not in drop_ins().values()
-        super().quantize(mode, type_check=type_check, **kwargs)
+        stock(mode, type_check=type_check, **kwargs)
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Keras calls for a layer with a quantization mode."""
