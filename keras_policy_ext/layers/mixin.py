@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -34,12 +34,8 @@ from keras_policy_ext.policies._source_map import SourceMap
 Tensor = Any
 Contraction = kernels.Einsum | kernels.Conv
 
-
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
+# A type checker sees Any: the mixin comes before a Keras layer.
+_Layer: Any = object
 
 
 class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
