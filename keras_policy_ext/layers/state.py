@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -262,6 +263,9 @@ class StateVariable(
         return slot
 
 
+_Take = Callable[[dict[str, np.ndarray]], None]
+
+
 class Float8State(keras.layers.Layer):
     """Holds one matrix for each contraction kernel of the layer it is in.
 
@@ -282,6 +286,7 @@ class Float8State(keras.layers.Layer):
         # the file last read had, which `load_model` looks at.
         self.texts: dict[str, str] = {}
         self.policy_in_file: np.ndarray | None = None
+        self._take: _Take | None = None
         self._layer_loaded: bool | None = None
         self._stock_loaded = False
         self._failure: ValueError | None = None
@@ -372,6 +377,9 @@ class Float8State(keras.layers.Layer):
             ValueError: If the entries are incomplete, of wrong shapes or
                 values, or written by a newer version of this package.
         """
+        if self._take is not None:
+            self._take(entries_of(store))
+            return
         layer_loaded, self._layer_loaded = self._layer_loaded, None
         if layer_loaded is False:
             # Keras looks for an object that failed in other places of the
@@ -390,6 +398,20 @@ class Float8State(keras.layers.Layer):
             raise
         self._failure = None
         self._assign(matrices, entries)
+
+    @contextlib.contextmanager
+    def handing_on(self, take: _Take) -> Iterator[None]:
+        """Hand on what a file has for this state, instead of reading it.
+
+        Args:
+            take: Called with the entries.
+        """
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = self._layer_loaded = None
+            self._stock_loaded = False
 
     def _assign(
         self, matrices: list[np.ndarray], entries: dict[str, np.ndarray]
