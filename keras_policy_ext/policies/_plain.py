@@ -1,6 +1,6 @@
 """Plain policies: which dtypes a policy may compute in."""
 
-import sys
+import inspect
 import warnings
 from typing import Any
 
@@ -69,11 +69,12 @@ def _calls_since_user_code() -> int:
     """The `stacklevel` of the first frame outside Keras and this package.
 
     Python then shows the warning once for each line that asks for float64,
-    through however many functions it came.
+    through however many functions it came. From Python 3.12 on `warn` has
+    `skip_file_prefixes` for this.
     """
     inside = (__name__.partition(".")[0], "keras", "contextlib")
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
+    frame, level = inspect.currentframe(), 0
+    while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.partition(".")[0] not in inside:
             break
