@@ -25,6 +25,8 @@ class _StandIn(keras.Variable):
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
 
+        # As Keras makes slots: on JAX a LayoutMap may match the name.
+        layout = getattr(variable, "_layout", None)
         super().__init__(
             initial,
             shape=variable.shape,
@@ -33,6 +35,7 @@ class _StandIn(keras.Variable):
             autocast=False,
             aggregation="only_first_replica",
             name=f"{variable.name}_average",
+            **({} if layout is None else {"layout": layout}),
         )
 
     def assign(self, value: Any) -> None:
