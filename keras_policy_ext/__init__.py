@@ -12,61 +12,59 @@ files name. Kernels and tools load on first use.
 """
 
 import importlib
-import pathlib
-import sys
 from typing import Any
 
 from keras_policy_ext._version import __version__
 
+try:
+    import keras  # noqa: F401
+except (ImportError, ValueError) as error:
+    raise ImportError(
+        f"Keras cannot be imported, which this package extends: {error}. Set "
+        "the environment variable KERAS_BACKEND to a framework that is "
+        "installed: 'jax', 'torch' or 'tensorflow'. The command "
+        "`keras-policy-ext` finds one by itself."
+    ) from error
 
-def _is_the_command() -> bool:
-    """Whether this process is `keras-policy-ext`, under either name.
+from keras_policy_ext import (
+    activations,
+    formats,
+    layers,
+    mixed_precision,
+    policies,
+    recipes,
+)
+from keras_policy_ext._keras import averages, saving_hooks
+from keras_policy_ext.layers import autocast_scope, is_autocast_variable
+from keras_policy_ext.policies import (
+    Float8DTypePolicy,
+    LossScaleDTypePolicy,
+    carry_policy,
+    deserialize,
+    dtype_policy,
+    get,
+    policy_scope,
+    serialize,
+    set_dtype_policy,
+)
 
-    The command chooses the backend, which Keras reads once, on import: so
-    here alone the package comes without Keras, and `cli` loads the rest.
-    """
-    program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # the package of a module that is about to run
-        return not {__name__, f"-m{__name__}"}.isdisjoint(sys.orig_argv)
-    return pathlib.PurePath(program).stem == "keras-policy-ext"
+
+def _warn_of_lost_float8(model: Any, path: Any) -> None:
+    """Warn where Keras has loaded a file but not its float8 layers."""
+    name = f"{__name__}.conversion.lost_float8"
+    # From here up: the function that calls this, Keras's, the user's.
+    importlib.import_module(name).warn(model, path, stacklevel=4)
 
 
-if not _is_the_command():
-    from keras_policy_ext import (
-        activations,
-        formats,
-        layers,
-        mixed_precision,
-        policies,
-        recipes,
-    )
-    from keras_policy_ext._keras import saving_hooks
-    from keras_policy_ext.layers import autocast_scope, is_autocast_variable
-    from keras_policy_ext.policies import (
-        Float8DTypePolicy,
-        LossScaleDTypePolicy,
-        carry_policy,
-        deserialize,
-        dtype_policy,
-        get,
-        policy_scope,
-        serialize,
-        set_dtype_policy,
-    )
+def _check_export(model: Any, format: str) -> None:
+    """Raise where a file could not compute what float8 layers do."""
+    name = f"{__name__}.conversion.exports"
+    importlib.import_module(name).check(model, format)
 
-    def _warn_of_lost_float8(model: Any, path: Any) -> None:
-        """Warn where Keras has loaded a file but not its float8 layers."""
-        name = f"{__name__}.conversion.lost_float8"
-        # From here up: the function that calls this, Keras's, the user's.
-        importlib.import_module(name).warn(model, path, stacklevel=4)
 
-    def _check_export(model: Any, format: str) -> None:
-        """Raise where a file could not compute what float8 layers do."""
-        name = f"{__name__}.conversion.exports"
-        importlib.import_module(name).check(model, format)
-
-    saving_hooks.after_loading(_warn_of_lost_float8)
-    saving_hooks.before_export(_check_export)
+averages.leave_out_of_averages()
+saving_hooks.after_loading(_warn_of_lost_float8)
+saving_hooks.before_export(_check_export)
 
 _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
 

@@ -1,25 +1,21 @@
-"""The command `keras-policy-ext`.
+"""What the command `keras-policy-ext` does, on the backend that is loaded.
 
-The environment is read and written here and nowhere else in the package.
-Keras takes its backend from it when it is first imported, so that this
-module imports neither Keras nor what imports it before the choice is made.
+The backend is chosen before, in the module `keras_policy_ext_cli`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import keras
+
 from keras_policy_ext import recipes
 from keras_policy_ext._version import __version__
 from keras_policy_ext.diagnostics import demo
-
-BACKENDS = ("jax", "torch", "tensorflow")
-"""In the order in which an installed one is taken."""
+from keras_policy_ext_cli import BACKENDS
 
 _DEMO = """\
 Train a small transformer for next-character prediction three times, in
@@ -70,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     command: argparse.ArgumentParser = arguments.parser
     try:
+        _check_backend(getattr(arguments, "backend", None))
         prepared = arguments.prepare(arguments)
     except ValueError as error:
         command.error(str(error))
@@ -81,50 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def choose_backend(asked: str | None) -> str:
-    """The backend to use.
-
-    Args:
-        asked: What the command line says; None: `KERAS_BACKEND`, and where
-            that is not set, the first of `BACKENDS` that is installed.
-
-    Returns:
-        One of `BACKENDS`.
-
-    Raises:
-        ValueError: If it is unknown or not installed, or if Keras already
-            runs on another one in this process.
-    """
-    installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
-    named = asked or os.environ.get("KERAS_BACKEND") or None
-    if named is None and not installed:
-        raise ValueError(
-            "no framework is installed; get one of them with "
-            "pip install 'keras-policy-ext[jax]', [torch] or [tensorflow]"
-        )
-    backend = named or installed[0]
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"unknown backend {backend!r} in KERAS_BACKEND; allowed: "
-            f"{', '.join(BACKENDS)}"
-        )
-    if backend not in installed:
-        raise ValueError(
-            f"the backend {backend!r} is not installed (installed: "
-            f"{', '.join(installed) or 'none'}); get it with "
-            f"pip install 'keras-policy-ext[{backend}]'"
-        )
-    _check_not_running_another(backend)
-    return backend
-
-
-def _check_not_running_another(backend: str) -> None:
-    keras = sys.modules.get("keras")
-    running = keras.backend.backend() if keras else backend
-    if running != backend:
+def _check_backend(asked: str | None) -> None:
+    running = keras.backend.backend()
+    if asked not in (None, running):
         raise ValueError(
             f"Keras already runs on {running!r} in this process; start "
-            f"another one for {backend!r}"
+            f"another one for {asked!r}"
         )
 
 
@@ -194,7 +153,7 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_backend(doctor)
     doctor.set_defaults(
-        parser=doctor, prepare=_prepare_backend, run=_run_doctor
+        parser=doctor, prepare=lambda arguments: None, run=_run_doctor
     )
 
 
@@ -265,20 +224,7 @@ def _at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def _prepare_backend(arguments: argparse.Namespace) -> None:
-    backend = choose_backend(getattr(arguments, "backend", None))
-    os.environ["KERAS_BACKEND"] = backend
-    # TensorFlow, which Keras imports wherever it is installed, logs what is
-    # no concern of the user, from C++; its errors are Python exceptions.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if backend == "torch":
-        # OpenMP's threads wait by spinning: where they outnumber the free
-        # cores, a step of a model this small takes ten times as long.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 def _prepare_demo(arguments: argparse.Namespace) -> demo.Prepared:
-    _prepare_backend(arguments)
     return demo.prepare(
         demo.Settings(
             steps=arguments.steps,
@@ -295,7 +241,6 @@ def _run_demo(arguments: argparse.Namespace, prepared: demo.Prepared) -> None:
 
 
 def _prepare_inspect(arguments: argparse.Namespace) -> Any:
-    _prepare_backend(arguments)
     from keras_policy_ext.conversion import load_model
 
     try:
@@ -315,7 +260,6 @@ def _run_inspect(arguments: argparse.Namespace, model: Any) -> None:
 
 
 def _prepare_migrate(arguments: argparse.Namespace) -> Any:
-    _prepare_backend(arguments)
     from keras_policy_ext.migration import command
 
     return command.prepare(

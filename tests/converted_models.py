@@ -57,6 +57,8 @@ class AttentionBlock(keras.layers.Layer):
 class Scaled(keras.layers.Dense):
     """A user's Dense, whose float8 form is a class made for it."""
 
+    float8_calls_super = True
+
     def call(self, inputs, training=None):
         return 2.0 * super().call(inputs, training=training)
 

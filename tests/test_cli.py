@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import keras_policy_ext_cli
 from keras_policy_ext import __version__, cli
 from keras_policy_ext.diagnostics import plots
 
@@ -20,7 +21,7 @@ def environment_is_restored(monkeypatch):
 
 def in_a_process(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "keras_policy_ext", *arguments],
+        [sys.executable, "-m", "keras_policy_ext_cli", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -128,34 +129,46 @@ def test_folder_that_cannot_be_made_gets_one_line(capsys, tmp_path):
 
 def test_missing_matplotlib_is_told_before_training(capsys, monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(cli, "choose_backend", lambda asked: BACKEND)
 
     line = error_of(capsys, "demo")
 
     assert "pip install keras-policy-ext[demo]" in line
 
 
-def test_backend_that_is_not_installed_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+def refused(capsys, monkeypatch, installed, *arguments):
+    """The line on stderr where only these frameworks are installed."""
+    monkeypatch.setattr(
+        keras_policy_ext_cli.importlib.util,
+        "find_spec",
+        lambda name: name if name in installed else None,
+    )
+    assert keras_policy_ext_cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
-    line = error_of(capsys, "doctor", "--backend", "torch")
+
+def test_backend_that_is_not_installed_is_told(capsys, monkeypatch):
+    line = refused(capsys, monkeypatch, [], "doctor", "--backend", "torch")
 
     assert "'torch' is not installed" in line
     assert "pip install 'keras-policy-ext[torch]'" in line
 
 
+def test_unknown_backend_is_told(capsys, monkeypatch):
+    line = refused(capsys, monkeypatch, ["jax"], "demo", "--backend=numpy")
+
+    assert "unknown backend 'numpy' in --backend" in line
+
+
 def test_no_framework_at_all_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     del os.environ["KERAS_BACKEND"]
+    line = refused(capsys, monkeypatch, [], "doctor")
 
-    assert "no framework is installed" in error_of(capsys, "doctor")
+    assert "no framework is installed" in line
 
 
-def test_another_backend_in_one_process_is_refused(capsys, monkeypatch):
-    import keras
-
-    other = "torch" if keras.backend.backend() == "jax" else "jax"
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name)
+def test_another_backend_in_one_process_is_refused(capsys):
+    other = "torch" if BACKEND == "jax" else "jax"
 
     line = error_of(capsys, "doctor", "--backend", other)
 
@@ -164,11 +177,41 @@ def test_another_backend_in_one_process_is_refused(capsys, monkeypatch):
 
 def test_first_installed_backend_is_taken_without_the_variable(monkeypatch):
     monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name: name == BACKEND or None
+        keras_policy_ext_cli.importlib.util,
+        "find_spec",
+        lambda name: name == BACKEND or None,
     )
     del os.environ["KERAS_BACKEND"]
 
-    assert cli.choose_backend(None) == BACKEND
+    assert keras_policy_ext_cli.choose_backend(None) == BACKEND
+
+
+def test_the_command_needs_no_variable():
+    """Keras alone would take TensorFlow, installed or not."""
+    environment = dict(os.environ)
+    del environment["KERAS_BACKEND"]
+    process = subprocess.run(
+        [sys.executable, "-m", "keras_policy_ext_cli", "--version"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert process.stdout == f"keras-policy-ext {__version__}\n"
+
+
+def test_a_package_without_a_backend_says_what_to_set():
+    process = subprocess.run(
+        [sys.executable, "-c", "import keras_policy_ext"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KERAS_BACKEND": "abacus"},
+        timeout=300,
+    )
+    assert process.returncode == 1
+    last = process.stderr.splitlines()[-1]
+    assert "Set the environment variable KERAS_BACKEND" in last
+    assert "abacus" in last
 
 
 def test_unknown_backend_in_the_environment_is_told_without_traceback():

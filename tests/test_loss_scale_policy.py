@@ -187,7 +187,7 @@ def test_one_layer_can_be_given_another_policy():
     layers = [keras.layers.Dense(2, dtype=policy) for _ in range(2)]
     for layer in layers:
         layer.build((None, 3))
-    layers[0].dtype_policy = "float32"
+    kpe.policies.set_layer_policy(layers[0], "float32")
     assert layers[0].compute_dtype == "float32"
     assert layers[1].dtype_policy == policy
     assert layers[1].compute_dtype == "float16"

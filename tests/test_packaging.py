@@ -51,19 +51,20 @@ def test_console_script_points_at_a_callable():
     scripts = importlib.metadata.distribution(DISTRIBUTION).entry_points
     (script,) = scripts.select(group="console_scripts", name=DISTRIBUTION)
 
-    assert script.value == "keras_policy_ext.cli:main"
+    assert script.value == "keras_policy_ext_cli:main"
     assert callable(script.load())
 
 
 def test_module_can_be_run():
     process = subprocess.run(
-        [sys.executable, "-m", "keras_policy_ext", "--help"],
+        [sys.executable, "-m", "keras_policy_ext", "doctor", "--help"],
         capture_output=True,
         text=True,
         timeout=300,
     )
 
     assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("usage: keras-policy-ext doctor")
 
 
 @pytest.mark.parametrize("extra", FRAMEWORKS)

@@ -862,7 +862,7 @@ def test_stock_layers_follow_the_plain_part_of_rules():
 def test_setting_the_policy_of_one_layer_leaves_the_shared_policy_alone():
     policy = Float8DTypePolicy("mixed_bfloat16")
     first, second = built_dense(policy), built_dense(policy)
-    first.dtype_policy = "mixed_float16"
+    policies.set_layer_policy(first, "mixed_float16")
     assert first.dtype_policy == keras.DTypePolicy("mixed_float16")
     assert first.compute_dtype == "float16"
     assert second.dtype_policy is policy
@@ -873,15 +873,52 @@ def test_setting_the_policy_of_a_layer_that_has_its_own_rule_works_too():
     policy = Float8DTypePolicy("mixed_bfloat16", rules=[("head", "float32")])
     layer = keras.layers.Dense(2, dtype=policy, name="head")
     layer.build((None, 4))
-    layer.dtype_policy = Float8DTypePolicy("mixed_float16")
+    policies.set_layer_policy(layer, Float8DTypePolicy("mixed_float16"))
     assert layer.dtype_policy == Float8DTypePolicy("mixed_float16")
     assert policy.rules == (("head", keras.DTypePolicy("float32")),)
 
 
-def test_int8_quantization_after_training_still_works():
+@pytest.mark.parametrize("made", ["stock", "own"])
+@pytest.mark.parametrize("shared", ["mixed_float8", kpe.LossScaleDTypePolicy()])
+def test_a_built_stock_layer_cannot_write_into_a_shared_policy(made, shared):
+    shared = get(shared)
+    home = keras.layers if made == "stock" else kpe.layers
+    layer = home.Dense(2, dtype=shared, name="head")
+    layer.build((None, 4))
+    if made == "stock":
+        with pytest.raises(TypeError, match="set_layer_policy"):
+            layer.dtype_policy = "float32"
+        assert layer.dtype_policy is shared
+    else:
+        layer.dtype_policy = "float32"
+        assert layer.dtype_policy == keras.DTypePolicy("float32")
+    policies.set_layer_policy(layer, "mixed_float16")
+    assert layer.compute_dtype == "float16"
+    assert "head" not in shared
+
+
+def test_a_layer_refuses_a_policy_and_keeps_the_one_that_it_shares():
+    shared = Float8DTypePolicy("mixed_bfloat16")
+    layer = kpe.layers.Dense(2, dtype=shared)
+    layer.build((None, 4))
+    with pytest.raises(ValueError, match="does not fit"):
+        policies.set_layer_policy(layer, "float8/16_from_float32")
+    assert layer.dtype_policy is shared
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_int8_quantization_after_training_works_with_a_policy_of_its_own(
+    finish,
+):
     policy = Float8DTypePolicy("mixed_bfloat16")
     first, second = built_dense(policy), built_dense(policy)
-    first.quantize("int8")
+    if finish:
+        with pytest.raises(TypeError, match="only the policy is not set"):
+            first.quantize("int8")
+        policies.set_layer_policy(first, "int8_from_mixed_bfloat16")
+    else:
+        policies.set_layer_policy(first, "mixed_bfloat16")
+        first.quantize("int8")
     assert first.quantization_mode == "int8"
     assert first.dtype_policy.name == "int8_from_mixed_bfloat16"
     y = first(np.ones((1, 4), "float32"))

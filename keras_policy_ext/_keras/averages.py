@@ -1,94 +1,115 @@
 """Moving averages that optimizers keep of variables."""
 
-import sys
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 
-class _OwnAverage(keras.Variable):
+class _StandIn(keras.Variable):
     """Stands where an optimizer keeps the moving average of a variable.
 
-    Reads as the variable itself and ignores what is assigned, so that to
-    overwrite the variable with its average, or to swap the two, changes
-    nothing. Has nothing of its own: all else is that of the variable.
+    It ignores what is assigned. It holds zeros, which the variable takes for
+    no news when Keras assigns them. On TensorFlow Keras writes into the
+    tensors behind the variables: there it holds what the variable holds, so
+    that to overwrite the one with the other, or to swap the two, changes
+    nothing.
     """
 
     def __init__(self, variable: Any):
-        self._variable = variable
+        self._copies = keras.backend.backend() == "tensorflow"
 
-    @property
-    def value(self) -> Any:
-        return self._variable.value
+        def initial(shape: Any, dtype: Any = None) -> Any:
+            if self._copies:
+                return keras.ops.copy(variable.value)
+            return keras.ops.zeros(shape, dtype)
 
-    def assign(self, value: Any) -> None:
-        """Leave the variable as it is."""
-
-    def __getattr__(self, name: str) -> Any:
-        if "_variable" not in vars(self):  # while it is being copied
-            raise AttributeError(name)
-        return getattr(self._variable, name)
-
-
-class _EqualAverage(keras.Variable):
-    """The same for TensorFlow, where it is a number of its own.
-
-    There `SwapEMAWeights` adds and subtracts the two in place, which swaps
-    them only if they are two.
-    """
-
-    def __init__(self, variable: Any):
+        # As Keras makes slots: on JAX a LayoutMap may match the name.
+        layout = getattr(variable, "_layout", None)
         super().__init__(
-            lambda shape, dtype=None: keras.ops.copy(variable.value),
-            shape=tuple(map(int, variable.shape)),
+            initial,
+            shape=variable.shape,
             dtype=variable.dtype,
             trainable=False,
             autocast=False,
             aggregation="only_first_replica",
             name=f"{variable.name}_average",
+            **({} if layout is None else {"layout": layout}),
         )
 
     def assign(self, value: Any) -> None:
-        """Stay what `follow` made of it."""
+        """Stay as it is."""
 
     def follow(self, variable: Any) -> None:
-        """Become what the variable is now."""
-        super().assign(variable.value)
+        """Hold what the variable holds now, where that is due."""
+        if self._copies:
+            super().assign(variable.value)
 
 
-def spare_from_averaging(variable: Any) -> None:
-    """Keep an optimizer with `use_ema` from failing on a state variable.
+class NotAveraged:
+    """A variable that moving averages leave as it is.
 
-    To be called where the optimizer asks a variable whether it is overwritten
-    with its gradient. For such a variable the optimizer keeps None as the
-    average and then fails: on TensorFlow at the end of `fit`, on TensorFlow
-    and JAX with `ema_overwrite_frequency`, on all three with the callback
-    `SwapEMAWeights` (keras 3.12 to 3.15). The optimizer is taken from the
-    frame of the question, since Keras tells a variable nothing about its
-    optimizer. Expires when Keras skips None everywhere.
+    For a variable that is overwritten with its gradient, optimizers with
+    `use_ema` keep None as the average and then fail on it: on TensorFlow at
+    the end of `fit`, on TensorFlow and JAX with `ema_overwrite_frequency`, on
+    all three with the callback `SwapEMAWeights` (keras 3.12 to 3.15). See
+    `leave_out_of_averages`. Such a variable takes zeros for no news.
     """
-    frame = sys._getframe(2) if hasattr(sys, "_getframe") else None
-    optimizer = frame.f_locals.get("self") if frame is not None else None
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        return
-    if not getattr(optimizer, "use_ema", False):
-        return
-    # Asked first while the optimizer makes its own variables, as is due.
-    if "_average" not in vars(variable):
-        tensorflow = keras.backend.backend() == "tensorflow"
-        make = _EqualAverage if tensorflow else _OwnAverage
-        variable._average = make(variable)
-    averages = getattr(optimizer, "_model_variables_moving_average", None)
-    find = getattr(optimizer, "_get_variable_index", None)
-    if not averages or find is None:
-        return
-    index = find(variable)
-    if averages[index] is None:
-        averages[index] = variable._average
+
+    _stand_in: _StandIn | None = None
+
+    def stand_in(self) -> Any:
+        """What optimizers get in the place of an average."""
+        if self._stand_in is None:
+            self._stand_in = _StandIn(self)
+        return self._stand_in
+
+    def assign(self, value: Any) -> Any:
+        """Assign, and let the stand-in follow."""
+        parent: Any = super()
+        assigned = parent.assign(value)
+        if self._stand_in is not None:
+            self._stand_in.follow(self)
+        return assigned
 
 
-def keep_average_equal(variable: Any) -> None:
-    """Have what `spare_from_averaging` made follow an assigned variable."""
-    average = vars(variable).get("_average")
-    if isinstance(average, _EqualAverage):
-        average.follow(variable)
+def fill_averages(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Put the stand-ins of variables where an optimizer has None.
+
+    Args:
+        optimizer: A built optimizer, with `use_ema` or without.
+        variables: Those that it was built with, in order.
+    """
+    averages = getattr(optimizer, "_model_variables_moving_average", None) or []
+    for index, average in enumerate(averages):
+        variable = variables[index]
+        if average is None and isinstance(variable, NotAveraged):
+            averages[index] = variable.stand_in()
+
+
+_PUT_AROUND = "_keras_policy_ext"
+"""In a function of this package that goes on to one of Keras."""
+
+
+def leave_out_of_averages() -> None:
+    """Have all optimizers treat variables as `NotAveraged` says.
+
+    A variable learns nothing of its optimizer, and there is no public way to
+    be told of one. So the public method `Optimizer.build`, which is given
+    the variables, is put into another one that fills the list of averages
+    when it has made it (`_model_variables_moving_average`, keras 3.12 to
+    3.15). Where that list is gone, optimizers fail as Keras's do. Expires
+    when Keras skips None everywhere.
+    """
+    build = keras.optimizers.Optimizer.build
+    if _PUT_AROUND in vars(build):
+        return
+
+    @functools.wraps(build)
+    def filled(self: Any, variables: Any) -> None:
+        build(self, variables)
+        fill_averages(self, list(variables))
+
+    vars(filled)[_PUT_AROUND] = True
+    keras.optimizers.Optimizer.build = filled

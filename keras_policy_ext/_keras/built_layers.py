@@ -1,6 +1,7 @@
 """Layers that are built already: what changes them in place."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -48,24 +49,34 @@ def swap_class(layer: Any, cls: type) -> None:
 
 
 def _renew_quantize(layer: Any) -> None:
-    """Let `layer.quantize` go on to the class that the layer now has.
+    """Let `layer.quantize` be that of the class that the layer now has.
 
     Keras gives each layer a function of that name when it is made, which
-    checks the mode, unlocks the layer, and goes on to the method that the
-    class had then (keras 3.12 to 3.15). The method is put into that function;
-    where Keras does it otherwise, the layer stays as it is.
+    unlocks the layer and goes on to the method that the class had then
+    (keras 3.12 to 3.15). A class with a `quantize_after` is asked first, and
+    goes on to that function; it is put back with the stock class.
     """
-    function = vars(layer).get("quantize")
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    if function is not None and "original_quantize_method" in names:
-        cell = function.__closure__[names.index("original_quantize_method")]
-        cell.cell_contents = type(layer).quantize.__get__(layer)
+    held = vars(layer)
+    given = held.pop(_GIVEN_QUANTIZE, None)
+    if given is not None:
+        held["quantize"] = given
+    stock = held.get("quantize")
+    if stock is None or not hasattr(type(layer), "quantize_after"):
+        return
+
+    @functools.wraps(stock)  # Keras asks for its name.
+    def quantize(*args: Any, **kwargs: Any) -> None:
+        layer.quantize_after(stock, *args, **kwargs)
+
+    held[_GIVEN_QUANTIZE], held["quantize"] = stock, quantize
+
+
+_GIVEN_QUANTIZE = "_quantize_given_by_keras"
 
 
 def put_class_back(layer: Any, cls: type) -> None:
     """Undo `swap_class` in a layer whose attributes are put back already."""
     object.__setattr__(layer, "__class__", cls)
-    _renew_quantize(layer)
 
 
 def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:

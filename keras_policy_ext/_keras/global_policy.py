@@ -1,6 +1,5 @@
 """The global dtype policy, and policies that layers hold."""
 
-import sys
 from typing import Any
 
 import keras
@@ -38,30 +37,12 @@ def store_global_policy(policy: Any) -> None:
         keras.config.set_dtype_policy(policy)
 
 
-def layer_whose_policy_is_set(policy_map: Any) -> Any:
-    """The layer whose `dtype_policy` setter is now writing into a policy map.
-
-    To be called by `__setitem__` or `__delitem__` of the map. Keras's setter
-    (layers/layer.py, keras 3.8 to 3.15) doesn't replace a map that a built
-    layer holds but writes `map[layer.path] = policy` into it, although many
-    layers hold the same object; the call names the path and not the layer,
-    so the layer is taken from the setter's frame. None when the writer is
-    anything else. Expires when Keras's setter copies the map.
-    """
-    frame = sys._getframe(2) if hasattr(sys, "_getframe") else None
-    if frame is None or frame.f_code.co_name != "dtype_policy":
-        return None
-    layer = frame.f_locals.get("self")
-    if not isinstance(layer, keras.Layer):
-        return None
-    held = getattr(layer, "_dtype_policy", None)
-    return layer if held is policy_map else None
-
-
 def replace_layer_policy(layer: Any, policy: Any) -> None:
-    """Let one layer hold another policy, as Keras's setter does without map.
+    """Let one layer hold another policy, and no longer the map that it has.
 
-    Public `layer.dtype_policy = …` is the caller here and would recurse.
+    Public `layer.dtype_policy = …` does not replace a map that a built layer
+    holds, but writes into it, although many layers hold the same object
+    (keras 3.8 to 3.15). Expires when Keras's setter copies the map.
     """
     layer._dtype_policy = policy
 

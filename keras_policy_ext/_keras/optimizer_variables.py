@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras.averages import _OwnAverage
+from keras_policy_ext._keras import averages
 
 try:
     from keras.src.utils import tracking as _tracking
@@ -60,6 +60,7 @@ def retarget_optimizer(optimizer: Any, variables: list[Any]) -> None:
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(variables)
     }
+    averages.fill_averages(optimizer, variables)
 
 
 def _are_slots(candidate: Any, before: dict[int, int]) -> bool:
@@ -68,7 +69,6 @@ def _are_slots(candidate: Any, before: dict[int, int]) -> bool:
         return False
     return all(
         slot is None
-        or isinstance(slot, _OwnAverage)
         or (isinstance(slot, keras.Variable) and id(slot) not in before)
         for slot in candidate
     )

@@ -3,32 +3,10 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
-
-
-@contextlib.contextmanager
-def shown(layer: Any, name: str, value: Any) -> Iterator[None]:
-    """Let those who look at a layer's attributes see another value for one.
-
-    Keras's loader follows the attributes that `dir` lists, and asks for each
-    with `getattr` (keras 3.0 to 3.15). What is put into the instance here is
-    found before what Keras or PyTorch keeps under this name elsewhere, and is
-    not tracked, so that a built layer need not be unlocked. Where the loader
-    takes its objects from the tracker, nothing is read. Expires with a public
-    way to know where in a file a layer is.
-    """
-    attributes = layer.__dict__
-    hidden = {name: attributes[name]} if name in attributes else {}
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-        attributes.update(hidden)
-
 
 _PUT_AROUND = "_keras_policy_ext"
 """In a function of this package that goes on to one of Keras."""

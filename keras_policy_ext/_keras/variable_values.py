@@ -118,31 +118,3 @@ def stored_embeddings(layer: Any) -> Any:
     if hasattr(layer, "_embeddings"):
         return layer._embeddings
     return layer.embeddings
-
-
-class _UncountedDimension(int):
-    """An int, but a product with it is 0."""
-
-    name = "int32"  # Keras up to 3.12 takes the type of a size for a dtype.
-
-    def __mul__(self, other: Any) -> int:
-        return 0
-
-    __rmul__ = __mul__
-
-    # Keras keeps sizes in memory by shape: those of a weight are others.
-    def __hash__(self) -> int:
-        return hash((_UncountedDimension, int(self)))
-
-
-def uncounted(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The `Variable.shape` of a variable that is no parameter.
-
-    `count_params` and `summary` of a model take all that is in its weights
-    for parameters, and the product of `Variable.shape` for their number
-    (keras 3.0 to 3.15). This tuple is equal to `shape`, entry by entry, and
-    has the product 0. What makes an array from it, or asks for the index of
-    an entry, gets plain ints. Were parameters counted otherwise, the totals
-    would include the state. Expires when a variable can say what it is.
-    """
-    return tuple(_UncountedDimension(size) for size in shape)

@@ -2,14 +2,16 @@
 
 A block that makes its layers itself makes stock ones when it is loaded. What
 the file has for the state of such a layer says which policy it followed; so
-Keras's own loader, which knows where in the file a layer is, is given a
-reader for each layer, and the layers are then converted as they were.
+each layer has a state that hands on what it is given, while Keras's own loader,
+which knows where in the file a layer is, reads it; the layers are then
+converted as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +19,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext import policies
-from keras_policy_ext._keras import saving_hooks, stock_float8, walking
+from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import (
     backbones,
     candidates,
@@ -37,7 +39,6 @@ from keras_policy_ext.layers.state import (
     ATTENTION_KEY,
     POLICY_KEY,
     Float8State,
-    entries_of,
     matrices_in,
     text_in,
 )
@@ -174,21 +175,6 @@ class _Found:
     attention: str | None
 
 
-class _Reader(Float8State):
-    """Stands for the state of a layer, and takes what a file has for it."""
-
-    def load_own_variables(self, store: Any) -> None:
-        """Keep the entries, also those that Keras's own float8 wrote."""
-        entries = entries_of(store)
-        if entries:
-            self.__dict__["entries"] = entries
-
-    @property
-    def found(self) -> dict[str, np.ndarray]:
-        """The entries; none where the file has none."""
-        return self.__dict__.get("entries", {})
-
-
 def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
     """Load weights, and let layers be what they were when saved.
 
@@ -240,14 +226,30 @@ def _load(model: Any, weights: Any) -> None:
 
 def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
-    readers = [(place, _Reader()) for place in places]
+    found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.unskipped())
-        for place, reader in readers:
-            shown = saving_hooks.shown(place.layer, "float8_state", reader)
-            stack.enter_context(shown)
+        for place, entries in zip(places, found, strict=True):
+            stack.enter_context(_handing_on(place.layer, entries.update))
         _load(model, weights)
-    return [_checked(place, reader.found) for place, reader in readers]
+    return [_checked(*each) for each in zip(places, found, strict=True)]
+
+
+@contextlib.contextmanager
+def _handing_on(layer: Any, take: Any) -> Iterator[None]:
+    """Have the state of a layer hand on its entries; make one if need be."""
+    if isinstance(layer, Float8Mixin):
+        with layer.float8_state.handing_on(take):
+            yield
+        return
+    with built_layers.unlocked(layer):
+        layer.float8_state = Float8State()
+    try:
+        with layer.float8_state.handing_on(take):
+            yield
+    finally:
+        with built_layers.unlocked(layer):
+            built_layers.detach(layer, "float8_state")
 
 
 def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:

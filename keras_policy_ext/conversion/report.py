@@ -97,8 +97,8 @@ class Report:
     Attributes:
         converted: One entry for each layer that was converted.
         skipped: One entry for each other layer that has weights.
-        parameters: Entries of all weights of the model, as
-            `model.count_params()`; 0 if that is not known.
+        parameters: Entries of all weights of the model, without the float8
+            state; 0 if that is not known.
     """
 
     converted: tuple[Converted, ...]

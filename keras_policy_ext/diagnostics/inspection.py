@@ -95,8 +95,9 @@ class Inspection:
 
     Attributes:
         layers: One entry for each.
-        parameters: Scalars in the weights, as `model.count_params()`.
-        state: Scalars in the float8 state.
+        parameters: Scalars in the weights, without the float8 state.
+        state: Scalars in the float8 state. `model.count_params()` is the sum
+            of the two.
     """
 
     layers: tuple[Inspected, ...]
@@ -176,7 +177,10 @@ class Inspection:
     def _state(self) -> list[str]:
         if not self.state:
             return []
-        return [f"{self.state:,} numbers of float8 state beside the parameters"]
+        return [
+            f"{self.parameters:,} parameters, and {self.state:,} numbers of "
+            f"float8 state; Keras counts {self.parameters + self.state:,}"
+        ]
 
     def _reasons(self) -> list[str]:
         """Why layers run natively or are emulated."""

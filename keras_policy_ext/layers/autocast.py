@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 from keras import ops
@@ -24,11 +24,8 @@ __all__ = ["AutocastMixin"]
 
 Tensor = Any
 
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
+# A type checker sees Any: the mixin comes before a Keras layer.
+_Layer: Any = object
 
 
 class AutocastMixin(calls.OwnArgumentConversion, _Layer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from types import CodeType
 from typing import Any, TypeVar
 
 import keras
@@ -54,7 +53,8 @@ def form_of(cls: type) -> type | None:
 
     A subclass of a stock layer gets a class of its own: the subclass with
     the drop-in put behind it, so that its `super().call(...)` is the float8
-    one. Files go on naming the subclass itself.
+    one; where it has a `call`, it must say that it goes on to that one, by
+    `float8_calls_super = True`. Files go on naming the subclass itself.
 
     Args:
         cls: A class of layers.
@@ -73,9 +73,11 @@ def form_of(cls: type) -> type | None:
     replaced = _replaced(cls, stock)
     if replaced:
         raise TypeError(
-            f"its class {cls.__name__} has {replaced} of its own, so that it "
-            f"does not compute what keras.layers.{stock.__name__} does; "
-            "derive it from Float8Mixin and contract with float8_einsum"
+            f"its class {cls.__name__} has {replaced} of its own, and may "
+            f"not compute what keras.layers.{stock.__name__} does; derive it "
+            "from Float8Mixin and contract with float8_einsum, or, if its "
+            "`call` goes on to `super().call`, set `float8_calls_super = "
+            "True` in the class"
         )
     with _ONE_FOR_EACH:
         return _FORMS[cls] if cls in _FORMS else _new_form(cls, stock)
@@ -99,9 +101,9 @@ def original_of(cls: type) -> type | None:
 def _replaced(cls: type, stock: type) -> str | None:
     """The name of what a subclass computes in another way, if it does.
 
-    A method may go on to the one that it overrides if the form has one too;
-    a float8 call does without the others, and so without what goes on to
-    them.
+    A method may go on to the one that it overrides if the form has one too,
+    and its class says so; a float8 call does without the others, and so
+    without what goes on to them.
     """
     form: Any = _FORMS[stock]
     own = form.__mro__[: form.__mro__.index(stock)]
@@ -110,15 +112,6 @@ def _replaced(cls: type, stock: type) -> str | None:
             if name not in vars(base):
                 continue
             called = any(name in vars(part) for part in own)
-            if not (called and _goes_on(vars(base)[name], name)):
+            if not (called and vars(base).get("float8_calls_super")):
                 return f"a `{name}`"
     return None
-
-
-def _goes_on(method: Any, name: str) -> bool:
-    """Whether a method calls the one that it overrides."""
-    method = inspect.unwrap(getattr(method, "fget", None) or method)
-    code: CodeType | None = getattr(method, "__code__", None)
-    return (
-        code is not None and "super" in code.co_names and name in code.co_names
-    )

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -30,15 +30,12 @@ from keras_policy_ext.layers.state import (
     StateVariable,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies._source_map import SourceMap
 
 Tensor = Any
 
-
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
+# A type checker sees Any: the mixin comes before a Keras layer.
+_Layer: Any = object
 
 
 class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
@@ -101,6 +98,10 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
     def dtype_policy(self, value: Any) -> None:
         policy = policies.get(value)
         self._follow(policy)
+        held = self.dtype_policy
+        if isinstance(held, SourceMap):
+            # Keras would write into it, and many layers share it.
+            global_policy.replace_layer_policy(self, held.source_policy)
         keras.layers.Layer.dtype_policy.fset(self, policy)
         self._resolve_float8_policy()
 
@@ -289,6 +290,11 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             return None
         return stock_state.split(store, own=1 + (self.bias is not None))
 
+    def count_params(self) -> int:
+        """`Layer.count_params`, without the float8 state."""
+        states = [v for v in self.weights if isinstance(v, StateVariable)]
+        return super().count_params() - sum(math.prod(v.shape) for v in states)
+
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
 
@@ -423,6 +429,21 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
             NotImplementedError: If the layer follows float8 or is to, or the
                 stock layer has no quantization.
         """
+        layer: Any = self
+        if not isinstance(layer, Float8Mixin):
+            # Keras goes on calling this of a layer that was reverted since.
+            type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
+            return
+        self.quantize_after(super().quantize, mode, type_check, **kwargs)
+
+    def quantize_after(
+        self,
+        stock: Callable[..., None],
+        mode: Any = None,
+        type_check: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`quantize`, which goes on to a given function of the stock layer."""
         policy = self.float8_policy
         if policy is not None:
             stock_float8.refuse_quantization(
@@ -442,7 +463,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
                 "`dtype=keras_policy_ext.Float8DTypePolicy(...)`."
             )
         type_check = type_check and type(self) not in drop_ins().values()
-        super().quantize(mode, type_check=type_check, **kwargs)
+        stock(mode, type_check=type_check, **kwargs)
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Keras calls for a layer with a quantization mode."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -14,10 +14,8 @@ from keras_policy_ext.layers.drop_in import drop_in
 
 Tensor = Any
 
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
+# A type checker sees Any: the mixin comes before a Keras layer.
+_Layer: Any = object
 
 
 class _Float8Recurrent(_Layer):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -87,7 +88,9 @@ def _on_every_device() -> dict[str, Any]:
     return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
 
 
-class StateVariable(variable_values.TellsItsValue, keras.Variable):
+class StateVariable(
+    averages.NotAveraged, variable_values.TellsItsValue, keras.Variable
+):
     """A variable that Keras overwrites with its "gradient".
 
     Assigning is where an observation becomes state: see
@@ -124,11 +127,6 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         """Be told of the tensor that holds this variable."""
         frameworks.current().keep_observations(self, value)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of any variable, but Keras counts no parameters in it."""
-        return variable_values.uncounted(super().shape)
-
     def assign(self, value: Any) -> Any:
         """Settle `value`, an observation or a state, and store the result.
 
@@ -151,7 +149,6 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
                 self, value, source_of(self.recipe).settle
             )
         assigned = super().assign(value)
-        averages.keep_average_equal(self)
         if readable or settled:
             self.look()
         return assigned
@@ -250,7 +247,7 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
             return
         raise ValueError(
             f"This is no float8 state of {self.path!r}. Received: a value of "
-            f"shape {tuple(shape)}. Allowed: {tuple(map(int, self.shape))}. "
+            f"shape {tuple(shape)}. Allowed: {tuple(self.shape)}. "
             "Where the weights of two models are paired, one of them is in "
             "float8 and the other is not, or with another history length: "
             "pair those of `keras_policy_ext.loops.weights(model)`, which "
@@ -269,7 +266,6 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
     @property
     def overwrite_with_gradient(self) -> bool:
         """Always true, to an optimizer that asks."""
-        averages.spare_from_averaging(self)
         return True
 
     def next_slot(self) -> int:
@@ -280,6 +276,9 @@ class StateVariable(variable_values.TellsItsValue, keras.Variable):
         slot = self.uses
         self.uses = (slot + 1) % SLOTS
         return slot
+
+
+_Take = Callable[[dict[str, np.ndarray]], None]
 
 
 class Float8State(keras.layers.Layer):
@@ -302,6 +301,7 @@ class Float8State(keras.layers.Layer):
         # the file last read had, which `load_model` looks at.
         self.texts: dict[str, str] = {}
         self.policy_in_file: np.ndarray | None = None
+        self._take: _Take | None = None
         self._layer_loaded: bool | None = None
         self._stock_loaded = False
         self._failure: ValueError | None = None
@@ -392,6 +392,9 @@ class Float8State(keras.layers.Layer):
             ValueError: If the entries are incomplete, of wrong shapes or
                 values, or written by a newer version of this package.
         """
+        if self._take is not None:
+            self._take(entries_of(store))
+            return
         layer_loaded, self._layer_loaded = self._layer_loaded, None
         if layer_loaded is False:
             # Keras looks for an object that failed in other places of the
@@ -410,6 +413,20 @@ class Float8State(keras.layers.Layer):
             raise
         self._failure = None
         self._assign(matrices, entries)
+
+    @contextlib.contextmanager
+    def handing_on(self, take: _Take) -> Iterator[None]:
+        """Hand on what a file has for this state, instead of reading it.
+
+        Args:
+            take: Called with the entries.
+        """
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = self._layer_loaded = None
+            self._stock_loaded = False
 
     def _assign(
         self, matrices: list[np.ndarray], entries: dict[str, np.ndarray]

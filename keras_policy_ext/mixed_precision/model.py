@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -16,11 +16,8 @@ from keras_policy_ext.mixed_precision.monitor import (
 )
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Model: Any
-else:
-    _Model = object
+# A type checker sees Any: the mixin comes before a Keras model.
+_Model: Any = object
 
 
 class LossScaleMixin(compiled_steps.OwnReturnedLogs, _Model):

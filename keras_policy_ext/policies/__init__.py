@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 import keras
 
+from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
 from keras_policy_ext.policies._plain import FLOATS, actual_dtype
+from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
 from keras_policy_ext.policies.loss_scale import LossScaleDTypePolicy
 
@@ -37,6 +39,7 @@ __all__ = [
     "policy_scope",
     "serialize",
     "set_dtype_policy",
+    "set_layer_policy",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -90,6 +93,31 @@ def _state_of(policy: Any) -> _global.State:
         _plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
         return None, floatx
     return _plain.floating(get(policy), "The global policy"), None
+
+
+def set_layer_policy(layer: Any, policy: Any) -> None:
+    """Set `layer.dtype_policy`, also of a built layer with a shared policy.
+
+    Keras does not replace a map that a built layer holds but writes into it,
+    and the policies of this package, which are maps, refuse that: many layers
+    share one. Layers of this package need no help.
+
+    Args:
+        layer: A Keras layer.
+        policy: Anything `get` takes.
+
+    Raises:
+        ValueError: If it means no policy.
+    """
+    policy = get(policy)
+    held = layer.dtype_policy
+    try:
+        layer.dtype_policy = policy
+    except TypeError:
+        if not isinstance(held, SourceMap):
+            raise
+        global_policy.replace_layer_policy(layer, held.source_policy)
+        layer.dtype_policy = policy
 
 
 @contextlib.contextmanager

@@ -5,8 +5,6 @@ from typing import Any, Self
 
 import keras
 
-from keras_policy_ext._keras import global_policy
-
 
 class SourceMap(keras.dtype_policies.DTypePolicyMap):
     """A map whose default is a plain policy; immutable and shared.
@@ -44,18 +42,10 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return self._source_policy
 
     def __setitem__(self, key: str, policy: Any) -> None:
-        # Keras's setter writes here; the layer gets a policy of its own.
-        layer = global_policy.layer_whose_policy_is_set(self)
-        if layer is None:
-            raise TypeError(self._immutable(key))
-        from keras_policy_ext.policies import get  # it knows the subclasses
-
-        global_policy.replace_layer_policy(layer, get(policy))
+        raise TypeError(self._immutable(key))
 
     def __delitem__(self, key: str) -> None:
-        # Keras's setter deletes an exact key before it writes it.
-        if global_policy.layer_whose_policy_is_set(self) is None:
-            raise TypeError(self._immutable(key))
+        raise TypeError(self._immutable(key))
 
     def __contains__(self, key: object) -> bool:
         return False
@@ -101,11 +91,15 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return (
             f"A {type(self).__name__} is immutable: many layers share it. "
             f"Received: a write to {key!r}. Allowed: reading it. "
-            f"{self._instead_of_writing(key)}"
+            f"{self._instead_of_writing(key)}To change one layer that is "
+            "built, call `keras_policy_ext.policies.set_layer_policy(layer, "
+            "policy)`; do so before `layer.quantize`. If `quantize` failed "
+            "here, the weights are quantized and only the policy is not set: "
+            "call it now, with a policy such as 'int8_from_float32'."
         )
 
     def _instead_of_writing(self, key: object) -> str:
-        return "Set the `dtype_policy` of the one layer."
+        return ""
 
 
 def _unpickle(cls: type[SourceMap], config: dict[str, Any]) -> SourceMap:

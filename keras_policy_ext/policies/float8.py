@@ -178,10 +178,7 @@ class Float8DTypePolicy(SourceMap):
         return self._source_name, self._recipe, self._named_rules()
 
     def _instead_of_writing(self, key: object) -> str:
-        return (
-            f"Build a policy with rules=[({key!r}, …)], or set the "
-            "`dtype_policy` of the one layer."
-        )
+        return f"Build a policy with rules=[({key!r}, …)]. "
 
 
 def get(identifier: Any) -> keras.DTypePolicy:

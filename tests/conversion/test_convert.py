@@ -115,7 +115,7 @@ def test_every_contraction_is_converted_and_its_weights_stay_in_place(
     buffers = {v.path: v.value for v in model.weights}
     parameters = model.count_params()
     report = kpe.convert(model, POLICY)
-    assert model.count_params() == parameters
+    assert kpe.inspect(model).parameters == report.parameters == parameters
     assert len(report.converted) == count
     assert {entry.policy for entry in report.converted} == {POLICY}
     assert_same(before, weights(model))
@@ -409,6 +409,8 @@ def test_a_second_conversion_changes_nothing_or_the_recipe_alone():
 
 @keras.saving.register_keras_serializable("test_convert")
 class Doubled(keras.layers.Dense):
+    float8_calls_super = True
+
     def call(self, inputs, training=None):
         return super().call(2 * inputs, training=training)
 
@@ -422,7 +424,21 @@ class OtherProduct(keras.layers.Dense):
         return ops.matmul(inputs, ops.tanh(self.kernel))
 
 
+class SaysNothing(keras.layers.Dense):
+    def call(self, inputs):
+        return super().call(2 * inputs)
+
+
+class SaidByItsBase(Doubled):
+    """What its base says does not hold for a `call` of its own."""
+
+    def call(self, inputs):
+        return ops.matmul(inputs, ops.tanh(self.kernel))
+
+
 class OtherKernel(keras.layers.Dense):
+    float8_calls_super = True
+
     @property
     def kernel(self):
         return ops.tanh(self._kernel)
@@ -432,6 +448,7 @@ def test_subclasses_are_converted_unless_they_compute_something_else():
     inputs = keras.Input((6,))
     x = inputs
     layers = [Doubled(6), Renamed(6), OtherProduct(6), OtherKernel(6)]
+    layers += [SaysNothing(6), SaidByItsBase(6)]
     for layer in layers:
         x = layer(x)
     model = keras.Model(inputs, x)
@@ -440,6 +457,8 @@ def test_subclasses_are_converted_unless_they_compute_something_else():
     reasons = {e.class_name: e.reason for e in report.skipped}
     assert "a `call` of its own" in reasons["OtherProduct"]
     assert "a `kernel` of its own" in reasons["OtherKernel"]
+    assert "`float8_calls_super = True`" in reasons["SaysNothing"]
+    assert "a `call` of its own" in reasons["SaidByItsBase"]
     assert isinstance(layers[0], Doubled)
     assert layers[0].quantization_mode == "float8"
     kpe.revert(model)
@@ -448,6 +467,8 @@ def test_subclasses_are_converted_unless_they_compute_something_else():
         Renamed,
         OtherProduct,
         OtherKernel,
+        SaysNothing,
+        SaidByItsBase,
     ]
 
 

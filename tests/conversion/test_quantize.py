@@ -84,15 +84,30 @@ def test_a_report_of_keras_has_no_layer_in_float8_among_the_quantized():
     assert [path for path, *_ in report.quantized] == [last.path]
 
 
+@pytest.mark.parametrize("times", mostly([1, 2], 2))
 @pytest.mark.parametrize(
     "layers", mostly([keras.layers, kpe.layers], keras.layers)
 )
-def test_a_reverted_model_is_quantized_as_a_stock_one(layers):
+def test_a_reverted_model_is_quantized_as_a_stock_one(layers, times):
     stack, stock = model(layers), model(keras.layers)
-    kpe.convert(stack, POLICY)
-    kpe.revert(stack)
+    for _ in range(times):
+        kpe.convert(stack, POLICY)
+        assert len(warned(stack, "int8")) == 3
+        kpe.revert(stack)
     for each in (stack, stock):
         assert len(warned(each, "int8")) == 1  # of the convolution
+    assert modes(stack) == modes(stock) == [None, "int8", "int8"]
+    np.testing.assert_array_equal(numpy(stack(X)), numpy(stock(X)))
+
+
+@pytest.mark.parametrize("layers", [keras.layers, kpe.layers])
+def test_a_converted_layer_under_a_plain_policy_is_quantized(layers):
+    stack, stock = model(layers), model(keras.layers)
+    kpe.convert(stack, POLICY)
+    for layer in stack.layers:
+        layer.dtype_policy = stock.dtype_policy
+    for each in (stack, stock):
+        assert len(warned(each, "int8")) == 1
     assert modes(stack) == modes(stock) == [None, "int8", "int8"]
     np.testing.assert_array_equal(numpy(stack(X)), numpy(stock(X)))
 

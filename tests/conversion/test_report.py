@@ -67,10 +67,10 @@ def made_up(classes=3, layers_of_each=4):
 def test_the_first_line_has_the_shares_of_all_work_and_weights(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     model = model_of_many_kinds()
+    parameters = model.count_params()
     report = kpe.convert(model, POLICY)
     total = sum(MULTIPLICATIONS.values())
     products = 100 * (1 - MULTIPLICATIONS["depthwise"] / total)
-    parameters = model.count_params()
     weights = 100 * (96 + 80 + 32) / parameters
     first, second = str(report).splitlines()[:2]
     assert first == (

@@ -67,7 +67,7 @@ def test_an_inspection_is_a_dict_and_a_table(monkeypatch):
         POLICY,
         "outputs_grad",
         "emulated:",
-        "42 numbers of float8 state",
+        "46 parameters, and 42 numbers of float8 state; Keras counts 88",
     ):
         assert word in text
 

@@ -1,0 +1,93 @@
+"""The command `keras-policy-ext`: it chooses the backend, then loads Keras.
+
+Keras takes its backend from the environment when it is first imported, and to
+import anything of `keras_policy_ext` imports Keras. So this module stands
+beside the package. The environment is read and written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+BACKENDS = ("jax", "torch", "tensorflow")
+"""In the order in which an installed one is taken."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Choose the backend and run the command line.
+
+    Args:
+        argv: The arguments; None for those of the process.
+
+    Returns:
+        The exit status: 2, with one line on stderr, if there is no such
+        backend; else that of `keras_policy_ext.cli.main`.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        backend = choose_backend(_asked(argv))
+    except ValueError as error:
+        print(f"keras-policy-ext: error: {error}", file=sys.stderr)
+        return 2
+    os.environ["KERAS_BACKEND"] = backend
+    # TensorFlow, which Keras imports wherever it is installed, logs what is
+    # no concern of the user, from C++; its errors are Python exceptions.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if backend == "torch":
+        # OpenMP's threads wait by spinning: where they outnumber the free
+        # cores, a step of a model this small takes ten times as long.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from keras_policy_ext import cli
+
+    return cli.main(argv)
+
+
+def choose_backend(asked: str | None) -> str:
+    """The backend to use.
+
+    Args:
+        asked: What the command line says; None: `KERAS_BACKEND`, and where
+            that is not set, the first of `BACKENDS` that is installed.
+
+    Returns:
+        One of `BACKENDS`.
+
+    Raises:
+        ValueError: If it is unknown or not installed.
+    """
+    installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
+    named = asked or os.environ.get("KERAS_BACKEND") or None
+    if named is None and not installed:
+        raise ValueError(
+            "no framework is installed; get one of them with "
+            "pip install 'keras-policy-ext[jax]', [torch] or [tensorflow]"
+        )
+    backend = named or installed[0]
+    if backend not in BACKENDS:
+        where = "--backend" if asked else "KERAS_BACKEND"
+        raise ValueError(
+            f"unknown backend {backend!r} in {where}; allowed: "
+            f"{', '.join(BACKENDS)}"
+        )
+    if backend not in installed:
+        raise ValueError(
+            f"the backend {backend!r} is not installed (installed: "
+            f"{', '.join(installed) or 'none'}); get it with "
+            f"pip install 'keras-policy-ext[{backend}]'"
+        )
+    return backend
+
+
+def _asked(argv: Sequence[str]) -> str | None:
+    """The value of `--backend`, wherever it is; `cli` reads the rest."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--backend", nargs="?")
+    return parser.parse_known_args(argv)[0].backend
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
