@@ -5,6 +5,8 @@ from typing import Any, Self
 
 import keras
 
+from keras_policy_ext._keras import global_policy
+
 
 class SourceMap(keras.dtype_policies.DTypePolicyMap):
     """A map whose default is a plain policy; immutable and shared.
