@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass
@@ -59,6 +60,19 @@ class Findings:
                 "safe_mode=False; bytecode also needs the Python version "
                 "that wrote it."
             )
+
+
+class Rewriting(Protocol):
+    """What the parts of a rewriting use of `configs.Rewriter`."""
+
+    custom_objects: Mapping[str, Any]
+    findings: Findings
+
+    def rewrite(self, value: Any, hint: str = ..., where: str = ...) -> Any:
+        """Rewrite any part of a config."""
+
+    def rewrite_function(self, name: str, where: str) -> Any:
+        """A function by its name, or by that of the caller's."""
 
 
 def place(kind: str, name: Any) -> str:

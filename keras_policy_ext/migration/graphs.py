@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from keras_policy_ext.migration import changes, classes, masks, operations
-
-if TYPE_CHECKING:
-    from keras_policy_ext.migration.configs import Rewriter
+from keras_policy_ext.migration.findings import Rewriting
 
 _GRAPH = frozenset({"layers", "input_layers", "output_layers"})
 CONSTANT = "_CONSTANT_VALUE"
@@ -27,7 +25,9 @@ def is_functional(fields: Any) -> bool:
     return isinstance(fields, Mapping) and fields.keys() >= _GRAPH
 
 
-def functional(rewriter: Rewriter, fields: Mapping[str, Any]) -> dict[str, Any]:
+def functional(
+    rewriter: Rewriting, fields: Mapping[str, Any]
+) -> dict[str, Any]:
     """The Keras 3 config of a functional model."""
     graph = Graph(rewriter, fields["layers"])
     rewriter.findings.notes.extend(graph.notes())
@@ -46,7 +46,7 @@ def functional(rewriter: Rewriter, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sequential(rewriter: Rewriter, fields: Any) -> dict[str, Any]:
+def sequential(rewriter: Rewriting, fields: Any) -> dict[str, Any]:
     """The Keras 3 config of a sequential model."""
     if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
         fields = {"layers": fields}
@@ -76,7 +76,7 @@ class Graph:
         layers: Legacy configs of its layers.
     """
 
-    def __init__(self, rewriter: Rewriter, layers: list[Any]):
+    def __init__(self, rewriter: Rewriting, layers: list[Any]):
         self._rewriter = rewriter
         self._layers = {layer["name"]: layer for layer in layers}
         self._names = changes.safe_names(self._layers)
