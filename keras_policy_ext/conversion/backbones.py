@@ -15,7 +15,7 @@ import keras
 from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.adoption import source_of
+from keras_policy_ext.layers.class_swap import source_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
 

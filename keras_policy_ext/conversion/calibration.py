@@ -16,8 +16,8 @@ from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import models
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.transaction import unchanged_on_error
+from keras_policy_ext.layers.contraction_hooks import contraction_hook
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.watching import watching
 from keras_policy_ext.numerics import scaling
 
 BATCH = 32
@@ -146,7 +146,7 @@ def _amaxes(
         else contextlib.nullcontext()
     )
     try:
-        with watching(watch), engine.step_by_step(), functions:
+        with contraction_hook(watch), engine.step_by_step(), functions:
             _run(model, call, batch)
     except _TracedError:
         return {}

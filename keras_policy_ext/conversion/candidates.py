@@ -15,7 +15,7 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
 
 # Stock layers with weights that are multiplied and have no float8 form.
-_STAYS = {
+_WITHOUT_FORM = {
     "DepthwiseConv1D": "a depthwise convolution sums over the few taps of its "
     "window only, which is no matrix product for float8 hardware",
     "DepthwiseConv2D": "a depthwise convolution sums over the few taps of its "
@@ -68,7 +68,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class Unconverted:
     """A layer with weights that is left as it is.
 
     Attributes:
@@ -92,7 +92,7 @@ class Survey:
 
     candidates: list[Candidate]
     composites: list[Any]
-    skipped: list[Left]
+    skipped: list[Unconverted]
 
 
 def survey(model: Any) -> Survey:
@@ -103,8 +103,8 @@ def survey(model: Any) -> Survey:
             continue
         try:
             form = _form(layer)
-        except _Stays as reason:
-            found.skipped.append(Left(layer, str(reason)))
+        except _CannotConvert as reason:
+            found.skipped.append(Unconverted(layer, str(reason)))
             continue
         if form is None:
             continue
@@ -115,7 +115,7 @@ def survey(model: Any) -> Survey:
             walking.own_weights(layer)
             and getattr(form, "float8_kernels", ()) != ()
         ):
-            found.skipped.append(Left(layer, _no_kernel(form)))
+            found.skipped.append(Unconverted(layer, _no_kernel(form)))
         else:
             found.composites.append(layer)
     return found
@@ -126,7 +126,7 @@ def path_of(layer: Any) -> str:
     return layer.path or layer.name
 
 
-class _Stays(Exception):
+class _CannotConvert(Exception):
     """Why a layer cannot be converted."""
 
 
@@ -136,37 +136,39 @@ def _form(layer: Any) -> type | None:
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
     except TypeError as error:
-        raise _Stays(str(error)) from error
+        raise _CannotConvert(str(error)) from error
     own = walking.own_weights(layer)
     if form is None:
         _refuse_unknown(cls, own)
         return None
     if not layer.built:
-        raise _Stays(NOT_BUILT)
+        raise _CannotConvert(NOT_BUILT)
     mode = layer.quantization_mode
     quantized = mode is not None and not isinstance(layer, Float8Mixin)
     if quantized and not stock_float8.stock_float8(layer):
-        raise _Stays(f"Keras has quantized it ({mode})")
+        raise _CannotConvert(f"Keras has quantized it ({mode})")
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):
-            raise _Stays(f"its `{name}` was set in the layer, not in a class")
+            raise _CannotConvert(
+                f"its `{name}` was set in the layer, not in a class"
+            )
     return form
 
 
 def _refuse_unknown(cls: type, own: list[Any]) -> None:
     """Raise if a layer has weights and no float8 form."""
     for base in cls.__mro__:
-        reason = _STAYS.get(base.__name__)
+        reason = _WITHOUT_FORM.get(base.__name__)
         if reason and base is getattr(keras.layers, base.__name__, None):
-            raise _Stays(reason)
+            raise _CannotConvert(reason)
     if not own:
         return
     if any(len(weight.shape) >= 2 for weight in own):
-        raise _Stays(
+        raise _CannotConvert(
             f"{cls.__name__} has no float8 form; a layer of your own can "
             "derive from Float8Mixin and contract with float8_einsum"
         )
-    raise _Stays("it has no kernel to multiply with")
+    raise _CannotConvert("it has no kernel to multiply with")
 
 
 def _no_kernel(form: Any) -> str:

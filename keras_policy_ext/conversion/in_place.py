@@ -16,11 +16,15 @@ from keras_policy_ext.conversion import (
     reporting,
     training,
 )
-from keras_policy_ext.conversion.candidates import Candidate, Left
+from keras_policy_ext.conversion.candidates import Candidate, Unconverted
 from keras_policy_ext.conversion.report import Report
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.conversion.transaction import all_or_nothing
-from keras_policy_ext.layers.adoption import adopt, release, source_of
+from keras_policy_ext.layers.class_swap import (
+    enter_float8,
+    leave_float8,
+    source_of,
+)
 from keras_policy_ext.layers.drop_in import original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -84,11 +88,11 @@ def convert(
         training.check_optimizers(model)
     with training.continued(model), training.replicas(model):
         for candidate, target in decisions:
-            adopt(candidate.layer, target)
+            enter_float8(candidate.layer, target)
             state = candidate.layer.float8_state
             state.observe(candidate.layer.float8_contracted)
         refused = [
-            Left(composite, reason)
+            Unconverted(composite, reason)
             for composite in survey.composites
             if (reason := _adopt_composite(composite, requested, attention))
         ]
@@ -135,7 +139,7 @@ def revert(model: Any) -> Report:
             )
             followed = isinstance(layer.dtype_policy, Float8DTypePolicy)
             if original_of(type(layer)) is not None or in_float8:
-                release(layer)
+                leave_float8(layer)
             elif followed:
                 plain = source_of(layer)
                 global_policy.replace_layer_policy(layer, plain)
@@ -194,7 +198,7 @@ def _decide(
     found: list[Candidate],
     requested: Float8DTypePolicy | None,
     selection: Selection,
-) -> tuple[list[Decision], list[Left]]:
+) -> tuple[list[Decision], list[Unconverted]]:
     """Which candidates get which policy, and why others get none."""
     reasons = selection.reasons(found)
     decisions, left = [], []
@@ -204,7 +208,7 @@ def _decide(
         if reason is None and target is not None:
             decisions.append((candidate, target))
         else:
-            left.append(Left(candidate.layer, str(reason)))
+            left.append(Unconverted(candidate.layer, str(reason)))
     return decisions, left
 
 
@@ -251,7 +255,7 @@ def _adopt_composite(
         return None
     (policy,) = found
     was_stock = original_of(type(layer)) is None
-    adopt(layer, _own(layer) if requested is None else policy)
+    enter_float8(layer, _own(layer) if requested is None else policy)
     choose = getattr(layer, "choose_attention", None)
     if choose is None or not (was_stock or attention):
         return None

@@ -31,7 +31,7 @@ from keras_policy_ext.conversion import (
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.transaction import unchanged_on_error
 from keras_policy_ext.layers import stock_state
-from keras_policy_ext.layers.adoption import adopt, source_of
+from keras_policy_ext.layers.class_swap import enter_float8, source_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import (
     ATTENTION_KEY,
@@ -301,9 +301,9 @@ def _adopt(found: _Found) -> None:
     """Let a layer follow the policy it was saved under, with its state."""
     layer, policy = found.layer, found.policy
     if policy is not None and _policy_here(layer) != policy:
-        adopt(layer, policy)
+        enter_float8(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
-        adopt(layer)
+        enter_float8(layer)
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(found.entries)
     if found.attention and hasattr(layer, "choose_attention"):
@@ -332,7 +332,7 @@ def _adopt_composite(layer: Any) -> None:
     cell = layer.cell
     policy = cell.float8_policy if isinstance(cell, Float8Mixin) else None
     if policy is not None:
-        adopt(layer, None if _policy_here(layer) == policy else policy)
+        enter_float8(layer, None if _policy_here(layer) == policy else policy)
 
 
 def _recurrent(layer: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_policy_ext.conversion import summary, work
-from keras_policy_ext.conversion.candidates import Left, path_of
+from keras_policy_ext.conversion.candidates import Unconverted, path_of
 from keras_policy_ext.conversion.report import (
     Converted,
     Report,
@@ -24,7 +24,7 @@ REASONS = 3
 
 
 def report_of(
-    model: Any, converted: Sequence[Any], left: Sequence[Left]
+    model: Any, converted: Sequence[Any], left: Sequence[Unconverted]
 ) -> Report:
     """Write the report of a change that was made.
 

@@ -21,7 +21,7 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers import stock_state, watching
+from keras_policy_ext.layers import contraction_hooks, stock_state
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.state import (
     POLICY_KEY,
@@ -183,7 +183,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         """Follow a policy with the kernels that are made, and unlocked.
 
         The states are made anew for it, and keep the amaxes that they had.
-        See `layers.adoption`; `dtype_policy` is what users set.
+        See `layers.class_swap`; `dtype_policy` is what users set.
         """
         kernels = self._kernels_to_adopt()
         entries: dict[str, np.ndarray] = {}
@@ -584,7 +584,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         )
         self.__dict__["_last_plan"] = plan
         if not kernels.engine().is_compiling():
-            watching.tell(self.float8_state.of(kernel), inputs)
+            contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.engine().run(plan, inputs, value, *state)
 
     def _state_of(

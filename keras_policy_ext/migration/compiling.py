@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext.migration import changes
-from keras_policy_ext.migration.findings import Rewriting
+from keras_policy_ext.migration.problems import Rewriting
 
 # Aliases in `losses` and `metrics` of tf_keras 2.21 that keras 3.12 to 3.15
 # do not know. A metric of Keras 3 is a class, which is given the old name.
@@ -123,7 +123,7 @@ def _metric(rewriter: Rewriting, metric: Any, where: str) -> Any:
 
 
 def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> Any:
-    """A loss or metric by name; an unknown one becomes a finding."""
+    """A loss or metric by name; an unknown one becomes a problem."""
     if not _is_custom(name, rewriter.custom_objects):
         with contextlib.suppress(ValueError):
             getattr(keras, kind).get(name)

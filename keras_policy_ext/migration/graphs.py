@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext.migration import changes, classes, masks, operations
-from keras_policy_ext.migration.findings import Rewriting
+from keras_policy_ext.migration.problems import Rewriting
 
 _GRAPH = frozenset({"layers", "input_layers", "output_layers"})
 CONSTANT = "_CONSTANT_VALUE"
@@ -30,7 +30,7 @@ def functional(
 ) -> dict[str, Any]:
     """The Keras 3 config of a functional model."""
     graph = Graph(rewriter, fields["layers"])
-    rewriter.findings.notes.extend(graph.notes())
+    rewriter.problems.notes.extend(graph.notes())
     others = {
         key: rewriter.rewrite(value)
         for key, value in fields.items()
@@ -109,7 +109,7 @@ class Graph:
         if layer["class_name"] in operations.LAYERS:
             found = operations.rewrite(layer, calls, name)
             if isinstance(found, str):
-                self._rewriter.findings.unsupported.append(found)
+                self._rewriter.problems.unsupported.append(found)
                 return {}
             migrated, calls = found
         else:
@@ -165,7 +165,7 @@ class Graph:
             first, *states = first
             arguments["initial_state"] = states
             if self._masks.origins(node[0][0]):
-                self._rewriter.findings.notes.append(
+                self._rewriter.problems.notes.append(
                     f"Keras 3 ignores the mask of a sequence where "
                     f"{layer['class_name']} {layer['name']!r} is given "
                     "states, and predicts otherwise for masked steps. Pass "

@@ -70,9 +70,9 @@ def load_legacy_model(
         training = None
         if compile and file.compile_config is not None:
             training = _training(rewriter, file)
-        rewriter.findings.check()
+        rewriter.problems.check()
         if safe_mode:
-            rewriter.findings.refuse_code()
+            rewriter.problems.refuse_code()
         rewriter.report()
         naming.reserve(naming.of_layers(config))
         model = keras.saving.deserialize_keras_object(

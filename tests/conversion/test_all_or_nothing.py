@@ -14,7 +14,7 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import Scaled
 from keras_policy_ext.conversion.transaction import unchanged_on_error
-from keras_policy_ext.layers.adoption import adopt, release
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from steps import numpy
 
 BACKEND = keras.backend.backend()
@@ -184,7 +184,9 @@ def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
     victim, twin = trained(), trained()
     changes = {
         "convert": lambda: kpe.convert(victim, POLICY, attention="float8"),
-        "adopt": lambda: adopt(victim.get_layer("scaled"), POLICY),
+        "enter_float8": lambda: enter_float8(
+            victim.get_layer("scaled"), POLICY
+        ),
     }
     for name, change in changes.items():
         check_interrupted(victim, change, name)
@@ -209,7 +211,7 @@ def test_what_is_interrupted_leaves_a_converted_model_as_it_was(weights):
         "convert": lambda: kpe.convert(victim, "float8/8_from_float32"),
         "revert": lambda: kpe.revert(victim),
         "calibrate": lambda: kpe.calibrate(victim, x),
-        "release": lambda: release(victim.get_layer("scaled")),
+        "leave_float8": lambda: leave_float8(victim.get_layer("scaled")),
         "load": lambda: kpe.load_weights(victim, weights),
         "load as saved": lambda: kpe.load_weights(
             victim, weights, as_saved=True

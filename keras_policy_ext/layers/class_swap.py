@@ -28,7 +28,7 @@ _OF_FORMS = (
 )
 
 
-def adopt(layer: Any, policy: Any = None) -> None:
+def enter_float8(layer: Any, policy: Any = None) -> None:
     """Turn a built layer into its float8 form, in place.
 
     Args:
@@ -60,8 +60,8 @@ def adopt(layer: Any, policy: Any = None) -> None:
         built_layers.track_again([layer])
 
 
-def release(layer: Any) -> None:
-    """Undo `adopt`: the stock class, the source policy, no float8 state.
+def leave_float8(layer: Any) -> None:
+    """Undo `enter_float8`: the stock class, the source policy, no float8 state.
 
     A layer of a class that has no original, such as a user's own with the
     mixin, keeps the class. Weights stay bit for bit as they are.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclasses.dataclass
-class Findings:
+class Problems:
     """Collected over a whole config, so that one error names everything."""
 
     unknown: list[str] = dataclasses.field(default_factory=list)
@@ -66,7 +66,7 @@ class Rewriting(Protocol):
     """What the parts of a rewriting use of `configs.Rewriter`."""
 
     custom_objects: Mapping[str, Any]
-    findings: Findings
+    problems: Problems
 
     def rewrite(self, value: Any, hint: str = ..., where: str = ...) -> Any:
         """Rewrite any part of a config."""
@@ -76,7 +76,7 @@ class Rewriting(Protocol):
 
 
 def place(kind: str, name: Any) -> str:
-    """How findings name a place: `Dense 'head'`."""
+    """How problems name a place: `Dense 'head'`."""
     return f"{kind} {name!r}" if isinstance(name, str) else kind
 
 
