@@ -126,6 +126,13 @@ def path_of(layer: Any) -> str:
     return layer.path or layer.name
 
 
+def quantized_by_keras(layer: Any) -> bool:
+    """Whether a layer is quantized, and not in the float8 of this package."""
+    return layer.quantization_mode is not None and not isinstance(
+        layer, Float8Mixin
+    )
+
+
 class _CannotConvert(Exception):
     """Why a layer cannot be converted."""
 
@@ -143,10 +150,10 @@ def _form(layer: Any) -> type | None:
         return None
     if not layer.built:
         raise _CannotConvert(NOT_BUILT)
-    mode = layer.quantization_mode
-    quantized = mode is not None and not isinstance(layer, Float8Mixin)
-    if quantized and not stock_float8.stock_float8(layer):
-        raise _CannotConvert(f"Keras has quantized it ({mode})")
+    if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
+        raise _CannotConvert(
+            f"Keras has quantized it ({layer.quantization_mode})"
+        )
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):
             raise _CannotConvert(

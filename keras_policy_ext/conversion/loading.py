@@ -19,8 +19,8 @@ import numpy as np
 from keras_policy_ext import policies
 from keras_policy_ext._keras import saving_hooks, stock_float8, walking
 from keras_policy_ext.conversion import (
-    backbones,
     candidates,
+    composites,
     files,
     lost_float8,
     models,
@@ -29,9 +29,8 @@ from keras_policy_ext.conversion import (
     training,
 )
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.transaction import unchanged_on_error
 from keras_policy_ext.layers import stock_state
-from keras_policy_ext.layers.class_swap import enter_float8, source_of
+from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import (
     ATTENTION_KEY,
@@ -41,7 +40,13 @@ from keras_policy_ext.layers.state import (
     matrices_in,
     text_in,
 )
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    policy_of,
+    source_of,
+)
 
 
 def load_model(
@@ -132,7 +137,7 @@ def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
     models.check(model)
     try:
         with (
-            unchanged_on_error(model, _variables(model)),
+            unchanged_on_error(training.parts(model), _variables(model)),
             _for_layers_of(model, path) as rewritten,
         ):
             if as_saved:
@@ -204,10 +209,10 @@ def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
         for each in found:
-            _adopt(each)
+            _enter_as_saved(each)
         for layer in candidates.survey(model).composites:
-            _adopt_composite(layer)
-        backbones.declare_policies(model)
+            composites.enter_float8_with_children(layer)
+        composites.declare_policies(model)
     again = _optimizer_sizes(model) != before
     if again:
         _load(model, weights)
@@ -261,9 +266,7 @@ def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
             source_of(layer),
             amax_history_length=int(entries[stock_state.LENGTH_KEY]),
         )
-    follows = policy
-    if follows is None and isinstance(layer, Float8Mixin):
-        follows = layer.float8_policy
+    follows = policy or float8_policy_of(layer)
     if follows is not None:
         matrices_in(entries, follows.recipe, place.kernels, path)
     attention = text_in(entries, ATTENTION_KEY, path)
@@ -297,10 +300,10 @@ def _unknown(path: str, what: str, value: str, allowed: str) -> str:
     )
 
 
-def _adopt(found: _Found) -> None:
+def _enter_as_saved(found: _Found) -> None:
     """Let a layer follow the policy it was saved under, with its state."""
     layer, policy = found.layer, found.policy
-    if policy is not None and _policy_here(layer) != policy:
+    if policy is not None and policy_of(layer) != policy:
         enter_float8(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
         enter_float8(layer)
@@ -322,23 +325,6 @@ def _no_attention(found: _Found, reason: ValueError) -> str:
     )
 
 
-def _adopt_composite(layer: Any) -> None:
-    """Give a composite without a state its form, where its child has it.
-
-    Recurrent layers have no state of their own, but their cell has.
-    """
-    if isinstance(layer, Float8Mixin) or not _recurrent(layer):
-        return
-    cell = layer.cell
-    policy = cell.float8_policy if isinstance(cell, Float8Mixin) else None
-    if policy is not None:
-        enter_float8(layer, None if _policy_here(layer) == policy else policy)
-
-
-def _recurrent(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.RNN)
-
-
 def _places(model: Any) -> list[_Place]:
     found = candidates.survey(model)
     return [
@@ -351,7 +337,7 @@ def _is_as_in_file(layer: Any) -> bool:
     """Whether a layer of a model just loaded is what it was when saved."""
     if not isinstance(layer, Float8Mixin):
         return False
-    state, policy = layer.float8_state, _policy_here(layer)
+    state, policy = layer.float8_state, policy_of(layer)
     if state.policy_in_file is None:
         return True  # Said nothing, or was no layer of this package.
     name = state.policy_in_file.tobytes()
@@ -359,14 +345,6 @@ def _is_as_in_file(layer: Any) -> bool:
         isinstance(policy, Float8DTypePolicy)
         and policy.full_name.encode() == name
     )
-
-
-def _policy_here(layer: Any) -> keras.DTypePolicy:
-    """What a layer's policy says for its path."""
-    policy = policies.as_float8(layer.dtype_policy)
-    if isinstance(policy, Float8DTypePolicy):
-        return policy.for_path(layer.path)
-    return policy
 
 
 def _optimizer_sizes(model: Any) -> list[int]:

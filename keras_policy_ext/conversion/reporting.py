@@ -15,6 +15,7 @@ from keras_policy_ext.conversion.report import (
     outcome_of,
 )
 from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.policies.of_layers import float8_policy_of
 
 LITTLE = 0.1
 """A smaller share of the multiplications in float8 is warned of."""
@@ -110,7 +111,7 @@ def _of(counted: work.Work) -> tuple[int, int, bool]:
 
 
 def _float8_policy(layer: Any) -> str | None:
-    policy = getattr(layer, "float8_policy", None)
+    policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
 
 

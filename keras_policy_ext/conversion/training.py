@@ -25,7 +25,8 @@ def continued(model: Any) -> Iterator[None]:
 
     Afterwards each optimizer in the model knows the variables that there
     are, with its slots and its iteration; steps are traced anew; PyTorch sees
-    the parameters. Not if the block fails: see `transaction`.
+    the parameters. Not if the block fails: see
+    `layers.transaction`.
 
     Args:
         model: A built model or layer.
@@ -42,6 +43,11 @@ def continued(model: Any) -> Iterator[None]:
     gone = {id(v) for v in states} - present
     for each in models:
         _follow(each, gone)
+
+
+def parts(model: Any) -> list[Any]:
+    """All layers in a model, and the optimizers of all models in it."""
+    return [*walking.layers_within(model), *all_optimizers(model)]
 
 
 def check_optimizers(model: Any) -> None:

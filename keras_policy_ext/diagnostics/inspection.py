@@ -14,8 +14,11 @@ from keras_policy_ext.conversion import summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import Overview, Row, Totals
 from keras_policy_ext.conversion.tables import Column, Table
-from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State, StateVariable
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    stock_policy_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,15 +228,14 @@ def inspect(model: Any) -> Inspection:
 
 
 def _is_shown(layer: Any) -> bool:
-    in_float8 = getattr(layer, "float8_policy", None) is not None
-    return in_float8 or bool(walking.own_weights(layer))
+    return bool(float8_policy_of(layer) or walking.own_weights(layer))
 
 
 def _inspected(layer: Any, counted: work.Work) -> Inspected:
     plain = Inspected(
         path=path_of(layer),
         class_name=type(layer).__name__,
-        policy=_plain_policy(layer).name,
+        policy=stock_policy_of(layer).name,
         recipe=None,
         kernel=None,
         reason=None,
@@ -242,8 +244,8 @@ def _inspected(layer: Any, counted: work.Work) -> Inspected:
         multiplications=counted.multiplications,
         sizes_known=counted.sizes_known,
     )
-    policy = getattr(layer, "float8_policy", None)
-    if not isinstance(layer, Float8Mixin) or policy is None:
+    policy = float8_policy_of(layer)
+    if policy is None:
         return plain
     choice = layer.kernel_choice
     return dataclasses.replace(
@@ -254,13 +256,6 @@ def _inspected(layer: Any, counted: work.Work) -> Inspected:
         reason=None if choice is None else choice.reason,
         operands=tuple(_operands(layer)),
     )
-
-
-def _plain_policy(layer: Any) -> Any:
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return policy[layer.path or ""]
-    return policy
 
 
 def _operands(layer: Any) -> list[Operand]:

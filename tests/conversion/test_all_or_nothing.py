@@ -13,8 +13,9 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import Scaled
-from keras_policy_ext.conversion.transaction import unchanged_on_error
+from keras_policy_ext.conversion import training
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from steps import numpy
 
 BACKEND = keras.backend.backend()
@@ -151,7 +152,10 @@ def check_interrupted(model, change, name):
         same(values(model), numbers)
 
     for _ in range(2):  # The first time some caches are filled.
-        with pytest.raises(Interrupt), unchanged_on_error(model, variables):
+        with (
+            pytest.raises(Interrupt),
+            unchanged_on_error(training.parts(model), variables),
+        ):
             with Interrupting() as calls:
                 change()
             raise Interrupt
