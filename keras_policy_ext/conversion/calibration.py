@@ -154,12 +154,7 @@ def _amaxes(
 
 
 def _layers_with_state(model: Any) -> list[Any]:
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers are calibrated. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer. Pass the model itself."
-        )
+    models.check_is_layer(model, "are calibrated")
     layers = layers_in_float8(model)
     if not layers:
         raise ValueError(

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_policy_ext._keras import stock_float8, walking
-from keras_policy_ext.conversion.report import NOT_BUILT
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
 
-# Stock layers with weights that are multiplied and have no float8 form.
+NOT_BUILT = "it has no weights yet: it was never called"
+"""Why a layer that could be in float8 is skipped in a model that is built."""
+
+# Stock layers with weights that are multiplied and have no float8 form, by
+# their names; {0} stands for 1D, 2D and 3D.
 _WITHOUT_FORM = {
-    "DepthwiseConv1D": "a depthwise convolution sums over the few taps of its "
-    "window only, which is no matrix product for float8 hardware",
-    "DepthwiseConv2D": "a depthwise convolution sums over the few taps of its "
-    "window only, which is no matrix product for float8 hardware",
-    "SeparableConv1D": "one fused operation of a depthwise convolution, which "
-    "float8 does not help, and a pointwise one; write it as DepthwiseConv1D "
-    "and Conv1D to have the second in float8",
-    "SeparableConv2D": "one fused operation of a depthwise convolution, which "
-    "float8 does not help, and a pointwise one; write it as DepthwiseConv2D "
-    "and Conv2D to have the second in float8",
-    "Conv1DTranspose": "transposed convolutions have no float8 form",
-    "Conv2DTranspose": "transposed convolutions have no float8 form",
-    "Conv3DTranspose": "transposed convolutions have no float8 form",
-    "ConvLSTM1D": "convolutional recurrent cells have no float8 form",
-    "ConvLSTM2D": "convolutional recurrent cells have no float8 form",
-    "ConvLSTM3D": "convolutional recurrent cells have no float8 form",
+    "DepthwiseConv{0}": "a depthwise convolution sums over the few taps of "
+    "its window only, which is no matrix product for float8 hardware",
+    "SeparableConv{0}": "one fused operation of a depthwise convolution, "
+    "which float8 does not help, and a pointwise one; write it as "
+    "DepthwiseConv{0} and Conv{0} to have the second in float8",
+    "Conv{0}Transpose": "transposed convolutions have no float8 form",
+    "ConvLSTM{0}": "convolutional recurrent cells have no float8 form",
     "Embedding": "it looks up rows and multiplies nothing",
     "TorchModuleWrapper": "it holds a torch.nn.Module, whose arithmetic Keras "
     "does not see",
@@ -165,9 +160,10 @@ def _form(layer: Any) -> type | None:
 def _refuse_unknown(cls: type, own: list[Any]) -> None:
     """Raise if a layer has weights and no float8 form."""
     for base in cls.__mro__:
-        reason = _WITHOUT_FORM.get(base.__name__)
+        rank = "".join(re.findall(r"\dD", base.__name__))
+        reason = _WITHOUT_FORM.get(re.sub(r"\dD", "{0}", base.__name__))
         if reason and base is getattr(keras.layers, base.__name__, None):
-            raise _CannotConvert(reason)
+            raise _CannotConvert(reason.format(rank))
     if not own:
         return
     if any(len(weight.shape) >= 2 for weight in own):

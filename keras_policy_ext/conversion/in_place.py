@@ -13,11 +13,14 @@ from keras_policy_ext.conversion import (
     candidates,
     composites,
     models,
-    reporting,
     training,
 )
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
-from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.conversion.report import (
+    Report,
+    report_of,
+    warn_of_little,
+)
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
@@ -107,13 +110,13 @@ def convert(
             if attention and float8_policy_of(layer) is not None
         ]
         converted = [candidate.layer for candidate, _ in decisions]
-        report = reporting.report_of(
+        report = report_of(
             model,
             [*converted, *contracting],
             [*left, *refused, *survey.skipped],
         )
         # In here, so that an error made of this warning undoes all.
-        reporting.warn_of_little(report, model, stacklevel=2)
+        warn_of_little(report, model, stacklevel=2)
     return report
 
 
@@ -143,7 +146,7 @@ def revert(model: Any) -> Report:
                 or float8_policy_of(layer) is not None
             ):
                 leave_float8(layer)
-        return reporting.report_of(model, reverted, [])
+        return report_of(model, reverted, [])
 
 
 def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:

@@ -41,6 +41,7 @@ from keras_policy_ext.layers.state import (
     text_in,
 )
 from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.mixed_precision import public_classes
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -95,7 +96,7 @@ def _load_model(path: Any, **options: Any) -> Any:
     """`load_model` of a file that is whole, and no stock float8."""
     with (
         lost_float8.silent(),
-        _public_optimizers(),
+        public_classes.for_private_names(),
         files.unskipped() as skipped,
     ):
         model = keras.saving.load_model(path, **options)
@@ -349,20 +350,6 @@ def _is_as_in_file(layer: Any) -> bool:
 
 def _optimizer_sizes(model: Any) -> list[int]:
     return [len(each.variables) for each in training.all_optimizers(model)]
-
-
-def _public_optimizers() -> Any:
-    """Lets files name the optimizers of PyTorch on any backend.
-
-    They are private subclasses there, and files name them.
-    """
-    found = {
-        name: value
-        for name, value in vars(keras.optimizers).items()
-        if isinstance(value, type)
-        and issubclass(value, keras.optimizers.Optimizer)
-    }
-    return keras.saving.custom_object_scope(found)
 
 
 def _variables(model: Any) -> list[Any]:

@@ -40,12 +40,7 @@ def check(model: Any) -> None:
         ValueError: If it has no weights yet, a part of a model that is not
             built has none, or the weights are not in their variables.
     """
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers can be converted. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer. Pass the model itself."
-        )
+    check_is_layer(model, "can be converted")
     if not (model.built and has_call(model)):
         _check_parts(model)
     if not all(variable_values.has_value(v) for v in model.variables):
@@ -55,6 +50,16 @@ def check(model: Any) -> None:
             "them back when training ends in an error. Received: a model in "
             "this state. Allowed: one before or after `fit`, or in a "
             "callback's `on_epoch_end`. Convert it there, or make it anew."
+        )
+
+
+def check_is_layer(model: Any, purpose: str, also: str = "") -> None:
+    """Raise a TypeError if this is no Keras model or layer."""
+    if not isinstance(model, keras.Layer):
+        raise TypeError(
+            f"Only Keras models and layers {purpose}. Received: {model!r} (of "
+            f"type {type(model).__name__}). Allowed: a keras.Model or "
+            f"keras.Layer{also}. Pass the model itself."
         )
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_policy_ext import formats
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import summary, tables, work
+from keras_policy_ext.conversion import models, tables, work
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.summary import Overview, Row, Totals
-from keras_policy_ext.conversion.tables import Column, Table
+from keras_policy_ext.conversion.summary import LayerTables
+from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.layers.state import Float8State, StateVariable
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -89,12 +89,13 @@ class Inspected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspection:
+class Inspection(LayerTables):
     """The layers of a model that have weights.
 
     `str` says how much of the model is in float8, and has a row for the
     layers of one class under one policy. It fits on a screen of 24 lines, and
-    is as wide as the terminal. `table(full=True)` has rows for every layer.
+    is as wide as the terminal. `table(full=True)` has rows for every layer,
+    one for each operand.
 
     Attributes:
         layers: One entry for each.
@@ -106,90 +107,54 @@ class Inspection:
     parameters: int
     state: int
 
+    _columns = (
+        Column("kernel"),
+        Column("saturation", right=True),
+        Column("policy", above=True),
+    )
+    _full_columns = (
+        Column("layer", path=True, above=True),
+        Column("class"),
+        Column("policy", above=True),
+        Column("kernel"),
+        Column("operand"),
+        *(Column(h, right=True) for h in ("amax", "scale", "saturation")),
+    )
+    _every = "Every layer: inspection.table(full=True)"
+
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON types: `{"layers": […], …}`."""
         return dataclasses.asdict(self)
 
-    def table(self, full: bool = False) -> str:
-        """A table as text.
-
-        Args:
-            full: Whether it has a row for every operand of every layer. False:
-                one for the layers of a class under one policy, those that
-                multiply with a kernel.
-
-        Returns:
-            Lines as wide as the terminal; wider only where a single word is.
-        """
-        if not full:
-            return self.overview().text()
-        columns = (
-            Column("layer", path=True, above=True),
-            Column("class"),
-            Column("policy", above=True),
-            Column("kernel"),
-            Column("operand"),
-            *(Column(h, right=True) for h in ("amax", "scale", "saturation")),
-        )
-        rows = [row for layer in self.layers for row in _rows(layer)]
-        notes = [*self._state(), *self._reasons()]
-        return summary.full_text(self._head(), Table(columns, rows), notes)
-
-    def overview(
-        self, every: str = "Every layer: inspection.table(full=True)"
-    ) -> Overview:
-        """The short table, as text and as HTML.
-
-        Args:
-            every: What it says of how to see every layer.
-        """
-        columns = (
-            Column("layers", right=True),
-            Column("class"),
-            *summary.SHARES,
-            Column("kernel"),
-            Column("saturation", right=True),
-            Column("policy", above=True),
-        )
-        totals = self._totals
-        groups = summary.grouped(
-            self.layers, lambda e: (e.class_name, e.policy, e.kernel)
-        )
-        rows = [_overview_row(group, totals) for group in groups]
-        notes = [*self._state(), *self._reasons(), *totals.notes()]
-        return Overview(self._head(), columns, rows, notes, every)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return self.overview().html()
-
     @property
-    def _totals(self) -> Totals:
-        return Totals.of(self.layers, self.parameters)
+    def _entries(self) -> tuple[Inspected, ...]:
+        return self.layers
 
-    def _head(self) -> list[str]:
-        totals = self._totals
-        if not totals.layers and not totals.listed_in_float8:
-            return ["No layer with a kernel to multiply with"]
-        return totals.head()
+    def _treatment(self, entry: Inspected) -> tuple[str, str | None]:
+        return entry.policy, entry.kernel
 
-    def _state(self) -> list[str]:
-        if not self.state:
-            return []
-        return [f"{self.state:,} numbers of float8 state beside the parameters"]
+    def _cells(self, group: Sequence[Inspected]) -> list[str]:
+        known = [e.saturation for e in group if e.saturation is not None]
+        return [
+            group[0].kernel or "–",
+            f"{max(known):.3g}" if known else "–",
+            tables.printable(group[0].policy),
+        ]
 
-    def _reasons(self) -> list[str]:
-        """Why layers run natively or are emulated."""
-        return sorted(
-            {
-                f"{each.kernel}: {each.reason}"
-                for each in self.layers
-                if each.in_float8 and each.reason is not None
-            }
-        )
+    def _full_rows(self, entry: Inspected) -> list[list[str]]:
+        return _rows(entry)
+
+    def _notes(self, full: bool) -> list[str]:
+        """The state, and why layers run natively or are emulated."""
+        state = f"{self.state:,} numbers of float8 state beside the parameters"
+        reasons = {
+            f"{each.kernel}: {each.reason}"
+            for each in self.layers
+            if each.in_float8 and each.reason is not None
+        }
+        notes = [*([state] if self.state else []), *sorted(reasons)]
+        # The full table has no column of multiplications.
+        return notes if full else [*notes, *super()._notes(full)]
 
 
 def inspect(model: Any) -> Inspection:
@@ -205,13 +170,11 @@ def inspect(model: Any) -> Inspection:
     Raises:
         TypeError: If `model` is neither.
     """
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers can be looked at. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer; a file goes to `keras-policy-ext "
-            "inspect FILE`. Pass the model itself."
-        )
+    models.check_is_layer(
+        model,
+        "can be looked at",
+        "; a file goes to `keras-policy-ext inspect FILE`",
+    )
     shown = [
         layer
         for layer in walking.layers_within(model)
@@ -283,21 +246,6 @@ def _operand(
         float(scale) if known else None,
         float(amax / largest) if known and amax > 0 else None,
     )
-
-
-def _overview_row(group: list[Inspected], totals: Totals) -> Row:
-    first = group[0]
-    known = [e.saturation for e in group if e.saturation is not None]
-    cells = (
-        f"{len(group):,}",
-        first.class_name,
-        *summary.shares(group, totals),
-        first.kernel or "–",
-        f"{max(known):.3g}" if known else "–",
-        tables.printable(first.policy),
-    )
-    multiplications = sum(entry.multiplications for entry in group)
-    return Row(cells, multiplications, first.in_float8)
 
 
 def _rows(layer: Inspected) -> list[list[str]]:
