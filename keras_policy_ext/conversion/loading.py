@@ -28,7 +28,7 @@ from keras_policy_ext.conversion import (
     stock_files,
     training,
 )
-from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.candidates import Candidate, path_of
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -151,19 +151,6 @@ def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A layer that can be in float8, or makes layers that are.
-
-    Attributes:
-        layer: The layer.
-        kernels: How many contracted weights it has itself.
-    """
-
-    layer: Any
-    kernels: int
-
-
-@dataclasses.dataclass(frozen=True)
 class _Found:
     """What a file has for the state of a layer.
 
@@ -195,7 +182,7 @@ class _Reader(Float8State):
         return self.__dict__.get("entries", {})
 
 
-def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
+def _load_as_saved(model: Any, weights: Any, places: list[Candidate]) -> bool:
     """Load weights, and let layers be what they were when saved.
 
     Returns:
@@ -244,7 +231,7 @@ def _load(model: Any, weights: Any) -> None:
         model.built = built
 
 
-def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
+def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
     readers = [(place, _Reader()) for place in places]
     with contextlib.ExitStack() as stack:
@@ -256,7 +243,7 @@ def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
     return [_checked(place, reader.found) for place, reader in readers]
 
 
-def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
+def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
     """What was found, if it can be used."""
     layer = place.layer
     path = f"{path_of(layer)}/float8_state"
@@ -269,7 +256,7 @@ def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
         )
     follows = policy or float8_policy_of(layer)
     if follows is not None:
-        matrices_in(entries, follows.recipe, place.kernels, path)
+        matrices_in(entries, follows.recipe, len(place.kernels), path)
     attention = text_in(entries, ATTENTION_KEY, path)
     if attention not in ("", "float8"):
         raise ValueError(
@@ -326,11 +313,12 @@ def _no_attention(found: _Found, reason: ValueError) -> str:
     )
 
 
-def _places(model: Any) -> list[_Place]:
+def _places(model: Any) -> list[Candidate]:
+    """The layers that can be in float8, or make layers that are."""
     found = candidates.survey(model)
     return [
-        *(_Place(each.layer, len(each.kernels)) for each in found.candidates),
-        *(_Place(layer, 0) for layer in found.composites),
+        *found.candidates,
+        *(Candidate(layer, type(layer), ()) for layer in found.composites),
     ]
 
 

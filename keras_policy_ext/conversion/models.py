@@ -115,7 +115,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
     names: dict[int, str] = {}
     for name, value in walking.attributes(model).items():
         if not name.startswith("_"):
-            for suffix, each in _leaves(value):
+            for suffix, each in leaves(value):
                 names.setdefault(id(each), name + suffix)
     for number, layer in enumerate(getattr(model, "layers", ())):
         names.setdefault(id(layer), f"layers[{number}]")
@@ -123,7 +123,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
         yield names.get(id(layer), layer.name), layer
 
 
-def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """What is in lists and dicts, with the subscripts that lead there."""
     if isinstance(value, dict):
         items = [(repr(key), each) for key, each in value.items()]
@@ -133,5 +133,5 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value
         return
     for key, each in items:
-        for suffix, leaf in _leaves(each):
+        for suffix, leaf in leaves(each):
             yield f"[{key}]{suffix}", leaf

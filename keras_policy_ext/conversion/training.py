@@ -15,6 +15,7 @@ from keras_policy_ext._keras import (
     optimizer_variables,
     walking,
 )
+from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import StateVariable
 
@@ -125,21 +126,10 @@ def optimizers(model: Any) -> list[Any]:
     found = {
         id(each): each
         for value in held
-        for each in _flat(value)
+        for _, each in leaves(value)
         if isinstance(each, keras.optimizers.Optimizer)
     }
     return list(found.values())
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """What is in lists and dicts, at any depth."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        yield value
-        return
-    for each in value:
-        yield from _flat(each)
 
 
 def _has_all(model: Any, known: list[Any] | None) -> bool:

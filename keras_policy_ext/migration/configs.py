@@ -269,21 +269,10 @@ class Rewriter:
             arguments = self._arguments(found, config, is_layer, where)
         migrated = {**found.fields, "config": arguments}
         if config.get("compile_config"):
-            migrated["compile_config"] = self.rewrite_compile_config(
-                config["compile_config"], fields
+            migrated["compile_config"] = compiling.rewrite(
+                self, config["compile_config"], fields
             )
         return migrated
-
-    def rewrite_compile_config(
-        self, config: Mapping[str, Any], model: Any
-    ) -> dict[str, Any]:
-        """The arguments of `compile`; what was left to its default is out.
-
-        Args:
-            config: The legacy arguments by name.
-            model: The legacy arguments of the model.
-        """
-        return compiling.rewrite(self, config, model)
 
     def _arguments(
         self,

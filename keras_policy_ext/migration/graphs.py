@@ -269,7 +269,7 @@ def _counts_its_making(layer: Mapping[str, Any]) -> bool:
     fields = layer["config"]
     if layer["class_name"] != "Sequential":
         return is_functional(fields)
-    inner = fields["layers"] if isinstance(fields, Mapping) else fields
+    inner = changes.inner_layers(fields)
     return bool(inner) and (
         _is_input(inner[0]) or "batch_input_shape" in inner[0]["config"]
     )
