@@ -97,7 +97,7 @@ def _load_model(path: Any, **options: Any) -> Any:
     with (
         lost_float8.silent(),
         public_classes.for_private_names(),
-        files.unskipped() as skipped,
+        files.without_skip_warnings() as skipped,
     ):
         model = keras.saving.load_model(path, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
@@ -111,7 +111,7 @@ def _load_model(path: Any, **options: Any) -> Any:
             elif again:
                 _load(model, weights)
         skipped = [] if again else skipped
-    files.show(skipped)
+    files.warn_again(skipped)
     return model
 
 
@@ -235,7 +235,7 @@ def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
     readers = [(place, _Reader()) for place in places]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.unskipped())
+        stack.enter_context(files.without_skip_warnings())
         for place, reader in readers:
             shown = saving_hooks.shown(place.layer, "float8_state", reader)
             stack.enter_context(shown)

@@ -43,7 +43,7 @@ def continued(model: Any) -> Iterator[None]:
     present = {id(v) for v in model.variables}
     gone = {id(v) for v in states} - present
     for each in models:
-        _follow(each, gone)
+        _update_optimizers(each, gone)
 
 
 def parts(model: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def _is_state(variable: Any) -> bool:
     )
 
 
-def _follow(model: Any, gone: set[int]) -> None:
+def _update_optimizers(model: Any, gone: set[int]) -> None:
     compiled_steps.forget_compiled_functions(model)
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
@@ -101,7 +101,7 @@ def _follow(model: Any, gone: set[int]) -> None:
             if known is None:
                 continue
             new = _states(model, known, has_all)
-            wanted = _wanted(known, model, new, gone)
+            wanted = _to_optimize(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
                 optimizer_variables.retarget_optimizer(each, wanted)
 
@@ -164,7 +164,7 @@ def _states(model: Any, known: list[Any], has_all: bool) -> set[int]:
     }
 
 
-def _wanted(
+def _to_optimize(
     known: list[Any], model: Any, new: set[int], gone: set[int]
 ) -> list[Any]:
     """The variables to optimize: those known, with today's states.

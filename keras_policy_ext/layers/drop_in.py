@@ -16,7 +16,7 @@ _FORMS: dict[type, type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 # Threads that convert models of one class at a time get one form.
-_ONE_FOR_EACH = threading.Lock()
+_MAKING_A_FORM = threading.Lock()
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
@@ -77,7 +77,7 @@ def form_of(cls: type) -> type | None:
             f"does not compute what keras.layers.{stock.__name__} does; "
             "derive it from Float8Mixin and contract with float8_einsum"
         )
-    with _ONE_FOR_EACH:
+    with _MAKING_A_FORM:
         return _FORMS[cls] if cls in _FORMS else _new_form(cls, stock)
 
 
@@ -110,12 +110,12 @@ def _replaced(cls: type, stock: type) -> str | None:
             if name not in vars(base):
                 continue
             called = any(name in vars(part) for part in own)
-            if not (called and _goes_on(vars(base)[name], name)):
+            if not (called and _calls_overridden(vars(base)[name], name)):
                 return f"a `{name}`"
     return None
 
 
-def _goes_on(method: Any, name: str) -> bool:
+def _calls_overridden(method: Any, name: str) -> bool:
     """Whether a method calls the one that it overrides."""
     method = inspect.unwrap(getattr(method, "fget", None) or method)
     code: CodeType | None = getattr(method, "__code__", None)
