@@ -190,7 +190,12 @@ def report_of(
     """
     counts = work.count(model, [*converted, *(each.layer for each in left)])
     done = [
-        Converted(path_of(layer), type(layer).__name__, _policy(layer), *_of(w))
+        Converted(
+            path_of(layer),
+            type(layer).__name__,
+            _policy(layer),
+            *dataclasses.astuple(w),
+        )
         for layer, w in zip(converted, counts, strict=False)
     ]
     rest = [
@@ -199,7 +204,7 @@ def report_of(
             type(each.layer).__name__,
             each.reason,
             _float8_policy(each.layer),
-            *_of(w),
+            *dataclasses.astuple(w),
         )
         for each, w in zip(left, counts[len(done) :], strict=True)
     ]
@@ -271,10 +276,6 @@ def _reasons(report: Report) -> str:
             f"{share} are in {layers} of class {group[0].class_name}: {reason}."
         )
     return " ".join(found)
-
-
-def _of(counted: work.Work) -> tuple[int, int, bool]:
-    return counted.parameters, counted.multiplications, counted.sizes_known
 
 
 def _float8_policy(layer: Any) -> str | None:

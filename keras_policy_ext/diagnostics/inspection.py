@@ -195,29 +195,17 @@ def _is_shown(layer: Any) -> bool:
 
 
 def _inspected(layer: Any, counted: work.Work) -> Inspected:
-    plain = Inspected(
+    policy = float8_policy_of(layer)
+    choice = policy and layer.kernel_choice
+    return Inspected(
         path=path_of(layer),
         class_name=type(layer).__name__,
-        policy=stock_policy_of(layer).name,
-        recipe=None,
-        kernel=None,
-        reason=None,
-        operands=(),
-        parameters=counted.parameters,
-        multiplications=counted.multiplications,
-        sizes_known=counted.sizes_known,
-    )
-    policy = float8_policy_of(layer)
-    if policy is None:
-        return plain
-    choice = layer.kernel_choice
-    return dataclasses.replace(
-        plain,
-        policy=policy.full_name,
-        recipe=repr(policy.recipe),
-        kernel=None if choice is None else choice.kind,
-        reason=None if choice is None else choice.reason,
-        operands=tuple(_operands(layer)),
+        policy=policy.full_name if policy else stock_policy_of(layer).name,
+        recipe=repr(policy.recipe) if policy else None,
+        kernel=choice.kind if choice else None,
+        reason=choice.reason if choice else None,
+        operands=tuple(_operands(layer)) if policy else (),
+        **dataclasses.asdict(counted),
     )
 
 
