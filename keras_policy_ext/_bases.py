@@ -1,8 +1,15 @@
-"""The order of the classes that a class is made from."""
+"""What mixins are mixed into, and in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+# The base of mixins: to a type checker, any Keras class.
+if TYPE_CHECKING:
+    MixedInto: Any
+else:
+    MixedInto = object
 
 
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:

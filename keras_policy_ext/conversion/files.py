@@ -8,10 +8,10 @@ import tempfile
 import threading
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.conversion.weight_files import WEIGHTS
 
 _CONFIG = "config.json"
@@ -129,16 +129,7 @@ def _check_archive(path: Any) -> None:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
             damaged = archive.testzip()
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        OSError,
-        # Flipped bits in the headers look like archives of other kinds:
-        # encrypted ones, or compressed in another way.
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
+    except weight_files.OF_DAMAGE as error:
         raise ValueError(
             _not_whole(path, f"it cannot be read ({error})")
         ) from error

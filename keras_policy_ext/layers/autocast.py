@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 from keras import ops
@@ -24,12 +24,6 @@ from keras_policy_ext.layers.autocast_variables import is_autocast_variable
 __all__ = ["AutocastMixin", "autocast_scope", "is_autocast_variable"]
 
 Tensor = Any
-
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
 
 
 def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
@@ -65,7 +59,7 @@ def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     return calls.autocast_scope(name)
 
 
-class AutocastMixin(calls.OwnArgumentConversion, _Layer):
+class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     """Decides what a layer casts: arguments, variables, outputs.
 
     ```python

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
+from keras_policy_ext import _bases
 
 
-class BuiltUnderSavedPath(_Layer):
+class BuiltUnderSavedPath(_bases.MixedInto):
     """Keeps the path of a layer in its build config.
 
     Keras builds the layers of a saved Sequential one by one, outside of it,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-from keras_policy_ext import policies
+from keras_policy_ext import _bases, policies
 from keras_policy_ext._keras import built_layers, calls
 from keras_policy_ext.layers import rnn_cells
 from keras_policy_ext.layers.drop_in import drop_in
@@ -14,13 +14,8 @@ from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 
 Tensor = Any
 
-if TYPE_CHECKING:
-    _Layer: Any
-else:
-    _Layer = object
 
-
-class _Float8Recurrent(BuiltUnderSavedPath, _Layer):
+class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
     """What the layers share: a float8 cell, and a loop of their own around it.
 
     The inputs of all steps are multiplied at once, before the loop. What
@@ -118,7 +113,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _Layer):
             )
 
 
-class _CuDNN(_Layer):
+class _CuDNN(_bases.MixedInto):
     """Keeps fused kernels away from a cell in float8, which they are not."""
 
     @property

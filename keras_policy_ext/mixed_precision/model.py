@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -16,14 +16,8 @@ from keras_policy_ext.mixed_precision.monitor import (
 )
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 
-# What the mixin is mixed into, to a type checker.
-if TYPE_CHECKING:
-    _Model: Any
-else:
-    _Model = object
 
-
-class LossScaleMixin(compiled_steps.OwnReturnedLogs, _Model):
+class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
     """Makes a model's `compile` scale the loss wherever float16 needs it.
 
     ```python
