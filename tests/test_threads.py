@@ -17,8 +17,11 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import Scaled
 from keras_policy_ext import kernels
+from keras_policy_ext.layers.contraction_hooks import (
+    call_hooks,
+    contraction_hook,
+)
 from keras_policy_ext.layers.drop_in import form_of
-from keras_policy_ext.layers.watching import tell, watching
 from steps import numpy
 
 BACKEND = keras.backend.backend()
@@ -86,19 +89,19 @@ def test_each_task_has_the_preference_of_its_own_blocks():
     assert auto == ["auto", "emulated"] * 3
 
 
-def test_who_watches_sees_the_contractions_of_his_thread():
-    all_watch = threading.Barrier(2)
+def test_a_hook_sees_the_contractions_of_its_thread():
+    all_hooked = threading.Barrier(2)
 
-    def watched(name):
+    def hooked(name):
         seen = []
-        with watching(lambda state, inputs: seen.append(state)):
-            all_watch.wait(30)
-            tell(name, None)
-            all_watch.wait(30)
-        tell(f"{name}, later", None)
+        with contraction_hook(lambda state, inputs: seen.append(state)):
+            all_hooked.wait(30)
+            call_hooks(name, None)
+            all_hooked.wait(30)
+        call_hooks(f"{name}, later", None)
         return seen
 
-    assert at_once(lambda: watched("a"), lambda: watched("b")) == [["a"], ["b"]]
+    assert at_once(lambda: hooked("a"), lambda: hooked("b")) == [["a"], ["b"]]
 
 
 @pytest.mark.skipif(

@@ -12,13 +12,12 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import frameworks
-from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import models
+from keras_policy_ext.conversion import models, training
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.transaction import unchanged_on_error
-from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.watching import watching
+from keras_policy_ext.layers.contraction_hooks import contraction_hook
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
+from keras_policy_ext.policies.of_layers import layers_in_float8
 
 BATCH = 32
 
@@ -76,7 +75,8 @@ def calibrate(
     layers = _layers_with_state(model)
     _check_call(model, call)
     states = [v for layer in layers for v in layer.float8_state.matrices]
-    with unchanged_on_error(model, [*states, *model.non_trainable_variables]):
+    variables = [*states, *model.non_trainable_variables]
+    with unchanged_on_error(training.parts(model), variables):
         seen = _seen(model, data, steps, call, states)
         return tuple(path_of(layer) for layer in layers if _fill(layer, seen))
 
@@ -146,7 +146,7 @@ def _amaxes(
         else contextlib.nullcontext()
     )
     try:
-        with watching(watch), framework.step_by_step(), functions:
+        with contraction_hook(watch), framework.step_by_step(), functions:
             _run(model, call, batch)
     except _TracedError:
         return {}
@@ -154,17 +154,8 @@ def _amaxes(
 
 
 def _layers_with_state(model: Any) -> list[Any]:
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers are calibrated. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer. Pass the model itself."
-        )
-    layers = [
-        layer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, Float8Mixin) and layer.float8_policy is not None
-    ]
+    models.check_is_layer(model, "are calibrated")
+    layers = layers_in_float8(model)
     if not layers:
         raise ValueError(
             f"No layer of {model.name!r} is in float8. Received: a model "

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_policy_ext._keras import stock_float8, walking
-from keras_policy_ext.conversion.report import NOT_BUILT
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
 
-# Stock layers with weights that are multiplied and have no float8 form.
-_STAYS = {
-    "DepthwiseConv1D": "a depthwise convolution sums over the few taps of its "
-    "window only, which is no matrix product for float8 hardware",
-    "DepthwiseConv2D": "a depthwise convolution sums over the few taps of its "
-    "window only, which is no matrix product for float8 hardware",
-    "SeparableConv1D": "one fused operation of a depthwise convolution, which "
-    "float8 does not help, and a pointwise one; write it as DepthwiseConv1D "
-    "and Conv1D to have the second in float8",
-    "SeparableConv2D": "one fused operation of a depthwise convolution, which "
-    "float8 does not help, and a pointwise one; write it as DepthwiseConv2D "
-    "and Conv2D to have the second in float8",
-    "Conv1DTranspose": "transposed convolutions have no float8 form",
-    "Conv2DTranspose": "transposed convolutions have no float8 form",
-    "Conv3DTranspose": "transposed convolutions have no float8 form",
-    "ConvLSTM1D": "convolutional recurrent cells have no float8 form",
-    "ConvLSTM2D": "convolutional recurrent cells have no float8 form",
-    "ConvLSTM3D": "convolutional recurrent cells have no float8 form",
+NOT_BUILT = "it has no weights yet: it was never called"
+"""Why a layer that could be in float8 is skipped in a model that is built."""
+
+# Stock layers with weights that are multiplied and have no float8 form, by
+# their names; {0} stands for 1D, 2D and 3D.
+_WITHOUT_FORM = {
+    "DepthwiseConv{0}": "a depthwise convolution sums over the few taps of "
+    "its window only, which is no matrix product for float8 hardware",
+    "SeparableConv{0}": "one fused operation of a depthwise convolution, "
+    "which float8 does not help, and a pointwise one; write it as "
+    "DepthwiseConv{0} and Conv{0} to have the second in float8",
+    "Conv{0}Transpose": "transposed convolutions have no float8 form",
+    "ConvLSTM{0}": "convolutional recurrent cells have no float8 form",
     "Embedding": "it looks up rows and multiplies nothing",
     "TorchModuleWrapper": "it holds a torch.nn.Module, whose arithmetic Keras "
     "does not see",
@@ -68,7 +63,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class Unconverted:
     """A layer with weights that is left as it is.
 
     Attributes:
@@ -92,7 +87,7 @@ class Survey:
 
     candidates: list[Candidate]
     composites: list[Any]
-    skipped: list[Left]
+    skipped: list[Unconverted]
 
 
 def survey(model: Any) -> Survey:
@@ -103,8 +98,8 @@ def survey(model: Any) -> Survey:
             continue
         try:
             form = _form(layer)
-        except _Stays as reason:
-            found.skipped.append(Left(layer, str(reason)))
+        except _CannotConvert as reason:
+            found.skipped.append(Unconverted(layer, str(reason)))
             continue
         if form is None:
             continue
@@ -115,7 +110,7 @@ def survey(model: Any) -> Survey:
             walking.own_weights(layer)
             and getattr(form, "float8_kernels", ()) != ()
         ):
-            found.skipped.append(Left(layer, _no_kernel(form)))
+            found.skipped.append(Unconverted(layer, _no_kernel(form)))
         else:
             found.composites.append(layer)
     return found
@@ -126,7 +121,14 @@ def path_of(layer: Any) -> str:
     return layer.path or layer.name
 
 
-class _Stays(Exception):
+def quantized_by_keras(layer: Any) -> bool:
+    """Whether a layer is quantized, and not in the float8 of this package."""
+    return layer.quantization_mode is not None and not isinstance(
+        layer, Float8Mixin
+    )
+
+
+class _CannotConvert(Exception):
     """Why a layer cannot be converted."""
 
 
@@ -136,37 +138,40 @@ def _form(layer: Any) -> type | None:
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
     except TypeError as error:
-        raise _Stays(str(error)) from error
+        raise _CannotConvert(str(error)) from error
     own = walking.own_weights(layer)
     if form is None:
         _refuse_unknown(cls, own)
         return None
     if not layer.built:
-        raise _Stays(NOT_BUILT)
-    mode = layer.quantization_mode
-    quantized = mode is not None and not isinstance(layer, Float8Mixin)
-    if quantized and not stock_float8.stock_float8(layer):
-        raise _Stays(f"Keras has quantized it ({mode})")
+        raise _CannotConvert(NOT_BUILT)
+    if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
+        raise _CannotConvert(
+            f"Keras has quantized it ({layer.quantization_mode})"
+        )
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):
-            raise _Stays(f"its `{name}` was set in the layer, not in a class")
+            raise _CannotConvert(
+                f"its `{name}` was set in the layer, not in a class"
+            )
     return form
 
 
 def _refuse_unknown(cls: type, own: list[Any]) -> None:
     """Raise if a layer has weights and no float8 form."""
     for base in cls.__mro__:
-        reason = _STAYS.get(base.__name__)
+        rank = "".join(re.findall(r"\dD", base.__name__))
+        reason = _WITHOUT_FORM.get(re.sub(r"\dD", "{0}", base.__name__))
         if reason and base is getattr(keras.layers, base.__name__, None):
-            raise _Stays(reason)
+            raise _CannotConvert(reason.format(rank))
     if not own:
         return
     if any(len(weight.shape) >= 2 for weight in own):
-        raise _Stays(
+        raise _CannotConvert(
             f"{cls.__name__} has no float8 form; a layer of your own can "
             "derive from Float8Mixin and contract with float8_einsum"
         )
-    raise _Stays("it has no kernel to multiply with")
+    raise _CannotConvert("it has no kernel to multiply with")
 
 
 def _no_kernel(form: Any) -> str:

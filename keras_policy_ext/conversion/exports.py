@@ -6,9 +6,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies.of_layers import layers_in_float8
 
 FORMATS = {
     "jax": ("tf_saved_model",),
@@ -40,11 +39,7 @@ def check(model: Any, format: str) -> None:
     allowed = FORMATS.get(keras.backend.backend(), ())
     if format in allowed or format not in KNOWN:
         return
-    layers = [
-        layer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, Float8Mixin) and layer.float8_policy is not None
-    ]
+    layers = layers_in_float8(model)
     if layers:
         raise NotImplementedError(_refusal(layers, format, allowed))
 

@@ -8,10 +8,10 @@ import tempfile
 import threading
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.conversion.weight_files import WEIGHTS
 
 _CONFIG = "config.json"
@@ -21,7 +21,7 @@ Warnings = list[warnings.WarningMessage]
 
 # Warnings are held back for all threads at once: two that do so at a time
 # would give back to each other what they found.
-_FILTERS = threading.RLock()
+_WARNING_FILTERS = threading.RLock()
 
 
 def check_model(path: Any) -> None:
@@ -84,25 +84,25 @@ def weights_of(path: Any) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def unskipped() -> Iterator[Warnings]:
+def without_skip_warnings() -> Iterator[Warnings]:
     """Hold back warnings that the optimizer's variables were not loaded.
 
-    To be shown with `show`, if they are not loaded later either.
+    To be shown with `warn_again`, if they are not loaded later either.
 
     Yields:
         A list that has them once the block has ended.
     """
     held: Warnings = []
-    with _FILTERS, warnings.catch_warnings(record=True) as caught:
+    with _WARNING_FILTERS, warnings.catch_warnings(record=True) as caught:
         # Not as an error either, which would end the loading.
         warnings.filterwarnings("always", message=_SKIPPED)
         yield held
     for each in caught:
         skipped = str(each.message).startswith(_SKIPPED)
-        held.append(each) if skipped else show([each])
+        held.append(each) if skipped else warn_again([each])
 
 
-def show(held: Warnings) -> None:
+def warn_again(held: Warnings) -> None:
     """Warn of what was held back, as if now."""
     for each in held:
         warnings.warn_explicit(
@@ -129,16 +129,7 @@ def _check_archive(path: Any) -> None:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
             damaged = archive.testzip()
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        OSError,
-        # Flipped bits in the headers look like archives of other kinds:
-        # encrypted ones, or compressed in another way.
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
+    except weight_files.OF_DAMAGE as error:
         raise ValueError(
             _not_whole(path, f"it cannot be read ({error})")
         ) from error

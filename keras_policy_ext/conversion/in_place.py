@@ -8,27 +8,34 @@ from typing import Any
 import keras
 
 from keras_policy_ext import policies, policy_names, recipes
-from keras_policy_ext._keras import global_policy, walking
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import (
-    backbones,
     candidates,
+    composites,
     models,
-    reporting,
     training,
 )
-from keras_policy_ext.conversion.candidates import Candidate, Left
-from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.conversion.candidates import Candidate, Unconverted
+from keras_policy_ext.conversion.report import (
+    Report,
+    report_of,
+    warn_of_little,
+)
 from keras_policy_ext.conversion.selection import Selection
-from keras_policy_ext.conversion.transaction import all_or_nothing
-from keras_policy_ext.layers.adoption import adopt, release, source_of
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
-from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    held_policy,
+    layers_in_float8,
+    source_of,
+)
 
 Decision = tuple[Candidate, Float8DTypePolicy]
 
 
-@all_or_nothing
 def convert(
     model: Any,
     policy: Any = None,
@@ -82,34 +89,37 @@ def convert(
     decisions, left = _decide(survey.candidates, requested, selection)
     if decisions:
         training.check_optimizers(model)
-    with training.continued(model), training.replicas(model):
+    with (
+        unchanged_on_error(training.parts(model)),
+        training.continued(model),
+        training.replicas(model),
+    ):
         for candidate, target in decisions:
-            adopt(candidate.layer, target)
+            enter_float8(candidate.layer, target)
             state = candidate.layer.float8_state
             state.observe(candidate.layer.float8_contracted)
         refused = [
-            Left(composite, reason)
+            Unconverted(composite, reason)
             for composite in survey.composites
-            if (reason := _adopt_composite(composite, requested, attention))
+            if (reason := _enter_composite(composite, attention))
         ]
-        backbones.declare_policies(model)
+        composites.declare_policies(model)
         contracting = [
             layer
             for layer in survey.composites
-            if attention and getattr(layer, "float8_policy", None) is not None
+            if attention and float8_policy_of(layer) is not None
         ]
         converted = [candidate.layer for candidate, _ in decisions]
-        report = reporting.report_of(
+        report = report_of(
             model,
             [*converted, *contracting],
             [*left, *refused, *survey.skipped],
         )
         # In here, so that an error made of this warning undoes all.
-        reporting.warn_of_little(report, model, stacklevel=3)
+        warn_of_little(report, model, stacklevel=2)
     return report
 
 
-@all_or_nothing
 def revert(model: Any) -> Report:
     """Undo `convert`: stock layers, with the weights they have.
 
@@ -127,21 +137,16 @@ def revert(model: Any) -> Report:
         ValueError: If the model or a part of it is not built.
     """
     models.check(model)
-    reverted = []
-    with training.continued(model):
+    reverted = layers_in_float8(model)
+    with unchanged_on_error(training.parts(model)), training.continued(model):
         for layer in walking.layers_within(model):
-            in_float8 = isinstance(layer, Float8Mixin) and (
-                layer.float8_policy is not None
-            )
-            followed = isinstance(layer.dtype_policy, Float8DTypePolicy)
-            if original_of(type(layer)) is not None or in_float8:
-                release(layer)
-            elif followed:
-                plain = source_of(layer)
-                global_policy.replace_layer_policy(layer, plain)
-            if in_float8:
-                reverted.append(layer)
-    return reporting.report_of(model, reverted, [])
+            if (
+                original_of(type(layer)) is not None
+                or isinstance(layer.dtype_policy, Float8DTypePolicy)
+                or float8_policy_of(layer) is not None
+            ):
+                leave_float8(layer)
+        return report_of(model, reverted, [])
 
 
 def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
@@ -152,16 +157,12 @@ def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
     if policy is not None:
         return _float8(_policy(policy))
     layers = walking.layers_within(model)
-    if any(isinstance(_own(layer), Float8DTypePolicy) for layer in layers):
+    if any(isinstance(held_policy(x), Float8DTypePolicy) for x in layers):
         return None
     current = policies.dtype_policy()
     if isinstance(policies.as_float8(current), Float8DTypePolicy):
         return _float8(policies.as_float8(current))
     return Float8DTypePolicy("float32")
-
-
-def _own(layer: Any) -> keras.DTypePolicy:
-    return policies.as_float8(layer.dtype_policy)
 
 
 def _policy(policy: Any) -> keras.DTypePolicy:
@@ -194,7 +195,7 @@ def _decide(
     found: list[Candidate],
     requested: Float8DTypePolicy | None,
     selection: Selection,
-) -> tuple[list[Decision], list[Left]]:
+) -> tuple[list[Decision], list[Unconverted]]:
     """Which candidates get which policy, and why others get none."""
     reasons = selection.reasons(found)
     decisions, left = [], []
@@ -204,7 +205,7 @@ def _decide(
         if reason is None and target is not None:
             decisions.append((candidate, target))
         else:
-            left.append(Left(candidate.layer, str(reason)))
+            left.append(Unconverted(candidate.layer, str(reason)))
     return decisions, left
 
 
@@ -212,7 +213,7 @@ def _target(
     layer: Any, requested: Float8DTypePolicy | None
 ) -> tuple[Float8DTypePolicy | None, str | None]:
     """The policy that a layer gets, or the reason why it gets none."""
-    own = _own(layer)
+    own = held_policy(layer)
     given = own if requested is None else requested
     if not isinstance(given, Float8DTypePolicy):
         return None, f"its own policy is {own.name}, not float8"
@@ -223,7 +224,7 @@ def _target(
         target = Float8DTypePolicy(source.name, recipe=resolved.recipe)
     except ValueError:
         return None, f"it computes in {source.name}, not in floating point"
-    if isinstance(layer, Float8Mixin) and layer.float8_policy == target:
+    if float8_policy_of(layer) == target:
         return None, f"it follows {target.full_name} already"
     return (own if requested is None else target), None
 
@@ -237,21 +238,15 @@ def _check_attention(attention: Any) -> None:
         )
 
 
-def _adopt_composite(
-    layer: Any, requested: Float8DTypePolicy | None, attention: str | None
-) -> str | None:
-    """Let a composite make float8 children, if all it has are in float8.
+def _enter_composite(layer: Any, attention: str | None) -> str | None:
+    """Give a composite its float8 form, and choose its own products.
 
     Returns:
-        Why its own products are not in float8 though that was asked for.
+        Why these are not in float8 though that was asked for.
     """
-    children = candidates.survey(layer).candidates
-    found = {getattr(c.layer, "float8_policy", None) for c in children}
-    if len(found) != 1 or None in found:
-        return None
-    (policy,) = found
     was_stock = original_of(type(layer)) is None
-    adopt(layer, _own(layer) if requested is None else policy)
+    if not composites.enter_float8_with_children(layer):
+        return None
     choose = getattr(layer, "choose_attention", None)
     if choose is None or not (was_stock or attention):
         return None

@@ -21,8 +21,8 @@ import numpy as np
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import (
-    backbones,
     candidates,
+    composites,
     files,
     lost_float8,
     models,
@@ -30,10 +30,9 @@ from keras_policy_ext.conversion import (
     stock_files,
     training,
 )
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.transaction import unchanged_on_error
+from keras_policy_ext.conversion.candidates import Candidate, path_of
 from keras_policy_ext.layers import stock_state
-from keras_policy_ext.layers.adoption import adopt, source_of
+from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import (
     ATTENTION_KEY,
@@ -42,7 +41,14 @@ from keras_policy_ext.layers.state import (
     matrices_in,
     text_in,
 )
+from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.mixed_precision import public_classes
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    policy_of,
+    source_of,
+)
 
 
 def load_model(
@@ -91,8 +97,8 @@ def _load_model(path: Any, **options: Any) -> Any:
     """`load_model` of a file that is whole, and no stock float8."""
     with (
         lost_float8.silent(),
-        _public_optimizers(),
-        files.unskipped() as skipped,
+        public_classes.for_private_names(),
+        files.without_skip_warnings() as skipped,
     ):
         model = keras.saving.load_model(path, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
@@ -106,7 +112,7 @@ def _load_model(path: Any, **options: Any) -> Any:
             elif again:
                 _load(model, weights)
         skipped = [] if again else skipped
-    files.show(skipped)
+    files.warn_again(skipped)
     return model
 
 
@@ -133,7 +139,7 @@ def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
     models.check(model)
     try:
         with (
-            unchanged_on_error(model, _variables(model)),
+            unchanged_on_error(training.parts(model), _variables(model)),
             _for_layers_of(model, path) as rewritten,
         ):
             if as_saved:
@@ -143,19 +149,6 @@ def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
                 _load(model, rewritten)
     except Exception as error:
         raise ValueError(_not_loaded(model, path, error)) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A layer that can be in float8, or makes layers that are.
-
-    Attributes:
-        layer: The layer.
-        kernels: How many contracted weights it has itself.
-    """
-
-    layer: Any
-    kernels: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +168,7 @@ class _Found:
     attention: str | None
 
 
-def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
+def _load_as_saved(model: Any, weights: Any, places: list[Candidate]) -> bool:
     """Load weights, and let layers be what they were when saved.
 
     Returns:
@@ -190,10 +183,10 @@ def _load_as_saved(model: Any, weights: Any, places: list[_Place]) -> bool:
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
         for each in found:
-            _adopt(each)
+            _enter_as_saved(each)
         for layer in candidates.survey(model).composites:
-            _adopt_composite(layer)
-        backbones.declare_policies(model)
+            composites.enter_float8_with_children(layer)
+        composites.declare_policies(model)
     again = _optimizer_sizes(model) != before
     if again:
         _load(model, weights)
@@ -224,11 +217,11 @@ def _load(model: Any, weights: Any) -> None:
         model.built = built
 
 
-def _read(model: Any, weights: Any, places: list[_Place]) -> list[_Found]:
+def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.unskipped())
+        stack.enter_context(files.without_skip_warnings())
         for place, entries in zip(places, found, strict=True):
             stack.enter_context(_handing_on(place.layer, entries.update))
         _load(model, weights)
@@ -252,7 +245,7 @@ def _handing_on(layer: Any, take: Any) -> Iterator[None]:
             built_layers.detach(layer, "float8_state")
 
 
-def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
+def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
     """What was found, if it can be used."""
     layer = place.layer
     path = f"{path_of(layer)}/float8_state"
@@ -263,11 +256,9 @@ def _checked(place: _Place, entries: dict[str, np.ndarray]) -> _Found:
             source_of(layer),
             amax_history_length=int(entries[stock_state.LENGTH_KEY]),
         )
-    follows = policy
-    if follows is None and isinstance(layer, Float8Mixin):
-        follows = layer.float8_policy
+    follows = policy or float8_policy_of(layer)
     if follows is not None:
-        matrices_in(entries, follows.recipe, place.kernels, path)
+        matrices_in(entries, follows.recipe, len(place.kernels), path)
     attention = text_in(entries, ATTENTION_KEY, path)
     if attention not in ("", "float8"):
         raise ValueError(
@@ -299,13 +290,13 @@ def _unknown(path: str, what: str, value: str, allowed: str) -> str:
     )
 
 
-def _adopt(found: _Found) -> None:
+def _enter_as_saved(found: _Found) -> None:
     """Let a layer follow the policy it was saved under, with its state."""
     layer, policy = found.layer, found.policy
-    if policy is not None and _policy_here(layer) != policy:
-        adopt(layer, policy)
+    if policy is not None and policy_of(layer) != policy:
+        enter_float8(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
-        adopt(layer)
+        enter_float8(layer)
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(found.entries)
     if found.attention and hasattr(layer, "choose_attention"):
@@ -324,28 +315,12 @@ def _no_attention(found: _Found, reason: ValueError) -> str:
     )
 
 
-def _adopt_composite(layer: Any) -> None:
-    """Give a composite without a state its form, where its child has it.
-
-    Recurrent layers have no state of their own, but their cell has.
-    """
-    if isinstance(layer, Float8Mixin) or not _recurrent(layer):
-        return
-    cell = layer.cell
-    policy = cell.float8_policy if isinstance(cell, Float8Mixin) else None
-    if policy is not None:
-        adopt(layer, None if _policy_here(layer) == policy else policy)
-
-
-def _recurrent(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.RNN)
-
-
-def _places(model: Any) -> list[_Place]:
+def _places(model: Any) -> list[Candidate]:
+    """The layers that can be in float8, or make layers that are."""
     found = candidates.survey(model)
     return [
-        *(_Place(each.layer, len(each.kernels)) for each in found.candidates),
-        *(_Place(layer, 0) for layer in found.composites),
+        *found.candidates,
+        *(Candidate(layer, type(layer), ()) for layer in found.composites),
     ]
 
 
@@ -353,7 +328,7 @@ def _is_as_in_file(layer: Any) -> bool:
     """Whether a layer of a model just loaded is what it was when saved."""
     if not isinstance(layer, Float8Mixin):
         return False
-    state, policy = layer.float8_state, _policy_here(layer)
+    state, policy = layer.float8_state, policy_of(layer)
     if state.policy_in_file is None:
         return True  # Said nothing, or was no layer of this package.
     name = state.policy_in_file.tobytes()
@@ -363,30 +338,8 @@ def _is_as_in_file(layer: Any) -> bool:
     )
 
 
-def _policy_here(layer: Any) -> keras.DTypePolicy:
-    """What a layer's policy says for its path."""
-    policy = policies.as_float8(layer.dtype_policy)
-    if isinstance(policy, Float8DTypePolicy):
-        return policy.for_path(layer.path)
-    return policy
-
-
 def _optimizer_sizes(model: Any) -> list[int]:
     return [len(each.variables) for each in training.all_optimizers(model)]
-
-
-def _public_optimizers() -> Any:
-    """Lets files name the optimizers of PyTorch on any backend.
-
-    They are private subclasses there, and files name them.
-    """
-    found = {
-        name: value
-        for name, value in vars(keras.optimizers).items()
-        if isinstance(value, type)
-        and issubclass(value, keras.optimizers.Optimizer)
-    }
-    return keras.saving.custom_object_scope(found)
 
 
 def _variables(model: Any) -> list[Any]:

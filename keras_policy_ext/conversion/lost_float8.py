@@ -15,10 +15,9 @@ from typing import Any
 
 import h5py
 
-from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import weight_files
-from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import VERSION_KEY
+from keras_policy_ext.policies.of_layers import layers_in_float8
 
 _STATE = "/float8_state/vars"
 
@@ -85,10 +84,4 @@ def _is_state(group: h5py.Group) -> bool:
 
 
 def _count_now(model: Any) -> int:
-    layers = walking.layers_within(model)
-    return sum(
-        isinstance(x, Float8Mixin)
-        and x.float8_policy is not None
-        and bool(x.float8_contracted)
-        for x in layers
-    )
+    return sum(bool(x.float8_contracted) for x in layers_in_float8(model))

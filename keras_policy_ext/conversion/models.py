@@ -40,12 +40,7 @@ def check(model: Any) -> None:
         ValueError: If it has no weights yet, a part of a model that is not
             built has none, or the weights are not in their variables.
     """
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers can be converted. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer. Pass the model itself."
-        )
+    check_is_layer(model, "can be converted")
     if not (model.built and has_call(model)):
         _check_parts(model)
     if not all(variable_values.has_value(v) for v in model.variables):
@@ -55,6 +50,16 @@ def check(model: Any) -> None:
             "them back when training ends in an error. Received: a model in "
             "this state. Allowed: one before or after `fit`, or in a "
             "callback's `on_epoch_end`. Convert it there, or make it anew."
+        )
+
+
+def check_is_layer(model: Any, purpose: str, also: str = "") -> None:
+    """Raise a TypeError if this is no Keras model or layer."""
+    if not isinstance(model, keras.Layer):
+        raise TypeError(
+            f"Only Keras models and layers {purpose}. Received: {model!r} (of "
+            f"type {type(model).__name__}). Allowed: a keras.Model or "
+            f"keras.Layer{also}. Pass the model itself."
         )
 
 
@@ -110,7 +115,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
     names: dict[int, str] = {}
     for name, value in walking.attributes(model).items():
         if not name.startswith("_"):
-            for suffix, each in _leaves(value):
+            for suffix, each in leaves(value):
                 names.setdefault(id(each), name + suffix)
     for number, layer in enumerate(getattr(model, "layers", ())):
         names.setdefault(id(layer), f"layers[{number}]")
@@ -118,7 +123,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
         yield names.get(id(layer), layer.name), layer
 
 
-def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """What is in lists and dicts, with the subscripts that lead there."""
     if isinstance(value, dict):
         items = [(repr(key), each) for key, each in value.items()]
@@ -128,5 +133,5 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value
         return
     for key, each in items:
-        for suffix, leaf in _leaves(each):
+        for suffix, leaf in leaves(each):
             yield f"[{key}]{suffix}", leaf

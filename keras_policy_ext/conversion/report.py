@@ -1,17 +1,29 @@
-"""What a conversion did."""
+"""What a conversion did, as data and as a table, and when it warns."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from keras_policy_ext.conversion import summary, tables
-from keras_policy_ext.conversion.summary import Overview, Row, Totals
-from keras_policy_ext.conversion.tables import Column, Table
+from keras_policy_ext.conversion import summary, tables, work
+from keras_policy_ext.conversion.candidates import (
+    NOT_BUILT,
+    Unconverted,
+    path_of,
+)
+from keras_policy_ext.conversion.summary import LayerTables
+from keras_policy_ext.conversion.tables import Column
+from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.policies.of_layers import float8_policy_of
 
-NOT_BUILT = "it has no weights yet: it was never called"
-"""Why a layer that could be in float8 is skipped in a model that is built."""
+LITTLE = 0.1
+"""A smaller share of the multiplications in float8 is warned of."""
+
+REASONS = 3
+"""So many reasons are told then, those of the most multiplications."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +98,14 @@ class Skipped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(LayerTables):
     """What was converted, and what was not and why.
 
     `str(report)` says how much of the model is in float8, and has a row for
     the layers of one class with one policy or reason. It fits on a screen of
     24 lines, and is as wide as the terminal. `table(full=True)` has a row for
-    every layer. Layers without weights are left out.
+    every layer. Layers without weights are left out. Reasons that differ in
+    numbers or names only are one.
 
     Attributes:
         converted: One entry for each layer that was converted.
@@ -105,6 +118,15 @@ class Report:
     skipped: tuple[Skipped, ...]
     parameters: int = 0
 
+    _columns = (Column("policy, or – why not", above=True),)
+    _full_columns = (
+        Column("layer", path=True, above=True),
+        Column("class"),
+        *summary.SHARES,
+        Column("policy, or – why not"),
+    )
+    _every = "Every layer: report.table(full=True)"
+
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON types: `{"converted": […], "skipped": […], …}`."""
         return {
@@ -113,112 +135,118 @@ class Report:
             "parameters": self.parameters,
         }
 
-    def table(self, full: bool = False) -> str:
-        """A table as text.
-
-        Args:
-            full: Whether it has a row for every layer with weights. False:
-                one for the layers of a class with one policy or reason, those
-                that multiply with a kernel.
-
-        Returns:
-            Lines as wide as the terminal; wider only where a single word is.
-        """
-        if not full:
-            return self._overview().text()
-        columns = (
-            Column("layer", path=True, above=True),
-            Column("class"),
-            *summary.SHARES,
-            Column("policy, or – why not"),
-        )
-        rows = [
-            [
-                tables.printable(e.path),
-                e.class_name,
-                f"{e.multiplications:,}",
-                f"{e.parameters:,}",
-                tables.printable(e.outcome),
-            ]
-            for e in self._entries
-        ]
-        table = Table(columns, rows)
-        return summary.full_text(self._head(), table, self._notes())
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over all layers."""
-        return Totals.of(self._entries, self.parameters)
-
-    @property
-    def groups(self) -> list[list[Converted | Skipped]]:
-        """Layers that multiply with a kernel, those with one outcome together.
-
-        Reasons that differ in numbers or names only are one outcome.
-        """
-        return summary.grouped(
-            self._entries, lambda e: (e.class_name, _kind(e.outcome))
-        )
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return self._overview().html()
-
     @property
     def _entries(self) -> tuple[Converted | Skipped, ...]:
         return (*self.converted, *self.skipped)
 
+    def _treatment(self, entry: Converted | Skipped) -> str:
+        return _kind(entry.outcome)
+
+    def _cells(self, group: Sequence[Converted | Skipped]) -> list[str]:
+        return [tables.printable(outcome_of(group))]
+
+    def _full_rows(self, entry: Converted | Skipped) -> list[list[str]]:
+        cells = [
+            tables.printable(entry.path),
+            entry.class_name,
+            f"{entry.multiplications:,}",
+            f"{entry.parameters:,}",
+            tables.printable(entry.outcome),
+        ]
+        return [cells]
+
     def _head(self) -> list[str]:
         totals = self.totals
-        if not totals.layers and not totals.listed_in_float8:
-            return ["No layer with a kernel to multiply with"]
-        if self.converted and not totals.listed_in_float8:
+        if self.converted and totals.layers and not totals.listed_in_float8:
             layers = summary.counted(len(self.converted), "layer")
             return [f"{layers} back in plain policies; none is in float8"]
-        return totals.head()
+        return super()._head()
 
-    def _notes(self) -> list[str]:
-        """What to know about the numbers, and what they leave out."""
+    def _notes(self, full: bool) -> list[str]:
+        notes = super()._notes(full)
         unbuilt = [e for e in self.skipped if e.reason == NOT_BUILT]
-        if not unbuilt:
-            return self.totals.notes()
-        first = tables.printable(unbuilt[0].path)
-        layers = summary.counted(len(unbuilt), "layer")
-        note = (
-            f"Not counted: {layers} without weights yet, such as {first!r}. "
-            "Call such layers on data, and convert again."
-        )
-        return [*self.totals.notes(), note]
-
-    def _overview(self) -> Overview:
-        columns = (
-            Column("layers", right=True),
-            Column("class"),
-            *summary.SHARES,
-            Column("policy, or – why not", above=True),
-        )
-        totals = self.totals
-        rows = [
-            Row(
-                (
-                    f"{len(group):,}",
-                    group[0].class_name,
-                    *summary.shares(group, totals),
-                    tables.printable(outcome_of(group)),
-                ),
-                sum(entry.multiplications for entry in group),
-                group[0].in_float8,
+        if unbuilt:
+            first = tables.printable(unbuilt[0].path)
+            layers = summary.counted(len(unbuilt), "layer")
+            notes.append(
+                f"Not counted: {layers} without weights yet, such as "
+                f"{first!r}. Call such layers on data, and convert again."
             )
-            for group in self.groups
-        ]
-        every = "Every layer: report.table(full=True)"
-        return Overview(self._head(), columns, rows, self._notes(), every)
+        return notes
 
 
-def outcome_of(group: list[Converted | Skipped]) -> str:
+def report_of(
+    model: Any, converted: Sequence[Any], left: Sequence[Unconverted]
+) -> Report:
+    """Write the report of a change that was made.
+
+    Args:
+        model: The model or layer that was changed.
+        converted: Layers in it that follow another policy now.
+        left: Layers in it that do not.
+
+    Returns:
+        The report, with the work of each layer.
+    """
+    counts = work.count(model, [*converted, *(each.layer for each in left)])
+    done = [
+        Converted(
+            path_of(layer),
+            type(layer).__name__,
+            _policy(layer),
+            *dataclasses.astuple(w),
+        )
+        for layer, w in zip(converted, counts, strict=False)
+    ]
+    rest = [
+        Skipped(
+            path_of(each.layer),
+            type(each.layer).__name__,
+            each.reason,
+            _float8_policy(each.layer),
+            *dataclasses.astuple(w),
+        )
+        for each, w in zip(left, counts[len(done) :], strict=True)
+    ]
+    weights = [v for v in model.weights if not isinstance(v, StateVariable)]
+    return Report(tuple(done), tuple(rest), work.scalars(weights))
+
+
+def warn_of_little(report: Report, model: Any, stacklevel: int) -> None:
+    """Warn of a model with less than a tenth of its work in float8.
+
+    Args:
+        report: What `convert` has done.
+        model: The model.
+        stacklevel: 1 for the caller, 2 for the caller's caller, and so on.
+    """
+    totals = report.totals
+    part, whole = totals.multiplications_in_float8, totals.multiplications
+    if part >= LITTLE * whole and whole:
+        return
+    if whole:
+        share = f"Only {summary.percent(part, whole)}" if part else "None"
+        message = (
+            f"{share} of the multiplications of {model.name!r} are in float8 "
+            "after `convert`. "
+            f"{_reasons(report)} To have more in float8, change `include`, "
+            "`exclude`, `filter`, `min_size` or the rules of the policy where "
+            "one of these is the reason. Where it is the class of a layer, use "
+            "a class that has a float8 form, or derive yours from "
+            "Float8Mixin; if neither is possible, there is little to gain, and "
+            "`kpe.revert` takes the rest out. `print(report)` tells more."
+        )
+    else:
+        message = (
+            f"`convert` has changed nothing: no layer of {model.name!r} "
+            "multiplies with a kernel that Keras knows as a weight. Pass the "
+            "model that has the layers, or write layers of your own with "
+            "Float8Mixin."
+        )
+    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def outcome_of(group: Sequence[Converted | Skipped]) -> str:
     """What became of a group of layers; an example where they differ."""
     first = group[0]
     if len({entry.outcome for entry in group}) == 1:
@@ -232,3 +260,28 @@ def _kind(outcome: str) -> str:
     if not outcome.startswith("–"):
         return outcome
     return re.sub(r"'[^']*'|\d[\d,.]*", "#", outcome)
+
+
+def _reasons(report: Report) -> str:
+    """Where the most multiplications are that are not in float8, and why."""
+    totals = report.totals
+    groups = [group for group in report.groups if not group[0].in_float8]
+    groups.sort(key=lambda group: -sum(e.multiplications for e in group))
+    found = []
+    for group in groups[:REASONS]:
+        share, _ = summary.shares(group, totals)
+        layers = summary.counted(len(group), "layer")
+        reason = outcome_of(group).removeprefix("– ")
+        found.append(
+            f"{share} are in {layers} of class {group[0].class_name}: {reason}."
+        )
+    return " ".join(found)
+
+
+def _float8_policy(layer: Any) -> str | None:
+    policy = float8_policy_of(layer)
+    return None if policy is None else policy.full_name
+
+
+def _policy(layer: Any) -> str:
+    return _float8_policy(layer) or layer.dtype_policy.name

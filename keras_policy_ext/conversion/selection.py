@@ -97,7 +97,7 @@ class Selection:
             if paths and not any(pattern.search(path) for path in paths):
                 message = _no_match("exclude", (pattern,), paths)
                 # From here to who called `convert`.
-                warnings.warn(message, stacklevel=6)
+                warnings.warn(message, stacklevel=5)
 
 
 def _found(patterns: Patterns, path: str) -> re.Pattern[str] | None:

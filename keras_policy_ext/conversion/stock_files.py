@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 
 from keras_policy_ext import policies
-from keras_policy_ext.conversion import weight_files
+from keras_policy_ext.conversion import files, weight_files
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.state import FORMAT_VERSION, VERSION_KEY
 
@@ -68,14 +68,12 @@ def rewritten_weights(path: Any) -> Iterator[Any]:
     if not _is_stock(path):
         yield path
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        files.weights_of(path) as weights,
+    ):
         copy = pathlib.Path(folder) / weight_files.WEIGHTS
-        if str(path).endswith(".keras"):
-            with zipfile.ZipFile(str(path)) as archive:
-                archive.extract(weight_files.WEIGHTS, folder)
-        else:
-            shutil.copyfile(str(path), copy)
-        _rewrite(copy)
+        _rewrite(pathlib.Path(shutil.copyfile(weights, copy)))
         yield copy
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_policy_ext.conversion import tables
 from keras_policy_ext.conversion.tables import Column, Table
@@ -182,24 +182,122 @@ class Overview:
         return [f"and {len(left)} more, with {work} of the multiplications"]
 
 
-def full_text(
-    head: Sequence[str], table: Table, notes: Sequence[str] = ()
-) -> str:
-    """A table with nothing left out, as wide as the terminal."""
-    width = tables.terminal_width()
-    lines = [*_wrapped(head, width), "", *table.text(width)]
-    return "\n".join([*lines, "", *_wrapped(notes, width)]).rstrip()
+class LayerTables:
+    """The layers of a model in a short table and in a full one.
 
+    The base of reports and of what `inspect` returns. `_entries` are layers
+    with the fields that `Totals` adds up.
+    """
 
-def grouped(
-    entries: Iterable[Any], key: Callable[[Any], Any]
-) -> list[list[Any]]:
-    """The layers that are to be shown, those with an equal key together."""
-    groups: dict[Any, list[Any]] = {}
-    for entry in entries:
-        if entry.multiplications or entry.in_float8:
-            groups.setdefault(key(entry), []).append(entry)
-    return list(groups.values())
+    parameters: int
+
+    _treatment: Callable[[Any], Any]
+    """What the layers of one row have in common beside their class."""
+
+    _cells: Callable[[Any], Sequence[str]]
+    """A row of the short table, of a group of layers, under `_columns`."""
+
+    _full_rows: Callable[[Any], Sequence[Sequence[str]]]
+    """The rows of a layer in the full table."""
+
+    _columns: ClassVar[Sequence[Column]]
+    """Of the short table, after those of the numbers and shares."""
+
+    _full_columns: ClassVar[Sequence[Column]]
+    """Of the full table."""
+
+    _every: ClassVar[str]
+    """How to see every layer."""
+
+    @property
+    def _entries(self) -> Sequence[Any]:
+        """The layers, in order."""
+        raise NotImplementedError
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all layers."""
+        return Totals.of(self._entries, self.parameters)
+
+    @property
+    def groups(self) -> list[list[Any]]:
+        """Layers that multiply with a kernel, those treated alike together."""
+        groups: dict[Any, list[Any]] = {}
+        for entry in self._entries:
+            if entry.multiplications or entry.in_float8:
+                key = entry.class_name, self._treatment(entry)
+                groups.setdefault(key, []).append(entry)
+        return list(groups.values())
+
+    def table(self, full: bool = False) -> str:
+        """A table as text.
+
+        Args:
+            full: Whether it has rows for every layer with weights. False: one
+                for the layers of a class that are treated alike, those that
+                multiply with a kernel.
+
+        Returns:
+            Lines as wide as the terminal; wider only where a single word is.
+        """
+        if not full:
+            return self.overview().text()
+        width = tables.terminal_width()
+        rows = [
+            row for entry in self._entries for row in self._full_rows(entry)
+        ]
+        table = Table(self._full_columns, rows).text(width)
+        lines = [*_wrapped(self._head(), width), "", *table, ""]
+        return "\n".join([*lines, *_wrapped(self._notes(full), width)]).rstrip()
+
+    def overview(self, every: str | None = None) -> Overview:
+        """The short table, as text and as HTML.
+
+        Args:
+            every: What it says of how to see every layer.
+        """
+        totals = self.totals
+        columns = (
+            Column("layers", right=True),
+            Column("class"),
+            *SHARES,
+            *self._columns,
+        )
+        rows = [
+            Row(
+                (
+                    f"{len(group):,}",
+                    group[0].class_name,
+                    *shares(group, totals),
+                    *self._cells(group),
+                ),
+                sum(entry.multiplications for entry in group),
+                group[0].in_float8,
+            )
+            for group in self.groups
+        ]
+        notes = self._notes(full=False)
+        return Overview(
+            self._head(), columns, rows, notes, every or self._every
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return self.overview().html()
+
+    def _head(self) -> list[str]:
+        """Sentences above a table."""
+        totals = self.totals
+        if not totals.layers and not totals.listed_in_float8:
+            return ["No layer with a kernel to multiply with"]
+        return totals.head()
+
+    def _notes(self, full: bool) -> list[str]:
+        """Sentences below a table: what to know about the numbers."""
+        return self.totals.notes()
 
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:

@@ -15,6 +15,7 @@ from keras_policy_ext._keras import (
     optimizer_variables,
     walking,
 )
+from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import StateVariable
 
@@ -25,7 +26,8 @@ def continued(model: Any) -> Iterator[None]:
 
     Afterwards each optimizer in the model knows the variables that there
     are, with its slots and its iteration; steps are traced anew; PyTorch sees
-    the parameters. Not if the block fails: see `transaction`.
+    the parameters. Not if the block fails: see
+    `layers.transaction`.
 
     Args:
         model: A built model or layer.
@@ -41,7 +43,12 @@ def continued(model: Any) -> Iterator[None]:
     present = {id(v) for v in model.variables}
     gone = {id(v) for v in states} - present
     for each in models:
-        _follow(each, gone)
+        _update_optimizers(each, gone)
+
+
+def parts(model: Any) -> list[Any]:
+    """All layers in a model, and the optimizers of all models in it."""
+    return [*walking.layers_within(model), *all_optimizers(model)]
 
 
 def check_optimizers(model: Any) -> None:
@@ -80,7 +87,7 @@ def _is_state(variable: Any) -> bool:
     )
 
 
-def _follow(model: Any, gone: set[int]) -> None:
+def _update_optimizers(model: Any, gone: set[int]) -> None:
     compiled_steps.forget_compiled_functions(model)
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
@@ -94,7 +101,7 @@ def _follow(model: Any, gone: set[int]) -> None:
             if known is None:
                 continue
             new = _states(model, known, has_all)
-            wanted = _wanted(known, model, new, gone)
+            wanted = _to_optimize(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
                 optimizer_variables.retarget_optimizer(each, wanted)
 
@@ -119,21 +126,10 @@ def optimizers(model: Any) -> list[Any]:
     found = {
         id(each): each
         for value in held
-        for each in _flat(value)
+        for _, each in leaves(value)
         if isinstance(each, keras.optimizers.Optimizer)
     }
     return list(found.values())
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """What is in lists and dicts, at any depth."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        yield value
-        return
-    for each in value:
-        yield from _flat(each)
 
 
 def _has_all(model: Any, known: list[Any] | None) -> bool:
@@ -168,7 +164,7 @@ def _states(model: Any, known: list[Any], has_all: bool) -> set[int]:
     }
 
 
-def _wanted(
+def _to_optimize(
     known: list[Any], model: Any, new: set[int], gone: set[int]
 ) -> list[Any]:
     """The variables to optimize: those known, with today's states.

@@ -16,9 +16,10 @@ import h5py
 WEIGHTS = "model.weights.h5"
 
 OF_DAMAGE = (
+    EOFError,
     LookupError,
     OSError,
-    RuntimeError,
+    RuntimeError,  # as for an encrypted archive, which flipped bits look like
     TypeError,
     ValueError,
     zipfile.BadZipFile,

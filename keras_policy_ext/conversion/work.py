@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_policy_ext._keras import walking
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers.drop_in import drop_ins
+from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 
 Shape = Sequence[int | None]
@@ -166,18 +166,13 @@ def _kernels(layer: Any, own: list[Any]) -> list[Any]:
     """The weights that a layer multiplies with, in float8 or not."""
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         return layer.float8_contracted
-    form = _form(layer)
-    if issubclass(form, Float8Mixin):
+    # Of the stock class, whatever a subclass makes of it.
+    form = drop_in_of(type(layer))
+    if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)]
     if _keras_class(layer).__name__ in _BASES | _FOREIGN:
         return [v for v in own if _looks_like_kernel(v)]
     return [v for v in own if v.name.endswith("kernel")]
-
-
-def _form(layer: Any) -> Any:
-    """The drop-in of the stock class, whatever a subclass makes of it."""
-    forms = drop_ins()
-    return next((forms[b] for b in type(layer).__mro__ if b in forms), object)
 
 
 def _keras_class(layer: Any) -> Any:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_policy_ext import formats
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import summary, tables, work
+from keras_policy_ext.conversion import models, tables, work
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.summary import Overview, Row, Totals
-from keras_policy_ext.conversion.tables import Column, Table
-from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.conversion.summary import LayerTables
+from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.layers.state import Float8State, StateVariable
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    stock_policy_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +89,13 @@ class Inspected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspection:
+class Inspection(LayerTables):
     """The layers of a model that have weights.
 
     `str` says how much of the model is in float8, and has a row for the
     layers of one class under one policy. It fits on a screen of 24 lines, and
-    is as wide as the terminal. `table(full=True)` has rows for every layer.
+    is as wide as the terminal. `table(full=True)` has rows for every layer,
+    one for each operand.
 
     Attributes:
         layers: One entry for each.
@@ -104,93 +108,57 @@ class Inspection:
     parameters: int
     state: int
 
+    _columns = (
+        Column("kernel"),
+        Column("saturation", right=True),
+        Column("policy", above=True),
+    )
+    _full_columns = (
+        Column("layer", path=True, above=True),
+        Column("class"),
+        Column("policy", above=True),
+        Column("kernel"),
+        Column("operand"),
+        *(Column(h, right=True) for h in ("amax", "scale", "saturation")),
+    )
+    _every = "Every layer: inspection.table(full=True)"
+
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON types: `{"layers": […], …}`."""
         return dataclasses.asdict(self)
 
-    def table(self, full: bool = False) -> str:
-        """A table as text.
-
-        Args:
-            full: Whether it has a row for every operand of every layer. False:
-                one for the layers of a class under one policy, those that
-                multiply with a kernel.
-
-        Returns:
-            Lines as wide as the terminal; wider only where a single word is.
-        """
-        if not full:
-            return self.overview().text()
-        columns = (
-            Column("layer", path=True, above=True),
-            Column("class"),
-            Column("policy", above=True),
-            Column("kernel"),
-            Column("operand"),
-            *(Column(h, right=True) for h in ("amax", "scale", "saturation")),
-        )
-        rows = [row for layer in self.layers for row in _rows(layer)]
-        notes = [*self._state(), *self._reasons()]
-        return summary.full_text(self._head(), Table(columns, rows), notes)
-
-    def overview(
-        self, every: str = "Every layer: inspection.table(full=True)"
-    ) -> Overview:
-        """The short table, as text and as HTML.
-
-        Args:
-            every: What it says of how to see every layer.
-        """
-        columns = (
-            Column("layers", right=True),
-            Column("class"),
-            *summary.SHARES,
-            Column("kernel"),
-            Column("saturation", right=True),
-            Column("policy", above=True),
-        )
-        totals = self._totals
-        groups = summary.grouped(
-            self.layers, lambda e: (e.class_name, e.policy, e.kernel)
-        )
-        rows = [_overview_row(group, totals) for group in groups]
-        notes = [*self._state(), *self._reasons(), *totals.notes()]
-        return Overview(self._head(), columns, rows, notes, every)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return self.overview().html()
-
     @property
-    def _totals(self) -> Totals:
-        return Totals.of(self.layers, self.parameters)
+    def _entries(self) -> tuple[Inspected, ...]:
+        return self.layers
 
-    def _head(self) -> list[str]:
-        totals = self._totals
-        if not totals.layers and not totals.listed_in_float8:
-            return ["No layer with a kernel to multiply with"]
-        return totals.head()
+    def _treatment(self, entry: Inspected) -> tuple[str, str | None]:
+        return entry.policy, entry.kernel
 
-    def _state(self) -> list[str]:
-        if not self.state:
-            return []
+    def _cells(self, group: Sequence[Inspected]) -> list[str]:
+        known = [e.saturation for e in group if e.saturation is not None]
         return [
-            f"{self.parameters:,} parameters, and {self.state:,} numbers of "
-            f"float8 state; Keras counts {self.parameters + self.state:,}"
+            group[0].kernel or "–",
+            f"{max(known):.3g}" if known else "–",
+            tables.printable(group[0].policy),
         ]
 
-    def _reasons(self) -> list[str]:
-        """Why layers run natively or are emulated."""
-        return sorted(
-            {
-                f"{each.kernel}: {each.reason}"
-                for each in self.layers
-                if each.in_float8 and each.reason is not None
-            }
+    def _full_rows(self, entry: Inspected) -> list[list[str]]:
+        return _rows(entry)
+
+    def _notes(self, full: bool) -> list[str]:
+        """The state, and why layers run natively or are emulated."""
+        state = (
+            f"{self.parameters:,} parameters, and {self.state:,} numbers of "
+            f"float8 state; Keras counts {self.parameters + self.state:,}"
         )
+        reasons = {
+            f"{each.kernel}: {each.reason}"
+            for each in self.layers
+            if each.in_float8 and each.reason is not None
+        }
+        notes = [*([state] if self.state else []), *sorted(reasons)]
+        # The full table has no column of multiplications.
+        return notes if full else [*notes, *super()._notes(full)]
 
 
 def inspect(model: Any) -> Inspection:
@@ -206,13 +174,11 @@ def inspect(model: Any) -> Inspection:
     Raises:
         TypeError: If `model` is neither.
     """
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            "Only Keras models and layers can be looked at. Received: "
-            f"{model!r} (of type {type(model).__name__}). Allowed: a "
-            "keras.Model or keras.Layer; a file goes to `keras-policy-ext "
-            "inspect FILE`. Pass the model itself."
-        )
+    models.check_is_layer(
+        model,
+        "can be looked at",
+        "; a file goes to `keras-policy-ext inspect FILE`",
+    )
     shown = [
         layer
         for layer in walking.layers_within(model)
@@ -229,42 +195,22 @@ def inspect(model: Any) -> Inspection:
 
 
 def _is_shown(layer: Any) -> bool:
-    in_float8 = getattr(layer, "float8_policy", None) is not None
-    return in_float8 or bool(walking.own_weights(layer))
+    return bool(float8_policy_of(layer) or walking.own_weights(layer))
 
 
 def _inspected(layer: Any, counted: work.Work) -> Inspected:
-    plain = Inspected(
+    policy = float8_policy_of(layer)
+    choice = policy and layer.kernel_choice
+    return Inspected(
         path=path_of(layer),
         class_name=type(layer).__name__,
-        policy=_plain_policy(layer).name,
-        recipe=None,
-        kernel=None,
-        reason=None,
-        operands=(),
-        parameters=counted.parameters,
-        multiplications=counted.multiplications,
-        sizes_known=counted.sizes_known,
+        policy=policy.full_name if policy else stock_policy_of(layer).name,
+        recipe=repr(policy.recipe) if policy else None,
+        kernel=choice.kind if choice else None,
+        reason=choice.reason if choice else None,
+        operands=tuple(_operands(layer)) if policy else (),
+        **dataclasses.asdict(counted),
     )
-    policy = getattr(layer, "float8_policy", None)
-    if not isinstance(layer, Float8Mixin) or policy is None:
-        return plain
-    choice = layer.kernel_choice
-    return dataclasses.replace(
-        plain,
-        policy=policy.full_name,
-        recipe=repr(policy.recipe),
-        kernel=None if choice is None else choice.kind,
-        reason=None if choice is None else choice.reason,
-        operands=tuple(_operands(layer)),
-    )
-
-
-def _plain_policy(layer: Any) -> Any:
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return policy[layer.path or ""]
-    return policy
 
 
 def _operands(layer: Any) -> list[Operand]:
@@ -292,21 +238,6 @@ def _operand(
         float(scale) if known else None,
         float(amax / largest) if known and amax > 0 else None,
     )
-
-
-def _overview_row(group: list[Inspected], totals: Totals) -> Row:
-    first = group[0]
-    known = [e.saturation for e in group if e.saturation is not None]
-    cells = (
-        f"{len(group):,}",
-        first.class_name,
-        *summary.shares(group, totals),
-        first.kernel or "–",
-        f"{max(known):.3g}" if known else "–",
-        tables.printable(first.policy),
-    )
-    multiplications = sum(entry.multiplications for entry in group)
-    return Row(cells, multiplications, first.in_float8)
 
 
 def _rows(layer: Inspected) -> list[list[str]]:

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, walking
-from keras_policy_ext.layers.adoption import adopt
+from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import ATTENTION_KEY
@@ -66,7 +66,7 @@ class _Float8Attention(Float8Mixin):
             return
         for layer in walking.layers_within(self)[1:]:
             if type(layer) in drop_ins():
-                adopt(layer)
+                enter_float8(layer)
             else:
                 calls.rematerialize_with_outer(layer)
 

@@ -24,11 +24,8 @@ __all__ = ["AutocastMixin"]
 
 Tensor = Any
 
-# A type checker sees Any: the mixin comes before a Keras layer.
-_Layer: Any = object
 
-
-class AutocastMixin(calls.OwnArgumentConversion, _Layer):
+class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     """Decides what a layer casts: arguments, variables, outputs.
 
     ```python

@@ -15,7 +15,7 @@ _FORMS: dict[type, type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 # Threads that convert models of one class at a time get one form.
-_ONE_FOR_EACH = threading.Lock()
+_MAKING_A_FORM = threading.Lock()
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
@@ -48,6 +48,11 @@ def drop_ins() -> dict[type, Any]:
     return {stock: _FORMS[stock] for stock in _STOCK}
 
 
+def drop_in_of(cls: type) -> Any:
+    """The drop-in of the stock class that a class is, or derives from."""
+    return next((_FORMS[base] for base in cls.__mro__ if base in _STOCK), None)
+
+
 def form_of(cls: type) -> type | None:
     """The float8 form of a class of layers.
 
@@ -65,11 +70,12 @@ def form_of(cls: type) -> type | None:
     Raises:
         TypeError: If a subclass replaces what the drop-in computes.
     """
-    stock = next((base for base in cls.__mro__ if base in _STOCK), None)
-    if stock is None or _FORMS[stock] in cls.__mro__:
-        return None if stock is None else cls
+    form = drop_in_of(cls)
+    if form is None or form in cls.__mro__:
+        return None if form is None else cls
     if cls in _FORMS:
         return _FORMS[cls]
+    stock = _ORIGINALS[form]
     replaced = _replaced(cls, stock)
     if replaced:
         raise TypeError(
@@ -79,7 +85,7 @@ def form_of(cls: type) -> type | None:
             "`call` goes on to `super().call`, set `float8_calls_super = "
             "True` in the class"
         )
-    with _ONE_FOR_EACH:
+    with _MAKING_A_FORM:
         return _FORMS[cls] if cls in _FORMS else _new_form(cls, stock)
 
 

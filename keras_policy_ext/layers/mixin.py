@@ -22,8 +22,9 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers import stock_state, watching
+from keras_policy_ext.layers import contraction_hooks, stock_state
 from keras_policy_ext.layers.drop_in import drop_ins
+from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.layers.state import (
     POLICY_KEY,
     Float8State,
@@ -31,14 +32,14 @@ from keras_policy_ext.layers.state import (
 )
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import SourceMap
+from keras_policy_ext.policies.of_layers import policy_of
 
 Tensor = Any
 
-# A type checker sees Any: the mixin comes before a Keras layer.
-_Layer: Any = object
 
-
-class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
+class Float8Mixin(
+    built_layers.QuantizedAsLeaf, BuiltUnderSavedPath, _bases.MixedInto
+):
     """Makes a layer's contractions follow a float8 policy.
 
     ```python
@@ -184,7 +185,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         """Follow a policy with the kernels that are made, and unlocked.
 
         The states are made anew for it, and keep the amaxes that they had.
-        See `layers.adoption`; `dtype_policy` is what users set.
+        See `layers.class_swap`; `dtype_policy` is what users set.
         """
         kernels = self._kernels_to_adopt()
         entries: dict[str, np.ndarray] = {}
@@ -202,23 +203,6 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         if entries:
             self.float8_state.load_own_variables(entries)
 
-    def get_build_config(self) -> dict[str, Any] | None:
-        """`Layer.get_build_config`, and the path of this layer."""
-        config = super().get_build_config()
-        return {**config, "path": self.path} if config else config
-
-    def build_from_config(self, config: dict[str, Any]) -> None:
-        """`Layer.build_from_config`, under the path that was saved.
-
-        Keras builds the layers of a saved Sequential one by one, outside of
-        it, where a rule for `"model/dense"` would not match.
-        """
-        names = ((config or {}).get("path") or "").split("/")[:-1]
-        with contextlib.ExitStack() as scopes:
-            for name in names:
-                scopes.enter_context(keras.name_scope(name))
-            super().build_from_config(config)
-
     def save_own_variables(self, store: Any) -> None:
         """`Layer.save_own_variables`, which merges LoRA's adapters."""
         self.float8_state.texts = self._texts_for_file()
@@ -227,7 +211,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
 
     def _texts_for_file(self) -> dict[str, str]:
         """What a file says of this layer beside its state."""
-        policy = self._policy_here()
+        policy = policy_of(self)
         if not isinstance(policy, Float8DTypePolicy):
             return {}
         return {POLICY_KEY: policy.full_name}
@@ -544,22 +528,13 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
     def _resolve_float8_policy(self) -> None:
         # Kept, and not asked for in each call: torch.compile takes the class
         # of a mapping for another one and would leave float8 out (torch 2.13).
-        policy = self._policy_here()
+        policy = policy_of(self)
         follows = isinstance(policy, Float8DTypePolicy)
         self._float8_policy = policy if follows else None
         self._recipe_of_activations: Any = (
             policy.recipe.for_activations if follows else None
         )
         self._float8_policy_path = self.path
-
-    def _policy_here(self) -> keras.DTypePolicy:
-        """What the policy says for the path of this layer."""
-        policy = self.dtype_policy
-        if isinstance(policy, Float8DTypePolicy):
-            return policy.for_path(self.path)
-        if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-            return policies.as_float8(policy[self.path or ""])
-        return policy
 
     def _kernels_to_adopt(self) -> list[keras.Variable]:
         if self._float8_kernel_paths:
@@ -603,7 +578,7 @@ class Float8Mixin(built_layers.QuantizedAsLeaf, _Layer):
         )
         self.__dict__["_last_plan"] = plan
         if not frameworks.current().is_compiling():
-            watching.tell(self.float8_state.of(kernel), inputs)
+            contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state)
 
     def _state_of(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
 
-from keras_policy_ext import policies
+from keras_policy_ext import _bases, policies
 from keras_policy_ext._keras import built_layers, calls
 from keras_policy_ext.layers import rnn_cells
 from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 
 Tensor = Any
 
-# A type checker sees Any: the mixin comes before a Keras layer.
-_Layer: Any = object
 
-
-class _Float8Recurrent(_Layer):
+class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
     """What the layers share: a float8 cell, and a loop of their own around it.
 
     The inputs of all steps are multiplied at once, before the loop. What
@@ -105,22 +102,6 @@ class _Float8Recurrent(_Layer):
             mask,
         )
 
-    def get_build_config(self) -> dict[str, Any] | None:
-        """`Layer.get_build_config`, and the path of this layer."""
-        config = super().get_build_config()
-        return {**config, "path": self.path} if config else config
-
-    def build_from_config(self, config: dict[str, Any]) -> None:
-        """`Layer.build_from_config`, under the path that was saved.
-
-        See `Float8Mixin.build_from_config`: rules ask for the cell's path.
-        """
-        names = ((config or {}).get("path") or "").split("/")[:-1]
-        with contextlib.ExitStack() as scopes:
-            for name in names:
-                scopes.enter_context(keras.name_scope(name))
-            super().build_from_config(config)
-
     def _check_cudnn(self) -> None:
         """Raise if this layer was told to use cuDNN and nothing else."""
         if self.__dict__.get("use_cudnn") is True:
@@ -132,7 +113,7 @@ class _Float8Recurrent(_Layer):
             )
 
 
-class _CuDNN(_Layer):
+class _CuDNN(_bases.MixedInto):
     """Keeps fused kernels away from a cell in float8, which they are not."""
 
     @property

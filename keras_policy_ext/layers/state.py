@@ -31,6 +31,7 @@ from keras import ops
 
 from keras_policy_ext import _user_code, frameworks
 from keras_policy_ext._keras import averages, variable_values
+from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -322,7 +323,11 @@ class Float8State(keras.layers.Layer):
                 "twice. Allowed: any other name. Pass `name=` to `add_weight`."
             )
         name = kernel.name + SUFFIX
-        with _beside(kernel), keras.name_scope(self.name):
+        # Beside the kernel, wherever this is called. So the paths of states
+        # are as distinct as those of their kernels, which PyTorch needs: it
+        # keeps parameters by path.
+        beside = scope_of_path(kernel.path.rpartition("/")[0])
+        with beside, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name)
             # Tracked while it is trainable, to follow the layer when that is
             # thawed.
@@ -464,19 +469,6 @@ class Float8State(keras.layers.Layer):
             version = np.array(FORMAT_VERSION, "int32")
             self.load_own_variables({VERSION_KEY: version, **entries})
         self._stock_loaded = True
-
-
-def _beside(kernel: keras.Variable) -> Any:
-    """The name scope that a kernel was made in, wherever this is called.
-
-    So the paths of states are as distinct as those of their kernels, which
-    PyTorch needs: it keeps parameters by path.
-    """
-    owner = kernel.path.rpartition("/")[0]
-    if not owner:
-        return contextlib.nullcontext()
-    parent, _, name = owner.rpartition("/")
-    return keras.name_scope(name, override_parent=parent)
 
 
 def _entries(number: int, variable: StateVariable) -> dict[str, np.ndarray]:

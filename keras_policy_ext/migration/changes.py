@@ -6,7 +6,7 @@ keras 3.12 to 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -117,6 +117,16 @@ def safe_names(names: Iterable[str]) -> dict[str, str]:
             new = f"{safe_name(name)}_{count}"
         safe.setdefault(name, new)
     return safe
+
+
+def inner_layers(fields: Any) -> Any:
+    """The configs of the layers of a model; None if it has none.
+
+    Args:
+        fields: The config of the model. Before Keras 2.2 that of a sequential
+            model was the list of its layers.
+    """
+    return fields.get("layers") if isinstance(fields, Mapping) else fields
 
 
 def _batch_normalization(config: dict[str, Any]) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from keras_policy_ext.migration import changes
-
-if TYPE_CHECKING:
-    from keras_policy_ext.migration.configs import Rewriter
+from keras_policy_ext.migration.problems import Rewriting
 
 # Aliases in `losses` and `metrics` of tf_keras 2.21 that keras 3.12 to 3.15
 # do not know. A metric of Keras 3 is a class, which is given the old name.
@@ -30,7 +28,7 @@ _BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
 
 
 def rewrite(
-    rewriter: Rewriter, config: Mapping[str, Any], model: Any
+    rewriter: Rewriting, config: Mapping[str, Any], model: Any
 ) -> dict[str, Any]:
     """The arguments for Keras 3; what was left to its default is out.
 
@@ -76,7 +74,7 @@ def plain_metric(
     return config
 
 
-def _argument(rewriter: Rewriter, key: str, value: Any, outputs: Any) -> Any:
+def _argument(rewriter: Rewriting, key: str, value: Any, outputs: Any) -> Any:
     where = f"compile, {key}"
     safe = changes.safe_names(_names(outputs))
     if isinstance(outputs, Mapping):
@@ -106,13 +104,13 @@ def _each(
     return None if value is None else change(value)
 
 
-def _loss(rewriter: Rewriter, loss: Any, where: str) -> Any:
+def _loss(rewriter: Rewriting, loss: Any, where: str) -> Any:
     if not isinstance(loss, str):
         return rewriter.rewrite(loss, "losses", where)
     return _named(rewriter, _LOSSES.get(loss, loss), "losses", where)
 
 
-def _metric(rewriter: Rewriter, metric: Any, where: str) -> Any:
+def _metric(rewriter: Rewriting, metric: Any, where: str) -> Any:
     if not isinstance(metric, str):
         return rewriter.rewrite(metric, "metrics", where)
     custom = _is_custom(metric, rewriter.custom_objects)
@@ -124,8 +122,8 @@ def _metric(rewriter: Rewriter, metric: Any, where: str) -> Any:
     return _named(rewriter, metric, "metrics", where)
 
 
-def _named(rewriter: Rewriter, name: str, kind: str, where: str) -> Any:
-    """A loss or metric by name; an unknown one becomes a finding."""
+def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> Any:
+    """A loss or metric by name; an unknown one becomes a problem."""
     if not _is_custom(name, rewriter.custom_objects):
         with contextlib.suppress(ValueError):
             getattr(keras, kind).get(name)

@@ -19,7 +19,7 @@ from keras_policy_ext.migration import (
     loss_scales,
     operations,
 )
-from keras_policy_ext.migration.findings import Findings, place
+from keras_policy_ext.migration.problems import Problems, place
 
 _HINTS = {
     "initializer": "initializers",
@@ -75,7 +75,7 @@ def migrate_config(
             f"({files.cause(error)}). Allowed: what tf_keras serializes. "
             "Write it again in tf_keras."
         ) from error
-    rewriter.findings.check()
+    rewriter.problems.check()
     rewriter.report()
     return migrated
 
@@ -104,7 +104,7 @@ class Rewriter:
             )
         self.on_loss_scale = on_loss_scale
         self.custom_objects = custom_objects or {}
-        self.findings = Findings()
+        self.problems = Problems()
 
     def rewrite_object(self, config: Any) -> dict[str, Any]:
         """Rewrite a config that must be one object.
@@ -137,11 +137,11 @@ class Rewriter:
             ValueError: If `on_loss_scale` is `"error"` and there is a loss
                 scale.
         """
-        for note in self.findings.notes:
+        for note in self.problems.notes:
             warnings.warn(note, stacklevel=3)
-        if not self.findings.loss_scales or self.on_loss_scale == "keep":
+        if not self.problems.loss_scales or self.on_loss_scale == "keep":
             return
-        met = "; ".join(dict.fromkeys(self.findings.loss_scales))
+        met = "; ".join(dict.fromkeys(self.problems.loss_scales))
         advice = "Pass on_loss_scale='keep' to keep it"
         if self.on_loss_scale == "drop":
             warnings.warn(
@@ -164,7 +164,7 @@ class Rewriter:
         Args:
             value: A JSON value; it is not changed.
             hint: The key of `classes.MODULES` where its class is likely.
-            where: How findings name the place.
+            where: How problems name the place.
         """
         if isinstance(value, (list, tuple)):
             return [self.rewrite(v, hint, where) for v in value]
@@ -202,7 +202,7 @@ class Rewriter:
         name = value
         if isinstance(value, Mapping):
             if changes.is_bytecode(value.get("value")):
-                self.findings.code.append(where)
+                self.problems.code.append(where)
                 code = {"value": changes.bytecode(value["value"])}
                 return {"class_name": "__lambda__", "config": code}
             if value.get("class_name") != "function":
@@ -221,7 +221,7 @@ class Rewriter:
         """A function by its name, or by that of the caller's."""
         found = classes.find_function(name, self.custom_objects)
         if found is None:
-            self.findings.unknown.append(f"function {name!r} ({where})")
+            self.problems.unknown.append(f"function {name!r} ({where})")
         return found or name
 
     def _object(self, config: Mapping[str, Any], hint: str, where: str) -> Any:
@@ -231,7 +231,7 @@ class Rewriter:
         if name == "function":
             return self.rewrite_function(config["config"], where)
         if name == "__lambda__":
-            self.findings.code.append(where)
+            self.problems.code.append(where)
             return copy.deepcopy(dict(config))
         if name in _PASSED_ON:
             return copy.deepcopy(dict(config))
@@ -244,11 +244,11 @@ class Rewriter:
         if name in loss_scales.OPTIMIZERS:
             return self._loss_scale_optimizer(config["config"], where)
         if name in operations.LAYERS:
-            self.findings.unsupported.append(operations.described(config))
+            self.problems.unsupported.append(operations.described(config))
             return None
         found = classes.find(config, hint, self.custom_objects)
         if found is None:
-            self.findings.unknown.append(_named(config))
+            self.problems.unknown.append(_named(config))
             return None
         return self._found_object(found, config, where)
 
@@ -269,21 +269,10 @@ class Rewriter:
             arguments = self._arguments(found, config, is_layer, where)
         migrated = {**found.fields, "config": arguments}
         if config.get("compile_config"):
-            migrated["compile_config"] = self.rewrite_compile_config(
-                config["compile_config"], fields
+            migrated["compile_config"] = compiling.rewrite(
+                self, config["compile_config"], fields
             )
         return migrated
-
-    def rewrite_compile_config(
-        self, config: Mapping[str, Any], model: Any
-    ) -> dict[str, Any]:
-        """The arguments of `compile`; what was left to its default is out.
-
-        Args:
-            config: The legacy arguments by name.
-            model: The legacy arguments of the model.
-        """
-        return compiling.rewrite(self, config, model)
 
     def _arguments(
         self,
@@ -300,7 +289,7 @@ class Rewriter:
             )
         if found.kind == "layers" and config["class_name"] in changes.NOTES:
             note = changes.NOTES[config["class_name"]]
-            self.findings.notes.append(f"{where} {note}")
+            self.problems.notes.append(f"{where} {note}")
         kind, name = classes.base(found, config["class_name"])
         is_custom = found.kind == "custom" and kind != "custom"
         fields = changes.revise(
@@ -313,7 +302,7 @@ class Rewriter:
             "tensorflow"
         ):
             fields["synchronized"] = False
-            self.findings.notes.append(
+            self.problems.notes.append(
                 f"{where} no longer synchronizes replicas: Keras 3 does so "
                 "on TensorFlow only."
             )
@@ -333,7 +322,7 @@ class Rewriter:
         is_layer: bool,
         where: str,
     ) -> dict[str, Any]:
-        """The arguments that the class takes; others become findings."""
+        """The arguments that the class takes; others become problems."""
         base, name = classes.base(found, "")
         dropped = changes.DROPPED.get("layers" if is_layer else base, {})
         if found.kind == "custom":
@@ -350,7 +339,7 @@ class Rewriter:
             allowed = dropped.get(key, ())
             if key in kept or allowed is changes.ANY or value in allowed:
                 continue
-            self.findings.unsupported.append(f"{key}={value!r} of {where}")
+            self.problems.unsupported.append(f"{key}={value!r} of {where}")
         return kept
 
     def _loss_scale_optimizer(
@@ -365,7 +354,7 @@ class Rewriter:
         return migrated
 
     def _met_loss_scale(self, scale: str, where: str) -> None:
-        self.findings.loss_scales.append(f"{scale} ({where})")
+        self.problems.loss_scales.append(f"{scale} ({where})")
 
 
 def _named(config: Mapping[str, Any]) -> str:

@@ -82,7 +82,7 @@ def open_legacy(path: str | os.PathLike[str]) -> Iterator[LegacyFile]:
     else:
         raise ValueError(_wrong(path, _other(start)))
     # The caller's errors are behind: from here on, they are of the content.
-    with _told_as_damage(path), context as file:
+    with _damage_as_value_error(path), context as file:
         yield file
 
 
@@ -92,7 +92,7 @@ def cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _told_as_damage(path: pathlib.Path) -> Iterator[None]:
+def _damage_as_value_error(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OF_DAMAGE as error:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from keras_policy_ext.migration import changes, classes, masks, operations
-
-if TYPE_CHECKING:
-    from keras_policy_ext.migration.configs import Rewriter
+from keras_policy_ext.migration.problems import Rewriting
 
 _GRAPH = frozenset({"layers", "input_layers", "output_layers"})
 CONSTANT = "_CONSTANT_VALUE"
@@ -27,10 +25,12 @@ def is_functional(fields: Any) -> bool:
     return isinstance(fields, Mapping) and fields.keys() >= _GRAPH
 
 
-def functional(rewriter: Rewriter, fields: Mapping[str, Any]) -> dict[str, Any]:
+def functional(
+    rewriter: Rewriting, fields: Mapping[str, Any]
+) -> dict[str, Any]:
     """The Keras 3 config of a functional model."""
     graph = Graph(rewriter, fields["layers"])
-    rewriter.findings.notes.extend(graph.notes())
+    rewriter.problems.notes.extend(graph.notes())
     others = {
         key: rewriter.rewrite(value)
         for key, value in fields.items()
@@ -46,7 +46,7 @@ def functional(rewriter: Rewriter, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sequential(rewriter: Rewriter, fields: Any) -> dict[str, Any]:
+def sequential(rewriter: Rewriting, fields: Any) -> dict[str, Any]:
     """The Keras 3 config of a sequential model."""
     if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
         fields = {"layers": fields}
@@ -76,7 +76,7 @@ class Graph:
         layers: Legacy configs of its layers.
     """
 
-    def __init__(self, rewriter: Rewriter, layers: list[Any]):
+    def __init__(self, rewriter: Rewriting, layers: list[Any]):
         self._rewriter = rewriter
         self._layers = {layer["name"]: layer for layer in layers}
         self._names = changes.safe_names(self._layers)
@@ -109,7 +109,7 @@ class Graph:
         if layer["class_name"] in operations.LAYERS:
             found = operations.rewrite(layer, calls, name)
             if isinstance(found, str):
-                self._rewriter.findings.unsupported.append(found)
+                self._rewriter.problems.unsupported.append(found)
                 return {}
             migrated, calls = found
         else:
@@ -165,7 +165,7 @@ class Graph:
             first, *states = first
             arguments["initial_state"] = states
             if self._masks.origins(node[0][0]):
-                self._rewriter.findings.notes.append(
+                self._rewriter.problems.notes.append(
                     f"Keras 3 ignores the mask of a sequence where "
                     f"{layer['class_name']} {layer['name']!r} is given "
                     "states, and predicts otherwise for masked steps. Pass "
@@ -269,7 +269,7 @@ def _counts_its_making(layer: Mapping[str, Any]) -> bool:
     fields = layer["config"]
     if layer["class_name"] != "Sequential":
         return is_functional(fields)
-    inner = fields["layers"] if isinstance(fields, Mapping) else fields
+    inner = changes.inner_layers(fields)
     return bool(inner) and (
         _is_input(inner[0]) or "batch_input_shape" in inner[0]["config"]
     )

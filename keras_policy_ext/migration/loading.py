@@ -11,6 +11,7 @@ import keras
 
 from keras_policy_ext import mixed_precision
 from keras_policy_ext.migration import (
+    compiling,
     files,
     loss_scales,
     naming,
@@ -70,9 +71,9 @@ def load_legacy_model(
         training = None
         if compile and file.compile_config is not None:
             training = _training(rewriter, file)
-        rewriter.findings.check()
+        rewriter.problems.check()
         if safe_mode:
-            rewriter.findings.refuse_code()
+            rewriter.problems.refuse_code()
         rewriter.report()
         naming.reserve(naming.of_layers(config))
         model = keras.saving.deserialize_keras_object(
@@ -107,7 +108,7 @@ def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
             "class_name": "LossScaleOptimizer",
             "config": {"inner_optimizer": inner, "dynamic": True},
         }
-    return rewriter.rewrite_compile_config(legacy, file.model_config["config"])
+    return compiling.rewrite(rewriter, legacy, file.model_config["config"])
 
 
 def _load_optimizer(model: Any, file: files.LegacyFile) -> None:

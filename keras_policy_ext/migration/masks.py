@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from keras_policy_ext.migration.changes import inner_layers
+
 RECURRENT = frozenset(
     {
         "Bidirectional",
@@ -115,8 +117,7 @@ class Masks:
 
 def _inner(layer: Any) -> list[Any]:
     """The layers of a nested model."""
-    fields = layer["config"]
-    inner = fields.get("layers") if isinstance(fields, Mapping) else fields
+    inner = inner_layers(layer["config"])
     return inner if isinstance(inner, list) else []
 
 

@@ -44,59 +44,38 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-_UNARY = {
-    "math.abs": "absolute",
-    "math.cos": "cos",
-    "math.exp": "exp",
-    "math.log": "log",
-    "math.negative": "negative",
-    "math.rsqrt": "rsqrt",
-    "math.sigmoid": "sigmoid",
-    "math.sin": "sin",
-    "math.softplus": "softplus",
-    "math.sqrt": "sqrt",
-    "math.square": "square",
-    "math.tanh": "tanh",
-    "nn.elu": "elu",
-    "nn.relu": "relu",
-    "nn.relu6": "relu6",
-    "nn.selu": "selu",
-    "nn.sigmoid": "sigmoid",
-    "nn.softplus": "softplus",
-    "nn.softsign": "softsign",
-    "nn.tanh": "tanh",
-    "stop_gradient": "stop_gradient",
-}
-_BINARY = {
-    "__operators__.add": "add",
-    "math.add": "add",
-    "math.divide": "divide",
-    "math.equal": "equal",
-    "math.greater": "greater",
-    "math.less": "less",
-    "math.maximum": "maximum",
-    "math.minimum": "minimum",
-    "math.multiply": "multiply",
-    "math.pow": "power",
-    "math.subtract": "subtract",
-    "math.truediv": "true_divide",
-}
-_REDUCTIONS = {
-    "math.reduce_max": "max",
-    "math.reduce_mean": "mean",
-    "math.reduce_min": "min",
-    "math.reduce_prod": "prod",
-    "math.reduce_sum": "sum",
-}
+# Where the last part of TensorFlow's name is not that of Keras.
+_OTHER_NAMES = {"abs": "absolute", "pow": "power", "truediv": "true_divide"}
+
+
+def _named_alike(functions: str, *fields: Any) -> dict[str, Counterpart]:
+    """Functions whose last part is, but for `reduce_`, the name in Keras."""
+    return {
+        function: Counterpart(_OTHER_NAMES.get(name, name), *fields)
+        for function in functions.split()
+        for name in [function.rpartition(".")[2].removeprefix("reduce_")]
+    }
+
+
+_UNARY = """
+    math.abs math.cos math.exp math.log math.negative math.rsqrt math.sigmoid
+    math.sin math.softplus math.sqrt math.square math.tanh nn.elu nn.relu
+    nn.relu6 nn.selu nn.sigmoid nn.softplus nn.softsign nn.tanh stop_gradient
+"""
+_BINARY = """
+    __operators__.add math.add math.divide math.equal math.greater math.less
+    math.maximum math.minimum math.multiply math.pow math.subtract math.truediv
+"""
+_REDUCTIONS = """
+    math.reduce_max math.reduce_mean math.reduce_min math.reduce_prod
+    math.reduce_sum
+"""
 _AXIS = _same("axis")
 
 COUNTERPARTS = {
-    **{tf: Counterpart(ops) for tf, ops in _UNARY.items()},
-    **{tf: Counterpart(ops, ("y",)) for tf, ops in _BINARY.items()},
-    **{
-        tf: Counterpart(ops, (), _same("axis", "keepdims"))
-        for tf, ops in _REDUCTIONS.items()
-    },
+    **_named_alike(_UNARY),
+    **_named_alike(_BINARY, ("y",)),
+    **_named_alike(_REDUCTIONS, (), _same("axis", "keepdims")),
     "cast": Counterpart("cast", (), _same("dtype"), {"dtype": "float32"}),
     "clip_by_value": Counterpart(
         "clip",

@@ -89,7 +89,7 @@ def _nested(
         return [(layer.layer, fields["layer"])]
     if not isinstance(layer, keras.Model):
         return None
-    inner = fields.get("layers") if isinstance(fields, Mapping) else fields
+    inner = changes.inner_layers(fields)
     if inner is None:
         return None
     by_name = {child.name: child for child in layer.layers}

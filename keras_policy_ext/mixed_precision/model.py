@@ -16,11 +16,8 @@ from keras_policy_ext.mixed_precision.monitor import (
 )
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 
-# A type checker sees Any: the mixin comes before a Keras model.
-_Model: Any = object
 
-
-class LossScaleMixin(compiled_steps.OwnReturnedLogs, _Model):
+class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
     """Makes a model's `compile` scale the loss wherever float16 needs it.
 
     ```python

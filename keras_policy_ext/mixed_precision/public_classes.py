@@ -7,6 +7,7 @@ Keras writes into files and which only torch can load (keras 3.12 to 3.15).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -21,6 +22,17 @@ def public_class(optimizer: Any) -> type | None:
     named: Any = getattr(keras.optimizers, cls.__name__, None)
     private = cls.__module__.startswith("keras.") and named is not cls
     return named if private and named in bases else None
+
+
+def for_private_names() -> AbstractContextManager[Any]:
+    """Lets a file that names a private class be read as of the public one."""
+    found = {
+        name: value
+        for name, value in vars(keras.optimizers).items()
+        if isinstance(value, type)
+        and issubclass(value, keras.optimizers.Optimizer)
+    }
+    return keras.saving.custom_object_scope(found)
 
 
 def with_public_class(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:

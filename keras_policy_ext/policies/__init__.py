@@ -163,11 +163,17 @@ def carry_policy(function: _F) -> _F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _global.snapshot()
-        _global.restore(carried)
-        try:
+        with _restored():
+            _global.restore(carried)
             return function(*args, **kwargs)
-        finally:
-            _global.restore(before)
 
     return run  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    before = _global.snapshot()
+    try:
+        yield
+    finally:
+        _global.restore(before)

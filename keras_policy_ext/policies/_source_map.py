@@ -1,7 +1,7 @@
 """A policy with a field more than its name, in the form Keras preserves."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import keras
 
@@ -18,6 +18,10 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     Args:
         source: The plain policy.
     """
+
+    read: ClassVar[Callable[[Any], keras.DTypePolicy]]
+    """`policies.get`, which is put here where it is defined: it knows the
+    subclasses of this class."""
 
     def __init__(self, source: keras.DTypePolicy) -> None:
         super().__init__(default_policy=source)

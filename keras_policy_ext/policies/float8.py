@@ -208,6 +208,9 @@ def get(identifier: Any) -> keras.DTypePolicy:
     return policy
 
 
+SourceMap.read = staticmethod(get)
+
+
 def _read(identifier: Any) -> keras.DTypePolicy:
     if isinstance(identifier, keras.DTypePolicy):
         return as_float8(identifier)

@@ -13,8 +13,9 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import Scaled
-from keras_policy_ext.conversion.transaction import unchanged_on_error
-from keras_policy_ext.layers.adoption import adopt, release
+from keras_policy_ext.conversion import training
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from steps import numpy
 
 BACKEND = keras.backend.backend()
@@ -151,7 +152,10 @@ def check_interrupted(model, change, name):
         same(values(model), numbers)
 
     for _ in range(2):  # The first time some caches are filled.
-        with pytest.raises(Interrupt), unchanged_on_error(model, variables):
+        with (
+            pytest.raises(Interrupt),
+            unchanged_on_error(training.parts(model), variables),
+        ):
             with Interrupting() as calls:
                 change()
             raise Interrupt
@@ -184,7 +188,9 @@ def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
     victim, twin = trained(), trained()
     changes = {
         "convert": lambda: kpe.convert(victim, POLICY, attention="float8"),
-        "adopt": lambda: adopt(victim.get_layer("scaled"), POLICY),
+        "enter_float8": lambda: enter_float8(
+            victim.get_layer("scaled"), POLICY
+        ),
     }
     for name, change in changes.items():
         check_interrupted(victim, change, name)
@@ -209,7 +215,7 @@ def test_what_is_interrupted_leaves_a_converted_model_as_it_was(weights):
         "convert": lambda: kpe.convert(victim, "float8/8_from_float32"),
         "revert": lambda: kpe.revert(victim),
         "calibrate": lambda: kpe.calibrate(victim, x),
-        "release": lambda: release(victim.get_layer("scaled")),
+        "leave_float8": lambda: leave_float8(victim.get_layer("scaled")),
         "load": lambda: kpe.load_weights(victim, weights),
         "load as saved": lambda: kpe.load_weights(
             victim, weights, as_saved=True

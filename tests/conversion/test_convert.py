@@ -655,3 +655,19 @@ def test_the_projection_of_an_embedding_is_its_one_product():
         kpe.convert(model, POLICY)
         (kernel,) = layer.float8_contracted
         assert kernel.name == ("embeddings" if tie else "reverse_embeddings")
+
+
+@pytest.mark.parametrize(
+    "rule, kept", [("other", True), (".*lstm_cell", False)]
+)
+def test_a_composite_keeps_a_policy_that_says_what_its_layers_follow(
+    rule, kept
+):
+    held = kpe.Float8DTypePolicy(
+        "float32", rules=[(rule, "float8/2_from_float32")]
+    )
+    layer = keras.layers.LSTM(2, dtype=held)
+    model = keras.Sequential([keras.Input((3, 4)), layer])
+    kpe.convert(model, "delayed")
+    assert layer.cell.float8_policy == kpe.Float8DTypePolicy("float32")
+    assert (layer.dtype_policy == held) is kept

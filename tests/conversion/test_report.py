@@ -299,7 +299,8 @@ def test_a_conversion_that_converts_nothing_warns_and_says_why():
     report, (warning,) = caught(model, POLICY, min_size=1000)
     assert not report.converted
     assert warning.category is UserWarning
-    assert warning.filename == __file__
+    call = caught.__code__.co_firstlineno + 3
+    assert (warning.filename, warning.lineno) == (__file__, call)
     message = str(warning.message)
     assert message.startswith("None of the multiplications of 'kinds' are in")
     # The three largest, the largest first.

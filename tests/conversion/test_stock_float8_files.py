@@ -380,6 +380,9 @@ def test_a_stock_model_comes_back_in_this_float8(name, stock, tmp_path):
         theirs.optimizer.variables, model.optimizer.variables, strict=True
     ):
         np.testing.assert_array_equal(numpy(a), numpy(b))
+    attention = model.get_layer("attention")
+    assert type(attention) is kpe.layers.MultiHeadAttention
+    assert attention.dtype_policy.full_name == "float8_from_float32"
     model.save(tmp_path / "again.keras")
     assert_taken_over(theirs, kpe.load_model(tmp_path / "again.keras"))
 

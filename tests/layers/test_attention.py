@@ -12,7 +12,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
-from keras_policy_ext.layers import adoption
+from keras_policy_ext.layers import class_swap
 from keras_policy_ext.recipes import CurrentScaling
 from saving_models import (
     assert_equal,
@@ -293,9 +293,9 @@ def test_a_layer_becomes_stock_and_float8_again():
     layer = mha(policy(rules=PRODUCTS_ONLY), attention="float8")
     layer.build(X.shape, X.shape)
     found = []
-    for change in (None, adoption.release, adoption.adopt):
+    for change in (None, class_swap.leave_float8, class_swap.enter_float8):
         for part in (layer, *projections(layer)) if change else ():
-            arguments = (policy(),) if change is adoption.adopt else ()
+            arguments = (policy(),) if change is class_swap.enter_float8 else ()
             change(part, *arguments)
         found.append((type(layer), layer.quantization_mode))
     assert found == [

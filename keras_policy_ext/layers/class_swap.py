@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import source_of
 
 # What a form keeps in a layer beside its state.
 _OF_FORMS = (
@@ -28,7 +26,7 @@ _OF_FORMS = (
 )
 
 
-def adopt(layer: Any, policy: Any = None) -> None:
+def enter_float8(layer: Any, policy: Any = None) -> None:
     """Turn a built layer into its float8 form, in place.
 
     Args:
@@ -60,8 +58,8 @@ def adopt(layer: Any, policy: Any = None) -> None:
         built_layers.track_again([layer])
 
 
-def release(layer: Any) -> None:
-    """Undo `adopt`: the stock class, the source policy, no float8 state.
+def leave_float8(layer: Any) -> None:
+    """Undo `enter_float8`: the stock class, the source policy, no float8 state.
 
     A layer of a class that has no original, such as a user's own with the
     mixin, keeps the class. Weights stay bit for bit as they are.
@@ -83,24 +81,6 @@ def release(layer: Any) -> None:
                     vars(layer).pop(name, None)
             global_policy.replace_layer_policy(layer, plain)
         built_layers.track_again([layer])
-
-
-def source_of(layer: Any) -> Any:
-    """The policy of a layer as far as it is not float8.
-
-    Args:
-        layer: Any layer; one under a policy map has the policy of its path.
-
-    Returns:
-        A policy, plain unless Keras has quantized the layer.
-    """
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        policy = policy[layer.path or ""]
-    policy = policies.get(policy)
-    if isinstance(policy, Float8DTypePolicy):
-        return policy.source_policy
-    return policy
 
 
 def _form(layer: Any) -> type:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass
-class Findings:
+class Problems:
     """Collected over a whole config, so that one error names everything."""
 
     unknown: list[str] = dataclasses.field(default_factory=list)
@@ -61,8 +62,21 @@ class Findings:
             )
 
 
+class Rewriting(Protocol):
+    """What the parts of a rewriting use of `configs.Rewriter`."""
+
+    custom_objects: Mapping[str, Any]
+    problems: Problems
+
+    def rewrite(self, value: Any, hint: str = ..., where: str = ...) -> Any:
+        """Rewrite any part of a config."""
+
+    def rewrite_function(self, name: str, where: str) -> Any:
+        """A function by its name, or by that of the caller's."""
+
+
 def place(kind: str, name: Any) -> str:
-    """How findings name a place: `Dense 'head'`."""
+    """How problems name a place: `Dense 'head'`."""
     return f"{kind} {name!r}" if isinstance(name, str) else kind
 
 
