@@ -23,7 +23,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.numerics.scale_sources import source_of
 
 Tensor = Any

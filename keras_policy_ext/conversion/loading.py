@@ -34,10 +34,10 @@ from keras_policy_ext.conversion.candidates import Candidate, path_of
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state import (
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_files import (
     ATTENTION_KEY,
     POLICY_KEY,
-    Float8State,
     matrices_in,
     text_in,
 )

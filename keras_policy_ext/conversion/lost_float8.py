@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 
 from keras_policy_ext.conversion import weight_files
-from keras_policy_ext.layers.state import VERSION_KEY
+from keras_policy_ext.layers.state_files import VERSION_KEY
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
 _STATE = "/float8_state/vars"

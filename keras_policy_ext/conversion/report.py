@@ -16,7 +16,7 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
-from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.policies.of_layers import float8_policy_of
 
 LITTLE = 0.1

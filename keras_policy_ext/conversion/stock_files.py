@@ -24,7 +24,7 @@ import numpy as np
 from keras_policy_ext import policies
 from keras_policy_ext.conversion import files, weight_files
 from keras_policy_ext.layers import stock_state
-from keras_policy_ext.layers.state import FORMAT_VERSION, VERSION_KEY
+from keras_policy_ext.layers.state_files import FORMAT_VERSION, VERSION_KEY
 
 _CONFIG = "config.json"
 _POLICY = "QuantizedFloat8DTypePolicy"

@@ -17,7 +17,7 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.layers.state_variable import StateVariable
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from keras_policy_ext.conversion import models, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
-from keras_policy_ext.layers.state import Float8State, StateVariable
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     stock_policy_of,

@@ -13,7 +13,7 @@ from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state import ATTENTION_KEY
+from keras_policy_ext.layers.state_files import ATTENTION_KEY
 from keras_policy_ext.policies import Float8DTypePolicy
 
 Tensor = Any

@@ -25,11 +25,9 @@ from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import contraction_hooks, stock_state
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
-from keras_policy_ext.layers.state import (
-    POLICY_KEY,
-    Float8State,
-    StateVariable,
-)
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_files import POLICY_KEY
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.of_layers import policy_of

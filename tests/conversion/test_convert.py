@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.state import StateVariable
+from keras_policy_ext.layers.state_variable import StateVariable
 from steps import numpy, state_of
 
 POLICY = "float8/4_from_float32"

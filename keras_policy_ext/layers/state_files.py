@@ -1,0 +1,231 @@
+"""The float8 state of a layer in a file.
+
+It is a group of its own beside the weights of the layer, which
+stock layers don't look at. For the kernel that was made as number `i`:
+
+| key | shape | value |
+|---|---|---|
+| `format_version` | () | 1; once in the group |
+| `policy` | (bytes,) | the policy that the layer has; once in the group |
+| `attention` | (bytes,) | what an attention layer has for that, if anything |
+| `i.<operand>.scale` | () | last scale used, 0 if none |
+| `i.<operand>.amax_history` | (length,) | the ring of amaxes |
+| `i.observed` | as in memory | of micro-batches before the next step, if any |
+
+The ring is that of `numerics.observations`. `policy` is a full name in UTF-8:
+by it `load_model` knows a layer again that was made as a stock one. Kernels
+have numbers and not names, as weights have in Keras: a weight that was not
+given a name is called differently in each model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext.layers.state_variable import (
+    StateVariable,
+    is_amax,
+    never_observed,
+    newest_first,
+)
+from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.recipes import OPERANDS, Recipe
+
+FORMAT_VERSION = 1
+"""Of the entries in a file; one more when older readers would misread it."""
+
+
+VERSION_KEY = "format_version"
+
+POLICY_KEY = "policy"
+
+ATTENTION_KEY = "attention"
+
+
+def entries_for_file(
+    number: int, variable: StateVariable
+) -> dict[str, np.ndarray]:
+    """What a file gets to know of a state."""
+    layout = source_of(variable.recipe).layout
+    matrix = variable.trusted()
+    entries = {}
+    for row, operand in enumerate(OPERANDS):
+        prefix = f"{number}.{operand}"
+        entries[f"{prefix}.scale"] = layout.scale(matrix)[row]
+        entries[f"{prefix}.amax_history"] = layout.history(matrix)[row]
+    return entries
+
+
+def entries_of(store: Any) -> dict[str, np.ndarray]:
+    """What is in the store of a layer, each entry read once."""
+    return {key: np.asarray(store[key]) for key in sorted(store.keys())}
+
+
+def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
+    """What a file says of a layer, such as its policy's full name.
+
+    Args:
+        entries: What was in the file for the state of the layer.
+        key: `POLICY_KEY` or `ATTENTION_KEY`.
+        path: That of the state, for messages.
+
+    Returns:
+        The text; "" if there is no such entry.
+
+    Raises:
+        ValueError: If the entry is no text, or the file has a newer format.
+    """
+    if key not in entries:
+        return ""
+    _check_version(entries, path)
+    value = entries[key]
+    if value.ndim == 1 and value.dtype == "uint8" and value.size:
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.tobytes().decode()
+    found = f"{key!r} is {value.dtype} of shape {value.shape}"
+    raise ValueError(_damaged(path, found))
+
+
+def matrices_in(
+    entries: dict[str, np.ndarray], recipe: Recipe, count: int, path: str
+) -> list[np.ndarray]:
+    """The states that a file has for the kernels of a layer.
+
+    Args:
+        entries: What was in the file for the state of the layer.
+        recipe: What the layer follows, or is going to.
+        count: How many kernels it has.
+        path: That of the state, for messages.
+
+    Returns:
+        A settled matrix for each kernel, none if the recipe has no state.
+        What the file lacks starts anew.
+
+    Raises:
+        ValueError: If the entries are incomplete, of wrong shapes or values,
+            or written by a newer version of this package.
+    """
+    shape = source_of(recipe).state_shape
+    if shape is None or not count:
+        return []
+    if not entries:
+        return [never_observed(shape) for _ in range(count)]
+    _check_version(entries, path)
+    return [_matrix(i, recipe, entries, path) for i in range(count)]
+
+
+def matrices_from(
+    variables: list[StateVariable], entries: dict[str, np.ndarray]
+) -> list[np.ndarray]:
+    """The matrices that a file means; those it lacks start anew."""
+    if not variables:
+        return []
+    path = variables[0].path.rpartition("/")[0]
+    return matrices_in(entries, variables[0].recipe, len(variables), path)
+
+
+def _check_version(entries: dict[str, np.ndarray], path: str) -> None:
+    if VERSION_KEY not in entries:
+        raise ValueError(_damaged(path, f"it lacks {VERSION_KEY!r}"))
+    version = entries[VERSION_KEY]
+    if version.shape or version.dtype.kind != "i" or version < 1:
+        raise ValueError(_damaged(path, f"{VERSION_KEY!r} is {version!r}"))
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"The float8 state of {path!r} was written by a newer version of "
+            f"keras_policy_ext. Received: format {version}. Allowed: up to "
+            f"{FORMAT_VERSION}. Update keras_policy_ext, or load the weights "
+            "without float8 state: into the model with a plain policy."
+        )
+
+
+def _anew(variable: StateVariable) -> np.ndarray:
+    return never_observed(tuple(variable.shape))
+
+
+def _matrix(
+    number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
+) -> np.ndarray:
+    source = source_of(recipe)
+    matrix = never_observed(source.state_shape)
+    names = [
+        f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")
+    ]
+    wanted = {f"{number}.{name}" for name in names}
+    if wanted.isdisjoint(entries):
+        return matrix
+    if not wanted <= entries.keys():
+        lacking = ", ".join(sorted(wanted - entries.keys()))
+        raise ValueError(_damaged(path, f"it lacks {lacking}"))
+    _check_earlier(number, entries, path)
+    layout = source.layout
+    scales, histories = layout.scale(matrix), layout.history(matrix)
+    for row, operand in enumerate(OPERANDS):
+        prefix = f"{number}.{operand}"
+        ring = _entry(entries, f"{prefix}.amax_history", 1, path)
+        scales[row] = _entry(entries, f"{prefix}.scale", 0, path)
+        histories[row] = _resized(ring, source.layout.length)
+    return matrix
+
+
+def _entry(
+    entries: dict[str, np.ndarray], key: str, rank: int, path: str
+) -> np.ndarray:
+    value = entries[key]
+    if value.ndim != rank or not value.size or value.dtype.kind != "f":
+        found = f"{key!r} is {value.dtype} of shape {value.shape}"
+        raise ValueError(_damaged(path, found))
+    with np.errstate(over="ignore"):
+        value = value.astype("float32")
+    if not is_amax(value):
+        raise ValueError(_damaged(path, f"{key!r} is {value}"))
+    return value
+
+
+def earlier_key(number: int) -> str:
+    """The key of what was observed in micro-batches before the next step."""
+    return f"{number}.observed"
+
+
+def as_array(observation: Any) -> np.ndarray:
+    """An observation for a file: what was not finite is infinite there."""
+    array = np.array(ops.convert_to_numpy(observation))
+    return np.nan_to_num(array, nan=np.inf, posinf=np.inf)
+
+
+def _check_earlier(number: int, entries: Any, path: str) -> None:
+    key = earlier_key(number)
+    if key not in entries:
+        return
+    value = entries[key]
+    shaped = value.ndim == 2 and value.dtype == "float32"
+    if not shaped or not np.all(value >= 0):
+        found = f"{key!r} is {value.dtype} of shape {value.shape}: {value}"
+        raise ValueError(_damaged(path, found))
+
+
+def _damaged(path: str, found: str) -> str:
+    keys = "i.<operand>.scale and i.<operand>.amax_history"
+    return (
+        f"The float8 state of {path!r} in this file is damaged; the layer's "
+        f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r}, "
+        f"{POLICY_KEY!r} and {ATTENTION_KEY!r} (UTF-8, may be missing), and, "
+        f"for each kernel i and each of {', '.join(OPERANDS)}, a float "
+        f"scalar and a float vector ({keys}), finite and >= 0. Save the "
+        "model again, or delete the group from the file: the state then "
+        "starts anew."
+    )
+
+
+def _resized(ring: np.ndarray, length: int) -> np.ndarray:
+    """A history cut or padded with zeros, the newest entries kept.
+
+    In the ring index 0 is the newest and the last index the one before it.
+    """
+    aged = newest_first(ring)[:length]
+    aged = np.pad(aged, (0, length - len(aged)))
+    return np.concatenate([aged[:1], aged[:0:-1]])

@@ -1,0 +1,311 @@
+"""A float8 state as a variable that Keras overwrites with its "gradient"."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import _user_code, frameworks
+from keras_policy_ext._keras import averages, variable_values
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SEALED,
+    SLOTS,
+)
+from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.recipes import OPERANDS, Recipe
+
+_MOVED = (
+    "The float8 state of a layer was changed as if it were a weight. It is not "
+    "used: scales come from the amax of each tensor until amaxes are observed "
+    "anew. Received: a step of an optimizer that is neither Keras's nor of "
+    "torch.optim, or a value that was computed from another variable. Allowed: "
+    "observations, states, and averages of states. For an optimizer, or to "
+    "pair the weights of two models, leave out those for which "
+    "`keras_policy_ext.loops.is_state` is True, as `loops.weights(model)` "
+    "does; `keras_policy_ext.inspect(model)` shows them."
+)
+
+
+SUFFIX = "_amax"
+"""Ends the name of a state variable: a LayoutMap for kernels won't match."""
+
+
+def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """The settled state of what was never observed."""
+    return ops.concatenate(
+        [
+            -ops.ones((shape[0], 1), dtype),
+            ops.zeros((shape[0], shape[1] - 1), dtype),
+        ],
+        axis=1,
+    )
+
+
+def _on_every_device() -> dict[str, Any]:
+    """The layout of a state on JAX: whole, whatever a LayoutMap matches.
+
+    Keras 3.12 searches a path for a pattern, so that the one of a kernel
+    finds the state of that kernel; other patterns name whole layers.
+    """
+    distribution = keras.distribution.distribution()
+    if keras.backend.backend() != "jax" or distribution is None:
+        return {}
+    mesh = distribution.device_mesh
+    return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
+
+
+class StateVariable(
+    averages.NotAveraged, variable_values.TellsItsValue, keras.Variable
+):
+    """A variable that Keras overwrites with its "gradient".
+
+    Assigning is where an observation becomes state: see
+    `numerics.observations`. Zeros, which JAX hands out as the gradient of
+    what was not used, leave it as it was.
+
+    Attributes:
+        recipe: What the state is kept for.
+        kernel: The contracted weight.
+        uses: How often the kernel was used since the last assignment.
+        observed: What was observed since then, where a framework keeps it
+            with the variable.
+    """
+
+    observed: Any = None
+    _looked_at: Any = None
+    _said = False
+
+    def __init__(self, recipe: Recipe, kernel: keras.Variable, name: str):
+        self.recipe = recipe
+        self.kernel = kernel
+        self.uses = 0
+        super().__init__(
+            initializer=_unobserved,
+            shape=source_of(recipe).state_shape,
+            dtype="float32",
+            autocast=False,
+            aggregation="only_first_replica",
+            name=name,
+            **_on_every_device(),
+        )
+
+    def value_made(self, value: Any) -> None:
+        """Be told of the tensor that holds this variable."""
+        frameworks.current().keep_observations(self, value)
+
+    def assign(self, value: Any) -> Any:
+        """Settle `value`, an observation or a state, and store the result.
+
+        Raises:
+            ValueError: If `value` has another shape, or is a NumPy array, as
+                in `set_weights`, that is no observation and no state.
+        """
+        self._check_shape(value)
+        self.check(value)
+        settled = _is_settled(value)
+        if settled:
+            value = _sealed(value)
+            if self.observed is not None:
+                self.observed.taken()  # It was observed of another state.
+        self.uses = 0
+        value = ops.convert_to_tensor(value, dtype=self.dtype)
+        readable = not settled and variable_values.has_value(self)
+        if readable and tuple(value.shape) == tuple(self.shape):
+            value = frameworks.current().assigned(
+                self, value, source_of(self.recipe).settle
+            )
+        assigned = super().assign(value)
+        if readable or settled:
+            self.look()
+        return assigned
+
+    def matrix(self) -> Any:
+        """The tensor in this variable.
+
+        Raises:
+            ValueError: If a module of PyTorch has cast it, as
+                `model.to(torch.bfloat16)` does.
+        """
+        value = variable_values.value_without_autocast(self)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if dtype != self.dtype:
+            raise ValueError(_cast(self.path, dtype))
+        return value
+
+    def look(self) -> None:
+        """Warn, once, if this state was moved and can be read at no cost."""
+        value = frameworks.current().known_value(self)
+        if value is None or value is self._looked_at:
+            return
+        # On JAX each assignment brings another array.
+        self._looked_at = None if isinstance(value, np.ndarray) else value
+        self.trusted(np.asarray(value))
+
+    def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
+        """The state, with rows as if never observed that were moved.
+
+        Warns of them, once until they are mended.
+
+        Args:
+            matrix: What the variable holds, where that is known.
+
+        Returns:
+            A copy.
+        """
+        if matrix is None:
+            matrix = ops.convert_to_numpy(self.matrix())
+        matrix = np.array(matrix)
+        moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
+        if moved.any() and not self._said:
+            warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
+        self._said = bool(moved.any())
+        matrix[moved] = never_observed(matrix.shape)[moved]
+        return matrix
+
+    def observe(self, operand: str, amax: Any) -> None:
+        """Enter the amax of one operand, and leave the others as they are.
+
+        Args:
+            operand: One of `recipes.OPERANDS`.
+            amax: Float32 scalar.
+        """
+        amax = np.float32(ops.convert_to_numpy(amax))
+        row = OPERANDS.index(operand)
+        matrix = np.array(ops.convert_to_numpy(self.value))
+        layout = source_of(self.recipe).layout
+        fresh = not (
+            layout.scale(matrix)[row] or layout.history(matrix)[row].any()
+        )
+        if fresh and np.isfinite(amax):
+            # What settling comes to, without its thirty operations.
+            layout.history(matrix)[row, 0] = amax
+        else:
+            matrix[row] = 0.0
+            matrix[row, :2] = 1.0, amax
+        self.assign(matrix)
+
+    def rows(self) -> dict[str, tuple[np.float32, np.ndarray]]:
+        """For each operand its last scale and its amaxes, newest first.
+
+        The scale is 0 where none came from a history yet, and the amaxes are
+        0 as far as nothing was observed.
+        """
+        layout = source_of(self.recipe).layout
+        matrix = self.trusted()
+        return {
+            operand: (scale, newest_first(ring))
+            for operand, scale, ring in zip(
+                OPERANDS,
+                layout.scale(matrix),
+                layout.history(matrix),
+                strict=True,
+            )
+        }
+
+    def has_seen(self, operand: str) -> bool:
+        """Whether an amax of an operand was ever entered."""
+        scale, amaxes = self.rows()[operand]
+        return bool(scale > 0 or np.any(amaxes > 0))
+
+    def _check_shape(self, value: Any) -> None:
+        shape = getattr(value, "shape", None)
+        if shape is None or tuple(shape) == tuple(self.shape):
+            return
+        raise ValueError(
+            f"This is no float8 state of {self.path!r}. Received: a value of "
+            f"shape {tuple(shape)}. Allowed: {tuple(self.shape)}. "
+            "Where the weights of two models are paired, one of them is in "
+            "float8 and the other is not, or with another history length: "
+            "pair those of `keras_policy_ext.loops.weights(model)`, which "
+            "leave the state out."
+        )
+
+    def check(self, value: Any) -> None:
+        """Raise if an array is no observation and no state.
+
+        Raises:
+            ValueError: If so; tensors are not looked at.
+        """
+        if isinstance(value, np.ndarray):
+            check_rows(self, value)
+
+    @property
+    def overwrite_with_gradient(self) -> bool:
+        """Always true, to an optimizer that asks."""
+        return True
+
+    def next_slot(self) -> int:
+        """Number the uses between two assignments, modulo `SLOTS`.
+
+        More numbers would mean more plans, each compiled for itself.
+        """
+        slot = self.uses
+        self.uses = (slot + 1) % SLOTS
+        return slot
+
+
+def never_observed(shape: tuple[int, ...]) -> np.ndarray:
+    """The settled state of what was never observed, as an array."""
+    matrix = np.zeros(shape, "float32")
+    matrix[:, 0] = -1.0
+    return matrix
+
+
+def check_rows(variable: StateVariable, value: np.ndarray) -> None:
+    """Raise if this array is no observation and no state."""
+    if value.shape != tuple(variable.shape):
+        return  # Keras says so.
+    uses = value[:, 0]
+    settled = value[uses < 0]
+    sealed = np.abs(settled[:, 0] - SEALED) <= ROUNDING
+    if not (
+        np.isfinite(uses).all() and sealed.all() and is_amax(settled[:, 1:])
+    ):
+        raise ValueError(
+            f"This array is no float8 state of {variable.path!r}. Received: "
+            f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "
+            "as `get_weights` returns them. Leave the variable as it is, or "
+            "load the model from a file. Where weights of two models are "
+            "paired, take those of `keras_policy_ext.loops.weights(model)`, "
+            "which leave the state out."
+        )
+
+
+def _cast(path: str, dtype: str) -> str:
+    return (
+        f"The float8 state of {path!r} was cast, and its amaxes with it. "
+        f"Received: {dtype}. Allowed: float32. `module.to(dtype)` casts all "
+        "parameters, and Keras is not told: call `model.float()`. For another "
+        "dtype make the layers under a policy, such as 'mixed_bfloat16'."
+    )
+
+
+def newest_first(ring: np.ndarray) -> np.ndarray:
+    """A ring as a list, newest first."""
+    return np.concatenate([ring[:1], ring[:0:-1]])
+
+
+def _sealed(value: np.ndarray) -> np.ndarray:
+    """A settled state whose rows are sealed exactly, not within rounding."""
+    value = np.array(value)
+    value[:, 0] = SEALED
+    return value
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether an array has no row to settle."""
+    return (
+        isinstance(value, np.ndarray)
+        and value.ndim == 2
+        and bool(np.all(value[:, 0] < 0))
+    )
+
+
+def is_amax(values: np.ndarray) -> bool:
+    """Whether all numbers may be amaxes."""
+    return bool(np.all(np.isfinite(values)) and np.all(values >= 0))

@@ -1,0 +1,153 @@
+"""Casts, quantization and rounding, in NumPy."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from keras_policy_ext import formats
+
+Array = np.ndarray[Any, Any]
+
+
+def cast(x: Any, dtype: str) -> Array:
+    """Saturating change of dtype.
+
+    Values beyond ±max and ±inf become ±max, NaN stays NaN, subnormals are
+    kept, and rounding is to nearest, ties to even. The clip comes first:
+    ml_dtypes turns 465 into NaN in `float8_e4m3fn`.
+
+    Args:
+        x: Array of any shape, read as float32.
+        dtype: A signed narrow format.
+
+    Returns:
+        Array of that dtype and of x's shape.
+
+    Raises:
+        ValueError: If the format is unknown, or unsigned
+            (`float8_e8m0fnu` holds exponents: see `quantize_mx`).
+    """
+    target = signed_format(dtype)
+    limit = np.float32(target.max)
+    with np.errstate(invalid="ignore"):  # NumPy warns of NaN.
+        return np.clip(float32(x), -limit, limit).astype(target.dtype)
+
+
+def round_scalar(x: float, dtype: str) -> float:
+    """Round one number by exact arithmetic; `cast` must agree with it.
+
+    The number is split into a significand and an exponent; the spacing of
+    the format at that exponent divides it; the quotient, an exact fraction,
+    is rounded to an integer. After gfloat's `round_float`.
+
+    Args:
+        x: Any Python float.
+        dtype: A signed narrow format.
+
+    Returns:
+        The nearest number of the format, ties to even, saturating.
+
+    Raises:
+        ValueError: As for `cast`.
+    """
+    target = signed_format(dtype)
+    if math.isnan(x) or x == 0:
+        return x
+    if math.isinf(x):
+        return math.copysign(target.max, x)
+    exponent = math.frexp(abs(x))[1] - 1
+    lowest = math.frexp(target.smallest_normal)[1] - 1
+    spacing = Fraction(2) ** (max(exponent, lowest) - target.mantissa_bits)
+    steps = round(Fraction(abs(x)) / spacing)  # Ties go to the even integer.
+    return math.copysign(min(float(steps * spacing), target.max), x)
+
+
+def stochastic_round(x: Any, bits: Any, dtype: str = "bfloat16") -> Array:
+    """Round to one of the two neighbours, as 16 random bits say.
+
+    A number at the fraction p between its neighbours, p rounded down to a
+    multiple of 2^-16, becomes the one further from 0 where p + bits * 2^-16
+    reaches 1: for a share p of all bits. Finite numbers stay finite.
+
+    Args:
+        x: Array of any shape, read as float32.
+        bits: Integers from 0 to 2^16 - 1, broadcastable to x.
+        dtype: `"bfloat16"`, `"float16"`, or another signed ml_dtypes format
+            with infinities.
+
+    Returns:
+        Array of that dtype.
+    """
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    with np.errstate(invalid="ignore"):  # NumPy warns of NaN.
+        x = float32(x).astype(np.float64)
+    finite = np.where(np.isfinite(x), np.abs(x), 0.0)
+    exponent = np.maximum(np.frexp(finite)[1] - 1, info.minexp)
+    spacing = np.ldexp(1.0, exponent - info.nmant)
+    below = np.floor(finite / spacing)
+    fraction = np.floor((finite / spacing - below) * 2**16)
+    further = fraction + np.asarray(bits, np.int64) >= 2**16
+    rounded = np.minimum((below + further) * spacing, float(info.max))
+    return np.where(np.isfinite(x), np.copysign(rounded, x), x).astype(
+        info.dtype
+    )
+
+
+def quantize(x: Any, scale: Any, dtype: str) -> Array:
+    """`cast(float32(x) / scale)`: divide first, then saturate.
+
+    Args:
+        x: Array of any shape.
+        scale: Dequantizing scale, broadcastable to x.
+        dtype: A signed narrow format.
+
+    Returns:
+        Codes: an array of that dtype and of x's shape.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return cast(float32(x) / float32(scale), dtype)
+
+
+def dequantize(q: Any, scale: Any, dtype: Any = "float32") -> Array:
+    """`float32(q) * scale`, then a cast to dtype.
+
+    Args:
+        q: Codes of any shape.
+        scale: Dequantizing scale, broadcastable to q.
+        dtype: Any NumPy dtype, or the name of an ml_dtypes one.
+
+    Returns:
+        Array of that dtype and of q's shape.
+    """
+    return (float32(q) * float32(scale)).astype(np.dtype(dtype))
+
+
+def quantize_dequantize(
+    x: Any, scale: Any, dtype: str, out_dtype: Any = "float32"
+) -> Array:
+    """`dequantize(quantize(x))`: what a matmul in that format sees of x."""
+    return dequantize(quantize(x, scale, dtype), scale, out_dtype)
+
+
+def signed_format(dtype: str) -> formats.Format:
+    """A format that has a sign.
+
+    Raises:
+        ValueError: If it is unknown, or unsigned.
+    """
+    target = formats.get(dtype)
+    if target.name == "float8_e8m0fnu":
+        raise ValueError(
+            "float8_e8m0fnu holds exponents, not signed numbers. Received: "
+            f"dtype={dtype!r}. Allowed: the other formats of formats.names(). "
+            "Use quantize_mx, which makes such scales."
+        )
+    return target
+
+
+def float32(x: Any) -> Array:
+    """Anything that NumPy takes, as float32."""
+    return np.asarray(x).astype(np.float32)

@@ -1,0 +1,184 @@
+"""A whole linear layer: the three matmuls of quantized operands, in NumPy."""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from keras_policy_ext.reference.casting import quantize
+from keras_policy_ext.reference.scales import (
+    amax,
+    delayed_scale,
+    scale_from_amax,
+    update_history,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+class Scaling(Protocol):
+    """What the reference asks of a recipe (`recipes.Recipe` has it)."""
+
+    @property
+    def history_length(self) -> int:
+        """Length of the amax history; 0 for stateless recipes."""
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """Keyword arguments for `scale_from_amax`."""
+
+    def format_of(self, operand: str) -> str:
+        """The ml_dtypes name of an operand's format."""
+
+
+class Linear(NamedTuple):
+    """One float8 linear layer, forward and backward.
+
+    Attributes:
+        y: `(..., out)`, the output.
+        inputs_grad: `(..., in)`.
+        kernel_grad: `(in, out)`.
+        quantized: Codes by operand.
+        scales: Dequantizing scales by operand.
+    """
+
+    y: Array
+    inputs_grad: Array
+    kernel_grad: Array
+    quantized: dict[str, Array]
+    scales: dict[str, Array]
+
+
+def linear(x: Any, kernel: Any, g: Any, recipe: Scaling) -> Linear:
+    """A linear layer under tensorwise current scaling.
+
+    `y = x·w`, `inputs_grad = g·wᵀ`, `kernel_grad = xᵀ·g`, all over quantized
+    operands, accumulated in float64 and rounded once to float32.
+
+    Args:
+        x: `(..., in)`.
+        kernel: `(in, out)`.
+        g: `(..., out)`, the gradient of the output.
+        recipe: A stateless tensorwise recipe.
+
+    Returns:
+        A `Linear`.
+
+    Raises:
+        ValueError: If the recipe keeps a history (see `DelayedLinear`).
+    """
+    if recipe.history_length:
+        raise ValueError(
+            "reference.linear keeps no state between steps. Received: "
+            f"{recipe!r}. Allowed: a recipe without history, such as "
+            "CurrentScaling(). Use DelayedLinear."
+        )
+    operands = {"inputs": x, "kernel": kernel, "outputs_grad": g}
+    scales = {
+        operand: scale_from_amax(
+            amax(value), recipe.format_of(operand), **recipe.scale_options
+        )
+        for operand, value in operands.items()
+    }
+    return _linear(operands, scales, recipe)
+
+
+class DelayedLinear:
+    """A linear layer under delayed scaling, step by step.
+
+    `forward` and `backward` of one step use the scales that follow from the
+    histories before it, then observe. Products accumulate in
+    float64; the scales are `scale_of_multiplier`'s, so that a free-running
+    trace of steps has the amaxes and scales of Flax.
+
+    Args:
+        recipe: A `recipes.DelayedScaling`.
+
+    Attributes:
+        histories: float32 `(length,)` by operand.
+        scales: float32 scalar by operand: the ones last used.
+    """
+
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
+        self.histories: dict[str, Array] = {}
+        self.scales: dict[str, np.float32] = {}
+        self._known: set[str] = set()
+        self.quantized: dict[str, Array] = {}
+        for operand in ("inputs", "kernel", "outputs_grad"):
+            length = recipe.history_length
+            self.histories[operand] = np.zeros(length, np.float32)
+            self.scales[operand] = np.float32(1)
+
+    def forward(self, x: Any, kernel: Any, observe: bool = True) -> Array:
+        """The output `(..., out)` of x `(..., in)` and kernel `(in, out)`.
+
+        With `observe=False` (a pass that is not training) the histories and
+        scales stay as they are.
+        """
+        a, scale_a = self._quantize("inputs", x, observe)
+        b, scale_b = self._quantize("kernel", kernel, observe)
+        return _product(a, b, scale_a, scale_b)
+
+    def backward(self, g: Any) -> tuple[Array, Array]:
+        """inputs_grad `(..., in)` and kernel_grad of g `(..., out)`."""
+        c, scale = self._quantize("outputs_grad", g, True)
+        x, kernel = self.quantized["inputs"], self.quantized["kernel"]
+        inputs_grad = _product(c, kernel.T, scale, self.scales["kernel"])
+        kernel_grad = _product(
+            _rows(x).T, _rows(c), self.scales["inputs"], scale
+        )
+        return inputs_grad, kernel_grad
+
+    def _quantize(
+        self, operand: str, x: Any, observe: bool
+    ) -> tuple[Array, np.float32]:
+        dtype = self.recipe.format_of(operand)
+        observed = amax(x)
+        scale = delayed_scale(
+            self.histories[operand],
+            dtype,
+            current_amax=observed,
+            previous=self.scales[operand] if operand in self._known else None,
+            margin=self.recipe.margin,
+            amax_compute=self.recipe.amax_compute,
+            initial_scale=self.recipe.initial_scale,
+        )
+        codes = quantize(x, scale, dtype)
+        if observe:
+            history = update_history(self.histories[operand], observed)
+            self.histories[operand] = history
+            self.scales[operand] = scale
+            self.quantized[operand] = codes
+            if history.any():
+                self._known.add(operand)
+        return codes, scale
+
+
+def _linear(
+    operands: dict[str, Any], scales: dict[str, Array], recipe: Scaling
+) -> Linear:
+    codes = {
+        operand: quantize(value, scales[operand], recipe.format_of(operand))
+        for operand, value in operands.items()
+    }
+    x, kernel, g = (codes[o] for o in ("inputs", "kernel", "outputs_grad"))
+    sx, sw, sg = (scales[o] for o in ("inputs", "kernel", "outputs_grad"))
+    return Linear(
+        y=_product(x, kernel, sx, sw),
+        inputs_grad=_product(g, kernel.T, sg, sw),
+        kernel_grad=_product(_rows(x).T, _rows(g), sx, sg),
+        quantized=codes,
+        scales=scales,
+    )
+
+
+def _product(a: Array, b: Array, scale_a: Any, scale_b: Any) -> Array:
+    """`(a·b) * scale_a * scale_b` in float64, rounded once to float32."""
+    product = a.astype(np.float64) @ b.astype(np.float64)
+    return (product * np.float64(scale_a) * np.float64(scale_b)).astype(
+        np.float32
+    )
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
