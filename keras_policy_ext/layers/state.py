@@ -125,7 +125,7 @@ class StateVariable(
         )
 
     def value_made(self, value: Any) -> None:
-        """Be told of the tensor that holds this variable."""
+        """Keep observations with this variable, whose tensor is made."""
         frameworks.current().keep_observations(self, value)
 
     def assign(self, value: Any) -> Any:
@@ -446,14 +446,14 @@ class Float8State(keras.layers.Layer):
                 framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:
-        """Be told that the layer is about to load its weights."""
+        """Note that the layer is about to load its weights."""
         self._layer_loaded = False
         self._stock_loaded = False
         if len(store.keys()):
             self._failure = None
 
     def layer_has_loaded(self) -> None:
-        """Be told that the layer has loaded its weights."""
+        """Note that the layer has loaded its weights."""
         self._layer_loaded = True
 
     def load_stock(self, entries: dict[str, np.ndarray]) -> None:
