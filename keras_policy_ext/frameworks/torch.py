@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.base import (
+    SECOND_DERIVATIVE,
     Framework,
     Operation,
     Settle,
@@ -164,22 +164,39 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
 
-    # Differentiated again, roundings and scales would be taken for functions
-    # whose slope says something; what comes out is far off.
     @staticmethod
     @torch.compiler.disable
-    @once_differentiable
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        state = ctx.saved_tensors[: ctx.uses_state]
-        leaves = ctx.saved_tensors[ctx.uses_state :]
-        with _no_autocast(outputs_grad):
+        saved = ctx.saved_tensors  # to be asked for once only
+        state, leaves = saved[: ctx.uses_state], saved[ctx.uses_state :]
+        with torch.no_grad(), _no_autocast(outputs_grad):
             inputs_grad, kernel_grad, state_grad = ctx.operation.backward(
                 ctx.frame.like(leaves),
                 outputs_grad,
                 state,
                 needed=ctx.needs_input_grad[1:3],
             )
+        if torch.is_grad_enabled():  # under create_graph=True
+            inputs_grad, kernel_grad = map(_once, (inputs_grad, kernel_grad))
         return None, inputs_grad, kernel_grad, *state_grad
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+        raise NotImplementedError(SECOND_DERIVATIVE)
+
+
+def _once(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return _Once.apply(gradient.detach().requires_grad_())
 
 
 def _no_view(x: Tensor) -> Tensor:
