@@ -84,11 +84,11 @@ def _is_deleted(value: Any) -> bool:
 
 
 class TellsItsValue:
-    """A variable that is told of the tensor which comes to hold it.
+    """A variable whose `value_made` gets the tensor that holds it.
 
     Keras makes that tensor in `_initialize`, in the constructor or, where a
     scope without state is open, later (keras 3.0 to 3.15). Where it does so
-    elsewhere, nobody is told. Expires with a public hook.
+    elsewhere, that is not called. Expires with a public hook.
     """
 
     def value_made(self, value: Any) -> None:

@@ -1,1 +1,1 @@
-"""Watching float8 at work: the demo, the doctor, tables and plots."""
+"""What float8 does in a model: the demo, the doctor, tables and plots."""

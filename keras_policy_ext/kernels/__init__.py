@@ -92,7 +92,7 @@ def select(
     recipe: Recipe | str | None = None,
     dtype: str = "float32",
 ) -> Choice:
-    """Which kind of kernel a contraction gets, and why.
+    """Which kind of kernel the forward matmul gets, and why.
 
     Args:
         contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.

@@ -241,7 +241,7 @@ class Float8Mixin(
     def load_own_variables(self, store: Any) -> None:
         """`Layer.load_own_variables`, and what Keras's own float8 wrote.
 
-        The state is told whether the weights were loaded.
+        The state notes whether the weights were loaded.
 
         Raises:
             ValueError: If the weights do not fit, or the state that Keras
@@ -391,7 +391,7 @@ class Float8Mixin(
 
     @property
     def kernel_choice(self) -> kernels.Choice | None:
-        """Whether the last contraction was native or emulated, and why."""
+        """Whether the last forward matmul was native, and why."""
         plan = self.__dict__.get("_last_plan")
         return None if plan is None else plan.choice
 

@@ -45,7 +45,7 @@ class StockStore:
 
 
 def split(store: Any, own: int) -> StockStore | None:
-    """Tell a layer's own weights from the state behind them.
+    """Separate a layer's own weights from the state behind them.
 
     Args:
         store: A mapping of numbers, as text, to arrays.

@@ -29,7 +29,7 @@ def policy(
     Args:
         config: `{"class_name": "Policy" or "PolicyV1", "config": ...}`.
         keep: Whether a loss scale stays, in a `LossScaleDTypePolicy`.
-        found: Is told the loss scale, if there is one.
+        found: Called with the loss scale, if there is one.
 
     Raises:
         ValueError: If the config means no policy.

@@ -1,8 +1,9 @@
 """Float8 arithmetic in `keras.ops`: the same bits on every backend.
 
-`casting` changes dtypes, `scaling` turns amaxes into scales, `rules` applies a
-recipe to an operand, `errors` measures what was lost, `stochastic` rounds to
-16 bits at random. `reference` (NumPy) is the judge of all of it.
+`casting` changes dtypes, `scaling` turns amaxes into scales, `tiles` and
+`quantized` make quantized tensors, `scale_sources` finds their scales,
+`observations` keeps histories, `errors` measures what was lost, `stochastic`
+rounds to 16 bits at random. `reference` (NumPy) is the judge of all of it.
 """
 
 from keras_policy_ext.numerics.casting import (

@@ -1,8 +1,8 @@
 """Where scales come from: one class for each way of finding them.
 
 A source is the arithmetic of a recipe: which scale an operand gets, what is
-observed of it, and how observations become state. Layers and kernels know
-sources by the protocol `ScaleSource` only, so that a new recipe is a new
+observed of it, and how observations become state. Layers and kernels call
+the methods of the protocol `ScaleSource` only, so that a new recipe is a new
 dataclass in `recipes` and, where its arithmetic is new, one class here.
 """
 
@@ -274,7 +274,7 @@ def source_of(recipe: Recipe) -> Any:
 def register(
     recipe_class: type[Recipe], source_class: Callable[[Recipe], Any]
 ) -> None:
-    """Tell which source finds the scales of a class of recipes.
+    """Register the source that finds the scales of a class of recipes.
 
     Args:
         recipe_class: A subclass of `Recipe`.
