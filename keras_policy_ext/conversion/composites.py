@@ -20,7 +20,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     held_policy,
-    source_of,
+    source_policy_of,
 )
 
 Followed = list[tuple[str, Float8DTypePolicy | None]]
@@ -74,7 +74,7 @@ def _declare(backbone: Any) -> None:
         return
     if _says(own, followed) or not any(policy for _, policy in followed):
         return
-    policy = _policy(source_of(backbone), followed)
+    policy = _policy(source_policy_of(backbone), followed)
     global_policy.replace_layer_policy(backbone, policy)
 
 

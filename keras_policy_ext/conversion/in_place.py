@@ -30,7 +30,7 @@ from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     held_policy,
     layers_in_float8,
-    source_of,
+    source_policy_of,
 )
 
 Decision = tuple[Candidate, Float8DTypePolicy]
@@ -217,7 +217,7 @@ def _target(
     given = own if requested is None else requested
     if not isinstance(given, Float8DTypePolicy):
         return None, f"its own policy is {own.name}, not float8"
-    resolved, source = given.for_path(layer.path), source_of(layer)
+    resolved, source = given.for_path(layer.path), source_policy_of(layer)
     if not isinstance(resolved, Float8DTypePolicy):
         return None, f"a rule of the policy keeps it in {source.name}"
     try:

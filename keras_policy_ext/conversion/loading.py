@@ -47,7 +47,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     policy_of,
-    source_of,
+    source_policy_of,
 )
 
 
@@ -253,7 +253,7 @@ def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
     policy = _policy(name, path_of(layer)) if name else None
     if stock_state.LENGTH_KEY in entries:
         policy = Float8DTypePolicy(
-            source_of(layer),
+            source_policy_of(layer),
             amax_history_length=int(entries[stock_state.LENGTH_KEY]),
         )
     follows = policy or float8_policy_of(layer)

@@ -15,36 +15,6 @@ class Terms(NamedTuple):
     out: str
 
 
-class MatmulForm(NamedTuple):
-    """An einsum as a batched matmul: letters in the order of the output.
-
-    Attributes:
-        batch: In both operands and in the output.
-        rows: In the first operand and in the output.
-        columns: In the second operand and in the output.
-        contracted: In both operands only.
-    """
-
-    batch: str
-    rows: str
-    columns: str
-    contracted: str
-
-
-class DotForm(NamedTuple):
-    """An einsum as XLA's `dot_general`, by numbers of axes.
-
-    Attributes:
-        contracted: Axes of the first operand, and of the second.
-        batch: Likewise.
-        transposed: Which axis of the product comes where in the output.
-    """
-
-    contracted: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    transposed: tuple[int, ...]
-
-
 def split(equation: str) -> Terms:
     """Split and check `"ab,bc->ac"`.
 
@@ -115,68 +85,6 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
         for term, rank in zip(terms, (first_rank, second_rank), strict=False)
     )
     return f"{first},{second}->{terms.out.replace('...', letters)}"
-
-
-@functools.lru_cache(maxsize=1024)
-def matmul_form(equation: str) -> MatmulForm | None:
-    """The batched matmul of an explicit equation.
-
-    Returns:
-        Its letters, or None where an operand has an axis of its own that is
-        summed away.
-    """
-    first, second, out = split(equation)
-    if set(first) - set(second + out) or set(second) - set(first + out):
-        return None
-    return MatmulForm(
-        batch="".join(c for c in out if c in first and c in second),
-        rows="".join(c for c in out if c in first and c not in second),
-        columns="".join(c for c in out if c in second and c not in first),
-        contracted="".join(c for c in first if c in second and c not in out),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def dot_form(equation: str) -> DotForm:
-    """The `dot_general` of an explicit equation that has a `matmul_form`.
-
-    Its product has the axes of the batch, then those that the first operand
-    has left, then those of the second, each in the order of the operand.
-    """
-    first, second, out = split(equation)
-    batch = "".join(c for c in out if c in first and c in second)
-    summed = "".join(c for c in first if c in second and c not in out)
-
-    def axes(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        a, b = ([term.index(c) for c in letters] for term in (first, second))
-        return tuple(a), tuple(b)
-
-    left = "".join(c for c in first + second if c not in batch + summed)
-    product = batch + left
-    order = tuple(product.index(c) for c in out)
-    return DotForm(axes(summed), axes(batch), order)
-
-
-def inputs_grad(equation: str) -> tuple[str, tuple[int, ...]]:
-    """The equation of the gradient of the first operand.
-
-    Returns:
-        The equation over (outputs_grad, second operand), and the axes of the
-        first operand that it lacks since they were summed away: the gradient
-        is constant along them.
-    """
-    first, second, out = split(equation)
-    kept = "".join(c for c in first if c in second or c in out)
-    axes = tuple(i for i, c in enumerate(first) if c not in kept)
-    return f"{out},{second}->{kept}", axes
-
-
-def kernel_grad(equation: str) -> tuple[str, tuple[int, ...]]:
-    """The same for the second operand, over (first operand, outputs_grad)."""
-    first, second, out = split(equation)
-    kept = "".join(c for c in second if c in first or c in out)
-    axes = tuple(i for i, c in enumerate(second) if c not in kept)
-    return f"{first},{out}->{kept}", axes
 
 
 def _form_error(equation: object, why: str) -> str:

@@ -13,7 +13,7 @@ from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.policies.of_layers import source_of
+from keras_policy_ext.policies.of_layers import source_policy_of
 
 # What a form keeps in a layer beside its state.
 _OF_FORMS = (
@@ -68,7 +68,7 @@ def leave_float8(layer: Any) -> None:
         layer: Any built layer; one without float8 stays as it is.
     """
     original = original_of(type(layer))
-    plain = source_of(layer)
+    plain = source_policy_of(layer)
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             if isinstance(layer, Float8Mixin):

@@ -39,7 +39,7 @@ def stock_policy_of(layer: Any) -> keras.DTypePolicy:
     return policy
 
 
-def source_of(layer: Any) -> keras.DTypePolicy:
+def source_policy_of(layer: Any) -> keras.DTypePolicy:
     """The policy of a layer as far as it is not float8.
 
     Returns:

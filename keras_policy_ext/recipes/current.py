@@ -12,7 +12,7 @@ from keras_policy_ext.recipes.fields import (
     put,
     tensorwise,
 )
-from keras_policy_ext.recipes.quantization import Quantization
+from keras_policy_ext.recipes.quantization import MATMULS, Quantization
 from keras_policy_ext.recipes.recipe import Recipe
 
 
@@ -45,7 +45,12 @@ class CurrentScaling(Recipe):
     @property
     def for_activations(self) -> Recipe:
         """This recipe, or where a subclass is finer, `CurrentScaling`."""
-        whole = self.granularity == "tensorwise"
+        asked = [
+            self.quantization(operand, matmul)
+            for matmul, operands in MATMULS.items()
+            for operand in operands
+        ]
+        whole = all(q is not None and q.tile.is_whole for q in asked)
         return self if whole else super().for_activations
 
     @property

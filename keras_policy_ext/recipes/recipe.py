@@ -167,9 +167,9 @@ def check(recipe: Recipe) -> None:
         if fault:
             raise ValueError(
                 f"Recipe {recipe!r} cannot be carried out: {fault}. Received "
-                f"for {matmul}: {first!r} and {second!r}. Allowed: what "
-                "`recipes.Quantization` says, for both operands or None for "
-                "both. Change `quantization` of the recipe."
+                f"for {matmul}: {first!r} and {second!r}. Allowed: None for "
+                f"both operands, or {_computed_words()}. Change "
+                "`quantization` of the recipe."
             )
 
 
@@ -185,20 +185,30 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
     return next(filter(None, unknown), "")
 
 
+_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "format": tuple(formats.ALIASES.values()),
+    "scale_format": data.SCALE_FORMATS[:1],
+    "scale_rounding": data.SCALE_ROUNDINGS[:2],
+    "rounding": data.ROUNDINGS[:1],
+    "hadamard": (None,),
+}
+"""The quantizations that this version computes, by attribute."""
+
+
 def _not_computed(asked: Quantization) -> str:
     """What of a quantization this version cannot compute."""
-    computed = {
-        "format": tuple(formats.ALIASES.values()),
-        "scale_format": data.SCALE_FORMATS[:1],
-        "scale_rounding": data.SCALE_ROUNDINGS[:2],
-        "rounding": data.ROUNDINGS[:1],
-        "hadamard": (None,),
-    }
-    for name, allowed in computed.items():
+    for name, allowed in _COMPUTED.items():
         if getattr(asked, name) not in allowed:
-            words = ", ".join(map(str, allowed))
+            words = " or ".join(map(str, allowed))
             return f"this version computes {name} {words} and no other"
     return ""
+
+
+def _computed_words() -> str:
+    return ", ".join(
+        f"{name} {' or '.join(map(str, allowed))}"
+        for name, allowed in _COMPUTED.items()
+    )
 
 
 def _register(cls: type[Recipe]) -> None:
