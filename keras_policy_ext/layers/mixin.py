@@ -1,11 +1,8 @@
-"""The protocol of a float8 layer: policy, state, contraction, saving."""
+"""The protocol of a float8 layer: policy, state, contraction."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -22,12 +19,18 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers import contraction_hooks, stock_state
-from keras_policy_ext.layers.drop_in import drop_ins
+from keras_policy_ext.layers import contraction_hooks
+from keras_policy_ext.layers.operands import (
+    check_sizes,
+    floating_dtype,
+    is_floating,
+    no_operands,
+    static_flag,
+)
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
+from keras_policy_ext.layers.saved_weights import SavedWeights
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.state_files import POLICY_KEY
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stock_calls import StockCalls
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.of_layers import policy_of
@@ -36,7 +39,11 @@ Tensor = Any
 
 
 class Float8Mixin(
-    built_layers.QuantizedAsLeaf, BuiltUnderSavedPath, _bases.MixedInto
+    built_layers.QuantizedAsLeaf,
+    BuiltUnderSavedPath,
+    SavedWeights,
+    StockCalls,
+    _bases.MixedInto,
 ):
     """Makes a layer's contractions follow a float8 policy.
 
@@ -162,7 +169,7 @@ class Float8Mixin(
         names = getattr(layer, "float8_kernels", cls.float8_kernels)
         if names is not None:
             return variable.name in names
-        return len(variable.shape) >= 2 and _is_floating(variable.dtype)
+        return len(variable.shape) >= 2 and is_floating(variable.dtype)
 
     @classmethod
     def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
@@ -201,82 +208,6 @@ class Float8Mixin(
         if entries:
             self.float8_state.load_own_variables(entries)
 
-    def save_own_variables(self, store: Any) -> None:
-        """`Layer.save_own_variables`, which merges LoRA's adapters."""
-        self.float8_state.texts = self._texts_for_file()
-        self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
-        super().save_own_variables(store)
-
-    def _texts_for_file(self) -> dict[str, str]:
-        """What a file says of this layer beside its state."""
-        policy = policy_of(self)
-        if not isinstance(policy, Float8DTypePolicy):
-            return {}
-        return {POLICY_KEY: policy.full_name}
-
-    def set_weights(self, weights: list[Any]) -> None:
-        """`Layer.set_weights`, where nothing is set if a state is wrong.
-
-        Raises:
-            ValueError: If the arrays do not fit, or one is no float8 state.
-        """
-        received = [np.shape(value) for value in weights]
-        allowed = [tuple(variable.shape) for variable in self.weights]
-        if received != allowed:
-            raise ValueError(self._other_shapes(received, allowed))
-        for variable, value in zip(self.weights, weights, strict=True):
-            if isinstance(variable, StateVariable):
-                variable.check(value)
-        super().set_weights(weights)
-
-    def _other_shapes(self, received: list[Any], allowed: list[Any]) -> str:
-        return (
-            f"These arrays are not those of layer {self.name!r}; none was "
-            f"set. Received: shapes {received}. Allowed: {allowed}. A state "
-            "of another history length is cut or padded when it is loaded "
-            "from a file. To pair the weights of two models, take those of "
-            "`keras_policy_ext.loops.weights(model)`, without the state."
-        )
-
-    def load_own_variables(self, store: Any) -> None:
-        """`Layer.load_own_variables`, and what Keras's own float8 wrote.
-
-        The state notes whether the weights were loaded.
-
-        Raises:
-            ValueError: If the weights do not fit, or the state that Keras
-                wrote is damaged; then nothing was changed.
-        """
-        self.float8_state.layer_loads(store)
-        stock = self._stock_store(store)
-        if stock is None:
-            super().load_own_variables(store)
-            self.float8_state.layer_has_loaded()
-            return
-        entries: dict[str, np.ndarray] = {}
-        if self.float8_state.matrices:
-            entries = stock_state.checked(stock.state, self.path)
-        super().load_own_variables(stock.own)
-        self.float8_state.layer_has_loaded()
-        self.float8_state.load_stock(entries)
-
-    def _stock_store(self, store: Any) -> stock_state.StockStore | None:
-        """What a file of Keras's own float8 has for this layer, if it is one.
-
-        Only a layer whose stock form knows float8 can have been in it.
-        """
-        spec = getattr(super(), "variable_serialization_spec", {})
-        if "float8" not in spec or not self.built:
-            return None
-        if self.quantization_mode not in (None, "float8"):
-            return None
-        return stock_state.split(store, own=1 + (self.bias is not None))
-
-    def count_params(self) -> int:
-        """`Layer.count_params`, without the float8 state."""
-        states = [v for v in self.weights if isinstance(v, StateVariable)]
-        return super().count_params() - sum(math.prod(v.shape) for v in states)
-
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
 
@@ -287,7 +218,7 @@ class Float8Mixin(
             `x`, in the compute dtype if it is floating.
         """
         dtype = keras.backend.standardize_dtype(x.dtype)
-        if dtype == self.compute_dtype or not _is_floating(dtype):
+        if dtype == self.compute_dtype or not is_floating(dtype):
             return x
         return ops.cast(x, self.compute_dtype)
 
@@ -339,12 +270,12 @@ class Float8Mixin(
                 is not floating.
         """
         if inputs is None or getattr(kernel, "shape", None) is None:
-            raise ValueError(_no_operands(inputs, kernel))
-        dtype = None if dtype is None else _floating_dtype(dtype)
+            raise ValueError(no_operands(inputs, kernel))
+        dtype = None if dtype is None else floating_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs)
         ranks = len(inputs.shape), len(kernel.shape)
         explicit = einsum.explicit(equation, *ranks)
-        _check_sizes(explicit, inputs.shape, kernel.shape)
+        check_sizes(explicit, inputs.shape, kernel.shape)
         if self.float8_policy is None:
             return self._plain_einsum(explicit, inputs, kernel, dtype)
         contraction = kernels.Einsum(explicit)
@@ -374,7 +305,7 @@ class Float8Mixin(
         first, second = (ops.convert_to_tensor(x) for x in (first, second))
         ranks = len(first.shape), len(second.shape)
         explicit = einsum.explicit(equation, *ranks)
-        _check_sizes(explicit, first.shape, second.shape)
+        check_sizes(explicit, first.shape, second.shape)
         if self.float8_policy is None:
             return self._plain_einsum(explicit, first, second)
         dtype = self.compute_dtype
@@ -394,105 +325,6 @@ class Float8Mixin(
         """Whether the last forward matmul was native, and why."""
         plan = self.__dict__.get("_last_plan")
         return None if plan is None else plan.choice
-
-    def quantize(
-        self, mode: Any = None, type_check: bool = True, **kwargs: Any
-    ) -> None:
-        """As the stock layer, under a policy that is not float8.
-
-        `Model.quantize` warns with the text of the error, and goes on.
-
-        Args:
-            mode: As for the stock layer, but not `"float8"`.
-            type_check: As for the stock layer: whether to refuse subclasses.
-            **kwargs: As for the stock layer.
-
-        Raises:
-            NotImplementedError: If the layer follows float8 or is to, or the
-                stock layer has no quantization.
-        """
-        layer: Any = self
-        if not isinstance(layer, Float8Mixin):
-            # Keras goes on calling this of a layer that was reverted since.
-            type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
-            return
-        self.quantize_after(super().quantize, mode, type_check, **kwargs)
-
-    def quantize_after(
-        self,
-        stock: Callable[..., None],
-        mode: Any = None,
-        type_check: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """`quantize`, which goes on to a given function of the stock layer."""
-        policy = self.float8_policy
-        if policy is not None:
-            stock_float8.refuse_quantization(
-                f"Layer {self.name!r} follows the policy "
-                f"{policy.full_name!r} and was not quantized: it stays in "
-                f"float8. Received: {mode!r}. Allowed: a layer under a plain "
-                "policy. Call `keras_policy_ext.revert(model)` first, then "
-                "quantize; `keras_policy_ext.convert(model, policy)` changes "
-                "how it is scaled."
-            )
-        if mode == "float8":
-            stock_float8.refuse_quantization(
-                f"Layer {self.name!r} was not quantized: it follows float8 "
-                f"by its policy, which is {self.dtype_policy.name!r}. "
-                "Received: 'float8'. Allowed: the other modes of Keras. Call "
-                "`keras_policy_ext.convert(model)`, or make the layer with "
-                "`dtype=keras_policy_ext.Float8DTypePolicy(...)`."
-            )
-        type_check = type_check and type(self) not in drop_ins().values()
-        stock(mode, type_check=type_check, **kwargs)
-
-    def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What Keras calls for a layer with a quantization mode."""
-        if self.float8_policy is None and stock_float8.is_quantized(self):
-            return super().quantized_call(*args, **kwargs)
-        return self.call(*args, **kwargs)
-
-    def rematerialized_call(
-        self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
-    ) -> Callable[..., Tensor]:
-        """Keras's, of a function of the floating tensors and nothing else.
-
-        Keras would rematerialize a function of all arguments: JAX then traces
-        `training`, and TensorFlow refuses keyword arguments in a graph and
-        has no gradient for a tensor that is not an argument.
-        """
-        leaves = keras.tree.flatten((args, kwargs))
-        differentiable = [_is_floating_tensor(leaf) for leaf in leaves]
-        tensors = list(itertools.compress(leaves, differentiable))
-        compiling = frameworks.current().is_compiling()
-        kind = None if compiling else kernels.preferred()
-
-        def bound(*tensors: Tensor) -> Tensor:
-            given = iter(tensors)
-            merged = [
-                next(given) if is_given else leaf
-                for leaf, is_given in zip(leaves, differentiable, strict=True)
-            ]
-            args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), merged)
-            # The second time it may be called on a thread of the framework.
-            chosen = contextlib.nullcontext()
-            with chosen if kind is None else kernels.prefer(kind):
-                return layer_call(*args_, **kwargs_)
-
-        again = super().rematerialized_call(bound, *args, **kwargs)
-        return lambda *args, **kwargs: again(*tensors)
-
-    def quantized_build(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `add_weight` makes the state of a float8 layer."""
-        if self.quantization_mode != "float8":
-            super().quantized_build(*args, **kwargs)
-
-    @property
-    def variable_serialization_spec(self) -> dict[str | None, list[str]]:
-        """Which weights are saved: in float8 those of a float layer."""
-        spec = dict(super().variable_serialization_spec)
-        return {**spec, "float8": spec[None]}
 
     def _follow(self, policy: keras.DTypePolicy) -> None:
         """Let the state follow another policy, or raise if it cannot."""
@@ -563,7 +395,7 @@ class Float8Mixin(
             inputs = ops.cast(inputs, dtype)
         if training is None:
             training = calls.training_of_call()
-        training = _static_flag(training)
+        training = static_flag(training)
         state, slot = self._state_of(kernel, policy, training)
         value = variable_values.value_without_autocast(kernel)
         plan = kernels.make_plan(
@@ -610,52 +442,3 @@ def _new_state(trainable: bool) -> Float8State:
     state = Float8State(trainable)
     built_layers.skip_in_quantize(state)
     return state
-
-
-def _static_flag(training: Any) -> bool | None:
-    """True, False, or None where the flag is traced and so not known."""
-    known = isinstance(training, (bool, int, np.bool_))
-    return bool(training) if known else None
-
-
-def _floating_dtype(dtype: Any) -> str:
-    with contextlib.suppress(ValueError):
-        name: str = keras.backend.standardize_dtype(dtype)
-        if name in ("float16", "bfloat16", "float32", "float64"):
-            return name
-    raise ValueError(
-        f"A product cannot be in this dtype. Received: dtype={dtype!r}. "
-        "Allowed: float16, bfloat16, float32, float64, or None for the "
-        "compute dtype. Cast the result to anything else."
-    )
-
-
-def _no_operands(inputs: Any, kernel: Any) -> str:
-    return (
-        "A float8 product is one of a tensor and a weight. Received: inputs "
-        f"{inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, and a "
-        "weight which the layer made with `add_weight`. Make the weight in "
-        "`build` or `__init__`."
-    )
-
-
-def _is_floating_tensor(x: Any) -> bool:
-    return keras.ops.is_tensor(x) and _is_floating(x.dtype)
-
-
-def _is_floating(dtype: Any) -> bool:
-    return "float" in keras.backend.standardize_dtype(dtype)
-
-
-def _check_sizes(equation: str, first: Any, second: Any) -> None:
-    """Raise if an axis has two sizes; einsum would broadcast a size of 1."""
-    terms = einsum.split(equation)
-    sizes = dict(zip(terms.first, first, strict=True))
-    for axis, size in zip(terms.second, second, strict=True):
-        other = sizes.get(axis, size)
-        if None not in (size, other) and size != other:
-            raise ValueError(
-                f"The operands of {equation!r} differ in axis {axis!r}. "
-                f"Received: shapes {tuple(first)} and {tuple(second)}. "
-                "Allowed: equal sizes. Transpose or repeat the inputs first."
-            )

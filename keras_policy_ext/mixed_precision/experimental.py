@@ -10,7 +10,11 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.mixed_precision import _arguments, optimizer
+from keras_policy_ext.mixed_precision import (
+    _arguments,
+    optimizer,
+    public_classes,
+)
 from keras_policy_ext.mixed_precision.policy import (
     global_policy,
     set_global_policy,
@@ -111,7 +115,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`."""
         config = dict(config)
-        inner = optimizer.read_inner(
+        inner = public_classes.read_inner(
             config.pop("inner_optimizer"), custom_objects
         )
         return cls(inner, **config)

@@ -13,7 +13,16 @@ from keras_policy_ext import frameworks
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments, scaling
 from keras_policy_ext.mixed_precision._handover import Handover
-from keras_policy_ext.mixed_precision.public_classes import with_public_class
+from keras_policy_ext.mixed_precision.gradients import (
+    as_accumulated,
+    is_overwritten,
+    may_belong,
+    with_scaled_states,
+)
+from keras_policy_ext.mixed_precision.public_classes import (
+    read_inner,
+    with_public_class,
+)
 from keras_policy_ext.mixed_precision.scaling import Growth, ScaleState
 from keras_policy_ext.policies.loss_scales import LARGEST
 
@@ -196,7 +205,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         grads = list(grads)
         known = self._known()
-        variables = known if _may_belong(grads, known) else None
+        variables = known if may_belong(grads, known) else None
         unscaled = self._unscaled(grads, variables)
         self._handover.give(grads, unscaled, states_too=variables is None)
         return unscaled
@@ -231,9 +240,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if scaled:
             grads = self._unscaled(grads, variables)
         elif self._handover.states_too:
-            grads = self._with_scaled_states(grads, variables)
+            grads = with_scaled_states(grads, variables, self._scale())
         if self.inner_optimizer.gradient_accumulation_steps:
-            grads = _as_accumulated(grads, variables)
+            grads = as_accumulated(grads, variables)
         framework.run_if(
             finite,
             self.inner_optimizer.apply,
@@ -320,13 +329,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         keys, inner = len(store.keys()), self.inner_optimizer.variables
         if self.built and set(STATE) <= set(store.keys()):
             self._restore({name: store[name] for name in STATE})
-        elif self.built and keys == len(inner):
-            _assign(inner, store, 0)
-        elif self.built and keys == STOCK_STATE + len(inner):
-            self._restore(
-                {"step_counter": store["2"], "dynamic_scale": store["3"]}
-            )
-            _assign(inner, store, STOCK_STATE)
+        elif self.built and keys - len(inner) in (0, STOCK_STATE):
+            first = keys - len(inner)
+            if first:
+                self._restore(
+                    {"step_counter": store["2"], "dynamic_scale": store["3"]}
+                )
+            for number, variable in enumerate(inner, first):
+                variable.assign(store[str(number)])
         else:
             super().load_own_variables(store)  # which warns
 
@@ -376,22 +386,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> list[Tensor | None]:
         left = [False] * len(grads)
         if variables is not None:
-            left = [_is_overwritten(v) for v in variables]
+            left = [is_overwritten(v) for v in variables]
         return scaling.unscaled(
             grads, ops.convert_to_tensor(self._scale()), left
         )
-
-    def _with_scaled_states(
-        self, grads: list[Tensor | None], variables: list[Any]
-    ) -> list[Tensor | None]:
-        """Undo the division of the observations of float8 state."""
-        scale = ops.convert_to_tensor(self._scale())
-        return [
-            ops.multiply(grad, ops.cast(scale, grad.dtype))
-            if grad is not None and _is_overwritten(variable)
-            else grad
-            for grad, variable in zip(grads, variables, strict=True)
-        ]
 
     def _variables_of(
         self, given: Iterable[Any] | None, count: int
@@ -449,37 +447,3 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         state = scaling.following(state, finite, growth)
         for variable, value in zip(variables, state, strict=True):
             variable.assign(ops.cast(value, variable.dtype))
-
-
-def read_inner(config: Any, custom_objects: Any = None) -> Any:
-    """The wrapped optimizer from its place in a config."""
-    if not isinstance(config, Mapping):
-        return config
-    return keras.optimizers.deserialize(
-        dict(config), custom_objects=custom_objects
-    )
-
-
-def _assign(variables: list[Any], store: Any, start: int) -> None:
-    for number, variable in enumerate(variables, start):
-        variable.assign(store[str(number)])
-
-
-def _as_accumulated(grads: list[Any], variables: list[Any]) -> list[Any]:
-    """Gradients in the dtypes of the variables: Keras accumulates in those."""
-    return [
-        grad if grad is None else ops.cast(grad, variable.dtype)
-        for grad, variable in zip(grads, variables, strict=True)
-    ]
-
-
-def _may_belong(grads: list[Any], variables: list[Any]) -> bool:
-    """Whether these can be gradients of the variables, in this order."""
-    return len(grads) == len(variables) and all(
-        grad is None or tuple(grad.shape) == tuple(variable.shape)
-        for grad, variable in zip(grads, variables, strict=True)
-    )
-
-
-def _is_overwritten(variable: Any) -> bool:
-    return bool(getattr(variable, "overwrite_with_gradient", False))

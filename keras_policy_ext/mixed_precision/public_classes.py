@@ -56,3 +56,12 @@ def with_public_class(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         "class_name": cls.__name__,
         "registered_name": None,
     }
+
+
+def read_inner(config: Any, custom_objects: Any = None) -> Any:
+    """The wrapped optimizer from its place in a config."""
+    if not isinstance(config, Mapping):
+        return config
+    return keras.optimizers.deserialize(
+        dict(config), custom_objects=custom_objects
+    )

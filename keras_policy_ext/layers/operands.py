@@ -1,0 +1,68 @@
+"""Checks of what a float8 layer is given to multiply."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext.kernels import einsum
+
+
+def static_flag(training: Any) -> bool | None:
+    """True, False, or None where the flag is traced and so not known."""
+    known = isinstance(training, (bool, int, np.bool_))
+    return bool(training) if known else None
+
+
+def floating_dtype(dtype: Any) -> str:
+    """The name of a dtype that a product can be in.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    with contextlib.suppress(ValueError):
+        name: str = keras.backend.standardize_dtype(dtype)
+        if name in ("float16", "bfloat16", "float32", "float64"):
+            return name
+    raise ValueError(
+        f"A product cannot be in this dtype. Received: dtype={dtype!r}. "
+        "Allowed: float16, bfloat16, float32, float64, or None for the "
+        "compute dtype. Cast the result to anything else."
+    )
+
+
+def no_operands(inputs: Any, kernel: Any) -> str:
+    """The message for what is no tensor or no weight."""
+    return (
+        "A float8 product is one of a tensor and a weight. Received: inputs "
+        f"{inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, and a "
+        "weight which the layer made with `add_weight`. Make the weight in "
+        "`build` or `__init__`."
+    )
+
+
+def is_floating_tensor(x: Any) -> bool:
+    """Whether this is a tensor of a floating dtype."""
+    return keras.ops.is_tensor(x) and is_floating(x.dtype)
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether a dtype is floating."""
+    return "float" in keras.backend.standardize_dtype(dtype)
+
+
+def check_sizes(equation: str, first: Any, second: Any) -> None:
+    """Raise if an axis has two sizes; einsum would broadcast a size of 1."""
+    terms = einsum.split(equation)
+    sizes = dict(zip(terms.first, first, strict=True))
+    for axis, size in zip(terms.second, second, strict=True):
+        other = sizes.get(axis, size)
+        if None not in (size, other) and size != other:
+            raise ValueError(
+                f"The operands of {equation!r} differ in axis {axis!r}. "
+                f"Received: shapes {tuple(first)} and {tuple(second)}. "
+                "Allowed: equal sizes. Transpose or repeat the inputs first."
+            )

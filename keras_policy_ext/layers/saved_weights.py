@@ -1,0 +1,103 @@
+"""The weights of a float8 layer: how Keras saves, loads and counts them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from keras_policy_ext import _bases
+from keras_policy_ext.layers import stock_state
+from keras_policy_ext.layers.state_files import POLICY_KEY
+from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import policy_of
+
+
+class SavedWeights(_bases.MixedInto):
+    """What `Float8Mixin` changes in how a layer keeps its weights."""
+
+    float8_state: Any
+
+    def save_own_variables(self, store: Any) -> None:
+        """`Layer.save_own_variables`, which merges LoRA's adapters."""
+        self.float8_state.texts = self._texts_for_file()
+        self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
+        super().save_own_variables(store)
+
+    def _texts_for_file(self) -> dict[str, str]:
+        """What a file says of this layer beside its state."""
+        policy = policy_of(self)
+        if not isinstance(policy, Float8DTypePolicy):
+            return {}
+        return {POLICY_KEY: policy.full_name}
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """`Layer.set_weights`, where nothing is set if a state is wrong.
+
+        Raises:
+            ValueError: If the arrays do not fit, or one is no float8 state.
+        """
+        received = [np.shape(value) for value in weights]
+        allowed = [tuple(variable.shape) for variable in self.weights]
+        if received != allowed:
+            raise ValueError(self._other_shapes(received, allowed))
+        for variable, value in zip(self.weights, weights, strict=True):
+            if isinstance(variable, StateVariable):
+                variable.check(value)
+        super().set_weights(weights)
+
+    def _other_shapes(self, received: list[Any], allowed: list[Any]) -> str:
+        return (
+            f"These arrays are not those of layer {self.name!r}; none was "
+            f"set. Received: shapes {received}. Allowed: {allowed}. A state "
+            "of another history length is cut or padded when it is loaded "
+            "from a file. To pair the weights of two models, take those of "
+            "`keras_policy_ext.loops.weights(model)`, without the state."
+        )
+
+    def load_own_variables(self, store: Any) -> None:
+        """`Layer.load_own_variables`, and what Keras's own float8 wrote.
+
+        The state notes whether the weights were loaded.
+
+        Raises:
+            ValueError: If the weights do not fit, or the state that Keras
+                wrote is damaged; then nothing was changed.
+        """
+        self.float8_state.layer_loads(store)
+        stock = self._stock_store(store)
+        if stock is None:
+            super().load_own_variables(store)
+            self.float8_state.layer_has_loaded()
+            return
+        entries: dict[str, np.ndarray] = {}
+        if self.float8_state.matrices:
+            entries = stock_state.checked(stock.state, self.path)
+        super().load_own_variables(stock.own)
+        self.float8_state.layer_has_loaded()
+        self.float8_state.load_stock(entries)
+
+    def _stock_store(self, store: Any) -> stock_state.StockStore | None:
+        """What a file of Keras's own float8 has for this layer, if it is one.
+
+        Only a layer whose stock form knows float8 can have been in it.
+        """
+        spec = getattr(super(), "variable_serialization_spec", {})
+        if "float8" not in spec or not self.built:
+            return None
+        if self.quantization_mode not in (None, "float8"):
+            return None
+        return stock_state.split(store, own=1 + (self.bias is not None))
+
+    def count_params(self) -> int:
+        """`Layer.count_params`, without the float8 state."""
+        states = [v for v in self.weights if isinstance(v, StateVariable)]
+        return super().count_params() - sum(math.prod(v.shape) for v in states)
+
+    @property
+    def variable_serialization_spec(self) -> dict[str | None, list[str]]:
+        """Which weights are saved: in float8 those of a float layer."""
+        spec = dict(super().variable_serialization_spec)
+        return {**spec, "float8": spec[None]}

@@ -1,0 +1,114 @@
+"""What Keras calls of a layer beside `call`: quantize, rematerialize."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_policy_ext import _bases, frameworks, kernels
+from keras_policy_ext._keras import stock_float8
+from keras_policy_ext.layers.drop_in import drop_ins
+from keras_policy_ext.layers.operands import is_floating_tensor
+
+Tensor = Any
+
+
+class StockCalls(_bases.MixedInto):
+    """What `Float8Mixin` changes in the calls of Keras."""
+
+    def quantize(
+        self, mode: Any = None, type_check: bool = True, **kwargs: Any
+    ) -> None:
+        """As the stock layer, under a policy that is not float8.
+
+        `Model.quantize` warns with the text of the error, and goes on.
+
+        Args:
+            mode: As for the stock layer, but not `"float8"`.
+            type_check: As for the stock layer: whether to refuse subclasses.
+            **kwargs: As for the stock layer.
+
+        Raises:
+            NotImplementedError: If the layer follows float8 or is to, or the
+                stock layer has no quantization.
+        """
+        layer: Any = self
+        if not isinstance(layer, StockCalls):
+            # Keras goes on calling this of a layer that was reverted since.
+            type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
+            return
+        self.quantize_after(super().quantize, mode, type_check, **kwargs)
+
+    def quantize_after(
+        self,
+        stock: Callable[..., None],
+        mode: Any = None,
+        type_check: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`quantize`, which goes on to a given function of the stock layer."""
+        policy = self.float8_policy
+        if policy is not None:
+            stock_float8.refuse_quantization(
+                f"Layer {self.name!r} follows the policy "
+                f"{policy.full_name!r} and was not quantized: it stays in "
+                f"float8. Received: {mode!r}. Allowed: a layer under a plain "
+                "policy. Call `keras_policy_ext.revert(model)` first, then "
+                "quantize; `keras_policy_ext.convert(model, policy)` changes "
+                "how it is scaled."
+            )
+        if mode == "float8":
+            stock_float8.refuse_quantization(
+                f"Layer {self.name!r} was not quantized: it follows float8 "
+                f"by its policy, which is {self.dtype_policy.name!r}. "
+                "Received: 'float8'. Allowed: the other modes of Keras. Call "
+                "`keras_policy_ext.convert(model)`, or make the layer with "
+                "`dtype=keras_policy_ext.Float8DTypePolicy(...)`."
+            )
+        type_check = type_check and type(self) not in drop_ins().values()
+        stock(mode, type_check=type_check, **kwargs)
+
+    def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What Keras calls for a layer with a quantization mode."""
+        if self.float8_policy is None and stock_float8.is_quantized(self):
+            return super().quantized_call(*args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def rematerialized_call(
+        self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Callable[..., Tensor]:
+        """Keras's, of a function of the floating tensors and nothing else.
+
+        Keras would rematerialize a function of all arguments: JAX then traces
+        `training`, and TensorFlow refuses keyword arguments in a graph and
+        has no gradient for a tensor that is not an argument.
+        """
+        leaves = keras.tree.flatten((args, kwargs))
+        differentiable = [is_floating_tensor(leaf) for leaf in leaves]
+        tensors = list(itertools.compress(leaves, differentiable))
+        compiling = frameworks.current().is_compiling()
+        kind = None if compiling else kernels.preferred()
+
+        def bound(*tensors: Tensor) -> Tensor:
+            given = iter(tensors)
+            merged = [
+                next(given) if is_given else leaf
+                for leaf, is_given in zip(leaves, differentiable, strict=True)
+            ]
+            args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), merged)
+            # The second time it may be called on a thread of the framework.
+            chosen = contextlib.nullcontext()
+            with chosen if kind is None else kernels.prefer(kind):
+                return layer_call(*args_, **kwargs_)
+
+        again = super().rematerialized_call(bound, *args, **kwargs)
+        return lambda *args, **kwargs: again(*tensors)
+
+    def quantized_build(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `add_weight` makes the state of a float8 layer."""
+        if self.quantization_mode != "float8":
+            super().quantized_build(*args, **kwargs)

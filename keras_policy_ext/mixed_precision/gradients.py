@@ -1,0 +1,43 @@
+"""Gradients beside the variables that they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+
+Tensor = Any
+
+
+def as_accumulated(grads: list[Any], variables: list[Any]) -> list[Any]:
+    """Gradients in the dtypes of the variables: Keras accumulates in those."""
+    return [
+        grad if grad is None else ops.cast(grad, variable.dtype)
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
+
+
+def may_belong(grads: list[Any], variables: list[Any]) -> bool:
+    """Whether these can be gradients of the variables, in this order."""
+    return len(grads) == len(variables) and all(
+        grad is None or tuple(grad.shape) == tuple(variable.shape)
+        for grad, variable in zip(grads, variables, strict=True)
+    )
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether an optimizer assigns the gradient of a variable to it."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def with_scaled_states(
+    grads: list[Tensor | None], variables: list[Any], scale: Any
+) -> list[Tensor | None]:
+    """Undo the division of the observations of float8 state by a scale."""
+    scale = ops.convert_to_tensor(scale)
+    return [
+        ops.multiply(grad, ops.cast(scale, grad.dtype))
+        if grad is not None and is_overwritten(variable)
+        else grad
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
