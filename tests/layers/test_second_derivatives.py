@@ -71,13 +71,13 @@ def test_the_same_is_answered_where_nothing_is_in_float8():
 
 @pytest.mark.parametrize("mode", ["full", None])
 def test_first_derivatives_go_through_loops_and_rematerialization(mode):
-    # Not the model: stock Keras cannot do it again on TensorFlow.
-    with keras.RematScope(mode=mode), kpe.policy_scope("float8_from_float32"):
-        layers = [
-            kpe.layers.GRU(5, return_sequences=True),
-            kpe.layers.Dense(2),
-        ]
-    model = keras.Sequential([keras.Input((3, 4)), *layers])
+    # Models and loops, which stock Keras cannot do again on TensorFlow, are
+    # outside.
+    with kpe.policy_scope("float8_from_float32"):
+        loop = kpe.layers.GRU(5, return_sequences=True)
+        with keras.RematScope(mode=mode):
+            dense = [kpe.layers.Dense(n) for n in (6, 2)]
+    model = keras.Sequential([keras.Input((3, 4)), loop, *dense])
     model.compile("sgd", "mse")
     x, y = np.ones((4, 3, 4), "float32"), np.ones((4, 3, 2), "float32")
     losses = model.fit(x, y, epochs=4, verbose=0).history["loss"]
