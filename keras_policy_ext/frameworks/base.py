@@ -117,6 +117,16 @@ class Framework:
         """Whether any flag holds; None where to read it would mean waiting."""
         return None
 
+    # Axes, without the time that an eager `ops.reshape` takes
+
+    def reshape(self, x: Tensor, shape: Any) -> Tensor:
+        """`ops.reshape`."""
+        return ops.reshape(x, shape)
+
+    def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        """`ops.transpose`."""
+        return ops.transpose(x, axes)
+
     # Branches and replicas
 
     def run_if(

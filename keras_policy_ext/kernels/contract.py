@@ -36,8 +36,7 @@ class Choice(NamedTuple):
         return self.kind == "native"
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A matmul that a kernel is wanted for.
 
     Attributes:

@@ -62,8 +62,8 @@ class Einsum:
     def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
         """See `Contraction.read`."""
         if in_one_scale(quantized.quantization):
-            values = self.form.matrix(name, quantized.values)
-            quantized = dataclasses.replace(quantized, values=values)
+            matrix = self.form.matrix(name, quantized.values)
+            quantized = quantized.with_values(matrix)
         return quantized.transposed if second else quantized
 
     def transposed(self, read: Quantized) -> Quantized:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import einsum
 
 Tensor = Any
@@ -79,10 +80,11 @@ class Form(NamedTuple):
         term, free, summed = self._home(operand)
         order = self.batch + free + summed
         term = "".join(c for c in term if c in order)
-        size = dict(zip(term, ops.shape(x), strict=True))
+        size = dict(zip(term, shape_of(x), strict=True))
         x = _permuted(x, term, order)
         groups = (self.batch, free, summed)
-        return ops.reshape(x, [_product(size, group) for group in groups])
+        shape = [_product(size, group) for group in groups]
+        return frameworks.current().reshape(x, shape)
 
     def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
         """The outputs, from (B, R, C)."""
@@ -116,12 +118,14 @@ class Form(NamedTuple):
 
         A gradient is constant along an axis that was summed alone.
         """
-        x = ops.reshape(matrix, [sizes[c] for c in order])
+        framework = frameworks.current()
+        x = framework.reshape(matrix, [sizes[c] for c in order])
         kept = "".join(c for c in term if c in order)
         x = _permuted(x, order, kept)
         if kept == term:
             return x
-        x = ops.reshape(x, [sizes[c] if c in kept else 1 for c in term])
+        shape = [sizes[c] if c in kept else 1 for c in term]
+        x = framework.reshape(x, shape)
         return ops.broadcast_to(x, [sizes[c] for c in term])
 
 
@@ -147,4 +151,10 @@ def _product(sizes: Sizes, letters: str) -> Any:
 def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
     if axes == wanted:
         return x
-    return ops.transpose(x, [axes.index(c) for c in wanted])
+    return frameworks.current().permute(x, [axes.index(c) for c in wanted])
+
+
+def shape_of(x: Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor: numbers, or scalars where they are not known."""
+    shape = tuple(x.shape)
+    return tuple(ops.shape(x)) if None in shape else shape

@@ -12,6 +12,7 @@ from keras import ops
 from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
+from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.quantized import Quantized
@@ -22,6 +23,7 @@ from keras_policy_ext.numerics.scale_sources import (
 )
 from keras_policy_ext.recipes import (
     MATMULS,
+    OPERANDS,
     Quantization,
     Recipe,
     matmuls_of,
@@ -30,6 +32,7 @@ from keras_policy_ext.recipes import (
 
 Tensor = Any
 Reads = dict[str, Quantized]
+Chosen = dict[str, tuple[Any, Choice]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +68,8 @@ class Residuals:
             known, rest = known.like(rest[:size]), rest[size:]
         if amaxes is not None:
             amaxes = rest[0], rest[1]
-        return dataclasses.replace(
-            self,
-            inputs=self.inputs.like(x),
-            kernel=self.kernel.like(w),
-            known=known,
-            amaxes=amaxes,
-        )
+        inputs, kernel = self.inputs.like(x), self.kernel.like(w)
+        return Residuals(inputs, kernel, known, amaxes, self.shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +122,30 @@ class Plan:
         """This plan, with what is preferred here and now."""
         return self if self.prefer else preferring(self, preferred())
 
-    def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """What becomes of an operand in a matmul."""
-        asked = self.recipe.quantization(operand, matmul)
-        return self.contraction.quantization(asked)
+    @functools.cached_property
+    def asked(self) -> dict[tuple[str, str], Quantization | None]:
+        """What becomes of each operand in each matmul."""
+        return {
+            (operand, matmul): self.contraction.quantization(
+                self.recipe.quantization(operand, matmul)
+            )
+            for matmul, operands in MATMULS.items()
+            for operand in operands
+        }
+
+    @functools.cached_property
+    def read_once(self) -> dict[str, bool]:
+        """Whether both matmuls read an operand that is quantized once."""
+        return {
+            operand: read_transposed(
+                *(self.asked[operand, m] for m in matmuls_of(operand))
+            )
+            for operand in OPERANDS
+        }
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
-        a, b = (self.quantization(o, matmul) for o in MATMULS[matmul])
+        a, b = (self.asked[operand, matmul] for operand in MATMULS[matmul])
         return self.contraction.choose(
             engines.engine(),
             matmul,
@@ -166,10 +180,13 @@ class Plan:
         """
         known = self._known(state)
         observe = observe and bool(state)
-        x, x_amax = self._reads("inputs", inputs, known, observe)
-        w, w_amax = self._reads("kernel", kernel, known, observe)
-        shapes = ops.shape(inputs), ops.shape(kernel)
-        outputs = self._product("forward", x, w, shapes, self.inputs_dtype)
+        chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
+        x, x_amax = self._reads("inputs", inputs, known, observe, chosen)
+        w, w_amax = self._reads("kernel", kernel, known, observe, chosen)
+        shapes = shape_of(inputs), shape_of(kernel)
+        outputs = self._product(
+            "forward", chosen, x, w, shapes, self.inputs_dtype
+        )
         amaxes = (x_amax, w_amax) if observe else None
         return outputs, Residuals(
             x["kernel_grad"], w["inputs_grad"], known, amaxes, shapes
@@ -206,19 +223,21 @@ class Plan:
             The three; None for a gradient that is not needed.
         """
         amaxes, shapes = residuals.amaxes, residuals.shapes
+        known, observe = residuals.known, amaxes is not None
+        chosen = {m: self.choose(m) for m in matmuls_of("outputs_grad")}
         g, g_amax = self._reads(
-            "outputs_grad", outputs_grad, residuals.known, amaxes is not None
+            "outputs_grad", outputs_grad, known, observe, chosen
         )
         inputs_grad = kernel_grad = None
         if needed[0]:
             w = {"inputs_grad": residuals.kernel}
             inputs_grad = self._product(
-                "inputs_grad", g, w, shapes, self.inputs_dtype
+                "inputs_grad", chosen, g, w, shapes, self.inputs_dtype
             )
         if needed[1]:
             x = {"kernel_grad": residuals.inputs}
             kernel_grad = self._product(
-                "kernel_grad", x, g, shapes, self.kernel_grad_dtype
+                "kernel_grad", chosen, x, g, shapes, self.kernel_grad_dtype
             )
             kernel_grad = ops.cast(kernel_grad, self.kernel_dtype)
         if not state:
@@ -240,16 +259,22 @@ class Plan:
         return known
 
     def _product(
-        self, matmul: str, a: Reads, b: Reads, shapes: Shapes, dtype: str
+        self,
+        matmul: str,
+        chosen: Chosen,
+        a: Reads,
+        b: Reads,
+        shapes: Shapes,
+        dtype: str,
     ) -> Tensor:
-        kernel, _ = self.choose(matmul)
+        kernel, _ = chosen[matmul]
         return self.contraction.product(
             matmul, kernel, a[matmul], b[matmul], shapes, dtype
         )
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""
-        asked = self.quantization(operand, matmuls_of(operand)[0])
+        asked = self.asked[operand, matmuls_of(operand)[0]]
         return self.contraction.operand(operand, x, asked)
 
     def _reads(
@@ -258,6 +283,7 @@ class Plan:
         x: Tensor,
         known: HistoryScales | None,
         observe: bool,
+        chosen: Chosen,
     ) -> tuple[Reads, Tensor | None]:
         """What each of its two matmuls reads of an operand, and its amax.
 
@@ -266,17 +292,20 @@ class Plan:
         numbers.
         """
         first, second = matmuls_of(operand)
-        asked = [self.quantization(operand, m) for m in (first, second)]
+        asked = [self.asked[operand, m] for m in (first, second)]
         home = self._operand(operand, x)
         amax = Amax(home, wanted=observe)
-        saturated, marked = self._read(operand, home, asked[0], amax, known)
+        cast = _cast(chosen[first], chosen[second])
+        saturated, marked = self._read(
+            operand, home, asked[0], amax, known, cast
+        )
         reads = {first: saturated if first == "forward" else marked}
-        if read_transposed(*asked):
+        if self.read_once[operand]:
             reads[second] = self.contraction.transposed(marked)
         else:
             home = self.contraction.operand(operand, x, asked[1])
             _, reads[second] = self._read(
-                operand, home, asked[1], amax, known, second=True
+                operand, home, asked[1], amax, known, cast, second=True
             )
         return reads, amax.known
 
@@ -287,6 +316,7 @@ class Plan:
         asked: Quantization | None,
         amax: Amax,
         known: HistoryScales | None,
+        cast: Any,
         second: bool = False,
     ) -> tuple[Quantized, Quantized]:
         """What a matmul reads: as the forward pass does, and as gradients do.
@@ -302,20 +332,20 @@ class Plan:
             return plain, plain
         asked = asked.transposed if second else asked
         scale = self.source.scale(operand, asked, amax, known)
-        whole, amaxes = quantized.quantize(
-            home, asked, scale, self._cast(operand)
-        )
+        whole, amaxes = quantized.quantize(home, asked, scale, cast)
         saturated = read(operand, whole, second)
         if amaxes is None:
             return saturated, saturated
-        return saturated, read(operand, whole.marked(amaxes), second)
+        if second and not asked.tile.is_whole:
+            amaxes = ops.swapaxes(amaxes, 1, 2)
+        return saturated, saturated.marked(amaxes)
 
-    def _cast(self, operand: str) -> Any:
-        """To float8 itself where a matmul of an operand reads that."""
-        engine = engines.engine()
-        choices = (self.choose(m)[1] for m in matmuls_of(operand))
-        native = any(choice.native for choice in choices)
-        return engine.narrow_cast if native else engine.cast
+
+def _cast(*chosen: tuple[Any, Choice]) -> Any:
+    """To float8 itself where a matmul of an operand reads that."""
+    engine = engines.engine()
+    native = any(choice.native for _, choice in chosen)
+    return engine.narrow_cast if native else engine.cast
 
 
 @functools.lru_cache(maxsize=4096)

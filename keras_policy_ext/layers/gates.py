@@ -44,8 +44,7 @@ class Gates(kernels.Einsum):
     ) -> kernels.Quantized:
         """See `Contraction.read`: the gates that are multiplied."""
         if name == "kernel" and in_one_scale(quantized.quantization):
-            values = self._cut(quantized.values)
-            quantized = dataclasses.replace(quantized, values=values)
+            quantized = quantized.with_values(self._cut(quantized.values))
         return super().read(name, quantized, second)
 
     def product(

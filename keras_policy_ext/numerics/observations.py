@@ -100,7 +100,7 @@ class Layout:
 
     def is_intact(self, state: Tensor) -> Tensor:
         """Which rows of a settled state nobody has moved, bool (rows,)."""
-        return ops.equal(state[:, 0], SEALED)
+        return state[:, 0] == SEALED
 
     def settled(self, scale: Tensor, history: Tensor) -> Tensor:
         """A state with these scales, (rows,), and histories."""

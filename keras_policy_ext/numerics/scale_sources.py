@@ -202,15 +202,16 @@ class DelayedSource:
 
     def history_scales(self, state: Tensor) -> HistoryScales:
         """Scales from the histories in `state`, (3, width)."""
-        reduced, stored = self._reduced(state), self._stored(state)
-        known = ops.greater(stored, 0.0)
+        intact = self.layout.is_intact(state)
+        reduced, stored = self._reduced(state, intact), self._stored(state)
+        known = stored > 0.0
         previous = ops.where(known, stored, self._initial)
         limits = ops.convert_to_tensor(self._limits, "float32")
         scales = self._scale(reduced, limits, previous)
         if not self._from_current:
             return HistoryScales(scales, None)
-        seen = ops.logical_or(known, scaling.is_positive_finite(reduced))
-        return HistoryScales(scales, ops.logical_not(seen))
+        seen = known | scaling.is_positive_finite(reduced)
+        return HistoryScales(scales, ~seen)
 
     def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
         margin = self.recipe.margin
@@ -221,12 +222,12 @@ class DelayedSource:
         intact = self.layout.is_intact(state)
         return ops.where(intact, self.layout.scale(state), 0.0)
 
-    def _reduced(self, state: Tensor) -> Tensor:
+    def _reduced(self, state: Tensor, intact: Tensor) -> Tensor:
         """The amaxes that scales are made of, (3,), likewise."""
         history = self.layout.history(state)
         newest_only = self.recipe.amax_compute == "most_recent"
         reduced = history[:, 0] if newest_only else ops.max(history, axis=1)
-        return ops.where(self.layout.is_intact(state), reduced, 0.0)
+        return ops.where(intact, reduced, 0.0)
 
 
 _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {

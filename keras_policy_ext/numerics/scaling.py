@@ -163,7 +163,8 @@ def is_positive_finite(amax: Tensor) -> Tensor:
     0 in a float comparison and torch does not.
     """
     bits = view(amax, "int32")
-    return ops.logical_and(ops.greater(bits, 0), ops.less(bits, _INFINITY_BITS))
+    # Operators, here and below: an eager call of `ops` takes ten times as long.
+    return (bits > 0) & (bits < _INFINITY_BITS)
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
         tile: How far one scale reaches.
 
     Returns:
-        Float32 (b, m', k'); (1, 1, 1) for a whole tensor.
+        Float32 (b, m', k'); a scalar for a whole tensor.
     """
     if tile.is_whole:
-        return ops.reshape(scaling.amax(matrix), (1, 1, 1))
+        return scaling.amax(matrix)
     if tile.free in (None, 1) and tile.contracted in (None, 1):
         axes = _whole_axes(tile)
         return scaling.amax(matrix, axes, keepdims=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from keras_policy_ext import formats
@@ -17,6 +18,7 @@ MATMULS = {
 """The three matmuls of a contraction, and the two operands of each."""
 
 
+@functools.cache
 def matmuls_of(operand: str) -> tuple[str, str]:
     """The two matmuls that read an operand, in the order in which they run."""
     first, second = (m for m, two in MATMULS.items() if operand in two)
