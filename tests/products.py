@@ -13,7 +13,8 @@ def whole(values, scale, dtype="float8_e4m3fn"):
 def read(equation, operand, quantized, second=False):
     """What the first or the second matmul reads of an operand."""
     contraction = kernels.Einsum(equation)
-    return contraction.read(operand, quantized, second)
+    home = contraction.read(operand, quantized)
+    return contraction.transposed(home) if second else home
 
 
 def three_products(equation, kernel, x, w, g, dtypes):

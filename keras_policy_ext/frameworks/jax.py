@@ -127,6 +127,13 @@ def _forward(
     return outputs, _Saved.of(residuals)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _outputs(
+    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+) -> Tensor:
+    return operation.forward(inputs, kernel, state, observe=False)[0]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _once(
     operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
@@ -151,7 +158,7 @@ def _run(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: State
 ) -> Tensor:
     # JAX calls this one only where no gradient is taken.
-    return _forward(operation.first_use, False, inputs, kernel, state)[0]
+    return _outputs(operation.first_use, inputs, kernel, state)
 
 
 def _run_forward(

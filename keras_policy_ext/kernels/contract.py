@@ -175,11 +175,11 @@ class Contraction(Hashable, Protocol):
             asked: What becomes of it; None if nothing does.
         """
 
-    def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
-        """What the first or second matmul reads of what was quantized."""
+    def read(self, name: str, quantized: Quantized) -> Quantized:
+        """What the first matmul reads of what was quantized."""
 
     def transposed(self, read: Quantized) -> Quantized:
-        """What the second matmul reads, if it reads what the first did."""
+        """The same as the second matmul reads it."""
 
     def product(
         self,

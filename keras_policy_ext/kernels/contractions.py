@@ -59,12 +59,11 @@ class Einsum:
         x = self.form.summed(name, x)
         return x if in_one_scale(asked) else self.form.matrix(name, x)
 
-    def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
-        """See `Contraction.read`."""
-        if in_one_scale(quantized.quantization):
-            matrix = self.form.matrix(name, quantized.values)
-            quantized = quantized.with_values(matrix)
-        return quantized.transposed if second else quantized
+    def read(self, name: str, quantized: Quantized) -> Quantized:
+        """See `Contraction.read`: the home matrix."""
+        if not in_one_scale(quantized.quantization):
+            return quantized
+        return quantized.with_values(self.form.matrix(name, quantized.values))
 
     def transposed(self, read: Quantized) -> Quantized:
         """See `Contraction.transposed`."""
@@ -153,7 +152,7 @@ class Conv:
         """See `Contraction.operand`: the tensor as it is."""
         return x
 
-    def read(self, name: str, quantized: Quantized, second: bool) -> Quantized:
+    def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: as it is."""
         return quantized
 

@@ -40,8 +40,9 @@ class Residuals:
     """What the backward pass needs of the forward pass.
 
     Attributes:
-        inputs: What `kernel_grad` reads.
-        kernel: What `inputs_grad` reads.
+        inputs: What `kernel_grad` reads, in the home matrix; a transposed
+            copy would be one more tensor.
+        kernel: What `inputs_grad` reads, likewise.
         known: What the state said, None for a recipe without.
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.
         shapes: Of the inputs and the kernel.
@@ -181,16 +182,17 @@ class Plan:
         known = self._known(state)
         observe = observe and bool(state)
         chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
-        x, x_amax = self._reads("inputs", inputs, known, observe, chosen)
-        w, w_amax = self._reads("kernel", kernel, known, observe, chosen)
+        x, x_kept, x_amax = self._reads(
+            "inputs", inputs, known, observe, chosen
+        )
+        w, w_kept, w_amax = self._reads(
+            "kernel", kernel, known, observe, chosen
+        )
         shapes = shape_of(inputs), shape_of(kernel)
-        outputs = self._product(
-            "forward", chosen, x, w, shapes, self.inputs_dtype
-        )
+        reads = {"inputs": x, "kernel": w}
+        outputs = self._product("forward", chosen, reads, shapes)
         amaxes = (x_amax, w_amax) if observe else None
-        return outputs, Residuals(
-            x["kernel_grad"], w["inputs_grad"], known, amaxes, shapes
-        )
+        return outputs, Residuals(x_kept, w_kept, known, amaxes, shapes)
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
@@ -225,20 +227,16 @@ class Plan:
         amaxes, shapes = residuals.amaxes, residuals.shapes
         known, observe = residuals.known, amaxes is not None
         chosen = {m: self.choose(m) for m in matmuls_of("outputs_grad")}
-        g, g_amax = self._reads(
+        g, g_again, g_amax = self._reads(
             "outputs_grad", outputs_grad, known, observe, chosen
         )
         inputs_grad = kernel_grad = None
         if needed[0]:
-            w = {"inputs_grad": residuals.kernel}
-            inputs_grad = self._product(
-                "inputs_grad", chosen, g, w, shapes, self.inputs_dtype
-            )
+            reads = {"outputs_grad": g, "kernel": residuals.kernel}
+            inputs_grad = self._product("inputs_grad", chosen, reads, shapes)
         if needed[1]:
-            x = {"kernel_grad": residuals.inputs}
-            kernel_grad = self._product(
-                "kernel_grad", chosen, x, g, shapes, self.kernel_grad_dtype
-            )
+            reads = {"outputs_grad": g_again, "inputs": residuals.inputs}
+            kernel_grad = self._product("kernel_grad", chosen, reads, shapes)
             kernel_grad = ops.cast(kernel_grad, self.kernel_dtype)
         if not state:
             return inputs_grad, kernel_grad, ()
@@ -259,18 +257,19 @@ class Plan:
         return known
 
     def _product(
-        self,
-        matmul: str,
-        chosen: Chosen,
-        a: Reads,
-        b: Reads,
-        shapes: Shapes,
-        dtype: str,
+        self, matmul: str, chosen: Chosen, reads: Reads, shapes: Shapes
     ) -> Tensor:
+        """One of the three products, of what its operands are read as."""
         kernel, _ = chosen[matmul]
-        return self.contraction.product(
-            matmul, kernel, a[matmul], b[matmul], shapes, dtype
+        a, b = (
+            reads[operand]
+            if matmul == matmuls_of(operand)[0]
+            else self.contraction.transposed(reads[operand])
+            for operand in MATMULS[matmul]
         )
+        last = matmul == "kernel_grad"
+        dtype = self.kernel_grad_dtype if last else self.inputs_dtype
+        return self.contraction.product(matmul, kernel, a, b, shapes, dtype)
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""
@@ -284,30 +283,27 @@ class Plan:
         known: HistoryScales | None,
         observe: bool,
         chosen: Chosen,
-    ) -> tuple[Reads, Tensor | None]:
-        """What each of its two matmuls reads of an operand, and its amax.
+    ) -> tuple[Quantized, Quantized, Tensor | None]:
+        """What its two matmuls read of an operand, and its amax.
 
         It is quantized once where the second matmul can read the transpose
         of what the first one reads, and otherwise twice, from its own
-        numbers.
+        numbers. Either is in the home matrix; the second is read transposed,
+        so that its tiles lie across.
         """
         first, second = matmuls_of(operand)
-        asked = [self.asked[operand, m] for m in (first, second)]
+        asked = self.asked[operand, first]
         home = self._operand(operand, x)
         amax = Amax(home, wanted=observe)
         cast = _cast(chosen[first], chosen[second])
-        saturated, marked = self._read(
-            operand, home, asked[0], amax, known, cast
-        )
-        reads = {first: saturated if first == "forward" else marked}
-        if self.read_once[operand]:
-            reads[second] = self.contraction.transposed(marked)
-        else:
-            home = self.contraction.operand(operand, x, asked[1])
-            _, reads[second] = self._read(
-                operand, home, asked[1], amax, known, cast, second=True
-            )
-        return reads, amax.known
+        saturated, marked = self._read(operand, home, asked, amax, known, cast)
+        read = saturated if first == "forward" else marked
+        if not self.read_once[operand]:
+            asked = self.asked[operand, second]
+            across = None if asked is None else asked.transposed
+            home = self.contraction.operand(operand, x, asked)
+            _, marked = self._read(operand, home, across, amax, known, cast)
+        return read, marked, amax.known
 
     def _read(
         self,
@@ -317,27 +313,22 @@ class Plan:
         amax: Amax,
         known: HistoryScales | None,
         cast: Any,
-        second: bool = False,
     ) -> tuple[Quantized, Quantized]:
         """What a matmul reads: as the forward pass does, and as gradients do.
 
         The outputs are those of saturated operands; where one was not finite
-        and no state tells of it, the gradients do. The second matmul sums
-        over the other axis, so that its tiles lie across the home matrix.
+        and no state tells of it, the gradients do.
         """
         read = self.contraction.read
         if asked is None:
             plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
-            plain = read(operand, plain, second)
+            plain = read(operand, plain)
             return plain, plain
-        asked = asked.transposed if second else asked
         scale = self.source.scale(operand, asked, amax, known)
         whole, amaxes = quantized.quantize(home, asked, scale, cast)
-        saturated = read(operand, whole, second)
+        saturated = read(operand, whole)
         if amaxes is None:
             return saturated, saturated
-        if second and not asked.tile.is_whole:
-            amaxes = ops.swapaxes(amaxes, 1, 2)
         return saturated, saturated.marked(amaxes)
 
 

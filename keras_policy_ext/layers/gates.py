@@ -40,12 +40,12 @@ class Gates(kernels.Einsum):
         return super().operand(name, x, asked)
 
     def read(
-        self, name: str, quantized: kernels.Quantized, second: bool
+        self, name: str, quantized: kernels.Quantized
     ) -> kernels.Quantized:
         """See `Contraction.read`: the gates that are multiplied."""
         if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
-        return super().read(name, quantized, second)
+        return super().read(name, quantized)
 
     def product(
         self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
