@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 
 _INSIDE = (
     __name__.partition(".")[0],
@@ -15,16 +15,16 @@ _INSIDE = (
 
 
 def stacklevel() -> int:
-    """The `stacklevel` of the first frame outside of Keras and this package.
+    """The `stacklevel` of the first call outside of Keras and this package.
 
     And outside of the framework, which calls layers. To be called in the
     function that warns. Python then shows a warning once for each line of the
-    user's, through however many functions it came.
+    user's, through however many functions it came. Expires with Python 3.11:
+    later versions take `skip_file_prefixes`.
     """
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
+    calls = inspect.stack(context=0)[1:]
+    for level, call in enumerate(calls, start=1):
+        name = call.frame.f_globals.get("__name__", "")
         if name.partition(".")[0] not in _INSIDE:
-            break
-        frame, level = frame.f_back, level + 1
-    return level
+            return level
+    return len(calls)

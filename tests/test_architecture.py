@@ -42,7 +42,6 @@ NOT_OF_KERAS = {
     "_asdict": "a public method of named tuples",
     "_replace": "a public method of named tuples",
     "_fields": "a public attribute of named tuples",
-    "_getframe": "sys has no other way to a caller",
     "_active_ddp_module": "PyTorch: the module that is distributed",
     "_join_config": "PyTorch: of that module",
     "_is_view": "PyTorch: of tensors",

@@ -99,3 +99,9 @@ def test_package_imports_no_framework_but_the_backend():
 
     assert backend in ours
     assert ours == stock
+
+
+def test_python_311_is_supported():
+    """When it is not: `_user_code.stacklevel` is `skip_file_prefixes`."""
+    metadata = importlib.metadata.metadata(DISTRIBUTION)
+    assert metadata["Requires-Python"] == ">=3.11"
