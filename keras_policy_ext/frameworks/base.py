@@ -22,22 +22,16 @@ Settle = Callable[[Tensor, Tensor], Tensor]
 
 
 class Residuals(Protocol):
-    """What a backward pass needs of the forward pass: tensors in a frame."""
+    """What a backward pass needs of the forward pass.
+
+    Attributes:
+        shapes: Of the inputs and the kernel.
+    """
+
+    shapes: tuple[Shape, Shape]
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""
-
-    def like(self, leaves: Sequence[Tensor]) -> Residuals:
-        """The same around other tensors."""
-
-
-def frame_of(residuals: Any) -> Any:
-    """Residuals without their tensors: what of them is static, and hashable.
-
-    `like` puts tensors in again. Each place is held by `()`, since None would
-    say that there is no tensor in it.
-    """
-    return residuals.like([()] * len(residuals.leaves()))
 
 
 class Operation(Hashable, Protocol):
@@ -46,6 +40,10 @@ class Operation(Hashable, Protocol):
     Equal operations compute the same, so that what a framework has compiled
     for one serves the other.
     """
+
+    @property
+    def kernel_dtype(self) -> str:
+        """Dtype of the kernel and of its gradient."""
 
     @property
     def training(self) -> bool | None:
@@ -62,6 +60,11 @@ class Operation(Hashable, Protocol):
         self, inputs: Tensor, kernel: Tensor, state: Shape, observe: bool
     ) -> tuple[Tensor, Any]:
         """The outputs, and the residuals."""
+
+    def residuals(
+        self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
+    ) -> Any:
+        """Residuals of these tensors, as their `leaves` lists them."""
 
     def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
         """The residuals of a forward pass that did not observe, observed."""
@@ -165,6 +168,10 @@ class Framework:
 
     # Gradients
 
+    def may_take_gradients(self) -> bool:
+        """Whether a gradient may be taken of what is called now."""
+        return True
+
     def run(
         self,
         operation: Operation,
@@ -205,9 +212,9 @@ class Framework:
         """
         return settle(self.combine_replicas(value), previous)
 
-    def assigned(self, variable: Any, value: Tensor, settle: Settle) -> Tensor:
+    def assigned(self, variable: Any, value: Tensor) -> Tensor:
         """What a state variable becomes when `value` is assigned to it."""
-        return self.settle(settle, value, variable.value)
+        return self.settle(variable.settled, value, variable.value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
         """Keep the observations of a state apart from its gradients.

@@ -16,7 +16,6 @@ from keras_policy_ext.frameworks.base import (
     SECOND_DERIVATIVE,
     Framework,
     Operation,
-    frame_of,
 )
 
 Tensor = Any
@@ -90,25 +89,18 @@ FRAMEWORK = JaxFramework()
 
 @jax.tree_util.register_pytree_node_class
 class _Saved:
-    """Residuals as JAX hands them on: the tensors, and the frame of them."""
+    """Residuals as JAX hands them on: the tensors, and static shapes."""
 
-    def __init__(self, leaves: Sequence[Tensor], frame: Any):
+    def __init__(self, leaves: Sequence[Tensor], shapes: Any):
         self.leaves = list(leaves)
-        self.frame = frame
-
-    @classmethod
-    def of(cls, residuals: Any) -> _Saved:
-        return cls(residuals.leaves(), frame_of(residuals))
-
-    def residuals(self) -> Any:
-        return self.frame.like(self.leaves)
+        self.shapes = shapes
 
     def tree_flatten(self) -> tuple[list[Tensor], Any]:
-        return self.leaves, self.frame
+        return self.leaves, self.shapes
 
     @classmethod
-    def tree_unflatten(cls, frame: Any, leaves: Sequence[Tensor]) -> _Saved:
-        return cls(leaves, frame)
+    def tree_unflatten(cls, shapes: Any, leaves: Sequence[Tensor]) -> _Saved:
+        return cls(leaves, shapes)
 
 
 # Each pass is compiled as a whole, so that an eager call does not dispatch
@@ -124,7 +116,7 @@ def _forward(
     state: State,
 ) -> tuple[Tensor, _Saved]:
     outputs, residuals = operation.forward(inputs, kernel, state, observe)
-    return outputs, _Saved.of(residuals)
+    return outputs, _Saved(residuals.leaves(), residuals.shapes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,7 +130,8 @@ def _outputs(
 def _once(
     operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None, State]:
-    return operation.backward(saved.residuals(), outputs_grad, state)
+    residuals = operation.residuals(saved.leaves, saved.shapes)
+    return operation.backward(residuals, outputs_grad, state)
 
 
 def _once_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:

@@ -14,7 +14,6 @@ from keras_policy_ext.frameworks.base import (
     SECOND_DERIVATIVE,
     Framework,
     Operation,
-    frame_of,
 )
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
@@ -158,10 +157,13 @@ class TensorFlowFramework(Framework):
                 seen = residuals
                 if operation.training is None:
                     seen = operation.observed(residuals, inputs, kernel)
-                make = _eager_backward if eager else _backward
-                backward = make(operation, frame_of(seen), shapes)
+                leaves = seen.leaves()
+                if eager:
+                    backward = _eager_backward(operation, shapes, len(leaves))
+                else:
+                    backward = _backward(operation, seen.shapes)
                 inputs_grad, *assigned = map(
-                    _once, backward(seen.leaves(), outputs_grad, state)
+                    _once, backward(leaves, outputs_grad, state)
                 )
                 return [inputs_grad, *_after((kernel, *state), assigned)]
 
@@ -205,10 +207,10 @@ def _forward(operation: Operation) -> Any:
     return forward
 
 
-def _backward(operation: Operation, frame: Any, shapes: Any) -> Any:
+def _backward(operation: Operation, shapes: Any) -> Any:
     def backward(leaves: Any, outputs_grad: Tensor, state: Any) -> Any:
         inputs_grad, kernel_grad, state_grad = operation.backward(
-            frame.like(leaves), outputs_grad, state
+            operation.residuals(leaves, shapes), outputs_grad, state
         )
         return [inputs_grad, kernel_grad, *state_grad]
 
@@ -236,22 +238,21 @@ class _Graph:
 @functools.lru_cache(maxsize=1024)
 def _eager_forward(operation: Operation, shapes: tuple[Any, ...]) -> Any:
     """Shapes are what the graph was made for, and so part of the key."""
-    frames: list[Any] = []
 
     def flat(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
         outputs, residuals = _forward(operation)(inputs, kernel, state)
-        frames[:] = [frame_of(residuals)]
         return [outputs, *residuals.leaves()]
 
     graph = _Graph(flat)
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> Any:
         outputs, *leaves = graph(inputs, kernel, state)
-        return outputs, frames[0].like(leaves)
+        return outputs, operation.residuals(leaves, shapes)
 
     return forward
 
 
 @functools.lru_cache(maxsize=1024)
-def _eager_backward(operation: Operation, frame: Any, shapes: Any) -> Any:
-    return _Graph(_backward(operation, frame, shapes))
+def _eager_backward(operation: Operation, shapes: Any, leaves: int) -> Any:
+    """The graph of a backward pass that gets this many leaves."""
+    return _Graph(_backward(operation, shapes))

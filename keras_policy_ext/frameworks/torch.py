@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from keras_policy_ext.frameworks import torch_observations
+from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
     SECOND_DERIVATIVE,
     Framework,
     Operation,
     Settle,
-    frame_of,
 )
 
 Tensor = Any
@@ -56,11 +55,11 @@ class TorchFramework(Framework):
             return super().settle(settle, value, previous)
 
     @torch.compiler.disable
-    def assigned(self, variable: Any, value: Tensor, settle: Settle) -> Tensor:
+    def assigned(self, variable: Any, value: Tensor) -> Tensor:
         """See `Framework.assigned`."""
         with torch.no_grad():
             value = torch_observations.with_observed(variable, value)
-            return super().assigned(variable, value, settle)
+            return super().assigned(variable, value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
         """See `Framework.keep_observations`."""
@@ -85,6 +84,10 @@ class TorchFramework(Framework):
         """See `Framework.settle_observed`."""
         torch_observations.enter(variables)
 
+    def may_take_gradients(self) -> bool:
+        """See `Framework.may_take_gradients`."""
+        return bool(torch.is_grad_enabled())
+
     def run(
         self,
         operation: Operation,
@@ -95,6 +98,8 @@ class TorchFramework(Framework):
         """See `Framework.run`."""
         if torch.compiler.is_exporting():
             return _run_exported(operation, inputs, kernel, state)
+        if torch.compiler.is_dynamo_compiling():
+            return torch_operators.run(operation, inputs, kernel, *state)
         return _run(operation, inputs, kernel, *state)
 
 
@@ -125,10 +130,6 @@ def _run_exported(
     return operation.forward(inputs, kernel, state, observe=True)[0]
 
 
-# torch.compile goes on around a contraction and not into it: compiled, a step
-# of a 512-2048-512 MLP took a third longer, and a minute to compile (torch
-# 2.13, 2 cores).
-@torch.compiler.disable
 def _run(
     operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
 ) -> Tensor:
@@ -167,19 +168,18 @@ class _Differentiable(torch.autograd.Function):
     ) -> Tensor:
         observe = operation.training is not False
         outputs, residuals = operation.forward(inputs, kernel, state, observe)
-        ctx.operation, ctx.frame = operation, frame_of(residuals)
+        ctx.operation, ctx.shapes = operation, residuals.shapes
         ctx.uses_state = bool(state)
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
 
     @staticmethod
-    @torch.compiler.disable
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # to be asked for once only
         state, leaves = saved[: ctx.uses_state], saved[ctx.uses_state :]
         with torch.no_grad(), _no_autocast(outputs_grad):
             inputs_grad, kernel_grad, state_grad = ctx.operation.backward(
-                ctx.frame.like(leaves),
+                ctx.operation.residuals(leaves, ctx.shapes),
                 outputs_grad,
                 state,
                 needed=ctx.needs_input_grad[1:3],

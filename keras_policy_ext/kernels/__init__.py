@@ -62,17 +62,10 @@ def make_plan(
     The arguments are the first attributes of `Plan`.
     """
     framework = frameworks.current()
-    kind = None if framework.is_compiling() else preferred()
-    return plan_of(
-        contraction,
-        recipe,
-        inputs_dtype,
-        kernel_dtype,
-        training,
-        slot,
-        kind,
-        framework.traces_for_xla(),
-    )
+    known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
+    if framework.is_compiling():
+        return Plan(*known, prefer=None)
+    return plan_of(*known, preferred(), framework.traces_for_xla())
 
 
 def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import string
 from typing import NamedTuple
 
@@ -50,7 +49,6 @@ def split(equation: str) -> Terms:
     return Terms(*terms)
 
 
-@functools.lru_cache(maxsize=1024)
 def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     """Replace `...` by letters, for operands of these ranks.
 

@@ -43,7 +43,7 @@ class Residuals:
         inputs: What `kernel_grad` reads, in the home matrix; a transposed
             copy would be one more tensor.
         kernel: What `inputs_grad` reads, likewise.
-        known: What the state said, None for a recipe without.
+        known: What the state said; None for a recipe without.
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.
         shapes: Of the inputs and the kernel.
     """
@@ -55,22 +55,10 @@ class Residuals:
     shapes: Shapes
 
     def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
+        """The tensors, in the order in which `Plan.residuals` takes them."""
         known = [] if self.known is None else self.known.leaves()
         amaxes = self.amaxes or ()
         return [*self.inputs.leaves(), *self.kernel.leaves(), *known, *amaxes]
-
-    def like(self, leaves: Sequence[Tensor]) -> Residuals:
-        """The same around other tensors."""
-        x, w, rest = leaves[:2], leaves[2:4], leaves[4:]
-        known, amaxes = self.known, self.amaxes
-        if known is not None:
-            size = len(known.leaves())
-            known, rest = known.like(rest[:size]), rest[size:]
-        if amaxes is not None:
-            amaxes = rest[0], rest[1]
-        inputs, kernel = self.inputs.like(x), self.kernel.like(w)
-        return Residuals(inputs, kernel, known, amaxes, self.shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +132,21 @@ class Plan:
             for operand in OPERANDS
         }
 
+    @functools.cached_property
+    def kept(self) -> dict[str, Quantization | None]:
+        """What became of the operands that the backward pass reads.
+
+        Either is kept in its home matrix, as the forward pass made it.
+        """
+        found = {}
+        for operand in ("inputs", "kernel"):
+            first, second = matmuls_of(operand)
+            asked = self.asked[operand, second]
+            across = None if asked is None else asked.transposed
+            once = self.read_once[operand]
+            found[operand] = self.asked[operand, first] if once else across
+        return found
+
     def choose(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
         a, b = (self.asked[operand, matmul] for operand in MATMULS[matmul])
@@ -179,7 +182,8 @@ class Plan:
         Returns:
             Outputs of dtype `inputs_dtype`, and residuals.
         """
-        known = self._known(state)
+        history = self.source.history_scales(*state) if state else None
+        known = settled(history)
         observe = observe and bool(state)
         chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
         x, x_kept, x_amax = self._reads(
@@ -192,7 +196,27 @@ class Plan:
         reads = {"inputs": x, "kernel": w}
         outputs = self._product("forward", chosen, reads, shapes)
         amaxes = (x_amax, w_amax) if observe else None
-        return outputs, Residuals(x_kept, w_kept, known, amaxes, shapes)
+        return outputs, Residuals(x_kept, w_kept, history, amaxes, shapes)
+
+    def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
+        """Residuals of these tensors, as `Residuals.leaves` lists them.
+
+        Args:
+            leaves: The tensors.
+            shapes: Of the inputs and the kernel.
+        """
+        (x, x_scale, w, w_scale), rest = leaves[:4], leaves[4:]
+        known = None
+        if self.source.state_shape is not None:
+            known = HistoryScales.of(rest, self.source.starts_from_current)
+            rest = rest[len(known.leaves()) :]
+        return Residuals(
+            Quantized(x, x_scale, self.kept["inputs"]),
+            Quantized(w, w_scale, self.kept["kernel"]),
+            known,
+            (rest[0], rest[1]) if rest else None,
+            shapes,
+        )
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
@@ -225,7 +249,7 @@ class Plan:
             The three; None for a gradient that is not needed.
         """
         amaxes, shapes = residuals.amaxes, residuals.shapes
-        known, observe = residuals.known, amaxes is not None
+        known, observe = settled(residuals.known), amaxes is not None
         chosen = {m: self.choose(m) for m in matmuls_of("outputs_grad")}
         g, g_again, g_amax = self._reads(
             "outputs_grad", outputs_grad, known, observe, chosen
@@ -244,17 +268,6 @@ class Plan:
             return inputs_grad, kernel_grad, (ops.zeros_like(state[0]),)
         observed = self.source.observation([*amaxes, g_amax], self.slot)
         return inputs_grad, kernel_grad, (observed,)
-
-    def _known(self, state: tuple[Tensor, ...]) -> HistoryScales | None:
-        """What the state says, or less where a choice is already made."""
-        if not state:
-            return None
-        known: HistoryScales = self.source.history_scales(*state)
-        if known.unseen is not None:
-            any_unseen = frameworks.current().known_any(known.unseen)
-            if any_unseen is False:
-                return HistoryScales(known.scales, None)
-        return known
 
     def _product(
         self, matmul: str, chosen: Chosen, reads: Reads, shapes: Shapes
@@ -330,6 +343,14 @@ class Plan:
         if amaxes is None:
             return saturated, saturated
         return saturated, saturated.marked(amaxes)
+
+
+def settled(known: HistoryScales | None) -> HistoryScales | None:
+    """What the state says, or less where a choice is already made."""
+    if known is None or known.unseen is None:
+        return known
+    any_unseen = frameworks.current().known_any(known.unseen)
+    return HistoryScales(known.scales, None) if any_unseen is False else known
 
 
 def _cast(*chosen: tuple[Any, Choice]) -> Any:

@@ -21,7 +21,6 @@ _OF_FORMS = (
     "_float8_kernel_paths",
     "_float8_policy",
     "_float8_policy_path",
-    "_last_plan",
     "_recipe_of_activations",
 )
 

@@ -90,18 +90,15 @@ class Float8Mixin(
         self.float8_state = _new_state(self.trainable)
         self.dtype_policy = policies.as_float8(self.dtype_policy)
 
-    @property
-    def dtype_policy(self) -> keras.DTypePolicy:
+    # The getter is Keras's: torch.compile does not follow `super` into one.
+    @keras.layers.Layer.dtype_policy.setter
+    def dtype_policy(self, value: Any) -> None:
         """The dtype policy of this layer.
 
         Raises:
             ValueError: When it is set, once the layer has kernels, to a
                 policy that needs another state than they have.
         """
-        return super().dtype_policy
-
-    @dtype_policy.setter
-    def dtype_policy(self, value: Any) -> None:
         policy = policies.get(value)
         self._follow(policy)
         held = self.dtype_policy
@@ -316,14 +313,14 @@ class Float8Mixin(
             dtype,
             training=False,
         )
-        self.__dict__["_last_plan"] = plan
+        self.float8_state.last_call.plan = plan
         operands = ops.cast(first, dtype), ops.cast(second, dtype)
         return kernels.run(plan, *operands)
 
     @property
     def kernel_choice(self) -> kernels.Choice | None:
         """Whether the last forward matmul was native, and why."""
-        plan = self.__dict__.get("_last_plan")
+        plan = self.float8_state.last_call.plan
         return None if plan is None else plan.choice
 
     def _follow(self, policy: keras.DTypePolicy) -> None:
@@ -406,7 +403,7 @@ class Float8Mixin(
             training,
             slot,
         )
-        self.__dict__["_last_plan"] = plan
+        self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state)
@@ -421,8 +418,9 @@ class Float8Mixin(
             raise ValueError(self._unknown_kernel(kernel))
         matrix = variable.matrix()
         variable.look()
-        slot = 0 if training is False else variable.next_slot()
-        return (matrix,), slot
+        observes = frameworks.current().may_take_gradients()
+        observes = observes and training is not False
+        return (matrix,), variable.next_slot() if observes else 0
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import frameworks, kernels
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_files import (
@@ -30,6 +30,19 @@ from keras_policy_ext.recipes import Recipe
 _Take = Callable[[dict[str, np.ndarray]], None]
 
 
+class LastCall:
+    """What is known of the last contraction of a layer.
+
+    An object of its own: torch.compile stops where a call changes the
+    attributes of a layer.
+
+    Attributes:
+        plan: Its plan; None before the first one.
+    """
+
+    plan: kernels.Plan | None = None
+
+
 class Float8State(keras.layers.Layer):
     """Holds one matrix for each contraction kernel of the layer it is in.
 
@@ -43,6 +56,7 @@ class Float8State(keras.layers.Layer):
             name="float8_state", trainable=trainable, dtype="float32"
         )
         self._owners: dict[str, str] = {}
+        self.last_call = LastCall()
         # Whether files hold another kernel, the one with adapters merged in:
         # what was observed of this one is then not written.
         self.merged = False

@@ -116,13 +116,20 @@ class StateVariable(
         value = ops.convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            value = frameworks.current().assigned(
-                self, value, source_of(self.recipe).settle
-            )
+            value = frameworks.current().assigned(self, value)
         assigned = super().assign(value)
         if readable or settled:
             self.look()
         return assigned
+
+    def settled(self, value: Any, previous: Any) -> Any:
+        """What the state becomes where `value` is assigned.
+
+        Args:
+            value: An observation, a settled state, or zeros.
+            previous: The settled state before.
+        """
+        return source_of(self.recipe).settle(value, previous)
 
     def matrix(self) -> Any:
         """The tensor in this variable.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -86,11 +85,6 @@ class Quantized:
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""
         return [self.values, self.scale]
-
-    def like(self, leaves: Sequence[Tensor]) -> Quantized:
-        """The same quantization of other tensors."""
-        values, scale = leaves
-        return Quantized(values, scale, self.quantization)
 
 
 def unquantized(x: Tensor) -> Quantized:

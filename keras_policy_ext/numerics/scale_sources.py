@@ -47,10 +47,10 @@ class HistoryScales:
         """The tensors, in a fixed order."""
         return [x for x in (self.scales, self.unseen) if x is not None]
 
-    def like(self, leaves: Sequence[Tensor]) -> HistoryScales:
-        """The same of other tensors."""
-        scales, *unseen = leaves
-        return HistoryScales(scales, unseen[0] if unseen else None)
+    @classmethod
+    def of(cls, leaves: Sequence[Tensor], with_unseen: bool) -> HistoryScales:
+        """From a list that starts with these tensors."""
+        return cls(leaves[0], leaves[1] if with_unseen else None)
 
 
 class Amax:
@@ -79,10 +79,13 @@ class ScaleSource(Protocol):
     Attributes:
         recipe: The recipe.
         state_shape: Of the state of a kernel; None for a source without.
+        starts_from_current: Whether an operand that was never observed has
+            the scale of its own amax.
     """
 
     recipe: Any
     state_shape: tuple[int, int] | None
+    starts_from_current: bool
 
     def history_scales(self, state: Tensor) -> HistoryScales:
         """What a state says before the step."""
@@ -114,6 +117,7 @@ class CurrentSource:
     def __init__(self, recipe: Any):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
+        self.starts_from_current = True
 
     def history_scales(self, state: Tensor) -> HistoryScales:
         """There is no state to ask."""
@@ -143,8 +147,10 @@ class DelayedSource:
             len(OPERANDS),
             self.layout.width,
         )
-        self._from_current = recipe.initial_scale == "current"
-        self._initial = 1.0 if self._from_current else recipe.initial_scale
+        self.starts_from_current = recipe.initial_scale == "current"
+        self._initial = (
+            1.0 if self.starts_from_current else recipe.initial_scale
+        )
         self._limits = [
             formats.get(recipe.format_of(operand)).max for operand in OPERANDS
         ]
@@ -208,7 +214,7 @@ class DelayedSource:
         previous = ops.where(known, stored, self._initial)
         limits = ops.convert_to_tensor(self._limits, "float32")
         scales = self._scale(reduced, limits, previous)
-        if not self._from_current:
+        if not self.starts_from_current:
             return HistoryScales(scales, None)
         seen = known | scaling.is_positive_finite(reduced)
         return HistoryScales(scales, ~seen)

@@ -1,0 +1,204 @@
+"""PyTorch: operations as operators that its compiler does not look into.
+
+A compiled step of a float8 model is one graph with two operators for each
+contraction. Inductor, let in, takes a third longer on a CPU for a 512-2048-512
+MLP than the operators do, and a minute to compile (torch 2.13, 2 cores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Operation
+
+Tensor = Any
+
+_OPERATIONS: dict[str, Operation] = {}
+"""By what is written of them in a graph, which may outlive the process."""
+
+
+def run(
+    operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
+) -> Tensor:
+    """The outputs of an operation, in a graph that is being made.
+
+    Args:
+        operation: Its fields, and those of its first field, are dataclass
+            fields of which the compiler knows the values.
+        inputs: See `Operation.forward`.
+        kernel: Likewise.
+        *state: Likewise, at most one tensor.
+    """
+    name = _written(operation)
+    matrix = state[0] if state else None
+    keep = torch.is_grad_enabled() and any(
+        [tensor.requires_grad for tensor in (inputs, kernel, *state)]
+    )
+    return _forward(name, inputs, kernel, matrix, keep)[0]
+
+
+def _written(operation: Any) -> str:
+    """The name of an operation, asked for with what a compiler knows of it.
+
+    An object that was made inside of a graph cannot be handed out of it; its
+    fields can.
+    """
+    first, *rest = [getattr(operation, n) for n in operation.__match_args__]
+    fields = tuple([getattr(first, n) for n in first.__match_args__])
+    return _name_of(type(operation), type(first), fields, *rest)
+
+
+@torch.compiler.assume_constant_result
+def _name_of(
+    operation_class: Any, first_class: Any, fields: Any, *rest: Any
+) -> str:
+    """Keep an operation under a name by which any process would know it."""
+    operation = operation_class(first_class(*fields), *rest).resolved()
+    name = text = repr(operation)
+    number = 1
+    while _OPERATIONS.setdefault(name, operation) != operation:
+        # Another recipe, of a class that is called the same.
+        number += 1
+        name = f"{text} #{number}"
+    return name
+
+
+@torch.library.custom_op("keras_policy_ext::forward", mutates_args=())
+def _forward(
+    name: str,
+    inputs: torch.Tensor,
+    kernel: torch.Tensor,
+    state: torch.Tensor | None,
+    keep: bool,
+) -> list[torch.Tensor]:
+    """The outputs and, if they are kept for a gradient, the residuals."""
+    operation = _OPERATIONS[name]
+    observe = keep and operation.training is not False
+    with _no_autocast(inputs):
+        outputs, residuals = operation.forward(
+            inputs, kernel, _listed(state), observe
+        )
+    found = [inputs, kernel, *_listed(state)]
+    before = len(found)
+    for tensor in [outputs, *(residuals.leaves() if keep else ())]:
+        found.append(_apart(tensor, found))
+    return found[before:]
+
+
+@_forward.register_fake
+def _(
+    name: str, inputs: Tensor, kernel: Tensor, state: Tensor | None, keep: bool
+) -> list[Tensor]:
+    # Observing needs no branch, which could not be chosen without numbers.
+    operation = _OPERATIONS[name]
+    outputs, residuals = operation.forward(
+        inputs, kernel, _listed(state), observe=True
+    )
+    if not keep:
+        return [torch.empty_like(outputs)]
+    leaves = residuals.leaves()
+    if state is not None and operation.training is False:
+        leaves = leaves[:-2]
+    return [torch.empty_like(tensor) for tensor in (outputs, *leaves)]
+
+
+@torch.library.custom_op("keras_policy_ext::backward", mutates_args=())
+def _backward(
+    name: str,
+    leaves: Sequence[torch.Tensor],
+    outputs_grad: torch.Tensor,
+    state: torch.Tensor | None,
+    shapes: Sequence[int],
+    rank: int,
+    needed: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The gradients that are needed, and that of the state if there is one.
+
+    `shapes` are the sizes of the inputs, `rank` of them, and of the kernel.
+    """
+    operation = _OPERATIONS[name]
+    sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
+    residuals = operation.residuals(leaves, sizes)
+    with _no_autocast(outputs_grad):
+        inputs_grad, kernel_grad, state_grad = operation.backward(
+            residuals, outputs_grad, _listed(state), (needed[0], needed[1])
+        )
+    found = [outputs_grad, *_listed(state), *leaves]
+    before = len(found)
+    for tensor in (inputs_grad, kernel_grad, *state_grad):
+        if tensor is not None:
+            found.append(_apart(tensor.contiguous(), found))
+    return found[before:]
+
+
+@_backward.register_fake
+def _(
+    name: str,
+    leaves: Sequence[Tensor],
+    outputs_grad: Tensor,
+    state: Tensor | None,
+    shapes: Sequence[int],
+    rank: int,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    found = []
+    if needed[0]:
+        found.append(outputs_grad.new_empty(shapes[:rank]))
+    if needed[1]:
+        dtype = getattr(torch, _OPERATIONS[name].kernel_dtype)
+        found.append(outputs_grad.new_empty(shapes[rank:], dtype=dtype))
+    return found + [torch.empty_like(matrix) for matrix in _listed(state)]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    name, x, kernel, state, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.name, ctx.uses_state = name, state is not None
+    ctx.shapes, ctx.rank = [*x.shape, *kernel.shape], len(x.shape)
+    ctx.save_for_backward(*_listed(state), *output[1:])
+
+
+def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
+    saved = ctx.saved_tensors
+    state = saved[0] if ctx.uses_state else None
+    needed = ctx.needs_input_grad[1:3]
+    found = iter(
+        _backward(
+            ctx.name,
+            list(saved[ctx.uses_state :]),
+            gradients[0],
+            state,
+            ctx.shapes,
+            ctx.rank,
+            list(needed),
+        )
+    )
+    of_operands = [next(found) if wanted else None for wanted in needed]
+    return None, *of_operands, next(found, None), None
+
+
+def _refuse(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError(SECOND_DERIVATIVE)
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+_backward.register_autograd(_refuse)
+
+
+def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
+    return () if state is None else (state,)
+
+
+def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A tensor that shares no memory with others, as operators want it."""
+    memory = tensor.untyped_storage()
+    shared = any(memory is other.untyped_storage() for other in others)
+    return tensor.clone() if shared else tensor
+
+
+def _no_autocast(x: Tensor) -> Any:
+    """Keeps `torch.autocast` from narrowing unscaled products."""
+    return torch.autocast(x.device.type, enabled=False)
