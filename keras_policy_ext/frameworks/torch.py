@@ -106,9 +106,16 @@ class TorchFramework(Framework):
 FRAMEWORK = TorchFramework()
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether there are numbers in a tensor.
+
+    Tensors of other types stand for numbers that are not there yet.
+    """
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
 def is_known(x: Tensor) -> bool:
     """Whether a number can be read without waiting for a device."""
-    # Tensors of other types stand for numbers that are not there yet.
     return type(x) is torch.Tensor and x.device.type == "cpu"
 
 

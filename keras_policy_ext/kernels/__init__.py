@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.kernels import einsum, engines
 from keras_policy_ext.kernels.contract import (
     Choice,
     Contraction,
@@ -25,6 +25,7 @@ from keras_policy_ext.kernels.engines import engine
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
 from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
@@ -44,6 +45,7 @@ __all__ = [
     "preferred",
     "run",
     "select",
+    "settle",
 ]
 
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -78,6 +80,25 @@ def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:
         *state: The state matrix of the recipe, if it has one.
     """
     return frameworks.current().run(plan, inputs, kernel, *state)
+
+
+def settle(recipe: Recipe, value: Any, previous: Any) -> Any:
+    """What the state of a recipe becomes when a value is assigned to it.
+
+    Args:
+        recipe: One with state.
+        value: (rows, width or more): an observation, a settled state or zeros.
+        previous: (rows, width), settled.
+
+    Returns:
+        (rows, width), settled.
+    """
+    source = source_of(recipe)
+    states = engines.states_for(source, previous)
+    # An observation of several replicas is wider.
+    if states is None or value.shape != previous.shape:
+        return source.settle(value, previous)
+    return states.settle(source, value, previous)
 
 
 def select(

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
+from keras_policy_ext.kernels.both_layouts import BothLayouts
 from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import HistoryScales
 from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
@@ -111,6 +113,27 @@ class Convolutions(Protocol):
         """The gradient of a kernel of this shape."""
 
 
+class StateKernels(Protocol):
+    """What a source computes of a state, in a kernel for each question.
+
+    The numbers are those of the source, whose methods are called the same.
+    """
+
+    def supports(self, source: Any, state: Tensor) -> str | None:
+        """Why this is not for a source and its state; None if it is."""
+
+    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+        """What a state says before the step."""
+
+    def observation(
+        self, source: Any, amaxes: list[Tensor], slot: int
+    ) -> Tensor:
+        """One use of a layer."""
+
+    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """What the state becomes when a value is assigned to it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """The kernels of one framework.
@@ -124,6 +147,9 @@ class Engine:
         cast: Takes a tensor, the scale of each number and the name of a
             format; returns numbers of the format, in float32.
         narrow_cast: The same, in the dtype of the format.
+        both_layouts: Casts for both matmuls of an operand in one pass; None
+            where casting and transposing are left to the framework.
+        states: The arithmetic of states as kernels of its own, likewise.
     """
 
     name: str
@@ -132,6 +158,8 @@ class Engine:
     convolutions: Convolutions
     cast: Cast
     narrow_cast: Cast
+    both_layouts: BothLayouts | None = None
+    states: StateKernels | None = None
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """The first kernel that supports a matmul, and why it is that one.
@@ -157,6 +185,10 @@ class Contraction(Hashable, Protocol):
     Its three products are made from reads: the operands as a matmul reads
     them, quantized or, where a recipe says None, as they are.
     """
+
+    @property
+    def reads_what_is_quantized(self) -> bool:
+        """Whether a matrix is quantized and nothing is cut from it after."""
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any

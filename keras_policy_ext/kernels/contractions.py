@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_policy_ext.kernels import scaled_products
 from keras_policy_ext.kernels.contract import (
@@ -30,6 +30,8 @@ class Einsum:
     """
 
     equation: str
+
+    reads_what_is_quantized: ClassVar[bool] = True
 
     @property
     def form(self) -> Form:
@@ -109,6 +111,8 @@ class Conv:
     padding: str
     dilation_rate: tuple[int, ...]
     data_format: str
+
+    reads_what_is_quantized: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, allowed in _WORDS.items():

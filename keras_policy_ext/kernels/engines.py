@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels.contract import Engine
+from keras_policy_ext.kernels.contract import Engine, StateKernels
 
 _loaded: dict[str, Engine] = {}
 
@@ -22,3 +23,11 @@ def engine() -> Engine:
         module = importlib.import_module(f"keras_policy_ext.kernels.{name}")
         _loaded[name] = module.ENGINE
     return _loaded[name]
+
+
+def states_for(source: Any, state: Any) -> StateKernels | None:
+    """The kernels for a state of a source; None where there are none."""
+    states = engine().states
+    if states is None or states.supports(source, state) is not None:
+        return None
+    return states

@@ -11,6 +11,11 @@ from keras import ops
 
 from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels.both_layouts import (
+    BothLayouts,
+    Reads,
+    read_both,
+)
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.preference import preferred
@@ -31,7 +36,6 @@ from keras_policy_ext.recipes import (
 )
 
 Tensor = Any
-Reads = dict[str, Quantized]
 Chosen = dict[str, tuple[Any, Choice]]
 
 
@@ -182,7 +186,7 @@ class Plan:
         Returns:
             Outputs of dtype `inputs_dtype`, and residuals.
         """
-        history = self.source.history_scales(*state) if state else None
+        history = self._history(state)
         known = settled(history)
         observe = observe and bool(state)
         chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
@@ -266,11 +270,32 @@ class Plan:
             return inputs_grad, kernel_grad, ()
         if amaxes is None:
             return inputs_grad, kernel_grad, (ops.zeros_like(state[0]),)
-        observed = self.source.observation([*amaxes, g_amax], self.slot)
+        observed = self._observation([*amaxes, g_amax], *state)
         return inputs_grad, kernel_grad, (observed,)
 
+    def _history(self, state: tuple[Tensor, ...]) -> HistoryScales | None:
+        """What the state says before the step; None where there is none."""
+        if not state:
+            return None
+        states = engines.states_for(self.source, *state)
+        if states is not None:
+            return states.history_scales(self.source, *state)
+        found: HistoryScales = self.source.history_scales(*state)
+        return found
+
+    def _observation(self, amaxes: list[Tensor], state: Tensor) -> Tensor:
+        """The gradient of the state."""
+        states = engines.states_for(self.source, state)
+        if states is not None:
+            return states.observation(self.source, amaxes, self.slot)
+        return self.source.observation(amaxes, self.slot)
+
     def _product(
-        self, matmul: str, chosen: Chosen, reads: Reads, shapes: Shapes
+        self,
+        matmul: str,
+        chosen: Chosen,
+        reads: dict[str, Quantized],
+        shapes: Shapes,
     ) -> Tensor:
         """One of the three products, of what its operands are read as."""
         kernel, _ = chosen[matmul]
@@ -296,7 +321,7 @@ class Plan:
         known: HistoryScales | None,
         observe: bool,
         chosen: Chosen,
-    ) -> tuple[Quantized, Quantized, Tensor | None]:
+    ) -> Reads:
         """What its two matmuls read of an operand, and its amax.
 
         It is quantized once where the second matmul can read the transpose
@@ -304,6 +329,9 @@ class Plan:
         numbers. Either is in the home matrix; the second is read transposed,
         so that its tiles lie across.
         """
+        both = self._both_layouts(operand, x, chosen)
+        if both is not None:
+            return self._read_both(both, operand, x, known, observe)
         first, second = matmuls_of(operand)
         asked = self.asked[operand, first]
         home = self._operand(operand, x)
@@ -316,7 +344,42 @@ class Plan:
             across = None if asked is None else asked.transposed
             home = self.contraction.operand(operand, x, asked)
             _, marked = self._read(operand, home, across, amax, known, cast)
-        return read, marked, amax.known
+        return Reads(read, marked, amax.known)
+
+    def _both_layouts(
+        self, operand: str, x: Tensor, chosen: Chosen
+    ) -> BothLayouts | None:
+        """What casts for both matmuls at once, if both read float8 itself."""
+        both = engines.engine().both_layouts
+        matmuls = matmuls_of(operand)
+        asked = self.asked[operand, matmuls[0]]
+        if (
+            both is None
+            or asked is None
+            or not asked.tile.is_whole
+            or not self.read_once[operand]
+            or not self.contraction.reads_what_is_quantized
+            or self.source.rule is None
+            or not all(chosen[m][1].native for m in matmuls)
+            or both.supports(x)
+        ):
+            return None
+        return both
+
+    def _read_both(
+        self,
+        both: BothLayouts,
+        operand: str,
+        x: Tensor,
+        known: HistoryScales | None,
+        observe: bool,
+    ) -> Reads:
+        """`_reads`, each in the layout that its matmul wants."""
+        asked: Any = self.asked[operand, matmuls_of(operand)[0]]
+        home = Quantized(self._operand(operand, x), None, asked)
+        matrix = self.contraction.read(operand, home).values
+        rule = self.source.rule
+        return read_both(both, matrix, operand, asked, rule, known, observe)
 
     def _read(
         self,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from keras_policy_ext.frameworks.torch import is_known
-from keras_policy_ext.kernels import torch_casts
+from keras_policy_ext.kernels import torch_casts, torch_fused
 from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Engine, Request
 from keras_policy_ext.kernels.scaled_products import (
     Emulated,
@@ -54,7 +54,9 @@ class ScaledMM:
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
         if torch.cuda.is_available():
-            return "scaled_mm on CUDA"
+            lacking = torch_fused.lacking()
+            by = "Triton" if lacking is None else f"PyTorch: {lacking}"
+            return f"scaled_mm on CUDA, of operands cast by {by}"
         return "scaled_mm on a CPU, asked for"
 
     def multiply(
@@ -87,6 +89,8 @@ ENGINE = Engine(
     convolutions=TorchConvolutions("torch has no float8 convolution"),
     cast=torch_casts.cast,
     narrow_cast=torch_casts.narrow_cast,
+    both_layouts=torch_fused.TritonCasts(),
+    states=torch_fused.TritonStates(),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from keras import ops
 
@@ -32,6 +32,8 @@ class Gates(kernels.Einsum):
     count: int
     first: int
     last: int
+
+    reads_what_is_quantized: ClassVar[bool] = False
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`; of a kernel (inputs, gates * units)."""

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, frameworks
+from keras_policy_ext import _user_code, frameworks, kernels
 from keras_policy_ext._keras import averages, variable_values
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -129,7 +129,7 @@ class StateVariable(
             value: An observation, a settled state, or zeros.
             previous: The settled state before.
         """
-        return source_of(self.recipe).settle(value, previous)
+        return kernels.settle(self.recipe, value, previous)
 
     def matrix(self) -> Any:
         """The tensor in this variable.

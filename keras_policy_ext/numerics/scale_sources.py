@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from keras import ops
 
@@ -73,6 +73,19 @@ class Amax:
         return scaling.amax(self._x) if self.known is None else self.known
 
 
+class ScaleRule(NamedTuple):
+    """How a scale comes from an amax, for kernels that compute it themselves.
+
+    Attributes:
+        inverted: By `scaling.scale_of_multiplier`, otherwise by
+            `scaling.scale_for_limit`.
+        margin: Powers of two of headroom.
+    """
+
+    inverted: bool
+    margin: int = 0
+
+
 class ScaleSource(Protocol):
     """What layers and kernels ask of the arithmetic of a recipe.
 
@@ -81,11 +94,13 @@ class ScaleSource(Protocol):
         state_shape: Of the state of a kernel; None for a source without.
         starts_from_current: Whether an operand that was never observed has
             the scale of its own amax.
+        rule: How scales come from amaxes; None for one of another kind.
     """
 
     recipe: Any
     state_shape: tuple[int, int] | None
     starts_from_current: bool
+    rule: ScaleRule | None
 
     def history_scales(self, state: Tensor) -> HistoryScales:
         """What a state says before the step."""
@@ -118,6 +133,7 @@ class CurrentSource:
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
         self.starts_from_current = True
+        self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
         """There is no state to ask."""
@@ -148,10 +164,9 @@ class DelayedSource:
             self.layout.width,
         )
         self.starts_from_current = recipe.initial_scale == "current"
-        self._initial = (
-            1.0 if self.starts_from_current else recipe.initial_scale
-        )
-        self._limits = [
+        self.initial = 1.0 if self.starts_from_current else recipe.initial_scale
+        self.rule: ScaleRule | None = ScaleRule(True, recipe.margin)
+        self.limits = [
             formats.get(recipe.format_of(operand)).max for operand in OPERANDS
         ]
 
@@ -211,8 +226,8 @@ class DelayedSource:
         intact = self.layout.is_intact(state)
         reduced, stored = self._reduced(state, intact), self._stored(state)
         known = stored > 0.0
-        previous = ops.where(known, stored, self._initial)
-        limits = ops.convert_to_tensor(self._limits, "float32")
+        previous = ops.where(known, stored, self.initial)
+        limits = ops.convert_to_tensor(self.limits, "float32")
         scales = self._scale(reduced, limits, previous)
         if not self.starts_from_current:
             return HistoryScales(scales, None)

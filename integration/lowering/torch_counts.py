@@ -1,0 +1,204 @@
+"""What a training step of a Dense layer does with PyTorch on a GPU, counted.
+
+Each operation of PyTorch is one kernel that reads its operands and writes its
+results; the tensors have no numbers, and no GPU is needed.
+
+    KERAS_BACKEND=torch python integration/lowering/torch_counts.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import unittest.mock
+
+import keras
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from keras_policy_ext import kernels, recipes
+from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels.both_layouts import Both
+from keras_policy_ext.numerics.scale_sources import HistoryScales, source_of
+
+LARGE = 2**20
+"""Bytes; what moves less is small: it costs its launch."""
+
+VIEWS = {
+    *("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze"),
+    *("slice", "select", "narrow", "detach", "alias", "as_strided", "unbind"),
+    *("split", "_unsafe_view", "_reshape_alias"),
+    *("empty", "empty_like", "new_empty", "empty_strided"),
+}
+"""What moves nothing."""
+
+MATMULS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel.
+
+    Attributes:
+        name: Of the operation.
+        moved: Bytes that it reads and writes.
+        matmul: Whether it is a matmul.
+    """
+
+    name: str
+    moved: int
+    matmul: bool = False
+
+
+class Counter(TorchDispatchMode):
+    """Lists the kernels of a block in `kernels`."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.split("::")[1]
+        written = tensors_in(result)
+        if name not in VIEWS and written:
+            read = tensors_in((args, kwargs))
+            if name == "copy_":
+                read = read[1:]
+            self.enter(name, [*read, *written], name in MATMULS)
+        return result
+
+    def enter(self, name, tensors, matmul=False):
+        """Add a kernel that reads and writes these tensors."""
+        moved = sum(t.numel() * t.element_size() for t in tensors)
+        self.kernels.append(Kernel(name, moved, matmul))
+
+
+class CountedCasts:
+    """Triton's kernels as what they are on a GPU. See `BothLayouts`."""
+
+    def __init__(self, counter):
+        self.counter = counter
+
+    def supports(self, *operands):
+        """See `BothLayouts.supports` and `StateKernels.supports`."""
+
+    def quantize(self, matrix, asked, known, observe):
+        """See `quantize_both_ways`: what it launches."""
+        m, k = matrix.shape
+        dtype = getattr(torch, asked.format)
+        values = torch.empty(m, k, dtype=dtype)
+        across = torch.empty(k, m, dtype=dtype)
+        scalar = torch.empty(())
+        self.counter.enter("zeros", [scalar, scalar])
+        if known.scale is None:
+            self.counter.enter("triton amax", [matrix, scalar])
+        elif known.unseen is not None:
+            # After the first step it reads the flag and ends.
+            self.counter.enter("triton amax", [known.unseen])
+        self.counter.enter("triton cast", [matrix, values, across])
+        return Both(values, across, scalar, scalar if observe else None)
+
+    def history_scales(self, source, state):
+        """See `torch_triton_scales.history_scales`."""
+        self.counter.enter("triton history", [state])
+        scales, unseen = torch.empty(3), torch.empty(3, dtype=torch.bool)
+        return HistoryScales(scales, unseen)
+
+    def observation(self, source, amaxes, slot):
+        """See `torch_triton_scales.observation`."""
+        found = torch.empty(source.state_shape)
+        self.counter.enter("triton observation", [*amaxes, found])
+        return found
+
+    def settle(self, source, value, previous):
+        """See `torch_triton_scales.settle`."""
+        self.counter.enter("triton settle", [value, previous, previous])
+        return torch.empty_like(previous)
+
+
+def tensors_in(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def dense_step(size, recipe, triton):
+    """The kernels of a step with SGD, of `size` x `size` matrices.
+
+    Args:
+        size: Of each axis.
+        recipe: The name of a recipe, or None for bfloat16.
+        triton: Whether operands are cast by Triton.
+    """
+    counter = Counter()
+    casts = CountedCasts(counter) if triton else None
+    engine = dataclasses.replace(
+        engines.engine(), both_layouts=casts, states=casts
+    )
+    loaded = unittest.mock.patch.dict(engines._loaded, {"torch": engine})
+    # Tensors without numbers, which cost nothing.
+    meta = keras.device("meta"), torch.device("meta"), torch.no_grad()
+    with meta[0], meta[1], meta[2], loaded, kernels.prefer("native"):
+        x, g = (torch.empty(size, size, dtype=torch.bfloat16) for _ in "xg")
+        w, bias = torch.empty(size, size), torch.empty(size)
+        with counter:
+            if recipe is None:
+                gradient = _in_bfloat16(x, g, w, bias)
+            else:
+                gradient = _in_float8(x, g, w, bias, recipes.get(recipe))
+            bias.add_(g.sum(0).float(), alpha=-1e-3)
+            w.add_(gradient, alpha=-1e-3)
+    return counter.kernels
+
+
+def _in_bfloat16(x, g, w, bias):
+    narrow = w.bfloat16()
+    torch.mm(x, narrow) + bias.bfloat16()
+    torch.mm(g, narrow.t())
+    return torch.mm(x.t(), g).float()
+
+
+def _in_float8(x, g, w, bias, recipe):
+    source = source_of(recipe)
+    state = ()
+    if source.state_shape is not None:
+        state = (torch.empty(source.state_shape),)
+    plan = kernels.make_plan(
+        kernels.Einsum("ab,bc->ac"), recipe, "bfloat16", "float32", True
+    )
+    outputs, residuals = plan.forward(x, w, state, True)
+    outputs + bias.bfloat16()
+    _, gradient, observed = plan.backward(residuals, g, state)
+    if state:
+        kernels.settle(recipe, observed[0], state[0])
+    return gradient
+
+
+def summary(found, size):
+    """Large and small kernels beside the matmuls, and bytes per element."""
+    beside = [kernel for kernel in found if not kernel.matmul]
+    large = [kernel for kernel in beside if kernel.moved >= LARGE]
+    moved = sum(kernel.moved for kernel in large)
+    return {
+        "large_kernels": len(large),
+        "small_kernels": len(beside) - len(large),
+        "bytes_per_element": round(moved / (3 * size * size), 2),
+        "float8_matmuls": sum("scaled_mm" in k.name for k in found),
+    }
+
+
+def main():
+    size = 4096
+    for recipe in (None, "delayed", "current"):
+        for triton in (False, True) if recipe else (False,):
+            found = dense_step(size, recipe, triton)
+            row = {"recipe": recipe or "bfloat16", "triton": triton}
+            print(json.dumps({**row, **summary(found, size)}))
+            if "-v" in sys.argv:
+                for kernel in found:
+                    print("   ", kernel.name, kernel.moved)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What Triton makes of the kernels for a Hopper and a Blackwell GPU.
+
+It compiles without a GPU; what is compiled is not run.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+if not importlib.util.find_spec("triton"):
+    pytest.skip(
+        "needs Triton: run `tox run -e triton`", allow_module_level=True
+    )
+
+COMPILE = """
+import sys
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from keras_policy_ext import recipes
+from keras_policy_ext.kernels import torch_triton_casts, torch_triton_scales
+from keras_policy_ext.kernels.both_layouts import Known
+from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
+
+capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
+asked = recipes.Quantization(format=format_name)
+known = Known("a scale", "a flag", ScaleRule(inverted=True))
+block = {"ROWS": torch_triton_casts.ROWS, "COLUMNS": torch_triton_casts.COLUMNS}
+cast = {
+    **torch_triton_casts.constants(asked, known),
+    "OBSERVE": True,
+    "BY_INTEGERS": False,
+    **block,
+}
+state = torch_triton_scales.constants(source_of(recipes.DelayedScaling()))
+settle = {**state, "KERNEL_ROW": 1, "ROUNDING": 2.0**-20}
+observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"]}
+matrix = {"m": "i32", "k": "i32", "by_row": "i32"}
+kernels = {
+    "cast": (
+        torch_triton_casts.cast_kernel,
+        "x:bf16 scale:fp32 unseen:i1 now:i32 used:fp32 values:u8 across:u8 "
+        "amax:i32",
+        matrix,
+        {**cast, "by_column": 1},
+    ),
+    "amax": (
+        torch_triton_casts.amax_kernel,
+        "x:bf16 wanted:i1 amax:i32",
+        matrix,
+        {**block, "by_column": 1, "ALWAYS": False},
+    ),
+    "history": (
+        torch_triton_scales.history_kernel,
+        "state:fp32 scales:fp32 unseen:i1",
+        {},
+        state,
+    ),
+    "observation": (
+        torch_triton_scales.observation_kernel,
+        "first:fp32 second:fp32 third:fp32 found:fp32",
+        {"column": "i32"},
+        observation,
+    ),
+    "settle": (
+        torch_triton_scales.settle_kernel,
+        "value:fp32 previous:fp32 settled:fp32",
+        {},
+        settle,
+    ),
+}
+function, pointers, sizes, constants = kernels[name]
+pointers = dict(pair.split(":") for pair in pointers.split())
+known_types = {name: "*" + kind for name, kind in pointers.items()} | sizes
+# In the order of the parameters, as when it is launched.
+signature = {
+    name: known_types.get(name, "constexpr") for name in function.arg_names
+}
+# As at run time for sizes that 16 divides.
+aligned = [*pointers, *(name for name in sizes if name != "column")]
+attributes = {
+    (function.arg_names.index(name),): [["tt.divisibility", 16]]
+    for name in aligned
+}
+source = ASTSource(
+    fn=function, signature=signature, constexprs=constants, attrs=attributes
+)
+target = GPUTarget("cuda", capability, 32)
+print(compile(source, target=target, options={"num_warps": 4}).asm["ptx"])
+"""
+
+
+def compiled(capability, name, format_name="float8_e4m3fn"):
+    """The text of a kernel for a GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability), name, format_name],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("name", ["amax", "history", "observation", "settle"])
+def test_kernels_compile(capability, name):
+    assert f".target sm_{capability}" in compiled(capability, name)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    ("format_name", "conversion"),
+    [("float8_e4m3fn", "e4m3x2"), ("float8_e5m2", "e5m2x2")],
+)
+def test_the_cast_is_the_one_of_the_hardware(
+    capability, format_name, conversion
+):
+    text = compiled(capability, "cast", format_name)
+    assert f"cvt.rn.satfinite.{conversion}.f32" in text
+    per_thread = 64 * 64 // 128
+    # Two numbers a conversion.
+    assert text.count(f".{conversion}.") == per_thread // 2
+    assert "atom" in text
+    # No division for each number: one for the reciprocal, and those of the
+    # branch for tiny scales.
+    assert len(re.findall(r"\bdiv\.rn", text)) <= per_thread + 6
+
+
+def test_memory_is_read_and_written_in_wide_pieces():
+    text = compiled(90, "cast")
+    loads = re.findall(r"ld\.global\S*\.v(\d)\.b32", text)
+    assert loads, "numbers are loaded one by one"
+    assert set(loads) == {"4"}
+    assert re.search(r"st\.global\S*\.v\d\.b32", text)

@@ -1,0 +1,114 @@
+"""An operand quantized once for two matmuls, in the layout of each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from keras import ops
+
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import HistoryScales, ScaleRule
+from keras_policy_ext.recipes import OPERANDS, Quantization
+
+Tensor = Any
+
+
+class Known(NamedTuple):
+    """What is known of the scale of an operand, on its device.
+
+    Attributes:
+        scale: Float32 scalar; None for a recipe without state.
+        unseen: Bool scalar, whether the operand was never observed, so that
+            its scale comes from its own amax; None where that is never so.
+        rule: How a scale comes from an amax.
+    """
+
+    scale: Tensor | None
+    unseen: Tensor | None
+    rule: ScaleRule
+
+
+class Both(NamedTuple):
+    """An operand in both layouts.
+
+    Attributes:
+        values: (m, k), in the dtype of the format.
+        across: (k, m), the same numbers, in memory of their own.
+        scale: Float32 scalar.
+        amax: Float32 scalar, NaN where a number is; None if not wanted.
+    """
+
+    values: Tensor
+    across: Tensor
+    scale: Tensor
+    amax: Tensor | None
+
+
+class BothLayouts(Protocol):
+    """What quantizes a matrix and writes what both of its matmuls read."""
+
+    def supports(self, x: Tensor) -> str | None:
+        """Why this is not for an operand; None if it is."""
+
+    def quantize(
+        self, matrix: Tensor, asked: Quantization, known: Known, observe: bool
+    ) -> Both:
+        """Quantize a matrix, with one scale.
+
+        Args:
+            matrix: (m, k).
+            asked: What becomes of it.
+            known: What is known of its scale.
+            observe: Whether the amax is wanted.
+        """
+
+
+class Reads(NamedTuple):
+    """What the two matmuls of an operand read.
+
+    Attributes:
+        first: As the first matmul reads it.
+        second: In the home matrix; its transpose lies as the second matmul
+            wants it.
+        amax: Of the operand, float32 scalar; None if it was not wanted.
+    """
+
+    first: Quantized
+    second: Quantized
+    amax: Tensor | None
+
+
+def read_both(
+    both: BothLayouts,
+    matrix: Tensor,
+    operand: str,
+    asked: Quantization,
+    rule: ScaleRule,
+    history: HistoryScales | None,
+    observe: bool,
+) -> Reads:
+    """Quantize a matrix for a recipe with one scale for a tensor.
+
+    Args:
+        both: What casts.
+        matrix: (1, m, k), the home matrix.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        asked: What becomes of it.
+        rule: How a scale comes from an amax.
+        history: What the state says; None for a source without state.
+        observe: Whether the amax is needed for the state.
+    """
+    known = Known(None, None, rule)
+    if history is not None:
+        index, unseen = OPERANDS.index(operand), history.unseen
+        flag = None if unseen is None else unseen[index]
+        known = Known(history.scales[index], flag, rule)
+    stateless = history is None
+    found = both.quantize(matrix[0], asked, known, observe or stateless)
+    scale = ops.reshape(found.scale, (1, 1, 1))
+    first = Quantized(found.values[None], scale, asked)
+    second = Quantized(found.across.mT[None], scale, asked)
+    if stateless:
+        second = second.marked(found.amax)
+        first = first if operand != "outputs_grad" else first.marked(found.amax)
+    return Reads(first, second, found.amax if observe else None)

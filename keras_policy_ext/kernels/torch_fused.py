@@ -1,0 +1,140 @@
+"""PyTorch on CUDA: casts by Triton, where it is there and gives our codes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+from keras_policy_ext.frameworks.torch import is_real
+from keras_policy_ext.kernels import torch_casts
+from keras_policy_ext.kernels.both_layouts import Both, Known
+from keras_policy_ext.numerics.scale_sources import (
+    DelayedSource,
+    HistoryScales,
+    ScaleRule,
+)
+from keras_policy_ext.recipes import Quantization
+
+# Builds of PyTorch for CUDA bring Triton along, others do not.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from keras_policy_ext.kernels import torch_triton_casts, torch_triton_scales
+
+Tensor = Any
+
+
+class TritonCasts:
+    """See `BothLayouts`.
+
+    Args:
+        interpreted: For tests: on any device, by Triton's interpreter.
+    """
+
+    def __init__(self, interpreted: bool = False):
+        self.interpreted = interpreted
+
+    def supports(self, x: Tensor) -> str | None:
+        """See `BothLayouts.supports`."""
+        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"Triton's casts do not read {x.dtype}"
+        return _refusal(x, self.interpreted)
+
+    def quantize(
+        self, matrix: Tensor, asked: Quantization, known: Known, observe: bool
+    ) -> Both:
+        """See `BothLayouts.quantize`."""
+        if is_real(matrix):
+            return torch_triton_casts.quantize_both_ways(
+                matrix, asked, known, observe, self.interpreted
+            )
+        dtype, scalar = getattr(torch, asked.format), torch.float32
+        m, k = matrix.shape
+        return Both(
+            matrix.new_empty((m, k), dtype=dtype),
+            matrix.new_empty((k, m), dtype=dtype),
+            matrix.new_empty((), dtype=scalar),
+            matrix.new_empty((), dtype=scalar) if observe else None,
+        )
+
+
+class TritonStates:
+    """See `StateKernels`.
+
+    Args:
+        interpreted: For tests: on any device, by Triton's interpreter.
+    """
+
+    def __init__(self, interpreted: bool = False):
+        self.interpreted = interpreted
+
+    def supports(self, source: Any, state: Tensor) -> str | None:
+        """See `StateKernels.supports`."""
+        if type(source) is not DelayedSource:
+            return "Triton's arithmetic is that of delayed scaling"
+        if not is_real(state) or state.dtype != torch.float32:
+            return "this state has no float32 numbers yet"
+        return _refusal(state, self.interpreted)
+
+    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+        """See `StateKernels.history_scales`."""
+        return torch_triton_scales.history_scales(source, state.contiguous())
+
+    def observation(
+        self, source: Any, amaxes: list[Tensor], slot: int
+    ) -> Tensor:
+        """See `StateKernels.observation`."""
+        return torch_triton_scales.observation(source, amaxes, slot)
+
+    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """See `StateKernels.settle`."""
+        pair = value.contiguous(), previous.contiguous()
+        return torch_triton_scales.settle(source, *pair)
+
+
+def _refusal(x: Tensor, interpreted: bool) -> str | None:
+    if interpreted:
+        return None
+    if x.device.type != "cuda":
+        return "Triton's kernels are for CUDA"
+    return lacking()
+
+
+@functools.cache
+def lacking() -> str | None:
+    """Why casts are not by Triton, or None if they are.
+
+    Asked once for a process, with numbers: a compiler that is missing, or one
+    that rounds otherwise, is found before it casts anything that counts.
+    """
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    with contextlib.suppress(Exception):
+        if _gives_our_codes():
+            return None
+    return "Triton does not cast here as PyTorch does"
+
+
+def _gives_our_codes() -> bool:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
+    x = every.view(torch.bfloat16).reshape(256, 256)
+    x = torch.where(torch.isnan(x), 0.0, x)
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
+            expected = _bits(torch_casts.narrow_cast(x, scale, name))
+            known = Known(scale, None, ScaleRule(inverted=True))
+            asked = Quantization(format=name)
+            both = torch_triton_casts.quantize_both_ways(x, asked, known, True)
+            found, across = _bits(both.values), _bits(both.across)
+            if not torch.equal(found, expected):
+                return False
+            if not torch.equal(across.t(), found):
+                return False
+    return True
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)

@@ -1,0 +1,283 @@
+"""Triton: scales, and the arithmetic of states, in a kernel for each question.
+
+In separate operations they are a hundred kernels in a step of a layer, of
+which each computes three numbers and costs its launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from keras_policy_ext.numerics.observations import ROUNDING, SLOTS
+from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.recipes import OPERANDS
+
+Tensor = Any
+
+
+def history_scales(source: Any, state: Tensor) -> HistoryScales:
+    """See `DelayedSource.history_scales`.
+
+    Args:
+        source: A `DelayedSource`.
+        state: (3, width), contiguous.
+    """
+    scales = torch.empty(3, dtype=torch.float32, device=state.device)
+    unseen = torch.empty(3, dtype=torch.bool, device=state.device)
+    history_kernel[(3,)](state, scales, unseen, **constants(source))
+    if source.starts_from_current:
+        return HistoryScales(scales, unseen)
+    return HistoryScales(scales, None)
+
+
+def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
+    """See `DelayedSource.observation`.
+
+    Args:
+        source: A `DelayedSource`.
+        amaxes: Three float32 scalars.
+        slot: Which use of the layer in this step this is.
+    """
+    width = source.layout.width
+    found = amaxes[0].new_empty((3, width))
+    observation_kernel[(3,)](
+        *amaxes,
+        found,
+        1 + slot % SLOTS,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+    )
+    return found
+
+
+def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    """See `DelayedSource.settle`.
+
+    Args:
+        source: A `DelayedSource`.
+        value: (3, width), contiguous.
+        previous: (3, width), contiguous.
+    """
+    settled = torch.empty_like(previous)
+    settle_kernel[(3,)](
+        value,
+        previous,
+        settled,
+        KERNEL_ROW=OPERANDS.index("kernel"),
+        ROUNDING=ROUNDING,
+        **constants(source),
+    )
+    return settled
+
+
+def constants(source: Any) -> dict[str, Any]:
+    """What the kernels of states know when they are compiled."""
+    width = source.layout.width
+    tops = [limit / 2.0**source.rule.margin for limit in source.limits]
+    return {
+        "TOP_0": tops[0],
+        "TOP_1": tops[1],
+        "TOP_2": tops[2],
+        "INITIAL": source.initial,
+        "NEWEST_ONLY": source.recipe.amax_compute == "most_recent",
+        "FROM_CURRENT": source.starts_from_current,
+        "WIDTH": width,
+        "FIRST": 2 + SLOTS,
+        "BLOCK": triton.next_power_of_2(width),
+    }
+
+
+@triton.jit
+def _positive_finite(amax):
+    bits = amax.to(tl.int32, bitcast=True)
+    return (bits > 0) & (bits < 0x7F800000)
+
+
+@triton.jit
+def scale_of(
+    amax,
+    previous,
+    TOP,
+    INVERTED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """`scaling.scale_of_multiplier` or `scaling.scale_for_limit`, of scalars.
+
+    `TOP` is the largest value of the format, without the margin.
+    """
+    normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
+    if INVERTED:
+        multiplier = tl.div_rn(TOP + 0.0 * normal, normal)
+        multiplier = tl.minimum(tl.maximum(multiplier, 2.0**-126), 2.0**126)
+        scale = tl.div_rn(1.0 + 0.0 * normal, multiplier)
+    else:
+        scale = tl.div_rn(normal, TOP + 0.0 * normal)
+        scale = tl.minimum(tl.maximum(scale, 2.0**-126), 2.0**127)
+        if POWER_OF_TWO:
+            bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
+            scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(_positive_finite(amax), scale, previous)
+
+
+@triton.jit
+def _scale_before(
+    state,
+    row,
+    place,
+    TOP_0: tl.constexpr,
+    TOP_1: tl.constexpr,
+    TOP_2: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The scale of an operand, the one used last, and whether it was seen."""
+    start = state + row * WIDTH
+    inside = (place >= FIRST) & (place < WIDTH)
+    history = tl.load(start + place, mask=inside, other=-float("inf"))
+    reduced = tl.max(history, 0)
+    if NEWEST_ONLY:
+        reduced = tl.load(start + FIRST)
+    intact = tl.load(start) == -1.0
+    stored = tl.where(intact, tl.load(start + FIRST - 1), 0.0)
+    reduced = tl.where(intact, reduced, 0.0)
+    known = stored > 0.0
+    top = tl.where(row == 0, TOP_0, tl.where(row == 1, TOP_1, TOP_2))
+    previous = tl.where(known, stored, INITIAL)
+    scale = scale_of(reduced, previous, top, True, False)
+    return scale, stored, known | _positive_finite(reduced)
+
+
+@triton.jit
+def history_kernel(
+    state,
+    scales,
+    unseen,
+    TOP_0: tl.constexpr,
+    TOP_1: tl.constexpr,
+    TOP_2: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    FROM_CURRENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """See `history_scales`; a program for each operand."""
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    scale, _stored, seen = _scale_before(
+        state,
+        row,
+        place,
+        TOP_0,
+        TOP_1,
+        TOP_2,
+        INITIAL,
+        NEWEST_ONLY,
+        WIDTH,
+        FIRST,
+    )
+    tl.store(scales + row, scale)
+    tl.store(unseen + row, seen == 0)
+
+
+@triton.jit
+def observation_kernel(
+    first,
+    second,
+    third,
+    found,
+    column,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """See `observation`; a program for each operand."""
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    if row == 0:
+        amax = tl.load(first)
+    elif row == 1:
+        amax = tl.load(second)
+    else:
+        amax = tl.load(third)
+    entry = tl.where(place == column, amax, 0.0)
+    entry = tl.where(place == 0, 1.0, entry)
+    tl.store(found + row * WIDTH + place, entry, mask=place < WIDTH)
+
+
+@triton.jit
+def settle_kernel(
+    value,
+    previous,
+    settled,
+    TOP_0: tl.constexpr,
+    TOP_1: tl.constexpr,
+    TOP_2: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    FROM_CURRENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KERNEL_ROW: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):
+    """See `settle` and `Layout.settle`; a program for each operand."""
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
+    before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
+    uses = tl.load(value + row * WIDTH)
+    amaxes = tl.where(place > 0, given, 0.0)
+
+    scale, stored, seen = _scale_before(
+        previous,
+        row,
+        place,
+        TOP_0,
+        TOP_1,
+        TOP_2,
+        INITIAL,
+        NEWEST_ONLY,
+        WIDTH,
+        FIRST,
+    )
+    used = scale
+    if FROM_CURRENT:
+        used = tl.where(seen, scale, stored)
+
+    # The newest amax, entered where all are finite, in a row that is intact.
+    magnitudes = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = tl.max(magnitudes, 0) < 0x7F800000
+    mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
+    largest = tl.max(tl.where(inside & (place > 0), given, -float("inf")), 0)
+    newest = tl.where(row == KERNEL_ROW, mean, largest)
+    intact = tl.load(previous + row * WIDTH) == -1.0
+    older = place + 1
+    older = tl.where(older >= WIDTH, FIRST, older)
+    turned = tl.load(
+        previous + row * WIDTH + older, mask=place > FIRST, other=0.0
+    )
+    turned = tl.where(intact, turned, 0.0)
+    rolled = tl.where(place == FIRST, newest, turned)
+    kept = tl.where(intact, before, 0.0)
+    history = tl.where(finite, rolled, kept)
+
+    observed = tl.where(place >= FIRST, history, 0.0)
+    observed = tl.where(place == FIRST - 1, used, observed)
+    observed = tl.where(place == 0, -1.0, observed)
+
+    # A state that is assigned is sealed; anything else leaves what was.
+    rounded = tl.abs(uses + 1.0) <= ROUNDING
+    seal = tl.where(rounded, -1.0, uses)
+    state = tl.where(place == 0, seal, given)
+    other = tl.where(uses < 0.0, state, before)
+
+    count = tl.sum(tl.where(amaxes != 0.0, 1.0, 0.0), 0)
+    counted = (uses == tl.floor(uses)) & (uses >= count) & (uses > 0.0)
+    found = tl.where(counted, observed, other)
+    tl.store(settled + row * WIDTH + place, found, mask=inside)

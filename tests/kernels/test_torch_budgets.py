@@ -1,0 +1,45 @@
+"""What a step of a Dense layer moves on a GPU with PyTorch, held to budgets.
+
+Counted by `torch_counts`. A step in bfloat16 has 5 large kernels, 3 small
+ones and moves 10.0 bytes per element of its three matrices.
+"""
+
+import keras
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip(
+        f"PyTorch's operations; the backend is {keras.backend.backend()}",
+        allow_module_level=True,
+    )
+
+from torch_counts import dense_step, summary
+
+SIZE = 4096
+
+BUDGETS = {  # recipe: large kernels, small kernels, bytes per element
+    "delayed": (7, 12, 12.7),
+    "current": (10, 18, 15.4),
+}
+
+
+@pytest.mark.parametrize("recipe", BUDGETS)
+def test_a_step_stays_within_its_budget(recipe):
+    found = summary(dense_step(SIZE, recipe, triton=True), SIZE)
+    large, small, moved = BUDGETS[recipe]
+    assert found["float8_matmuls"] == 3
+    assert found["large_kernels"] <= large
+    assert found["small_kernels"] <= small
+    assert found["bytes_per_element"] <= moved
+
+
+def test_the_counter_sees_what_bfloat16_moves():
+    found = summary(dense_step(SIZE, None, triton=False), SIZE)
+    assert found["bytes_per_element"] == 10.0
+    assert (found["large_kernels"], found["small_kernels"]) == (5, 3)
+
+
+@pytest.mark.parametrize("recipe", BUDGETS)
+def test_without_triton_a_step_moves_three_times_as_much(recipe):
+    found = summary(dense_step(SIZE, recipe, triton=False), SIZE)
+    assert found["bytes_per_element"] > 35.0
