@@ -172,6 +172,10 @@ class Framework:
         """Whether a gradient may be taken of what is called now."""
         return True
 
+    def kept_dtype(self, format_name: str) -> str:
+        """In what dtype numbers of a format are kept for a backward pass."""
+        return format_name
+
     def run(
         self,
         operation: Operation,

@@ -23,6 +23,13 @@ try:
 except ImportError:
     control_flow_util = None
 
+# Nor whether a loop is traced, of which XLA alone can stack float8. Where this
+# is gone, any graph that XLA does not compile is taken for one.
+try:
+    from tensorflow.python.ops import control_flow_v2_func_graphs as bodies
+except ImportError:
+    bodies = None
+
 Tensor = Any
 
 _SWITCH = threading.RLock()
@@ -40,6 +47,12 @@ class TensorFlowFramework(Framework):
         if inside is None or tf.executing_eagerly():
             return False
         return bool(inside(tf.compat.v1.get_default_graph()))
+
+    def kept_dtype(self, format_name: str) -> str:
+        """See `Framework.kept_dtype`; bfloat16, likewise exact, in a loop."""
+        if tf.executing_eagerly() or self.traces_for_xla():
+            return format_name
+        return "bfloat16" if _in_a_loop() else format_name
 
     @contextlib.contextmanager
     def functions_step_by_step(self) -> Iterator[None]:
@@ -152,11 +165,13 @@ class TensorFlowFramework(Framework):
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
             outputs, residuals = forward(inputs, kernel, state)
+            # Here, so that it is the leaves that live until the gradient.
+            kept, sizes = residuals.leaves(), residuals.shapes
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
-                seen = residuals
+                seen = operation.residuals(kept, sizes)
                 if operation.training is None:
-                    seen = operation.observed(residuals, inputs, kernel)
+                    seen = operation.observed(seen, inputs, kernel)
                 leaves = seen.leaves()
                 if eager:
                     backward = _eager_backward(operation, shapes, len(leaves))
@@ -178,6 +193,14 @@ class TensorFlowFramework(Framework):
 
 
 FRAMEWORK = TensorFlowFramework()
+
+
+def _in_a_loop() -> bool:
+    body = getattr(bodies, "WhileBodyFuncGraph", object)
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and not isinstance(graph, body):
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
 
 
 def _once(gradient: Tensor) -> Tensor:

@@ -147,6 +147,7 @@ class Engine:
         cast: Takes a tensor, the scale of each number and the name of a
             format; returns numbers of the format, in float32.
         narrow_cast: The same, in the dtype of the format.
+        widen: Takes numbers in a float8 dtype; returns them in float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
             where casting and transposing are left to the framework.
         states: The arithmetic of states as kernels of its own, likewise.
@@ -158,6 +159,7 @@ class Engine:
     convolutions: Convolutions
     cast: Cast
     narrow_cast: Cast
+    widen: Callable[[Tensor], Tensor]
     both_layouts: BothLayouts | None = None
     states: StateKernels | None = None
 

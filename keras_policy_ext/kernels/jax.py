@@ -78,6 +78,7 @@ ENGINE = Engine(
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,
+    widen=casting.widen,
 )
 
 

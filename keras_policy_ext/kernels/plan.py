@@ -59,10 +59,19 @@ class Residuals:
     shapes: Shapes
 
     def leaves(self) -> list[Tensor]:
-        """The tensors, in the order in which `Plan.residuals` takes them."""
+        """The tensors, in the order in which `Plan.residuals` takes them.
+
+        Operands have one byte for a number here, on every device.
+        """
+        kept = []
+        for operand in (self.inputs, self.kernel):
+            asked = operand.quantization
+            if asked is not None:
+                dtype = frameworks.current().kept_dtype(asked.format)
+                operand = operand.narrowed(dtype)
+            kept += operand.leaves()
         known = [] if self.known is None else self.known.leaves()
-        amaxes = self.amaxes or ()
-        return [*self.inputs.leaves(), *self.kernel.leaves(), *known, *amaxes]
+        return [*kept, *known, *(self.amaxes or ())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,16 +307,26 @@ class Plan:
         shapes: Shapes,
     ) -> Tensor:
         """One of the three products, of what its operands are read as."""
-        kernel, _ = chosen[matmul]
+        kernel, choice = chosen[matmul]
         a, b = (
-            reads[operand]
-            if matmul == matmuls_of(operand)[0]
-            else self.contraction.transposed(reads[operand])
+            self._as_read(operand, matmul, reads[operand], choice)
             for operand in MATMULS[matmul]
         )
         last = matmul == "kernel_grad"
         dtype = self.kernel_grad_dtype if last else self.inputs_dtype
         return self.contraction.product(matmul, kernel, a, b, shapes, dtype)
+
+    def _as_read(
+        self, operand: str, matmul: str, read: Quantized, choice: Choice
+    ) -> Quantized:
+        """An operand as a matmul reads it."""
+        wide = read.quantization is None or quantized.is_wide(read.values)
+        if not choice.native and not wide:
+            # Before it is transposed, which then costs nothing.
+            read = read.with_values(engines.engine().widen(read.values))
+        if matmul == matmuls_of(operand)[0]:
+            return read
+        return self.contraction.transposed(read)
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""

@@ -89,6 +89,7 @@ ENGINE = Engine(
     convolutions=TorchConvolutions("torch has no float8 convolution"),
     cast=torch_casts.cast,
     narrow_cast=torch_casts.narrow_cast,
+    widen=torch_casts.widen,
     both_layouts=torch_fused.TritonCasts(),
     states=torch_fused.TritonStates(),
 )

@@ -135,6 +135,11 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
     return ops.cast(ops.multiply(ops.cast(q, "float32"), scale), dtype)
 
 
+def widen(q: Tensor) -> Tensor:
+    """Numbers in a float8 dtype, in float32."""
+    return ops.cast(q, "float32")
+
+
 def quantize_dequantize(
     x: Tensor, scale: Tensor, dtype: str, out_dtype: str = "float32"
 ) -> Tensor:

@@ -57,6 +57,16 @@ class Quantized:
         """The scale of each value, in a shape that goes with the values."""
         return tiles.spread(self.scale, self.tile, self.values)
 
+    def narrowed(self, dtype: str) -> Quantized:
+        """The same, held in a narrow dtype, of which values are numbers.
+
+        What is kept for a backward pass. What is not quantized stays as it
+        is, and so is what is narrow.
+        """
+        if self.quantization is None or not is_wide(self.values):
+            return self
+        return self.with_values(ops.cast(self.values, dtype))
+
     def dequantize(self, dtype: str = "float32") -> Tensor:
         """What the values stand for.
 
@@ -85,6 +95,11 @@ class Quantized:
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""
         return [self.values, self.scale]
+
+
+def is_wide(values: Tensor) -> bool:
+    """Whether values are held in float32."""
+    return bool(keras.backend.standardize_dtype(values.dtype) == "float32")
 
 
 def unquantized(x: Tensor) -> Quantized:

@@ -1,0 +1,117 @@
+"""What the backward pass reads is kept in one byte a number."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_policy_ext import formats, kernels, recipes
+from keras_policy_ext.numerics.scale_sources import source_of
+from ways import array
+
+EQUATIONS = {
+    "ab,bc->ac": ((6, 5), (5, 4)),
+    "abc,cde->abde": ((2, 3, 5), (5, 4, 2)),
+    "abc,adc->abd": ((2, 3, 5), (2, 4, 5)),
+}
+
+
+class Rows(recipes.Recipe):
+    def quantization(self, operand, matmul):
+        tile = recipes.Tile(free=1)
+        return recipes.Quantization(format="float8_e4m3fn", tile=tile)
+
+
+class KernelGradAsItIs(recipes.Recipe):
+    def quantization(self, operand, matmul):
+        if matmul == "kernel_grad":
+            return None
+        return recipes.Quantization(format="float8_e4m3fn")
+
+
+RECIPES = [
+    recipes.DelayedScaling(amax_history_length=2),
+    recipes.DelayedScaling(amax_history_length=2, initial_scale=1.0),
+    recipes.CurrentScaling(),
+    Rows(),
+    KernelGradAsItIs(),
+]
+
+
+def normal(seed, shape):
+    x = np.random.default_rng(seed).normal(size=shape)
+    # What a float8 format holds only as subnormals, zeros and the largest.
+    x.flat[:4] = 0.0, -0.0, 1e-3, 1e4
+    return ops.convert_to_tensor(x.astype("float32"))
+
+
+def forward(contraction, recipe, x, w):
+    plan = kernels.make_plan(contraction, recipe, "float32", "float32", True)
+    state = ()
+    if recipe.history_length:
+        matrix = np.zeros(source_of(recipe).state_shape, "float32")
+        matrix[:, 0] = -1.0
+        state = (ops.convert_to_tensor(matrix),)
+    return plan, *plan.forward(x, w, state, observe=True), state
+
+
+def flat(gradients):
+    inputs_grad, kernel_grad, observed = gradients
+    return [array(x) for x in (inputs_grad, kernel_grad, *observed)]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_gradients_are_those_of_what_the_forward_pass_read(equation, recipe):
+    x, w = (normal(i, shape) for i, shape in enumerate(EQUATIONS[equation]))
+    contraction = kernels.Einsum(equation)
+    plan, outputs, residuals, state = forward(contraction, recipe, x, w)
+    g = normal(2, outputs.shape)
+    again = plan.residuals(residuals.leaves(), residuals.shapes)
+    expected = flat(plan.backward(residuals, g, state))
+    found = flat(plan.backward(again, g, state))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_an_operand_is_kept_in_one_byte_a_number(recipe):
+    x, w = normal(0, (6, 5)), normal(1, (5, 4))
+    contraction = kernels.Einsum("ab,bc->ac")
+    _, _, residuals, _ = forward(contraction, recipe, x, w)
+    kept = residuals.leaves()[0:3:2]
+    dtypes = [keras.backend.standardize_dtype(k.dtype) for k in kept]
+    as_it_is = isinstance(recipe, KernelGradAsItIs)
+    first = "float32" if as_it_is else "float8_e4m3fn"
+    assert dtypes == [first, "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_every_code_is_widened_to_its_number(dtype):
+    engine = kernels.engine()
+    codes = np.arange(256, dtype="uint8").reshape(16, 16)
+    numbers = codes.view(formats.get(dtype).dtype).astype("float32")
+    narrow = ops.cast(ops.convert_to_tensor(numbers), dtype)
+    wide = engine.widen(narrow)
+    assert keras.backend.standardize_dtype(wide.dtype) == "float32"
+    finite = np.isfinite(numbers)
+    np.testing.assert_array_equal(
+        array(wide).view("int32")[finite], numbers.view("int32")[finite]
+    )
+    assert np.isnan(array(wide)[np.isnan(numbers)]).all()
+
+
+def test_convolutions_keep_one_byte_too():
+    x, w = normal(0, (2, 7, 7, 3)), normal(1, (3, 3, 3, 4))
+    conv = kernels.Conv((1, 1), "same", (1, 1), "channels_last")
+    recipe = recipes.CurrentScaling()
+    plan, outputs, residuals, state = forward(conv, recipe, x, w)
+    again = plan.residuals(residuals.leaves(), residuals.shapes)
+    g = normal(2, outputs.shape)
+    expected = flat(plan.backward(residuals, g, state))
+    for one, other in zip(
+        flat(plan.backward(again, g, state)), expected, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    kept = residuals.leaves()[0]
+    assert keras.backend.standardize_dtype(kept.dtype) == "float8_e4m3fn"
