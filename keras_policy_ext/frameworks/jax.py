@@ -73,6 +73,10 @@ class JaxFramework(Framework):
         like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         return jax.linear_transpose(function, like)(cotangent)[0]
 
+    def on_cpu(self, x: Tensor) -> bool:
+        """See `Framework.on_cpu`; a traced one: the default device."""
+        return jax.default_backend() == "cpu"
+
     def run(
         self,
         operation: Operation,

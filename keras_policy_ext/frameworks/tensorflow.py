@@ -48,11 +48,16 @@ class TensorFlowFramework(Framework):
             return False
         return bool(inside(tf.compat.v1.get_default_graph()))
 
-    def kept_dtype(self, format_name: str) -> str:
+    def on_cpu(self, x: Tensor) -> bool:
+        """See `Framework.on_cpu`; of a tensor in a graph: without a GPU."""
+        return not _other_devices()
+
+    def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """See `Framework.kept_dtype`; bfloat16, likewise exact, in a loop."""
+        dtype = super().kept_dtype(x, format_name)
         if tf.executing_eagerly() or self.traces_for_xla():
-            return format_name
-        return "bfloat16" if _in_a_loop() else format_name
+            return dtype
+        return "bfloat16" if dtype == format_name and _in_a_loop() else dtype
 
     @contextlib.contextmanager
     def functions_step_by_step(self) -> Iterator[None]:
@@ -193,6 +198,12 @@ class TensorFlowFramework(Framework):
 
 
 FRAMEWORK = TensorFlowFramework()
+
+
+@functools.cache
+def _other_devices() -> bool:
+    devices = tf.config.list_physical_devices()
+    return any(device.device_type != "CPU" for device in devices)
 
 
 def _in_a_loop() -> bool:

@@ -84,6 +84,10 @@ class TorchFramework(Framework):
         """See `Framework.settle_observed`."""
         torch_observations.enter(variables)
 
+    def on_cpu(self, x: Tensor) -> bool:
+        """See `Framework.on_cpu`."""
+        return bool(x.device.type == "cpu")
+
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())

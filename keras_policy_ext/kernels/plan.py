@@ -61,14 +61,17 @@ class Residuals:
     def leaves(self) -> list[Tensor]:
         """The tensors, in the order in which `Plan.residuals` takes them.
 
-        Operands have one byte for a number here, on every device.
+        Operands are narrow here, where the framework says so.
         """
         kept = []
         for operand in (self.inputs, self.kernel):
             asked = operand.quantization
             if asked is not None:
-                dtype = frameworks.current().kept_dtype(asked.format)
-                operand = operand.narrowed(dtype)
+                operand = operand.narrowed(
+                    frameworks.current().kept_dtype(
+                        operand.values, asked.format
+                    )
+                )
             kept += operand.leaves()
         known = [] if self.known is None else self.known.leaves()
         return [*kept, *known, *(self.amaxes or ())]

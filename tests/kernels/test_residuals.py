@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_policy_ext import formats, kernels, recipes
+import keras_policy_ext as kpe
+from keras_policy_ext import formats, frameworks, kernels, recipes
 from keras_policy_ext.numerics.scale_sources import source_of
-from ways import array
+from ways import BACKEND, array
 
 EQUATIONS = {
     "ab,bc->ac": ((6, 5), (5, 4)),
@@ -36,6 +37,13 @@ RECIPES = [
     Rows(),
     KernelGradAsItIs(),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _not_on_a_cpu(monkeypatch):
+    """On a CPU time counts more, and float32 is kept."""
+    framework = type(frameworks.current())
+    monkeypatch.setattr(framework, "on_cpu", lambda self, x: False)
 
 
 def normal(seed, shape):
@@ -99,6 +107,45 @@ def test_every_code_is_widened_to_its_number(dtype):
         array(wide).view("int32")[finite], numbers.view("int32")[finite]
     )
     assert np.isnan(array(wide)[np.isnan(numbers)]).all()
+
+
+def test_on_a_cpu_float32_is_kept(monkeypatch):
+    framework = type(frameworks.current())
+    monkeypatch.setattr(framework, "on_cpu", lambda self, x: True)
+    x, w = normal(0, (6, 5)), normal(1, (5, 4))
+    contraction = kernels.Einsum("ab,bc->ac")
+    _, _, residuals, _ = forward(contraction, RECIPES[2], x, w)
+    kept = residuals.leaves()[0]
+    assert keras.backend.standardize_dtype(kept.dtype) == "float32"
+
+
+@pytest.mark.parametrize(
+    "policy", ["float8_from_float32", "float8/current_from_float32"]
+)
+def test_a_model_trains_to_the_same_weights(monkeypatch, policy):
+    def trained():
+        keras.utils.set_random_seed(0)
+        layers = [
+            kpe.layers.Conv1D(4, 2, dtype=policy),
+            kpe.layers.LSTM(4, dtype=policy),
+            kpe.layers.Dense(3, "gelu", dtype=policy),
+        ]
+        model = keras.Sequential([keras.Input((5, 3)), *layers])
+        # As a graph, in which TensorFlow's loops cannot hold float8.
+        model.compile("sgd", "mse", jit_compile=BACKEND == "jax")
+        x = np.random.default_rng(0).normal(size=(8, 5, 3)).astype("float32")
+        model.fit(x, x[:, 0], epochs=3, verbose=0)
+        return model.get_weights()
+
+    narrow = trained()
+    framework = type(frameworks.current())
+    monkeypatch.setattr(framework, "on_cpu", lambda self, x: True)
+    if BACKEND == "jax":
+        import jax
+
+        jax.clear_caches()
+    for one, other in zip(narrow, trained(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_convolutions_keep_one_byte_too():
