@@ -137,7 +137,8 @@ def _processor():
 
 def environment():
     """The device, and what is installed of which version."""
-    names = ("keras", BACKEND, "torchao", "flax", "numpy", "ml_dtypes")
+    peers = {"torch": ["torchao"], "jax": ["flax"]}.get(BACKEND, [])
+    names = ("keras", BACKEND, *peers, "numpy", "ml_dtypes")
     versions = {"keras-policy-ext": kpe.__version__}
     for name in names:
         try:
