@@ -59,10 +59,10 @@ def read(folder=RESULTS):
     return dict(found)
 
 
-def page(folder=RESULTS, counts=estimates.COUNTS, table=TABLE):
+def page(folder=RESULTS, counts=estimates.COUNTS, sizes=TABLE):
     """The text of the page."""
     results = read(folder)
-    break_even = json.loads(table.read_text("utf-8"))
+    break_even = json.loads(sizes.read_text("utf-8"))
     parts = [
         HEAD,
         *_measured(results),
@@ -90,25 +90,18 @@ def _result(result):
     name = result["benchmark"].replace("_", " ")
     yield f"#### {BACKENDS[where['backend']]}, {name}\n"
     yield _versions(where)
-    cases = collections.defaultdict(list)
-    for row in result["rows"]:
-        cases[row["case"]].append(row)
-    columns = _columns(result["rows"])
-    heads = [head for head, _ in columns]
-    yield _table(
-        ["", "", *heads],
-        [
-            [
-                case if first else "",
-                row["variant"],
-                *(f(row) for _, f in columns),
-            ]
-            for case, rows in cases.items()
-            for first, row in zip(
-                (True, *[False] * len(rows)), rows, strict=False
-            )
-        ],
-    )
+    yield table_of_rows(result["rows"])
+
+
+def table_of_rows(rows):
+    """Rows of a benchmark as a table of Markdown."""
+    columns = _columns(rows)
+    cells, case = [], None
+    for row in rows:
+        first = row["case"] if row["case"] != case else ""
+        case = row["case"]
+        cells.append([first, row["variant"], *(f(row) for _, f in columns)])
+    return table(["", "", *(head for head, _ in columns)], cells)
 
 
 def _versions(where):
@@ -142,7 +135,8 @@ def _quality(row):
     return " / ".join("exact" if x is None else f"{x:.0f}" for x in found)
 
 
-def _table(heads, rows):
+def table(heads, rows):
+    """A table of Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -158,7 +152,7 @@ def _estimated(counts):
     if not counts:
         yield "No counts are committed yet.\n"
         return
-    yield _table(
+    yield table(
         [
             "framework",
             "device",
@@ -196,7 +190,7 @@ def _break_even(rows):
         "`keras-policy-ext doctor`\nshows it with the row of the machine. "
         "`any` stands for what has no row of its own.\n"
     )
-    yield _table(
+    yield table(
         ["framework", "device", "size", "known from"],
         [
             [
