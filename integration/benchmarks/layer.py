@@ -99,10 +99,11 @@ def layer_rows(size, rounds, compiled):
     exact = _exact(numpy(x), numpy(g), kernel)
     others = peers.layers(kernel, x, g, bool(compiled))
     quality = {
-        **{name: forward_backward(layers[name])(x, g) for name in layers},
-        **{name: each.gradients() for name, each in others.items()},
+        name: _quality(exact, forward_backward(layer)(x, g))
+        for name, layer in layers.items()
     }
-    quality = {name: _quality(exact, found) for name, found in quality.items()}
+    for name, each in others.items():
+        quality[name] = _quality(exact, each.gradients())
     steps = {name: training_step(layer) for name, layer in layers.items()}
     if compiled and not COMPILED:
         for name in layers:
@@ -134,7 +135,7 @@ def _quality(exact, results):
     y, x_grad, (kernel_grad, *_) = results
     found = {"outputs": y, "inputs_grad": x_grad, "kernel_grad": kernel_grad}
     return {
-        name: sqnr_db(exact[name], numpy(value)[:ROWS])
+        name: sqnr_db(exact[name], numpy(value[:ROWS]))
         for name, value in found.items()
     }
 

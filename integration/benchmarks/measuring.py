@@ -7,6 +7,7 @@ rounds.
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -106,6 +107,7 @@ def on_gpu():
     return "cpu" not in device().lower()
 
 
+@functools.cache
 def device():
     """The name of the device that the backend computes on."""
     if BACKEND == "torch":

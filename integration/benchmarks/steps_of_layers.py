@@ -180,13 +180,13 @@ def _torch_step(layer, optimizer, compiled):
     outputs = torch.compile(outputs) if compiled else outputs
 
     def run(x, outputs_grad):
-        layer.zero_grad()
         x = x.detach().requires_grad_()
         y = outputs(x)
         y.backward(outputs_grad.to(y.dtype))
         variables = layer.trainable_variables
         with torch.no_grad():
             optimizer.apply([v.value.grad for v in variables], variables)
+        layer.zero_grad()
         return y.detach(), x.grad
 
     return run

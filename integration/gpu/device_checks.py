@@ -19,17 +19,21 @@ from variants import made
 from workloads import Llama, normal
 
 import keras_policy_ext as kpe
-from keras_policy_ext import kernels, reference
+from keras_policy_ext import formats, kernels, reference
 from keras_policy_ext.conversion import break_even
 
 BACKEND = keras.backend.backend()
 CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
+LARGEST = formats.get("float8_e4m3fn").max
 TOLERANCES = {"float32": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 """Of the error of a product, as a fraction of it.
 
 Hopper's tensor cores add products with some 14 bits (DeepSeek-V3, arXiv
 2412.19437, section 3.5.2); a result in bfloat16 has 8.
 """
+LOST_BY_ADDING = 2.0**-14
+"""The same, for each 32 terms that are added so, one after the other: in the
+forward pass, which is the one that accumulates fast, on a GPU."""
 
 
 class Broken(Exception):
@@ -178,37 +182,62 @@ def _require_equal(found, expected, values, what):
 def codes_in_layers():
     """A layer quantizes inputs and output gradients as the reference does.
 
-    Its kernel is the identity and its scales are 1, so that outputs and the
-    gradient of the inputs are the codes themselves, whatever fused kernel
-    has cast them.
+    Its kernel is a multiple of the identity and its scales are 1, so that
+    outputs and the gradient of the inputs are that multiple of the codes
+    themselves, whatever fused kernel has cast them.
     """
-    recipe = kpe.recipes.DelayedScaling(initial_scale=1.0)
     checked = 0
+    recipes = {
+        "delayed": kpe.recipes.DelayedScaling(initial_scale=1.0),
+        "current": kpe.recipes.CurrentScaling(),
+    }
     for source in TOLERANCES:
-        layer = dense(16, 16, recipe, source)
-        layer.layers[0].kernel.assign(np.eye(16, dtype="float32"))
-        for x, g in _operands(source):
+        for name, recipe in recipes.items():
+            layer = dense(16, 16, recipe, source)
+            kernel = LARGEST * np.eye(16, dtype="float32")
+            layer.layers[0].kernel.assign(kernel)
             for compiled in ways():
                 run = forward_backward(layer, compiled)
-                _identity_gives_codes(run, x, g, f"{source}, {compiled=}")
-                checked += x.size + g.size
+                what = f"{name} from {source}, {compiled=}"
+                operands = _operands(source, saturating=name == "delayed")
+                checked += _require_codes(run, *operands, what)
+                # XLA fuses otherwise where there is one row.
+                for row in range(0, len(operands[0]), 101):
+                    one = [each[[row]] for each in operands]
+                    if name == "current":
+                        one[0][0, 0], one[1][0, 0] = limits()
+                    checked += _require_codes(run, *one, f"{what}, one row")
     return {"compared": checked, "different": 0}
 
 
-def _operands(source):
-    """Pairs of inputs and output gradients, as arrays of one shape."""
-    if source == "mixed_bfloat16":
-        values = hostile.in_rows(hostile.bfloat16_values())
-        return [(values, values)]
-    e4m3, e5m2 = (
-        hostile.in_rows(hostile.float32_values(name))
-        for name in hostile.FORMATS
-    )
-    rows = max(len(e4m3), len(e5m2))
-    return [tuple(np.resize(each, (rows, 16)) for each in (e4m3, e5m2))]
+def limits():
+    """The largest numbers of the formats of inputs and output gradients."""
+    return [formats.get(name).max for name in hostile.FORMATS]
 
 
-def _identity_gives_codes(run, x, g, what):
+def _operands(source, saturating):
+    """Inputs and output gradients of one shape.
+
+    Args:
+        source: Where they are to be numbers of bfloat16, all are among them.
+        saturating: Whether some are beyond the largest number of the format.
+            Else the largest is that number, so that its scale is 1.
+    """
+    found = []
+    for name in hostile.FORMATS:
+        values = hostile.float32_values(name)
+        if source == "mixed_bfloat16":
+            values = hostile.bfloat16_values()
+        limit = formats.get(name).max
+        if not saturating:
+            values = np.append(values[np.abs(values) <= limit], limit)
+        found.append(hostile.in_rows(values.astype("float32")))
+    rows = max(map(len, found))
+    return [np.resize(each, (rows, 16)) for each in found]
+
+
+def _require_codes(run, x, g, what):
+    """How many numbers were compared."""
     dtype = "bfloat16" if "bfloat16" in what else "float32"
     tensors = (ops.cast(ops.convert_to_tensor(each), dtype) for each in (x, g))
     y, x_grad, _ = run(*tensors)
@@ -216,7 +245,9 @@ def _identity_gives_codes(run, x, g, what):
         (y, x_grad), (x, g), hostile.FORMATS, strict=True
     ):
         expected = reference.cast(values, name).astype("float32")
-        _require_equal(numpy(found), expected, values, f"{name}, {what}")
+        codes = numpy(found) / np.float32(LARGEST)
+        _require_equal(codes, expected, values, f"{name}, {what}")
+    return x.size + g.size
 
 
 # Products
@@ -234,28 +265,34 @@ def odd_shapes():
 
 
 def _products(sizes):
-    largest = {}
+    largest, kinds = {}, set()
     for source, tolerance in TOLERANCES.items():
         for *rows, inputs, units in sizes:
             shapes = (*rows, inputs), (*rows, units)
             for compiled in ways():
-                errors = _errors(source, *shapes, compiled)
+                errors, kind = _errors(source, *shapes, compiled)
+                kinds.add(kind)
                 for name, error in errors.items():
-                    key = f"{name}, {source}"
+                    key, allowed = f"{name}, {source}", tolerance
+                    if name == "forward" and measuring.on_gpu():
+                        allowed += inputs / 32 * LOST_BY_ADDING
                     largest[key] = max(error, largest.get(key, 0.0))
                     require(
-                        error < tolerance,
+                        error < allowed,
                         f"{key}, {shapes}, {compiled=}: the error is "
                         f"{error:.2g} of the result, more than "
-                        f"{tolerance:.2g}.",
+                        f"{allowed:.2g}.",
                     )
-    return {
-        name: measuring.rounded(error, 2) for name, error in largest.items()
-    }
+    rounded = {k: measuring.rounded(each, 2) for k, each in largest.items()}
+    return {"kernels": " and ".join(sorted(kinds)), **rounded}
 
 
 def _errors(source, inputs_shape, outputs_shape, compiled):
-    """Of outputs and gradients of a layer, as fractions of them."""
+    """Of outputs and gradients of a layer, as fractions of them.
+
+    Returns:
+        The errors by the name of the matmul, and the kind of the kernel.
+    """
     layer = dense(inputs_shape[1:], outputs_shape[-1], "current", source)
     dtype = "float32" if source == "float32" else "bfloat16"
     x, g = normal(inputs_shape, dtype), normal(outputs_shape, dtype, seed=1)
@@ -268,10 +305,11 @@ def _errors(source, inputs_shape, outputs_shape, compiled):
         "inputs_grad": (x_grad, exact.inputs_grad),
         "kernel_grad": (grads[0], exact.kernel_grad),
     }
-    return {
+    errors = {
         name: float(np.linalg.norm(numpy(a) - b) / np.linalg.norm(b))
         for name, (a, b) in pairs.items()
     }
+    return errors, kpe.inspect(layer).layers[0].kernel
 
 
 def state_update():
@@ -419,11 +457,14 @@ def save_and_load():
         for each in (model, loaded)
     ]
     require(policies[0] == policies[1], f"The policies are {policies[1]}.")
-    apart = np.abs(numpy(model(x)) - numpy(loaded(x))).max()
-    require(apart == 0, f"The outputs are up to {apart} apart.")
+    before, outputs = numpy(model(x)), numpy(loaded(x))
+    apart = float(np.abs(before - outputs).max())
+    # A GPU's library may choose another algorithm when it is asked again.
+    allowed = 2.0**-8 * np.abs(before).max() if measuring.on_gpu() else 0
+    require(apart <= allowed, f"The outputs are up to {apart} apart.")
     after = [float(each.train_on_batch(x, y)) for each in (model, loaded)]
     require(np.isclose(*after, rtol=1e-3), f"The next losses are {after}.")
-    return {"next losses": after}
+    return {"outputs apart": apart, "next losses": after}
 
 
 def steps_keep_memory():
