@@ -103,6 +103,25 @@ def test_counts_that_are_added_replace_those_of_their_place(tmp_path):
         estimates.read_counts(path)
 
 
+def test_counts_of_pytorch_are_estimated_here():
+    line = {"recipe": "bfloat16", "triton": False, "large_kernels": 5}
+    line |= {"small_kernels": 3, "bytes_per_element": 10.0}
+    line |= {"float8_matmuls": 0}
+    fused = line | {"recipe": "delayed", "triton": True, "float8_matmuls": 3}
+    printed = [json.dumps(each) for each in (line, fused)]
+    plain, delayed = counts.rows(printed, "torch")
+    assert (plain["variant"], delayed["variant"]) == (
+        "bfloat16",
+        "float8 delayed",
+    )
+    expected = estimates.seconds(plain, 4096) / estimates.seconds(delayed, 4096)
+    found = delayed["estimated_speedup_over_bfloat16"]
+    assert found == pytest.approx(expected, abs=1e-3)
+    printed.append(json.dumps(fused | {"triton": False}))
+    *_, slow = counts.rows(printed, "torch")
+    assert slow["variant"] == "float8 delayed, without Triton"
+
+
 def result(device, times):
     rows = [
         {"case": f"layer {n}", "size": n, "variant": v, "median_ms": ms}
@@ -135,18 +154,31 @@ def test_what_is_measured_comes_before_what_is_estimated(tmp_path):
     file.write_text(json.dumps(result("NVIDIA H200", times)))
     rows = break_even.table(tmp_path, path)
     origins = [row["origin"].split()[0] for row in rows]
-    assert origins == ["measured", "estimated", "there", "assumed,"]
-    assert [row["size"] for row in rows[:2]] == [
-        None,
-        estimates.break_even(FLOAT8, PLAIN),
-    ]
+    kinds = ["measured", "estimated", "estimated", "there", "assumed,"]
+    assert origins == kinds
+    assert [row["device"] for row in rows[1:3]] == ["H200", "H100"]
+    h200 = estimates.break_even(FLOAT8, PLAIN)
+    # The memory of an H100 is slower, and the matmuls are not.
+    h100 = estimates.break_even(FLOAT8, PLAIN, "H100")
+    assert [row["size"] for row in rows[:3]] == [None, h200, h100]
+    assert h200 < h100
+
+
+def test_other_gpus_are_taken_to_be_as_the_worst_of_those_known(tmp_path):
+    path = tmp_path / "counts.json"
+    nothing = break_even.table(tmp_path, path)
+    assert nothing == [break_even.CPU, break_even.OTHERS]
+    path.write_text(json.dumps([PLAIN, FLOAT8]))
+    *known, _, others = break_even.table(tmp_path, path)
+    assert others["size"] == max(row["size"] for row in known)
+    assert others["origin"].startswith("assumed")
 
 
 def test_the_page_says_what_is_missing(tmp_path):
     nothing = benchmark_page.page(tmp_path, tmp_path / "counts.json")
     assert "Nothing yet." in nothing
     assert "No counts are committed yet." in nothing
-    assert "JAX and TensorFlow and PyTorch on a GPU" in nothing
+    assert "JAX, TensorFlow, PyTorch on a GPU" in nothing
     path = tmp_path / "counts.json"
     path.write_text(json.dumps([PLAIN, FLOAT8]))
     counted = benchmark_page.page(tmp_path, path)

@@ -143,12 +143,13 @@ def table(heads, rows):
 
 def _estimated(counts):
     yield "## Estimated\n"
-    yield (
+    text = (
         "What XLA and PyTorch make of a step for a GPU can be counted without "
-        "one\n(`integration/lowering`). From the counts a time is estimated: "
-        f"{estimates.MODEL}.\nEstimates rank designs; they are no "
-        "measurements.\n"
+        "one (`integration/lowering`). From the counts a time is estimated: "
+        f"{estimates.MODEL}. The time that eager PyTorch needs on the host is "
+        "not in it. Estimates rank designs; they are no measurements."
     )
+    yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     if not counts:
         yield "No counts are committed yet.\n"
         return
@@ -173,7 +174,7 @@ def _estimated(counts):
                 row["variant"],
                 f"{row['bytes_per_element']:.1f}",
                 str(row["large_kernels"]),
-                str(row["transposes"]),
+                "" if row["transposes"] is None else str(row["transposes"]),
                 str(row["small_kernels"]),
                 str(row["float8_matmuls"]),
                 f"{row['estimated_speedup_over_bfloat16']:.2f}",
@@ -219,13 +220,13 @@ def _not_measured(results):
     ]
     if missing:
         yield (
-            f"- {' and '.join(missing)} on a GPU: no run of these benchmarks "
+            f"- {', '.join(missing)} on a GPU: no run of these benchmarks "
             "has been there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
             "`gpu-torch`) on a machine with one takes ten\n  minutes, and "
-            "writes a page that can be sent in.\n"
+            "writes a page that can be sent in."
         )
     else:
-        yield "- GPUs that are not above.\n"
+        yield "- GPUs that are not above."
     yield (
         "- Memory of a step on a CPU with TensorFlow, which does not say it.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"

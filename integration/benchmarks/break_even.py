@@ -71,18 +71,23 @@ def measured(result):
 
 
 def estimated(rows):
-    """The row for the counts of one framework and device, or None."""
+    """Rows for the counts of one framework and device, and its like."""
     dense = {row["variant"]: row for row in rows if row["case"] == CASE}
     ours = [dense[name] for name in OURS if name in dense]
     if "bfloat16" not in dense or not ours:
-        return None
-    found = [estimates.break_even(row, dense["bfloat16"]) for row in ours]
-    return {
-        "backend": rows[0]["backend"],
-        "device": rows[0]["device"],
-        "size": None if None in found else max(found),
-        "origin": "estimated from counts of bytes and kernels",
-    }
+        return
+    counted = rows[0]["device"]
+    for device in estimates.SAME_PROGRAM.get(counted, [counted]):
+        found = [
+            estimates.break_even(row, dense["bfloat16"], device) for row in ours
+        ]
+        yield {
+            "backend": rows[0]["backend"],
+            "device": device,
+            "size": None if None in found else max(found),
+            "origin": "estimated from bytes and kernels counted for an "
+            f"{counted}",
+        }
 
 
 def table(folder=RESULTS, counts=estimates.COUNTS):
@@ -92,10 +97,17 @@ def table(folder=RESULTS, counts=estimates.COUNTS):
     counted = estimates.read_counts(counts)
     counted.sort(key=_place)
     for _, group in itertools.groupby(counted, key=_place):
-        row = estimated(list(group))
-        if row is not None:
-            rows.append(row)
-    return [*rows, CPU, OTHERS]
+        rows += estimated(list(group))
+    return [*rows, CPU, _others(rows)]
+
+
+def _others(rows):
+    """The row of devices that have no other: as on the worst GPU of those."""
+    known = [row["size"] for row in rows if row["device"] != "cpu"]
+    if not known or None in known:
+        return OTHERS
+    origin = "assumed to be as on the GPU with the largest size in this table"
+    return {**OTHERS, "size": max(known), "origin": origin}
 
 
 def _place(row):

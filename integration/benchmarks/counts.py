@@ -2,10 +2,12 @@
 
     python integration/lowering/count.py H200 dense bfloat16,delayed,current \
         | python integration/benchmarks/counts.py jax
+    python integration/lowering/torch_counts.py \
+        | python integration/benchmarks/counts.py torch
 
-Lines of standard input are JSON, as `count.py` prints them; the argument is
-the framework that traced the programs. Rows of the same framework, GPU and
-case are replaced. Then `break_even.py` and `benchmark_page.py` follow.
+Lines of standard input are JSON, as these two print them; the argument is the
+framework that made the programs. Rows of the same framework, GPU and case are
+replaced. Then `break_even.py` and `benchmark_page.py` follow.
 """
 
 import json
@@ -19,34 +21,61 @@ VARIANTS = {
     "current": "float8 current",
     "stock": "stock float8",
 }
+SIZE = 4096
+"""Of the layer that `torch_counts.py` counts, whatever the GPU."""
 
 
 def rows(lines, backend):
     """The rows of counts that were printed."""
-    found = [json.loads(line) for line in lines if line.startswith("{")]
+    read = _of_torch if backend == "torch" else _of_xla
+    found = [read(json.loads(line)) for line in lines if line[:1] == "{"]
     plain = {
-        (each["gpu"], each["step"]): each["seconds"]
-        for each in found
-        if each["way"] == "bfloat16"
+        (row["device"], row["case"]): row["seconds"]
+        for row in found
+        if row["variant"] == "bfloat16"
     }
-    for each in found:
-        place = each["gpu"], each["step"]
+    for row in found:
+        place = row["device"], row["case"]
         if place not in plain:
             sys.exit(f"There are no counts of bfloat16 for {place}.")
+        speedup = round(plain[place] / row.pop("seconds"), 3)
         yield {
             "backend": backend,
-            "device": each["gpu"],
-            "case": each["step"],
-            "variant": VARIANTS[each["way"]],
-            "bytes_per_element": round(each["bytes an element"], 2),
-            "large_kernels": each["large"],
-            "small_kernels": each["small"],
-            "transposes": each["transposes"],
-            "float8_matmuls": each["float8"],
-            "estimated_speedup_over_bfloat16": round(
-                plain[place] / each["seconds"], 3
-            ),
+            **row,
+            "estimated_speedup_over_bfloat16": speedup,
         }
+
+
+def _of_xla(line):
+    """A line of `count.py`, whose seconds are the sum over the kernels."""
+    return {
+        "device": line["gpu"],
+        "case": line["step"],
+        "variant": VARIANTS[line["way"]],
+        "bytes_per_element": round(line["bytes an element"], 2),
+        "large_kernels": line["large"],
+        "small_kernels": line["small"],
+        "transposes": line["transposes"],
+        "float8_matmuls": line["float8"],
+        "seconds": line["seconds"],
+    }
+
+
+def _of_torch(line):
+    """A line of `torch_counts.py`, which does not count transposes."""
+    variant = VARIANTS[line["recipe"]]
+    if line["recipe"] != "bfloat16" and not line["triton"]:
+        variant += ", without Triton"
+    kept = ("bytes_per_element", "large_kernels", "small_kernels")
+    row = {
+        "device": "H200",
+        "case": "dense",
+        "variant": variant,
+        **{name: line[name] for name in kept},
+        "transposes": None,
+        "float8_matmuls": line["float8_matmuls"],
+    }
+    return {**row, "seconds": estimates.seconds(row, SIZE)}
 
 
 def merged(before, new):

@@ -8,7 +8,7 @@ are. `counts.py` takes its counts into `results/counts.json`, a list of rows:
     bytes_per_element: Read and written beside the matmuls, for each element
         of the three matrices of a layer.
     large_kernels, small_kernels: How many, beside the matmuls.
-    transposes: How many of the large ones transpose.
+    transposes: How many of the large ones transpose; None if not counted.
     float8_matmuls: How many matmuls read float8.
     estimated_speedup_over_bfloat16: By the model, of the case itself.
 """
@@ -58,6 +58,9 @@ DEVICES = {
     "B200": Device(2250e12, 4500e12, 8e12),
 }
 
+SAME_PROGRAM = {"H200": ("H200", "H100")}
+"""GPUs that run what is compiled for one of them: the memory is another."""
+
 MODEL = (
     f"{PEAK_SHARE:.0%} of the peak of the matmul units, where matmuls in "
     f"float8 that accumulate accurately, as those of gradients do, reach "
@@ -84,14 +87,15 @@ def read_counts(path=COUNTS):
     return rows
 
 
-def seconds(counts, size):
+def seconds(counts, size, device=None):
     """A step of a Dense layer with square matrices.
 
     Args:
         counts: A row of the counts, of such a layer.
         size: Rows, inputs and outputs.
+        device: A key of `DEVICES`; None for that of the row.
     """
-    device = DEVICES[counts["device"]]
+    device = DEVICES[device or counts["device"]]
     operations = 2 * size**3
     if counts["float8_matmuls"]:
         matmuls = operations / device.float8 * (1 + 2 / ACCURATE)
@@ -106,17 +110,19 @@ def seconds(counts, size):
     )
 
 
-def break_even(float8, bfloat16):
+def break_even(float8, bfloat16, device=None):
     """The size from which a step is faster in float8.
 
     Args:
         float8: Counts of a Dense layer.
         bfloat16: Those of the same in bfloat16.
+        device: As for `seconds`.
 
     Returns:
         The smallest multiple of 64; None if it is above 65536.
     """
     for size in range(64, 65536 + 1, 64):
-        if seconds(float8, size) < seconds(bfloat16, size):
+        both = (seconds(each, size, device) for each in (float8, bfloat16))
+        if next(both) < next(both):
             return size
     return None
