@@ -120,6 +120,23 @@ def test_a_kernel_that_is_not_native_where_it_can_be_is_noticed(monkeypatch):
 
 
 @pytest.mark.any_backend
+def test_casts_that_are_not_fused_are_noticed_with_the_error(monkeypatch):
+    from keras_policy_ext.kernels import torch_fused
+
+    def fails():
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(measuring, "on_gpu", lambda: True)
+    monkeypatch.setattr(torch_fused, "lacking", lambda: "it casts otherwise")
+    monkeypatch.setattr(torch_fused, "HAS_TRITON", False)
+    assert "it casts otherwise" in broken(device_checks.fused_casts)
+    monkeypatch.setattr(torch_fused, "HAS_TRITON", True)
+    monkeypatch.setattr(torch_fused, "_gives_our_codes", fails)
+    found = gpu_suite.outcome(device_checks.fused_casts)
+    assert found["verdict"] == "error" and "no compiler" in found["seen"]
+
+
+@pytest.mark.any_backend
 def test_a_state_that_is_behind_is_noticed(monkeypatch):
     monkeypatch.setattr(device_checks, "_apply", lambda *args: None)
     assert "Step 0" in broken(device_checks.state_update)

@@ -102,6 +102,20 @@ def native_kernel():
     return {**found, "capability": str(has)}
 
 
+def fused_casts():
+    """On CUDA, PyTorch casts for both matmuls in one pass, by Triton."""
+    if BACKEND != "torch" or not measuring.on_gpu():
+        raise NotHere("only PyTorch on CUDA has such casts")
+    from keras_policy_ext.kernels import torch_fused
+
+    reason = torch_fused.lacking()
+    if reason is not None and torch_fused.HAS_TRITON:
+        # Where an error is why, this time it is not passed over.
+        torch_fused._gives_our_codes()
+    require(reason is None, f"They are not by Triton: {reason}.")
+    return {"casts": "by Triton"}
+
+
 def dense(inputs, units, recipe, source):
     """A model of one Dense without bias, in float8.
 
@@ -555,6 +569,7 @@ def _wide(size):
 
 CHEAP = (
     native_kernel,
+    fused_casts,
     casts,
     codes_in_layers,
     matmuls,
