@@ -4,11 +4,13 @@ import dataclasses
 import json
 import sys
 
+import arithmetic_checks
 import device_checks
 import device_report
 import gpu_suite
 import measuring
 import numpy as np
+import promises
 import pytest
 
 import keras_policy_ext as kpe
@@ -72,7 +74,7 @@ def off_by(factor, function):
 
 
 def broken(check):
-    with pytest.raises(device_checks.Broken) as error:
+    with pytest.raises(promises.Broken) as error:
         check()
     return str(error.value)
 
@@ -94,7 +96,7 @@ def test_many_codes_that_are_one_off_are_noticed(engine):
     # As a division by way of a bad reciprocal would be.
     engine(cast=lambda x, scale, dtype: cast(x * 1.0001, scale, dtype))
     assert "codes differ, by up to 1 steps" in broken(
-        lambda: device_checks._scaled_casts(kernels.engine())
+        lambda: arithmetic_checks._scaled_casts(kernels.engine())
     )
 
 
@@ -138,7 +140,7 @@ def test_casts_that_are_not_fused_are_noticed_with_the_error(monkeypatch):
 
 @pytest.mark.any_backend
 def test_a_state_that_is_behind_is_noticed(monkeypatch):
-    monkeypatch.setattr(device_checks, "_apply", lambda *args: None)
+    monkeypatch.setattr(arithmetic_checks, "_apply", lambda *args: None)
     assert "Step 0" in broken(device_checks.state_update)
 
 
@@ -187,7 +189,7 @@ def two_checks():
 
     def breaks():
         """Something is wrong."""
-        raise device_checks.Broken("the reason")
+        raise promises.Broken("the reason")
 
     def fails():
         """Something is a bug."""
@@ -195,7 +197,7 @@ def two_checks():
 
     def rests():
         """There is nothing."""
-        raise device_checks.NotHere("no such thing")
+        raise promises.NotHere("no such thing")
 
     return holds, breaks, fails, rests
 

@@ -44,6 +44,19 @@ as they were compared; more is better. The kernel is native or emulated as this
 package chose.
 """
 
+COUNTED = [
+    "framework",
+    "device",
+    "step",
+    "",
+    "bytes an element",
+    "large kernels",
+    "with a transpose",
+    "small",
+    "float8 matmuls",
+    "against bfloat16",
+]
+
 NOTE_OF_CPUS = """On a CPU float8 is emulated, and the figures say what that
 costs. They were taken while other programs ran, which times suffer from more
 than ratios do.
@@ -153,35 +166,24 @@ def _estimated(counts):
     if not counts:
         yield "No counts are committed yet.\n"
         return
-    yield table(
-        [
-            "framework",
-            "device",
-            "step",
-            "",
-            "bytes an element",
-            "large kernels",
-            "with a transpose",
-            "small",
-            "float8 matmuls",
-            "against bfloat16",
-        ],
-        [
-            [
-                BACKENDS[row["backend"]],
-                row["device"],
-                row["case"],
-                row["variant"],
-                f"{row['bytes_per_element']:.1f}",
-                str(row["large_kernels"]),
-                "" if row["transposes"] is None else str(row["transposes"]),
-                str(row["small_kernels"]),
-                str(row["float8_matmuls"]),
-                f"{row['estimated_speedup_over_bfloat16']:.2f}",
-            ]
-            for row in counts
-        ],
-    )
+    yield table(COUNTED, [_counted(row) for row in counts])
+
+
+def _counted(row):
+    """The cells of a row of counts."""
+    transposes = row["transposes"]
+    return [
+        BACKENDS[row["backend"]],
+        row["device"],
+        row["case"],
+        row["variant"],
+        f"{row['bytes_per_element']:.1f}",
+        str(row["large_kernels"]),
+        "" if transposes is None else str(transposes),
+        str(row["small_kernels"]),
+        str(row["float8_matmuls"]),
+        f"{row['estimated_speedup_over_bfloat16']:.2f}",
+    ]
 
 
 def _break_even(rows):

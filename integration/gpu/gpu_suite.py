@@ -24,6 +24,7 @@ import keras  # noqa: E402
 import layer  # noqa: E402
 import llama_block  # noqa: E402
 import measuring  # noqa: E402
+import promises  # noqa: E402
 from workloads import Llama  # noqa: E402
 
 INSTALL = {
@@ -52,9 +53,9 @@ def outcome(check):
     start = time.perf_counter()
     try:
         verdict, seen = "holds", check()
-    except device_checks.NotHere as reason:
+    except promises.NotHere as reason:
         verdict, seen = "nothing to see", str(reason)
-    except device_checks.Broken as reason:
+    except promises.Broken as reason:
         verdict, seen = "broken", str(reason)
     except Exception as error:
         # Whatever else happens is no reason to keep the rest from running.
