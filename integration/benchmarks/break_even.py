@@ -42,16 +42,7 @@ def measured(result):
     A layer gains if it is faster than the fastest that is not float8, and
     from a size on if all larger ones gain too.
     """
-    sizes = {}
-    for row in result["rows"]:
-        if row["case"].startswith("layer"):
-            times = sizes.setdefault(row["size"], {})
-            times[row["variant"]] = row["median_ms"]
-    speedups = {
-        size: min(times[name] for name in PLAIN if name in times)
-        / max(times[name] for name in OURS)
-        for size, times in sorted(sizes.items())
-    }
+    speedups = _speedups(result["rows"])
     gaining = [
         size
         for size in speedups
@@ -67,6 +58,20 @@ def measured(result):
         "size": min(gaining, default=None),
         "origin": f"measured on {device}: {tried} at {low:.2f} to {high:.2f} "
         "of the speed without float8",
+    }
+
+
+def _speedups(rows):
+    """How much faster a layer is with float8 than without, by its size."""
+    sizes = {}
+    for row in rows:
+        if row["case"].startswith("layer"):
+            times = sizes.setdefault(row["size"], {})
+            times[row["variant"]] = row["median_ms"]
+    return {
+        size: min(times[name] for name in PLAIN if name in times)
+        / max(times[name] for name in OURS)
+        for size, times in sorted(sizes.items())
     }
 
 

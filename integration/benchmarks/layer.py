@@ -104,13 +104,8 @@ def layer_rows(size, rounds, compiled):
     }
     for name, each in others.items():
         quality[name] = _quality(exact, each.gradients())
-    steps = {name: training_step(layer) for name, layer in layers.items()}
-    if compiled and not COMPILED:
-        for name in layers:
-            other = training_step(layers[name], compiled=True)
-            steps[f"{name}, compiled"] = other
     functions = {
-        **{name: functools.partial(step, x, g) for name, step in steps.items()},
+        **{k: functools.partial(f, x, g) for k, f in _steps(layers, compiled)},
         **{name: each.step for name, each in others.items()},
     }
     found = measuring.times(measuring.interleaved(functions, rounds))
@@ -118,7 +113,17 @@ def layer_rows(size, rounds, compiled):
         row = {"case": f"layer {size}", "size": size, "variant": name}
         same = name.removesuffix(", compiled")
         kind = kernels_of(layers[same]) if same in layers else OTHERS
-        yield {**row, **kind, **found[name], "sqnr_db": quality[same]}
+        seen = quality.get(name, quality[same])
+        yield {**row, **kind, **found[name], "sqnr_db": seen}
+
+
+def _steps(layers, compiled):
+    """Names and steps of layers, compiled on PyTorch too if so asked."""
+    for name, each in layers.items():
+        yield name, training_step(each)
+    if compiled and not COMPILED:
+        for name, each in layers.items():
+            yield f"{name}, compiled", training_step(each, compiled=True)
 
 
 def _exact(x, g, w):
