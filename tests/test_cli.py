@@ -75,6 +75,7 @@ def test_doctor_tells_backend_and_a_reason_for_every_contraction(capsys):
     assert BACKEND in printed
     assert "matmul" in printed
     assert "native" in printed or "emulated" in printed
+    assert 'gains from which size on: `filter="auto"`' in printed
 
 
 @pytest.mark.parametrize(

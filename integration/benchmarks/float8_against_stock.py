@@ -9,9 +9,9 @@ machine that slows down slows all. Ratios below 1 are in our favour.
 """
 
 import argparse
-import time
 
 import keras
+import measuring
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +20,7 @@ import keras_policy_ext as kpe
 
 WIDTHS = (512, 2048, 512)
 BATCH = 256
-BACKEND = keras.backend.backend()
+KINDS = ("float8", "stock float8", "float32")
 
 
 def stock_policy(source):
@@ -32,14 +32,6 @@ def network(layers, policy):
     model.add(layers.Dense(WIDTHS[1], "relu", dtype=policy))
     model.add(layers.Dense(WIDTHS[2], dtype=policy))
     return model
-
-
-def finish(value):
-    """Wait until a result is there."""
-    if BACKEND == "jax":
-        import jax
-
-        jax.block_until_ready(value)
 
 
 def fit_step(model, jit):
@@ -57,26 +49,7 @@ def layer_call(layers, policy, training):
     layer.build((None, WIDTHS[0]))
     x = np.random.default_rng(0).normal(size=(BATCH, WIDTHS[0]))
     x = keras.ops.convert_to_tensor(x.astype("float32"))
-    return lambda: finish(layer(x, training=training))
-
-
-def measured(functions, rounds, warmup=5):
-    """Seconds that calls take, in rounds of one call each.
-
-    Returns:
-        (rounds, functions) array.
-    """
-    for _ in range(warmup):
-        for function in functions:
-            function()
-    took = np.empty((rounds, len(functions)))
-    for number in range(rounds):
-        for step in range(len(functions)):
-            place = (number + step) % len(functions)
-            start = time.perf_counter()
-            functions[place]()
-            took[number, place] = time.perf_counter() - start
-    return took
+    return lambda: layer(x, training=training)
 
 
 def cases(source):
@@ -86,7 +59,7 @@ def cases(source):
         (keras.layers, stock_policy(source)),
         (keras.layers, "float32"),
     )
-    for jit in (True, False) if BACKEND != "jax" else (True,):
+    for jit in (True, False) if measuring.BACKEND != "jax" else (True,):
         steps = [fit_step(network(*kind), jit) for kind in kinds]
         yield f"fit step, jit_compile={jit}", steps
     for training in (True, False):
@@ -101,16 +74,19 @@ def main():
         "--sources", nargs="+", default=["float32", "mixed_bfloat16"]
     )
     arguments = parser.parse_args()
-    table = Table(title=f"keras {keras.__version__} on {BACKEND}, CPU")
+    device = measuring.device()
+    table = Table(title=f"keras {keras.__version__}, {device}")
     for column in ("policy", "what"):
         table.add_column(column)
     for column in ("ours, ms", "stock", "float32", "to stock", "to float32"):
         table.add_column(column, justify="right")
     for source in arguments.sources:
         for name, functions in cases(source):
-            took = measured(functions, arguments.rounds)
-            times = np.median(took, axis=0) * 1e3
-            ratios = np.median(took[:, :1] / took[:, 1:], axis=0)
+            functions = dict(zip(KINDS, functions, strict=True))
+            took = measuring.interleaved(functions, arguments.rounds)
+            ours, *others = (took[kind] for kind in KINDS)
+            times = [1e3 * np.median(took[kind]) for kind in KINDS]
+            ratios = [np.median(ours / other) for other in others]
             numbers = [f"{x:.2f}" for x in (*times, *ratios)]
             table.add_row(source, name, *numbers)
     Console(width=110).print(table)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from keras_policy_ext import kernels
+from keras_policy_ext.conversion import break_even
 from keras_policy_ext.conversion.candidates import Candidate
 
 
@@ -14,27 +17,33 @@ from keras_policy_ext.conversion.candidates import Candidate
 class Auto:
     """Leaves out the layers that float8 would slow down or hurt.
 
-    Hardware multiplies float8 matrices whose sizes are multiples of 16. A
-    small product is over before the time for amaxes and casts is won back:
-    published measurements on an H100 have a matmul of 1024³ 1.37 times as
-    fast as in bfloat16, and a compiled layer of 4096³ still 0.84 times
-    (torchao, float8 training, rowwise).
+    Hardware multiplies float8 matrices whose sizes are multiples of 16, and a
+    small product is over before the time for amaxes and casts is won back.
+    From which size on float8 gains is a matter of the device: see
+    `keras-policy-ext doctor`. It gains nowhere where its products are
+    emulated, and so on no CPU.
 
     Attributes:
         multiple: Both the summed and the output size must be multiples of it.
-        smallest: Neither may be below it.
+        smallest: Neither may be below it, on whatever device. None: by the
+            table of the device, and only what is native there.
         first: Whether the first layer of the model is converted.
         last: Whether the last one is, which makes the logits.
+        rows: How many rows the inputs of a layer have in a step, such as
+            batch times positions; where `smallest` is None.
     """
 
     multiple: int = 16
-    smallest: int = 1024
+    smallest: int | None = None
     first: bool = True
     last: bool = True
+    rows: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("multiple", "smallest"):
+        for name in ("multiple", "smallest", "rows"):
             value = getattr(self, name)
+            if value is None and name == "smallest":
+                continue
             is_int = isinstance(value, (int, np.integer))
             if isinstance(value, bool) or not is_int:
                 raise TypeError(_wrong(name, value))
@@ -50,10 +59,11 @@ class Auto:
         Returns:
             A reason for each number of a candidate that is left out.
         """
+        here = break_even.here() if self.smallest is None else None
         found = {
             number: reason
             for number, candidate in enumerate(candidates)
-            if (reason := self._reason(candidate))
+            if (reason := self._reason(candidate, here))
         }
         if candidates and not self.first:
             found[0] = "it is the first layer"
@@ -61,19 +71,54 @@ class Auto:
             found[len(candidates) - 1] = "it is the last layer"
         return found
 
-    def _reason(self, candidate: Candidate) -> str | None:
+    def _reason(
+        self, candidate: Candidate, here: break_even.BreakEven | None
+    ) -> str | None:
+        if here is not None and here.size is None:
+            return f"float8 saves no time on this device: {here.origin}"
+        if here is not None:
+            choice = break_even.choice_for(_contraction(candidate.layer))
+            if not choice.native:
+                return f"its product would be emulated: {choice.reason}"
         for summed, free in candidate.sizes:
+            product = f"its product sums over {summed} and yields {free}"
             if summed % self.multiple or free % self.multiple:
-                return (
-                    f"its product sums over {summed} and yields {free}, not "
-                    f"both multiples of {self.multiple}"
-                )
-            if min(summed, free) < self.smallest:
-                return (
-                    f"its product sums over {summed} and yields {free}, one "
-                    f"of them below {self.smallest}"
-                )
+                return f"{product}, not both multiples of {self.multiple}"
+            if self.smallest is not None and (
+                min(summed, free) < self.smallest
+            ):
+                return f"{product}, one of them below {self.smallest}"
+            if here is not None and (
+                reason := self._too_small(here, summed, free)
+            ):
+                return f"{product}, {reason}"
         return None
+
+    def _too_small(
+        self, here: break_even.BreakEven, summed: int, free: int
+    ) -> str | None:
+        """Why a product loses on this device, or None.
+
+        Its time in the matmul goes with the product of its three sizes, and
+        the time around it with the sum of the products of two of them. So it
+        gains what a square one does whose size is their harmonic mean.
+        """
+        size = 3 / (1 / self.rows + 1 / summed + 1 / free)
+        if here.size is None or size >= here.size:
+            return None
+        return (
+            f"which with {self.rows} rows gains as much as one of "
+            f"{round(size)}³; float8 pays from {here.size}³ on here"
+        )
+
+
+def _contraction(layer: Any) -> kernels.Einsum | kernels.Conv:
+    """What a layer contracts, as far as the choice of a kernel asks."""
+    if hasattr(layer, "kernel_size"):
+        ones = (1,) * len(layer.kernel_size)
+        return kernels.Conv(ones, "valid", ones, "channels_last")
+    equation = getattr(layer, "equation", "ab,bc->ac")
+    return kernels.Einsum(equation.replace("...", "").replace(" ", ""))
 
 
 def _wrong(name: str, value: object) -> str:

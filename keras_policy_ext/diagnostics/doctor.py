@@ -1,4 +1,4 @@
-"""`keras-policy-ext doctor`: what runs natively in float8, and why not."""
+"""`keras-policy-ext doctor`: what runs natively in float8, and what gains."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_policy_ext import kernels, recipes
+from keras_policy_ext.conversion import break_even
 from keras_policy_ext.diagnostics import machine
 
 CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
@@ -19,7 +20,7 @@ CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
 
 
 def run(console: Console | None = None) -> None:
-    """Print the facts of the machine and one row for each contraction.
+    """Print the facts of the machine, a row for each contraction, and sizes.
 
     Args:
         console: Where to print; None for stdout.
@@ -30,6 +31,7 @@ def run(console: Console | None = None) -> None:
         facts.add_row(name, value)
     console.print(facts)
     console.print(_choices())
+    console.print(break_even_table())
 
 
 def rows() -> list[tuple[str, str, str, str]]:
@@ -54,4 +56,18 @@ def _choices() -> Table:
         table.add_column(heading)
     for row in rows():
         table.add_row(*row)
+    return table
+
+
+def break_even_table() -> Table:
+    """What `filter="auto"` goes by, with the row of this machine first."""
+    here = break_even.here()
+    table = Table(title='Float8 gains from which size on: `filter="auto"`')
+    for heading in ("framework", "device", "size", "known from"):
+        table.add_column(heading)
+    others = [row for row in break_even.table() if row != here]
+    for row in [here, *others]:
+        size = "never" if row.size is None else f"{row.size}³"
+        device = f"{row.device} (here)" if row == here else row.device
+        table.add_row(row.backend, device, size, row.origin)
     return table

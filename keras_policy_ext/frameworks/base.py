@@ -84,6 +84,10 @@ class Framework:
 
     name = "keras.ops"
 
+    def device_name(self) -> str:
+        """What it computes on: `"cpu"`, or a name such as `"NVIDIA H200"`."""
+        return "cpu"
+
     # Tracing
 
     def is_compiling(self) -> bool:

@@ -27,6 +27,12 @@ class JaxFramework(Framework):
 
     name = "jax"
 
+    def device_name(self) -> str:
+        """See `Framework.device_name`."""
+        if jax.default_backend() == "cpu":
+            return "cpu"
+        return str(jax.devices()[0].device_kind)
+
     def step_by_step(self) -> AbstractContextManager[None]:
         """See `Framework.step_by_step`."""
         return jax.disable_jit()

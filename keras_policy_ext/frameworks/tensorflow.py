@@ -41,6 +41,13 @@ class TensorFlowFramework(Framework):
 
     name = "tensorflow"
 
+    def device_name(self) -> str:
+        """See `Framework.device_name`."""
+        for gpu in tf.config.list_physical_devices("GPU"):
+            details = tf.config.experimental.get_device_details(gpu)
+            return str(details.get("device_name", gpu.name))
+        return "cpu"
+
     def traces_for_xla(self) -> bool:
         """See `Framework.traces_for_xla`; with `jit_compile=True`."""
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)

@@ -24,6 +24,12 @@ class TorchFramework(Framework):
 
     name = "torch"
 
+    def device_name(self) -> str:
+        """See `Framework.device_name`."""
+        if not torch.cuda.is_available():
+            return "cpu"
+        return torch.cuda.get_device_name()
+
     def is_compiling(self) -> bool:
         """See `Framework.is_compiling`; torch.compile breaks at one."""
         return bool(torch.compiler.is_compiling())

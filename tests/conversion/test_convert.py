@@ -289,7 +289,7 @@ def test_a_layer_that_a_rule_leaves_out_is_reported_in_the_dtypes_it_keeps():
             "`filter` returned False",
         ),
         ({"min_size": 90}, ["Conv1D"], "has 10 entries, fewer than 90"),
-        ({"filter": "auto"}, [], "multiples of 16"),
+        ({"filter": kpe.filters.Auto(smallest=1)}, [], "multiples of 16"),
         (
             {"filter": kpe.filters.Auto(multiple=1, smallest=5)},
             ["Conv1D"],

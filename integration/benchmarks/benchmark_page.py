@@ -1,0 +1,248 @@
+"""Writes docs/benchmarks.md from the committed results.
+
+    python integration/benchmarks/benchmark_page.py [--check]
+
+Every figure of the page comes from a JSON file in `results/`. `--check`
+writes nothing, and fails where the page is another.
+"""
+
+import collections
+import json
+import pathlib
+import sys
+import textwrap
+
+import estimates
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+TABLE = ROOT / "keras_policy_ext" / "conversion" / "break_even.json"
+BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+
+HEAD = """# Benchmarks
+
+<!-- Written by integration/benchmarks/benchmark_page.py: do not edit. -->
+
+What was [measured](#measured), what is [estimated](#estimated) from counts,
+and what was [not measured](#not-measured). Each benchmark is one command, on
+any of the three frameworks, and writes the JSON that this page is made of:
+
+```
+KERAS_BACKEND=jax python integration/benchmarks/layer.py
+```
+
+`layer.py` has matmuls and training steps of a Dense layer, `llama_block.py`
+those of a block with grouped queries and SwiGLU, `transformer_step.py` steps
+of `fit` of twelve such blocks and the first step, which compiles, and
+`memory.py` the most memory that a step holds at a time. A step is forward,
+backward and the optimizer. All ways to compute are called in turn in one
+process, and "against bfloat16" is the median of the ratios of the rounds: 2 is
+twice as fast as `mixed_bfloat16`. "SQNR" is the signal-to-noise ratio in
+decibels of outputs, gradient of the inputs and gradient of the kernel, as far
+as they were compared; more is better. The kernel is native or emulated as this
+package chose.
+"""
+
+COUNTED = [
+    "framework",
+    "device",
+    "step",
+    "",
+    "bytes an element",
+    "large kernels",
+    "with a transpose",
+    "small",
+    "float8 matmuls",
+    "against bfloat16",
+]
+
+NOTE_OF_CPUS = """On a CPU float8 is emulated, and the figures say what that
+costs. They were taken while other programs ran, which times suffer from more
+than ratios do.
+"""
+
+
+def read(folder=RESULTS):
+    """The results, by device and then in the order of their names."""
+    found = collections.defaultdict(list)
+    for path in sorted(folder.glob("*_*.json")):
+        result = json.loads(path.read_text("utf-8"))
+        found[result["environment"]["device"]].append(result)
+    return dict(found)
+
+
+def page(folder=RESULTS, counts=estimates.COUNTS, sizes=TABLE):
+    """The text of the page."""
+    results = read(folder)
+    break_even = json.loads(sizes.read_text("utf-8"))
+    parts = [
+        HEAD,
+        *_measured(results),
+        *_estimated(estimates.read_counts(counts)),
+        *_break_even(break_even),
+        *_not_measured(results),
+    ]
+    return "\n".join(parts)
+
+
+def _measured(results):
+    yield "## Measured\n"
+    if not results:
+        yield "Nothing yet.\n"
+    for device, found in results.items():
+        yield f"### {device}\n"
+        if device.startswith("CPU"):
+            yield NOTE_OF_CPUS
+        for result in found:
+            yield from _result(result)
+
+
+def _result(result):
+    where = result["environment"]
+    name = result["benchmark"].replace("_", " ")
+    yield f"#### {BACKENDS[where['backend']]}, {name}\n"
+    yield _versions(where)
+    yield table_of_rows(result["rows"])
+
+
+def table_of_rows(rows):
+    """Rows of a benchmark as a table of Markdown."""
+    columns = _columns(rows)
+    cells, case = [], None
+    for row in rows:
+        first = row["case"] if row["case"] != case else ""
+        case = row["case"]
+        cells.append([first, row["variant"], *(f(row) for _, f in columns)])
+    return table(["", "", *(head for head, _ in columns)], cells)
+
+
+def _versions(where):
+    names = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
+    return textwrap.fill(f"{names}; {where['date']}.", 79) + "\n"
+
+
+def _columns(rows):
+    """Heads, and functions of a row."""
+    columns = [("kernel", lambda row: row["kernel"] or "")]
+    if "median_ms" in rows[0]:
+        columns += [
+            ("ms", lambda row: f"{row['median_ms']:.3g}"),
+            (
+                "against bfloat16",
+                lambda row: f"{row['speedup_over_bfloat16']:.2f}",
+            ),
+            ("SQNR", _quality),
+        ]
+    if "peak_mib" in rows[0]:
+        columns += [
+            ("MiB", lambda row: f"{row['peak_mib']:.3g}"),
+            ("of bfloat16", lambda row: f"{row['of_bfloat16']:.2f}"),
+            ("told by", lambda row: row["measured_by"]),
+        ]
+    return columns
+
+
+def _quality(row):
+    found = row["sqnr_db"].values()
+    return " / ".join("exact" if x is None else f"{x:.0f}" for x in found)
+
+
+def table(heads, rows):
+    """A table of Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _estimated(counts):
+    yield "## Estimated\n"
+    text = (
+        "What XLA and PyTorch make of a step for a GPU can be counted without "
+        "one (`integration/lowering`). From the counts a time is estimated: "
+        f"{estimates.MODEL}. The time that eager PyTorch needs on the host is "
+        "not in it. Estimates rank designs; they are no measurements."
+    )
+    yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
+    if not counts:
+        yield "No counts are committed yet.\n"
+        return
+    yield table(COUNTED, [_counted(row) for row in counts])
+
+
+def _counted(row):
+    """The cells of a row of counts."""
+    transposes = row["transposes"]
+    return [
+        BACKENDS[row["backend"]],
+        row["device"],
+        row["case"],
+        row["variant"],
+        f"{row['bytes_per_element']:.1f}",
+        str(row["large_kernels"]),
+        "" if transposes is None else str(transposes),
+        str(row["small_kernels"]),
+        str(row["float8_matmuls"]),
+        f"{row['estimated_speedup_over_bfloat16']:.2f}",
+    ]
+
+
+def _break_even(rows):
+    yield "## From which size on it pays\n"
+    yield (
+        '`convert(model, filter="auto")` goes by this table, and '
+        "`keras-policy-ext doctor`\nshows it with the row of the machine. "
+        "`any` stands for what has no row of its own.\n"
+    )
+    yield table(
+        ["framework", "device", "size", "known from"],
+        [
+            [
+                BACKENDS.get(row["backend"], row["backend"]),
+                row["device"],
+                "never" if row["size"] is None else f"{row['size']}³",
+                row["origin"],
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _not_measured(results):
+    yield "## Not measured\n"
+    devices = {
+        (result["environment"]["backend"], device)
+        for device, found in results.items()
+        for result in found
+    }
+    gpus = {place for place in devices if not place[1].startswith("CPU")}
+    missing = [
+        name
+        for backend, name in BACKENDS.items()
+        if backend not in {backend for backend, _ in gpus}
+    ]
+    if missing:
+        yield (
+            f"- {', '.join(missing)} on a GPU: no run of these benchmarks "
+            "has been there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
+            "`gpu-torch`) on a machine with one takes ten\n  minutes, and "
+            "writes a page that can be sent in."
+        )
+    else:
+        yield "- GPUs that are not above."
+    yield (
+        "- Memory of a step on a CPU with TensorFlow, which does not say it.\n"
+        "- AMD's GPUs, TPUs, and several devices.\n"
+    )
+
+
+def main():
+    text = page()
+    if sys.argv[1:] == ["--check"]:
+        if PAGE.read_text("utf-8") != text:
+            sys.exit(f"{PAGE.name} is not what {__file__} would write.")
+        return
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

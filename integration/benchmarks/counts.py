@@ -1,0 +1,103 @@
+"""Takes counts of `integration/lowering` into `results/counts.json`.
+
+    python integration/lowering/count.py H200 dense bfloat16,delayed,current \
+        | python integration/benchmarks/counts.py jax
+    python integration/lowering/torch_counts.py \
+        | python integration/benchmarks/counts.py torch
+
+Lines of standard input are JSON, as these two print them; the argument is the
+framework that made the programs. Rows of the same framework, GPU and case are
+replaced. Then `break_even.py` and `benchmark_page.py` follow.
+"""
+
+import json
+import sys
+
+import estimates
+
+VARIANTS = {
+    "bfloat16": "bfloat16",
+    "delayed": "float8 delayed",
+    "current": "float8 current",
+    "stock": "stock float8",
+}
+SIZE = 4096
+"""Of the layer that `torch_counts.py` counts, whatever the GPU."""
+
+
+def rows(lines, backend):
+    """The rows of counts that were printed."""
+    read = _of_torch if backend == "torch" else _of_xla
+    found = [read(json.loads(line)) for line in lines if line[:1] == "{"]
+    plain = {
+        (row["device"], row["case"]): row["seconds"]
+        for row in found
+        if row["variant"] == "bfloat16"
+    }
+    for row in found:
+        place = row["device"], row["case"]
+        if place not in plain:
+            sys.exit(f"There are no counts of bfloat16 for {place}.")
+        speedup = round(plain[place] / row.pop("seconds"), 3)
+        yield {
+            "backend": backend,
+            **row,
+            "estimated_speedup_over_bfloat16": speedup,
+        }
+
+
+def _of_xla(line):
+    """A line of `count.py`, whose seconds are the sum over the kernels."""
+    return {
+        "device": line["gpu"],
+        "case": line["step"],
+        "variant": VARIANTS[line["way"]],
+        "bytes_per_element": round(line["bytes an element"], 2),
+        "large_kernels": line["large"],
+        "small_kernels": line["small"],
+        "transposes": line["transposes"],
+        "float8_matmuls": line["float8"],
+        "seconds": line["seconds"],
+    }
+
+
+def _of_torch(line):
+    """A line of `torch_counts.py`, which does not count transposes."""
+    variant = VARIANTS[line["recipe"]]
+    if line["recipe"] != "bfloat16" and not line["triton"]:
+        variant += ", without Triton"
+    kept = ("bytes_per_element", "large_kernels", "small_kernels")
+    row = {
+        "device": "H200",
+        "case": "dense",
+        "variant": variant,
+        **{name: line[name] for name in kept},
+        "transposes": None,
+        "float8_matmuls": line["float8_matmuls"],
+    }
+    return {**row, "seconds": estimates.seconds(row, SIZE)}
+
+
+def merged(before, new):
+    """Rows of which those of the same places are the new ones."""
+
+    def place(row):
+        return row["backend"], row["device"], row["case"]
+
+    replaced = {place(row) for row in new}
+    kept = [row for row in before if place(row) not in replaced]
+    return sorted([*kept, *new], key=place)
+
+
+def main():
+    if len(sys.argv) != 2 or sys.argv[1] not in ("jax", "tensorflow", "torch"):
+        sys.exit("Say which framework traced: jax, tensorflow or torch.")
+    new = list(rows(sys.stdin, sys.argv[1]))
+    found = merged(estimates.read_counts(), new)
+    text = json.dumps(found, indent=1) + "\n"
+    estimates.COUNTS.write_text(text, encoding="utf-8")
+    print(f"{len(new)} rows into {estimates.COUNTS}")
+
+
+if __name__ == "__main__":
+    main()

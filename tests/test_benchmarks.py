@@ -1,0 +1,185 @@
+"""The page of benchmarks, and the sizes of a filter, are those of the JSON."""
+
+import json
+
+import benchmark_page
+import break_even
+import counts
+import estimates
+import pytest
+
+pytestmark = pytest.mark.any_backend
+
+
+def row(variant, moved, large, float8_matmuls, **kwargs):
+    return {
+        "backend": "jax",
+        "device": "H200",
+        "case": "dense",
+        "variant": variant,
+        "bytes_per_element": moved,
+        "large_kernels": large,
+        "small_kernels": 0,
+        "transposes": 0,
+        "float8_matmuls": float8_matmuls,
+        "estimated_speedup_over_bfloat16": 1.0,
+        **kwargs,
+    }
+
+
+PLAIN = row("bfloat16", 6.0, 3, 0)
+FLOAT8 = row("float8 delayed", 12.0, 8, 3)
+
+
+def test_the_page_is_that_of_the_committed_results():
+    found = benchmark_page.PAGE.read_text("utf-8")
+    assert found == benchmark_page.page(), (
+        "run python integration/benchmarks/benchmark_page.py"
+    )
+
+
+def test_the_table_of_sizes_is_that_of_the_committed_results():
+    found = json.loads(break_even.TABLE.read_text("utf-8"))
+    assert found == break_even.table(), (
+        "run python integration/benchmarks/break_even.py"
+    )
+
+
+def test_every_figure_stands_beside_its_kernel_and_its_quality():
+    results = benchmark_page.read()
+    rows = [
+        row for all in results.values() for each in all for row in each["rows"]
+    ]
+    assert len(rows) > 50
+    for each in rows:
+        assert {"case", "variant", "kernel", "reason"} <= set(each)
+        assert "sqnr_db" in each or "peak_mib" in each
+        assert each["variant"] not in break_even.OURS or each["kernel"]
+
+
+def test_an_estimate_is_by_the_model_that_the_page_states():
+    # 3 products of 2 · 4096³ operations, 18 B for each place, 6 kernels.
+    expected = (
+        6 * 4096**3 / (0.72 * 989e12) + 18 * 4096**2 / (0.8 * 4.8e12) + 6 * 2e-6
+    )
+    assert estimates.seconds(PLAIN, 4096) == pytest.approx(expected)
+    float8 = (
+        2 * 4096**3 / (0.72 * 1979e12) * (1 + 2 / 0.85)
+        + 36 * 4096**2 / (0.8 * 4.8e12)
+        + 11 * 2e-6
+    )
+    assert estimates.seconds(FLOAT8, 4096) == pytest.approx(float8)
+
+
+def test_from_the_break_even_on_an_estimate_is_faster():
+    size = estimates.break_even(FLOAT8, PLAIN)
+
+    def gains(size):
+        return estimates.seconds(FLOAT8, size) < estimates.seconds(PLAIN, size)
+
+    assert 512 < size < 4096
+    assert gains(size) and not gains(size - 64)
+    hopeless = row("float8 delayed", 1000.0, 8, 3)
+    assert estimates.break_even(hopeless, PLAIN) is None
+
+
+def test_counts_that_are_added_replace_those_of_their_place(tmp_path):
+    line = {"gpu": "H200", "step": "dense", "way": "bfloat16", "seconds": 2.0}
+    line |= {"large": 3, "small": 1, "transposes": 0, "float8": 0}
+    line |= {"bytes an element": 6.001}
+    faster = line | {"way": "delayed", "seconds": 1.5, "float8": 3}
+    printed = ["a kernel", json.dumps(line), json.dumps(faster)]
+    new = list(counts.rows(printed, "jax"))
+    speedups = [each["estimated_speedup_over_bfloat16"] for each in new]
+    assert speedups == [1.0, 1.333]
+    path = tmp_path / "counts.json"
+    other = row("bfloat16", 1.0, 1, 0, backend="tensorflow")
+    path.write_text(json.dumps(counts.merged([PLAIN, FLOAT8, other], new)))
+    assert estimates.read_counts(path) == [*new, other]
+    with pytest.raises(SystemExit, match="no counts of bfloat16"):
+        list(counts.rows([json.dumps(faster)], "jax"))
+    path.write_text(json.dumps([{"backend": "jax"}]))
+    with pytest.raises(ValueError, match="other fields"):
+        estimates.read_counts(path)
+
+
+def test_counts_of_pytorch_are_estimated_here():
+    line = {"recipe": "bfloat16", "triton": False, "large_kernels": 5}
+    line |= {"small_kernels": 3, "bytes_per_element": 10.0}
+    line |= {"float8_matmuls": 0}
+    fused = line | {"recipe": "delayed", "triton": True, "float8_matmuls": 3}
+    printed = [json.dumps(each) for each in (line, fused)]
+    plain, delayed = counts.rows(printed, "torch")
+    assert (plain["variant"], delayed["variant"]) == (
+        "bfloat16",
+        "float8 delayed",
+    )
+    expected = estimates.seconds(plain, 4096) / estimates.seconds(delayed, 4096)
+    found = delayed["estimated_speedup_over_bfloat16"]
+    assert found == pytest.approx(expected, abs=1e-3)
+    printed.append(json.dumps(fused | {"triton": False}))
+    *_, slow = counts.rows(printed, "torch")
+    assert slow["variant"] == "float8 delayed, without Triton"
+
+
+def result(device, times):
+    rows = [
+        {"case": f"layer {n}", "size": n, "variant": v, "median_ms": ms}
+        for (n, v), ms in times.items()
+    ]
+    where = {"backend": "torch", "device": device}
+    return {"environment": where, "rows": rows}
+
+
+def test_a_measured_size_is_the_one_from_which_all_gain():
+    times = {}
+    for size, delayed in {512: 0.9, 1024: 1.1, 2048: 0.9, 4096: 0.5}.items():
+        times |= {(size, "bfloat16"): 1.0, (size, "float8 delayed"): delayed}
+        times |= {(size, "float8 current"): 0.4}
+    found = break_even.measured(result("NVIDIA H200", times))
+    assert (found["device"], found["size"]) == ("NVIDIA H200", 2048)
+    assert "512³ to 4096³ at 0.91 to 2.00" in found["origin"]
+    # What is not float8 may be faster in float32, as on a CPU.
+    times |= {(size, "float32"): 0.3 for size in (512, 1024, 2048, 4096)}
+    found = break_even.measured(result("CPU (this one)", times))
+    assert (found["device"], found["size"]) == ("cpu", None)
+
+
+def test_what_is_measured_comes_before_what_is_estimated(tmp_path):
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps([PLAIN, FLOAT8]))
+    times = {(64, "bfloat16"): 1.0}
+    times |= {(64, name): 2.0 for name in break_even.OURS}
+    file = tmp_path / "layer_torch_h200.json"
+    file.write_text(json.dumps(result("NVIDIA H200", times)))
+    rows = break_even.table(tmp_path, path)
+    origins = [row["origin"].split()[0] for row in rows]
+    kinds = ["measured", "estimated", "estimated", "there", "assumed,"]
+    assert origins == kinds
+    assert [row["device"] for row in rows[1:3]] == ["H200", "H100"]
+    h200 = estimates.break_even(FLOAT8, PLAIN)
+    # The memory of an H100 is slower, and the matmuls are not.
+    h100 = estimates.break_even(FLOAT8, PLAIN, "H100")
+    assert [row["size"] for row in rows[:3]] == [None, h200, h100]
+    assert h200 < h100
+
+
+def test_other_gpus_are_taken_to_be_as_the_worst_of_those_known(tmp_path):
+    path = tmp_path / "counts.json"
+    nothing = break_even.table(tmp_path, path)
+    assert nothing == [break_even.CPU, break_even.OTHERS]
+    path.write_text(json.dumps([PLAIN, FLOAT8]))
+    *known, _, others = break_even.table(tmp_path, path)
+    assert others["size"] == max(row["size"] for row in known)
+    assert others["origin"].startswith("assumed")
+
+
+def test_the_page_says_what_is_missing(tmp_path):
+    nothing = benchmark_page.page(tmp_path, tmp_path / "counts.json")
+    assert "Nothing yet." in nothing
+    assert "No counts are committed yet." in nothing
+    assert "JAX, TensorFlow, PyTorch on a GPU" in nothing
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps([PLAIN, FLOAT8]))
+    counted = benchmark_page.page(tmp_path, path)
+    assert "| JAX | H200 | dense | float8 delayed | 12.0 | 8 |" in counted
