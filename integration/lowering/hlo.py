@@ -125,11 +125,33 @@ def _kernels(computations: dict, name: str, times: int) -> list[Kernel]:
         if each.op in ("call", "while"):
             trips = _attribute(r'known_trip_count":\{"n":"(\d+)"', each.rest)
             found += _kernels(computations, called, times * int(trips or 1))
+        elif each.op == "conditional":
+            found += _branch(computations, each, times)
         elif each.op not in NO_KERNEL:
             inside = computations.get(called, []) if called else []
             fused = inside if each.op == "fusion" else []
             found.append(_kernel(each, shapes, fused, times))
     return found
+
+
+def _branch(
+    computations: dict, each: Instruction, times: int
+) -> list[Kernel]:
+    """The branch of a conditional that moves less, and what decides.
+
+    What a step does again and again: the other branch is for a first step.
+    """
+    names = re.findall(
+        r"(?:_computation=|branch_computations=\{|, )%([\w.\-]+)", each.rest
+    )
+    branches = [
+        _kernels(computations, name, times)
+        for name in names
+        if name in computations
+    ]
+    branch = min(branches, key=lambda kernels: sum(k.bytes for k in kernels))
+    decision = Kernel(each.op, 0, 0, 0, "", False, set(), times, each.name)
+    return [decision, *branch]
 
 
 def _kernel(
