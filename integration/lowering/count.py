@@ -26,9 +26,9 @@ def traced_step(model, shape):
 
     def step(weights, inputs, outputs_grad):
         def outputs(weights, inputs):
-            return model.stateless_call(
-                weights, others, inputs, training=True
-            )[0]
+            return model.stateless_call(weights, others, inputs, training=True)[
+                0
+            ]
 
         with kpe.kernels.prefer("native"):
             y, backward = jax.vjp(outputs, weights, inputs)
@@ -52,12 +52,12 @@ def traced_step(model, shape):
 
 
 def elements(model, shape):
-    """How many numbers the operands of a model's matmuls have: one Dense's."""
+    """How many numbers there are in the matrices of a model's Dense layers."""
     rows = math.prod(shape[:-1])
     return sum(
-        rows * (kernel.shape[0] + kernel.shape[1]) + math.prod(kernel.shape)
+        rows * sum(kernel.shape) + math.prod(kernel.shape)
         for kernel in model.trainable_variables
-        if kernel.name == "kernel"
+        if kernel.name == "kernel" and len(kernel.shape) == 2
     )
 
 
@@ -71,6 +71,7 @@ def counted(gpu, step, way, folder=None):
         with gpus.make_ir_context():
             module = gpus.traced_by_tensorflow(file.read_bytes())
             found = gpus.summary(gpu.compiled(module), gpu)
+    found["GiB"] = found["bytes"] / 2**30
     found["bytes an element"] = found["bytes"] / elements(model, shape)
     return found
 

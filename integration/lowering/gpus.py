@@ -147,6 +147,7 @@ def summary(executable, gpu, large=1 << 20):
     others = [each for each in kernels if not each.flops]
     big = [each for each in others if each.bytes >= large]
     float8 = [each for each in matmuls if each.kind == hlo.FLOAT8]
+    memory = executable.get_compiled_memory_stats()
     return {
         "float8": _runs(float8),
         "exact": _runs(each for each in float8 if each.exact),
@@ -156,7 +157,7 @@ def summary(executable, gpu, large=1 << 20):
         "small": _runs(others) - _runs(big),
         "bytes": sum(each.times * each.bytes for each in others),
         "seconds": sum(map(gpu.seconds, kernels)),
-        "temporaries": executable.get_compiled_memory_stats().temp_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
         "kernels": [
             f"{each.times}x {each.kind} {each.bytes / 2**20:.1f} MiB "
             f"{'exact ' * each.exact}{sorted(each.ops & INTERESTING)} "

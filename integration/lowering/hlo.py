@@ -134,9 +134,7 @@ def _kernels(computations: dict, name: str, times: int) -> list[Kernel]:
     return found
 
 
-def _branch(
-    computations: dict, each: Instruction, times: int
-) -> list[Kernel]:
+def _branch(computations: dict, each: Instruction, times: int) -> list[Kernel]:
     """The branch of a conditional that moves less, and what decides.
 
     What a step does again and again: the other branch is for a first step.

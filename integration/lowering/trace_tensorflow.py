@@ -30,10 +30,14 @@ def traced_step(model, shape):
             output_gradients=outputs_grad,
         )
         pairs = zip(variables, gradients, strict=True)
-        return y, inputs_grad, [
-            models.updated(each, each.value, gradient)
-            for each, gradient in pairs
-        ]
+        return (
+            y,
+            inputs_grad,
+            [
+                models.updated(each, each.value, gradient)
+                for each, gradient in pairs
+            ],
+        )
 
     inputs = tf.TensorSpec(shape, tf.bfloat16)
     outputs = tf.TensorSpec(

@@ -14,7 +14,7 @@ from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.preference import preferred
-from keras_policy_ext.numerics import quantized
+from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import (
     Amax,
@@ -294,7 +294,7 @@ class Plan:
         first, second = matmuls_of(operand)
         asked = self.asked[operand, first]
         home = self._operand(operand, x)
-        amax = Amax(home, wanted=observe)
+        amax = Amax(home, observe, _amax_of(operand))
         cast = _cast(chosen[first], chosen[second])
         saturated, marked = self._read(operand, home, asked, amax, known, cast)
         read = saturated if first == "forward" else marked
@@ -325,11 +325,22 @@ class Plan:
             plain = read(operand, plain)
             return plain, plain
         scale = self.source.scale(operand, asked, amax, known)
-        whole, amaxes = quantized.quantize(home, asked, scale, cast)
+        whole, amaxes = quantized.quantize(
+            home, asked, scale, cast, _amax_of(operand)
+        )
         saturated = read(operand, whole)
         if amaxes is None:
             return saturated, saturated
         return saturated, saturated.marked(amaxes)
+
+
+def _amax_of(operand: str) -> Any:
+    """What computes the amax of an operand.
+
+    A layer adds up the columns of its output gradient for its bias.
+    """
+    by_columns = operand == "outputs_grad"
+    return scaling.amax_by_columns if by_columns else scaling.amax
 
 
 def _cast(*chosen: tuple[Any, Choice]) -> Any:
