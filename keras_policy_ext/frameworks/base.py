@@ -30,6 +30,9 @@ class Residuals(Protocol):
     def like(self, leaves: Sequence[Tensor]) -> Residuals:
         """The same around other tensors."""
 
+    def measured(self, inputs: Tensor, kernel: Tensor) -> Residuals:
+        """The same with shapes that are read of the operands here."""
+
 
 def frame_of(residuals: Any) -> Any:
     """Residuals without their tensors: what of them is static, and hashable.

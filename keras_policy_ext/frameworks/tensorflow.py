@@ -125,6 +125,12 @@ class TensorFlowFramework(Framework):
 
         context.merge_call(all_replicas, args=(flag, *arguments))
 
+    def settle(self, settle: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """See `Framework.settle`; one graph for all states of a shape."""
+        value = self.combine_replicas(value)
+        shapes = (tuple(value.shape), tuple(previous.shape))
+        return _shared_settle(settle, shapes)(value, previous)
+
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
         """See `Framework.transpose`."""
         point = tf.zeros(shape, tf.float32)
@@ -141,12 +147,8 @@ class TensorFlowFramework(Framework):
         *state: Tensor,
     ) -> Tensor:
         """See `Framework.run`."""
-        eager = tf.executing_eagerly()
         shapes = (tuple(inputs.shape), tuple(kernel.shape))
-        if eager:
-            forward = _eager_forward(operation.first_use, shapes)
-        else:
-            forward = _forward(operation)
+        forward = _shared_forward(operation.first_use, shapes)
 
         @tf.custom_gradient
         def differentiable(
@@ -158,8 +160,7 @@ class TensorFlowFramework(Framework):
                 seen = residuals
                 if operation.training is None:
                     seen = operation.observed(residuals, inputs, kernel)
-                make = _eager_backward if eager else _backward
-                backward = make(operation, frame_of(seen), shapes)
+                backward = _shared_backward(operation, frame_of(seen), shapes)
                 inputs_grad, *assigned = map(
                     _once, backward(seen.leaves(), outputs_grad, state)
                 )
@@ -205,7 +206,7 @@ def _forward(operation: Operation) -> Any:
     return forward
 
 
-def _backward(operation: Operation, frame: Any, shapes: Any) -> Any:
+def _backward(operation: Operation, frame: Any) -> Any:
     def backward(leaves: Any, outputs_grad: Tensor, state: Any) -> Any:
         inputs_grad, kernel_grad, state_grad = operation.backward(
             frame.like(leaves), outputs_grad, state
@@ -219,7 +220,8 @@ class _Graph:
     """A pass as one graph, made at the first call.
 
     Eagerly a pass is some thirty operations of which most are on scalars; so
-    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). Concrete,
+    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In a
+    graph it is one operation, traced once for all layers of a size. Concrete,
     since `tf.function` warns of a Python function that it traces often.
     """
 
@@ -234,7 +236,7 @@ class _Graph:
 
 
 @functools.lru_cache(maxsize=1024)
-def _eager_forward(operation: Operation, shapes: tuple[Any, ...]) -> Any:
+def _shared_forward(operation: Operation, shapes: tuple[Any, ...]) -> Any:
     """Shapes are what the graph was made for, and so part of the key."""
     frames: list[Any] = []
 
@@ -247,11 +249,18 @@ def _eager_forward(operation: Operation, shapes: tuple[Any, ...]) -> Any:
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> Any:
         outputs, *leaves = graph(inputs, kernel, state)
-        return outputs, frames[0].like(leaves)
+        # XLA compiles for each size. Were one a result of the graph, it would
+        # compile for each value of the inputs, of which the graph is made.
+        return outputs, frames[0].like(leaves).measured(inputs, kernel)
 
     return forward
 
 
 @functools.lru_cache(maxsize=1024)
-def _eager_backward(operation: Operation, frame: Any, shapes: Any) -> Any:
-    return _Graph(_backward(operation, frame, shapes))
+def _shared_backward(operation: Operation, frame: Any, shapes: Any) -> Any:
+    return _Graph(_backward(operation, frame))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_settle(settle: Any, shapes: Any) -> Any:
+    return _Graph(settle)

@@ -45,7 +45,8 @@ class Residuals:
         kernel: What `inputs_grad` reads, likewise.
         known: What the state said, None for a recipe without.
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.
-        shapes: Of the inputs and the kernel.
+        shapes: Of the inputs and the kernel; scalars for sizes that a graph
+            of TensorFlow does not know.
     """
 
     inputs: Quantized
@@ -58,7 +59,9 @@ class Residuals:
         """The tensors, in a fixed order."""
         known = [] if self.known is None else self.known.leaves()
         amaxes = self.amaxes or ()
-        return [*self.inputs.leaves(), *self.kernel.leaves(), *known, *amaxes]
+        sizes = [x for shape in self.shapes for x in shape if _is_leaf(x)]
+        operands = [*self.inputs.leaves(), *self.kernel.leaves()]
+        return [*operands, *known, *amaxes, *sizes]
 
     def like(self, leaves: Sequence[Tensor]) -> Residuals:
         """The same around other tensors."""
@@ -68,9 +71,24 @@ class Residuals:
             size = len(known.leaves())
             known, rest = known.like(rest[:size]), rest[size:]
         if amaxes is not None:
-            amaxes = rest[0], rest[1]
+            amaxes, rest = (rest[0], rest[1]), rest[2:]
+        sizes = iter(rest)
+        first, second = (
+            tuple(next(sizes) if _is_leaf(size) else size for size in shape)
+            for shape in self.shapes
+        )
         inputs, kernel = self.inputs.like(x), self.kernel.like(w)
-        return Residuals(inputs, kernel, known, amaxes, self.shapes)
+        return Residuals(inputs, kernel, known, amaxes, (first, second))
+
+    def measured(self, inputs: Tensor, kernel: Tensor) -> Residuals:
+        """The same with shapes that are read of the operands here."""
+        shapes = shape_of(inputs), shape_of(kernel)
+        return dataclasses.replace(self, shapes=shapes)
+
+
+def _is_leaf(size: Any) -> bool:
+    """Whether the size of an axis is a tensor, or stands for one."""
+    return size == () if isinstance(size, tuple) else ops.is_tensor(size)
 
 
 @dataclasses.dataclass(frozen=True)
