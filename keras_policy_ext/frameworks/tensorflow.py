@@ -128,6 +128,8 @@ class TensorFlowFramework(Framework):
     def settle(self, settle: Any, value: Tensor, previous: Tensor) -> Tensor:
         """See `Framework.settle`; one graph for all states of a shape."""
         value = self.combine_replicas(value)
+        # Read here: the graph would keep the variable of the first replica.
+        previous = tf.convert_to_tensor(previous)
         shapes = (tuple(value.shape), tuple(previous.shape))
         return _shared_settle(settle, shapes)(value, previous)
 
