@@ -24,7 +24,6 @@ import keras
 
 from keras_policy_ext import frameworks
 from keras_policy_ext.layers.state_variable import StateVariable
-from keras_policy_ext.numerics.scale_sources import source_of
 
 Tensor = Any
 
@@ -166,8 +165,7 @@ def _settled(variable: Any, gradient: Tensor | None, value: Tensor) -> Tensor:
     if not is_state(variable) or gradient is None:
         return value
     variable.uses = 0
-    settle = source_of(variable.recipe).settle
-    return frameworks.current().settle(settle, gradient, value)
+    return frameworks.current().settle(variable.settling, gradient, value)
 
 
 def _trainable(model: Any) -> list[Any]:

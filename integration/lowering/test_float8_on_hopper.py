@@ -6,31 +6,19 @@ each matmul of the step must be cuBLASLt's float8 one. What such a program
 computes, and how fast, is not seen here.
 """
 
-import importlib.util
 import json
 
 import pytest
+from compiling import FOLDER, skip_without_compiler
 
 from processes import run
 
-needed = ("jax", "tensorflow", "jax_plugins.xla_cuda12")
-missing = [name for name in needed if not importlib.util.find_spec(name)]
-if missing:
-    pytest.skip(
-        f"{', '.join(missing)} not installed: run `tox run -e lowering`",
-        allow_module_level=True,
-    )
+skip_without_compiler()
 
-SETTINGS = """
-import os
-
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    # The CUDA libraries are not needed to compile.
-    JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-    # No device to time variants on, nor kernels that are hard to read.
-    XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
-)
+SETTINGS = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+import gpus
 """
 
 LAYERS = """
@@ -88,12 +76,15 @@ for layer, shapes, _ in LAYERS.values():
 TRACE_WITH_TENSORFLOW = """
 import sys
 import tensorflow as tf
+from keras_policy_ext.kernels import tensorflow as kernels
+
+kernels._has_float8_gpu = lambda: True
 
 for name, (layer, shapes, _) in LAYERS.items():
 
     @tf.function(jit_compile=True)
     def step(*inputs):
-        with kpe.kernels.prefer("native"), tf.GradientTape() as tape:
+        with tf.GradientTape() as tape:
             tape.watch(inputs)
             outputs = layer(*inputs, training=True)
             loss = tf.reduce_sum(tf.cast(outputs, tf.float32) ** 2)
@@ -106,52 +97,10 @@ for name, (layer, shapes, _) in LAYERS.items():
 """
 
 COMPILE = """
-import json, pathlib, re, sys
+import json, pathlib, sys
 import jax
-from jax._src import compiler
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
-from jax.experimental import topologies
-from jaxlib import _jax, xla_client
 
-H200 = '''
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  device_memory_size: 150754820096
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 8 }
-device_description_str: "NVIDIA H200"
-'''
-device = topologies.get_topology_desc(
-    platform="cuda", topology="1x1x1", target_config=H200
-).devices[0]
-
-
-def compiled(module):
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    devices = _jax.DeviceList((device,))
-    program = device.client.compile(
-        module, executable_devices=devices, compile_options=options
-    )
-    return program.hlo_modules()[0].to_string()
+H200 = gpus.GPUS["H200"]
 
 
 def traced_by_jax(layer, shapes):
@@ -164,40 +113,35 @@ def traced_by_jax(layer, shapes):
         return jax.numpy.sum(y.astype("float32") ** 2)
 
     inputs = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    step = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(weights, inputs)
-    lowered = step.lower(lowering_platforms=("cuda",))
-    return lowered.compiler_ir("stablehlo")
+    gradient = jax.grad(loss, argnums=(0, 1))
+    return gpus.traced_by_jax(gradient, weights, inputs)
 
 
 def traced_by_tensorflow(name):
     program = pathlib.Path(sys.argv[1], name + ".pb").read_bytes()
-    computation = xla_client.XlaComputation(program)
-    return ir.Module.parse(
-        _jax.mlir.xla_computation_to_mlir_module(computation)
-    )
+    return gpus.traced_by_tensorflow(program)
 
 
 found = {}
 for name, (layer, shapes, contractions) in LAYERS.items():
     for framework in ("jax", "tensorflow"):
-        if framework == "jax":
-            text = compiled(traced_by_jax(layer, shapes))
-        else:
-            with mlir.make_ir_context():
-                text = compiled(traced_by_tensorflow(name))
-        calls = re.findall("custom_call_target=.*", text)
-        matmuls = [x for x in calls if "__cublas" in x]
+        with gpus.make_ir_context():
+            if framework == "jax":
+                module = traced_by_jax(layer, shapes)
+            else:
+                module = traced_by_tensorflow(name)
+            program = H200.compiled(module)
+        text = program.hlo_modules()[0].to_string()
+        summary = gpus.summary(program, H200)
+        others = summary["other matmuls"] + text.count(" dot(")
         found[f"{framework}: {name}"] = {
             "contractions": contractions,
-            "matmuls": [x.split('"')[1] for x in matmuls],
-            "exact": sum('["HIGHEST","HIGHEST"]' in x for x in matmuls),
-            "others": len(re.findall(" dot[(]", text))
-            + sum("__triton" in x for x in calls),
+            "float8": summary["float8"],
+            "exact": summary["exact"],
+            "others": others + text.count("__triton"),
         }
 print(json.dumps(found))
 """
-
-FLOAT8 = "__cublas$lt$matmul$f8"
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +157,8 @@ def test_every_matmul_of_a_step_reads_float8(programs):
     for name, program in programs.items():
         # Attention multiplies twice by itself, unless asked for float8.
         own = 2 if name.endswith("attention") else 0
-        float8 = [x for x in program["matmuls"] if x == FLOAT8]
-        assert len(float8) == 3 * program["contractions"], name
-        others = len(program["matmuls"]) - len(float8) + program["others"]
-        assert others == 3 * own, name
+        assert program["float8"] == 3 * program["contractions"], name
+        assert program["others"] == 3 * own, name
 
 
 def test_fast_accumulation_is_left_to_the_forward_pass(programs):

@@ -171,7 +171,7 @@ def _in_float8(x, g, w, bias, recipe):
     outputs + bias.bfloat16()
     _, gradient, observed = plan.backward(residuals, g, state)
     if state:
-        kernels.settle(recipe, observed[0], state[0])
+        kernels.settling(recipe)(observed[0], state[0])
     return gradient
 
 

@@ -231,7 +231,7 @@ class Framework:
 
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
         """What a state variable becomes when `value` is assigned to it."""
-        return self.settle(variable.settled, value, variable.value)
+        return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
         """Keep the observations of a state apart from its gradients.

@@ -149,6 +149,14 @@ class TensorFlowFramework(Framework):
 
         context.merge_call(all_replicas, args=(flag, *arguments))
 
+    def settle(self, settle: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """See `Framework.settle`; one graph for all states of a shape."""
+        value = self.combine_replicas(value)
+        # Read here: the graph would keep the variable of the first replica.
+        previous = tf.convert_to_tensor(previous)
+        shapes = (tuple(value.shape), tuple(previous.shape))
+        return _shared_settle(settle, shapes)(value, previous)
+
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
         """See `Framework.transpose`."""
         point = tf.zeros(shape, tf.float32)
@@ -165,32 +173,30 @@ class TensorFlowFramework(Framework):
         *state: Tensor,
     ) -> Tensor:
         """See `Framework.run`."""
-        eager = tf.executing_eagerly()
         shapes = (tuple(inputs.shape), tuple(kernel.shape))
-        if eager:
-            forward = _eager_forward(operation.first_use, shapes)
-        else:
-            forward = _forward(operation)
+        forward = _shared_forward(operation.first_use, shapes, _in_a_loop())
 
         @tf.custom_gradient
         def differentiable(
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
-            outputs, residuals = forward(inputs, kernel, state)
-            # Here, so that it is the leaves that live until the gradient.
-            kept, sizes = residuals.leaves(), residuals.shapes
+            outputs, *kept = forward(inputs, kernel, state)
+            # XLA compiles for each size. Were one a result of the graph, it
+            # would compile for each value of the inputs, of which that is made.
+            sizes = _sizes(inputs), _sizes(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
-                seen = operation.residuals(kept, sizes)
+                leaves = kept
                 if operation.training is None:
-                    seen = operation.observed(seen, inputs, kernel)
-                leaves = seen.leaves()
-                if eager:
-                    backward = _eager_backward(operation, shapes, len(leaves))
-                else:
-                    backward = _backward(operation, seen.shapes)
+                    seen = operation.residuals(kept, sizes)
+                    leaves = operation.observed(seen, inputs, kernel).leaves()
+                dtypes = tuple(leaf.dtype for leaf in leaves)
+                backward = _shared_backward(operation, shapes, dtypes)
+                unknown = [
+                    n for shape in sizes for n in shape if tf.is_tensor(n)
+                ]
                 inputs_grad, *assigned = map(
-                    _once, backward(leaves, outputs_grad, state)
+                    _once, backward(leaves, unknown, outputs_grad, state)
                 )
                 return [inputs_grad, *_after((kernel, *state), assigned)]
 
@@ -239,30 +245,20 @@ def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
         return [tf.identity(gradient) for gradient in gradients]
 
 
-def _forward(operation: Operation) -> Any:
-    observe = operation.training is True
-
-    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> Any:
-        return operation.forward(inputs, kernel, state, observe)
-
-    return forward
-
-
-def _backward(operation: Operation, shapes: Any) -> Any:
-    def backward(leaves: Any, outputs_grad: Tensor, state: Any) -> Any:
-        inputs_grad, kernel_grad, state_grad = operation.backward(
-            operation.residuals(leaves, shapes), outputs_grad, state
-        )
-        return [inputs_grad, kernel_grad, *state_grad]
-
-    return backward
+def _sizes(x: Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor: numbers, or scalars where they are not known."""
+    return tuple(
+        tf.shape(x)[axis] if size is None else size
+        for axis, size in enumerate(x.shape)
+    )
 
 
 class _Graph:
     """A pass as one graph, made at the first call.
 
     Eagerly a pass is some thirty operations of which most are on scalars; so
-    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). Concrete,
+    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In a
+    graph it is one operation, traced once for all layers of a size. Concrete,
     since `tf.function` warns of a Python function that it traces often.
     """
 
@@ -277,23 +273,46 @@ class _Graph:
 
 
 @functools.lru_cache(maxsize=1024)
-def _eager_forward(operation: Operation, shapes: tuple[Any, ...]) -> Any:
-    """Shapes are what the graph was made for, and so part of the key."""
+def _shared_forward(
+    operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
+) -> _Graph:
+    """The outputs, and the leaves of the residuals.
 
-    def flat(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
-        outputs, residuals = _forward(operation)(inputs, kernel, state)
+    What the graph was made for is part of the key: shapes, and whether its
+    results are stacked by a loop.
+    """
+    observe = operation.training is True
+
+    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
+        outputs, residuals = operation.forward(inputs, kernel, state, observe)
         return [outputs, *residuals.leaves()]
 
-    graph = _Graph(flat)
-
-    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> Any:
-        outputs, *leaves = graph(inputs, kernel, state)
-        return outputs, operation.residuals(leaves, shapes)
-
-    return forward
+    return _Graph(forward)
 
 
 @functools.lru_cache(maxsize=1024)
-def _eager_backward(operation: Operation, shapes: Any, leaves: int) -> Any:
-    """The graph of a backward pass that gets this many leaves."""
-    return _Graph(_backward(operation, shapes))
+def _shared_backward(
+    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> _Graph:
+    """The gradients, of leaves of these dtypes and the sizes not in shapes."""
+
+    def backward(
+        leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
+    ) -> list[Tensor]:
+        sizes = iter(unknown)
+        whole = [
+            tuple(next(sizes) if n is None else n for n in shape)
+            for shape in shapes
+        ]
+        residuals = operation.residuals(leaves, (whole[0], whole[1]))
+        inputs_grad, kernel_grad, state_grad = operation.backward(
+            residuals, outputs_grad, state
+        )
+        return [inputs_grad, kernel_grad, *state_grad]
+
+    return _Graph(backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_settle(settle: Any, shapes: Any) -> _Graph:
+    return _Graph(settle)

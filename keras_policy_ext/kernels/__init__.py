@@ -7,6 +7,8 @@ and `plan` has the three matmuls that all frameworks share.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -45,7 +47,7 @@ __all__ = [
     "preferred",
     "run",
     "select",
-    "settle",
+    "settling",
 ]
 
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -82,23 +84,25 @@ def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:
     return frameworks.current().run(plan, inputs, kernel, *state)
 
 
-def settle(recipe: Recipe, value: Any, previous: Any) -> Any:
-    """What the state of a recipe becomes when a value is assigned to it.
-
-    Args:
-        recipe: One with state.
-        value: (rows, width or more): an observation, a settled state or zeros.
-        previous: (rows, width), settled.
+@functools.cache
+def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
+    """What makes a state of a recipe of a value that is assigned to it.
 
     Returns:
-        (rows, width), settled.
+        A function of the value, (rows, width or more): an observation, a
+        settled state or zeros; and of the state before, (rows, width). It
+        returns the state, (rows, width). The same object for equal recipes.
     """
     source = source_of(recipe)
-    states = engines.states_for(source, previous)
-    # An observation of several replicas is wider.
-    if states is None or value.shape != previous.shape:
-        return source.settle(value, previous)
-    return states.settle(source, value, previous)
+
+    def settle(value: Any, previous: Any) -> Any:
+        states = engines.states_for(source, previous)
+        # An observation of several replicas is wider.
+        if states is None or value.shape != previous.shape:
+            return source.settle(value, previous)
+        return states.settle(source, value, previous)
+
+    return settle
 
 
 def select(

@@ -22,7 +22,10 @@ Tensor = Any
 
 
 def _product(
-    a: Tensor, b: Tensor, precision: lax.Precision = lax.Precision.DEFAULT
+    a: Tensor,
+    b: Tensor,
+    precision: lax.Precision = lax.Precision.DEFAULT,
+    dtype: Any = jnp.float32,
 ) -> Tensor:
     """(b, m, k) and (b, n, k) to (b, m, n), accumulated in float32."""
     single = a.shape[0] == 1 and b.shape[0] == 1
@@ -34,7 +37,7 @@ def _product(
         b,
         (((axes[0],), (axes[1],)), batch),
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     )
     return product[jnp.newaxis] if single else product
 
@@ -67,8 +70,34 @@ class Float8Dot:
         in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
         """
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
-        product = _product(a.values, b.values, precision)
-        return (product * product_scale(a, b)).astype(dtype)
+
+        def direct() -> Tensor:
+            product = _product(a.values, b.values, precision)
+            return (product * product_scale(a, b)).astype(dtype)
+
+        def dequantized() -> Tensor:
+            return _dequantized_product(a, b, precision, dtype)
+
+        # XLA makes no matmul of vectors, and writes no float64.
+        sizes = (*a.values.shape[1:], *b.values.shape[1:])
+        if 1 in sizes or dtype == "float64":
+            return direct()
+        return lax.platform_dependent(cuda=dequantized, default=direct)
+
+
+def _dequantized_product(
+    a: Quantized, b: Quantized, precision: lax.Precision, dtype: str
+) -> Tensor:
+    """What XLA for CUDA makes one matmul of.
+
+    It reads the float8 values, multiplies by the float32 scales as they were
+    before they were cast here, adds a bias, and writes `dtype`. Of a product
+    of float8 values it makes one that writes float32, and kernels after it.
+    """
+    first, second = (
+        each.values.astype(dtype) * each.scale.astype(dtype) for each in (a, b)
+    )
+    return _product(first, second, precision, jnp.dtype(dtype))
 
 
 ENGINE = Engine(

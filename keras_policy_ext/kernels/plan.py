@@ -19,7 +19,7 @@ from keras_policy_ext.kernels.both_layouts import (
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.preference import preferred
-from keras_policy_ext.numerics import quantized
+from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import (
     Amax,
@@ -49,7 +49,8 @@ class Residuals:
         kernel: What `inputs_grad` reads, likewise.
         known: What the state said; None for a recipe without.
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.
-        shapes: Of the inputs and the kernel.
+        shapes: Of the inputs and the kernel; scalars for sizes that a graph
+            of TensorFlow does not know.
     """
 
     inputs: Quantized
@@ -357,7 +358,7 @@ class Plan:
         first, second = matmuls_of(operand)
         asked = self.asked[operand, first]
         home = self._operand(operand, x)
-        amax = Amax(home, wanted=observe)
+        amax = Amax(home, observe, _amax_of(operand))
         cast = _cast(chosen[first], chosen[second])
         saturated, marked = self._read(operand, home, asked, amax, known, cast)
         read = saturated if first == "forward" else marked
@@ -423,7 +424,9 @@ class Plan:
             plain = read(operand, plain)
             return plain, plain
         scale = self.source.scale(operand, asked, amax, known)
-        whole, amaxes = quantized.quantize(home, asked, scale, cast)
+        whole, amaxes = quantized.quantize(
+            home, asked, scale, cast, _amax_of(operand)
+        )
         saturated = read(operand, whole)
         if amaxes is None:
             return saturated, saturated
@@ -436,6 +439,15 @@ def settled(known: HistoryScales | None) -> HistoryScales | None:
         return known
     any_unseen = frameworks.current().known_any(known.unseen)
     return HistoryScales(known.scales, None) if any_unseen is False else known
+
+
+def _amax_of(operand: str) -> Any:
+    """What computes the amax of an operand.
+
+    A layer adds up the columns of its output gradient for its bias.
+    """
+    by_columns = operand == "outputs_grad"
+    return scaling.amax_by_columns if by_columns else scaling.amax
 
 
 def _cast(*chosen: tuple[Any, Choice]) -> Any:

@@ -71,12 +71,43 @@ class XlaMatmul:
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         """See `MatmulKernel.multiply`; not fast is the highest precision."""
-        exact = not fast and xla is not None
-        product = _exact_product if exact else _product
+        product = _product if fast else _exact_product
         return scaled(product(float32(a), float32(b)), a, b, dtype)
 
 
+class DequantizedMatmul(XlaMatmul):
+    """Casts and scales, all of which XLA takes into the matmul on a GPU.
+
+    That multiplies by the float32 scales as they were before they were cast
+    here, adds a bias and writes `dtype`, where the product of the casts alone
+    writes float32 for another kernel. Anywhere else the rounded scales would
+    be used.
+    """
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: with a GPU that has float8."""
+        lacking = None if _has_float8_gpu() else "no GPU has a float8 matmul"
+        return super().supports(request) or lacking
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        # XLA makes no matmul of vectors, and writes no float64.
+        sizes = (*a.values.shape[1:], *b.values.shape[1:])
+        if 1 in sizes or dtype == "float64":
+            return super().multiply(a, b, dtype, fast)
+        product = _product if fast else _exact_product
+        first, second = (
+            tf.cast(each.values, dtype) * tf.cast(each.scale, dtype)
+            for each in (a, b)
+        )
+        return product(first, second)
+
+
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
+    if xla is None:
+        return _product(a, b)
     numbers = xla.DotDimensionNumbers(
         lhs_contracting_dimensions=(2,),
         rhs_contracting_dimensions=(2,),
@@ -102,7 +133,7 @@ def _has_float8_gpu() -> bool:
 
 ENGINE = Engine(
     name="tensorflow",
-    matmuls=(XlaMatmul(), Emulated(_product)),
+    matmuls=(DequantizedMatmul(), XlaMatmul(), Emulated(_product)),
     plain=Plain(_float32_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,

@@ -122,14 +122,13 @@ class StateVariable(
             self.look()
         return assigned
 
-    def settled(self, value: Any, previous: Any) -> Any:
-        """What the state becomes where `value` is assigned.
+    @property
+    def settling(self) -> Any:
+        """What makes the state of a value that is assigned, and the one before.
 
-        Args:
-            value: An observation, a settled state, or zeros.
-            previous: The settled state before.
+        See `kernels.settling`.
         """
-        return kernels.settle(self.recipe, value, previous)
+        return kernels.settling(self.recipe)
 
     def matrix(self) -> Any:
         """The tensor in this variable.

@@ -126,6 +126,7 @@ def quantize(
     quantization: Quantization,
     scale: Tensor | None = None,
     cast: Any = casting.quantize_float32,
+    whole_amax: Any = scaling.amax,
 ) -> tuple[Quantized, Tensor | None]:
     """Quantize an operand.
 
@@ -136,6 +137,7 @@ def quantize(
         scale: Float32 scale of the tensor; None to find those of the tiles.
         cast: Takes `x`, a scale for each number, and the name of the format;
             returns the numbers as the matmul is going to read them.
+        whole_amax: Finds the amax of a tensor that has one scale.
 
     Returns:
         The quantized tensor, and the amaxes of its tiles where they were
@@ -143,7 +145,10 @@ def quantize(
     """
     amax = None
     if scale is None:
-        amax = tiles.tile_amax(x, quantization.tile)
+        if quantization.tile.is_whole:
+            amax = whole_amax(x)
+        else:
+            amax = tiles.tile_amax(x, quantization.tile)
         scale = scale_of(amax, quantization)
     if quantization.tile.is_whole:
         values = cast(x, scale, quantization.format)

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import keras
 from keras import ops
 
 from keras_policy_ext import formats
@@ -59,18 +60,23 @@ class Amax:
     Args:
         x: The operand, any shape.
         wanted: Whether it is needed in any case; then it is computed once.
+        of: Computes it.
 
     Attributes:
         known: Float32 scalar; None where it is not wanted.
     """
 
-    def __init__(self, x: Tensor, wanted: bool):
-        self._x = x
-        self.known: Tensor | None = scaling.amax(x) if wanted else None
+    def __init__(self, x: Tensor, wanted: bool, of: Any = scaling.amax):
+        self._x, self._of = x, of
+        self.known: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:
         """The amax, float32 scalar."""
-        return scaling.amax(self._x) if self.known is None else self.known
+        return self.anew() if self.known is None else self.known
+
+    def anew(self) -> Tensor:
+        """The same, computed where this is called, as in a branch."""
+        return self._of(self._x)
 
 
 class ScaleRule(NamedTuple):
@@ -177,7 +183,14 @@ class DelayedSource:
         amax: Amax,
         known: HistoryScales | None,
     ) -> Tensor | None:
-        """See `ScaleSource.scale`; the amax is computed only if needed."""
+        """See `ScaleSource.scale`; the amax is computed only if needed.
+
+        Else XLA would wait for the amax of a kernel that was seen long ago,
+        in each step: a pass over the kernel, where the one that is observed
+        is found while the kernel is updated. A branch has its price for other
+        operands, which XLA has to store for it (JAX 0.10). It costs no
+        waiting: XLA records it in the graph that CUDA runs, from CUDA 12.3.
+        """
         if known is None:
             return None
         index = OPERANDS.index(operand)
@@ -186,11 +199,12 @@ class DelayedSource:
             return scale
         unseen = known.unseen[index]
         limit = formats.get(quantization.format).max
-        if amax.known is not None:
+        waits = operand != "kernel" or keras.backend.backend() != "jax"
+        if amax.known is not None and waits:
             current = self._scale(amax.known, limit, 1.0)
             return ops.where(unseen, current, scale)
         return ops.cond(
-            unseen, lambda: self._scale(amax(), limit, 1.0), lambda: scale
+            unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:

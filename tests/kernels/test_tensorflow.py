@@ -163,6 +163,51 @@ def test_without_xla_every_matmul_is_emulated():
     assert layer.kernel_choice == choice
 
 
+def test_xla_does_not_compile_for_each_value_of_the_inputs():
+    """It compiles for each value that the result of a graph has to be known.
+
+    A size that the backward pass takes from the forward pass would be one.
+    """
+    layer = LAYERS["dense"]()
+    layer.build((None, 8))
+
+    @tf.function(jit_compile=True)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x, training=True) ** 2)
+        return tape.gradient(loss, layer.kernel)
+
+    graph = step.get_concrete_function(tf.TensorSpec((None, 8))).graph
+    calls = [x for x in graph.get_operations() if "PartitionedCall" in x.type]
+    assert len(calls) == 2  # forward and backward
+    sizes = [x for x in calls[1].inputs if x.dtype == tf.int32]
+    assert sizes
+    assert all(x.op.type == "StridedSlice" for x in sizes)
+
+
+@pytest.mark.parametrize("policy", ["float8/4", "float8/current"])
+def test_layers_of_a_size_are_traced_once(policy):
+    """Tracing took as long as compiling, in a model of twelve blocks."""
+    model = keras.Sequential([keras.Input((8,))])
+    for _ in range(3):
+        model.add(kpe.layers.Dense(8, dtype=f"{policy}_from_float32"))
+    model.compile("sgd", "mse", jit_compile=True)
+    x = tf.ones((4, 8))
+
+    @tf.function
+    def step(x):
+        return model.train_step((x, x))
+
+    step(x)
+    graph = step.get_concrete_function(x).graph
+    calls = [x for x in graph.get_operations() if "PartitionedCall" in x.type]
+    functions = {x.get_attr("f").name for x in calls}
+    # Forward, backward, and for each layer the state.
+    states = 3 if policy == "float8/4" else 0
+    assert len(calls) == 6 + states
+    assert len(functions) == 2 + bool(states)
+
+
 @pytest.mark.parametrize(
     ("capability", "kind"),
     [(None, "emulated"), ((8, 0), "emulated"), ((8, 9), "native")],

@@ -1,0 +1,111 @@
+"""What a training step may move on a GPU, beside its matmuls.
+
+Counted in programs that XLA makes for GPUs which are not there: exact numbers
+of what is going to run, and no measurement of time. A budget that is passed
+says that a change made XLA do more; one that is far from reached may fall.
+"""
+
+import json
+from typing import NamedTuple
+
+import pytest
+from compiling import printed_by, skip_without_compiler
+
+skip_without_compiler()
+
+WAYS = ("bfloat16", "delayed", "current")
+MODELS = ("dense", "relu", "gelu", "swiglu", "block")
+COUNTED = [  # GPU, who traces, steps
+    ("H200", "jax", MODELS),
+    ("B200", "jax", ("dense",)),
+    ("H200", "tensorflow", ("dense", "block")),
+    ("B200", "tensorflow", ("dense",)),
+]
+
+
+class Used(NamedTuple):
+    """What a step moves, runs and holds.
+
+    Attributes:
+        moved: Beside the matmuls, in bytes per number of the three matrices
+            of a Dense, or in GiB.
+        large: Kernels beside the matmuls that move a MiB or more.
+        transposes: How many of them transpose.
+        small: Kernels that move less.
+        temporaries: Their memory, where that of bfloat16 is 1.
+    """
+
+    moved: float
+    large: int
+    transposes: int
+    small: int
+    temporaries: float
+
+
+BUDGETS = {
+    ("H200", "jax", "dense", "delayed"): Used(9.4, 6, 3, 14, 1.51),
+    ("H200", "jax", "dense", "current"): Used(10.7, 7, 3, 9, 1.51),
+    ("H200", "jax", "relu", "delayed"): Used(15.9, 168, 72, 336, 0.76),
+    ("H200", "jax", "relu", "current"): Used(16.3, 192, 72, 216, 0.76),
+    ("H200", "jax", "gelu", "delayed"): Used(21.9, 180, 72, 336, 0.83),
+    ("H200", "jax", "gelu", "current"): Used(22.3, 204, 72, 216, 0.83),
+    ("H200", "jax", "swiglu", "delayed"): Used(29.1, 252, 96, 480, 0.87),
+    ("H200", "jax", "swiglu", "current"): Used(29.3, 288, 96, 288, 0.83),
+    ("H200", "jax", "block", "delayed"): Used(16.9, 64, 30, 86, 0.98),
+    ("H200", "jax", "block", "current"): Used(17.7, 71, 30, 48, 0.98),
+    # Blackwell's matmuls read any layout.
+    ("B200", "jax", "dense", "delayed"): Used(8.4, 6, 0, 14, 1.51),
+    ("B200", "jax", "dense", "current"): Used(9.7, 7, 0, 9, 1.51),
+    ("H200", "tensorflow", "dense", "delayed"): Used(10.1, 7, 3, 11, 1.01),
+    ("H200", "tensorflow", "dense", "current"): Used(10.1, 7, 3, 8, 1.01),
+    ("H200", "tensorflow", "block", "delayed"): Used(11.2, 70, 32, 75, 0.97),
+    ("H200", "tensorflow", "block", "current"): Used(11.1, 70, 32, 45, 0.97),
+    ("B200", "tensorflow", "dense", "delayed"): Used(8.4, 6, 0, 11, 1.01),
+    ("B200", "tensorflow", "dense", "current"): Used(8.4, 6, 0, 8, 1.01),
+}
+CONTRACTIONS = {"dense": 1, "relu": 24, "gelu": 24, "swiglu": 36, "block": 7}
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """The counts by GPU, framework, step and way."""
+    folder = tmp_path_factory.mktemp("programs")
+    ways = ",".join(WAYS)
+    printed_by("tensorflow", "trace_tensorflow.py", folder, "dense,block", ways)
+    found = {}
+    for gpu, framework, steps in COUNTED:
+        more = ("--folder", folder) if framework == "tensorflow" else ()
+        lines = printed_by(
+            "jax", "count.py", gpu, ",".join(steps), ways, *more
+        ).splitlines()
+        for count in map(json.loads, lines):
+            found[gpu, framework, count["step"], count["way"]] = count
+    return found
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=" ".join)
+def test_a_step_stays_within_its_budget(counts, budget):
+    count = counts[budget]
+    *same, step, _ = budget
+    plain = counts[(*same, step, "bfloat16")]
+    used = Used(
+        count["bytes an element" if step == "dense" else "GiB"],
+        count["large"],
+        count["transposes"],
+        count["small"],
+        count["temporaries"] / plain["temporaries"],
+    )
+    pairs = zip(used, BUDGETS[budget], strict=True)
+    assert all(each <= allowed for each, allowed in pairs), used
+
+
+def test_matmuls_read_float8_and_gradients_are_accurate(counts):
+    assert len(counts) == 27
+    for (*_, step, way), count in counts.items():
+        # Attention multiplies twice by itself, with two gradients each.
+        own = 6 if step == "block" else 0
+        contractions = CONTRACTIONS[step]
+        float8 = 0 if way == "bfloat16" else contractions
+        assert count["float8"] == 3 * float8
+        assert count["exact"] == 2 * float8
+        assert count["other matmuls"] == 3 * (contractions - float8) + own
