@@ -19,6 +19,7 @@ from keras_policy_ext.migration import (
     weights,
 )
 from keras_policy_ext.migration.configs import Rewriter
+from keras_policy_ext.migration.problems import Config
 
 
 def load_legacy_model(
@@ -27,7 +28,7 @@ def load_legacy_model(
     custom_objects: Mapping[str, Any] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
-) -> Any:
+) -> keras.Model:
     """Load a model that tf_keras (Keras 2) saved as `.h5` or `.keras`.
 
     The file is only read. The model has the same weights, layer policies
@@ -70,11 +71,11 @@ def load_legacy_model(
         config = rewriter.rewrite_object(file.model_config)
         training = None
         if compile and file.compile_config is not None:
-            training = _training(rewriter, file)
+            training = _training(rewriter, file, file.compile_config)
         rewriter.problems.check()
         if safe_mode:
             rewriter.problems.refuse_code()
-        rewriter.report()
+        rewriter.problems.report(on_loss_scale)
         naming.reserve(naming.of_layers(config))
         model = keras.saving.deserialize_keras_object(
             config, custom_objects=custom_objects, safe_mode=safe_mode
@@ -94,9 +95,10 @@ def load_legacy_model(
     return model
 
 
-def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
+def _training(
+    rewriter: Rewriter, file: files.LegacyFile, legacy: Config
+) -> dict[str, Any]:
     """The arguments of `compile` for Keras 3."""
-    legacy = dict(file.compile_config or {})
     if file.scaled_by_default and not _is_scaled(legacy.get("optimizer")):
         # What `compile` of tf_keras did under mixed_float16.
         inner = legacy["optimizer"]
@@ -104,14 +106,15 @@ def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
             inner = keras.saving.serialize_keras_object(
                 keras.optimizers.get(inner)
             )
-        legacy["optimizer"] = {
+        scaled = {
             "class_name": "LossScaleOptimizer",
             "config": {"inner_optimizer": inner, "dynamic": True},
         }
+        legacy = {**legacy, "optimizer": scaled}
     return compiling.rewrite(rewriter, legacy, file.model_config["config"])
 
 
-def _load_optimizer(model: Any, file: files.LegacyFile) -> None:
+def _load_optimizer(model: keras.Model, file: files.LegacyFile) -> None:
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -126,14 +129,14 @@ def _load_optimizer(model: Any, file: files.LegacyFile) -> None:
         )
 
 
-def _is_scaled(optimizer: Any) -> bool:
+def _is_scaled(optimizer: object) -> bool:
     return (
         isinstance(optimizer, Mapping)
         and optimizer.get("class_name") in loss_scales.OPTIMIZERS
     )
 
 
-def _inner_config(optimizer: Any, built: Any) -> Mapping[str, Any]:
+def _inner_config(optimizer: Any, built: keras.optimizers.Optimizer) -> Config:
     """The legacy config of the optimizer within loss scalers."""
     if isinstance(optimizer, str):
         # By name, with the arguments of the class's defaults: of the second

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import keras
 
@@ -12,7 +11,7 @@ _FAR = 10_000
 """More operations than Keras names while it builds a model."""
 
 
-def of_layers(config: Any) -> Iterator[str]:
+def of_layers(config: object) -> Iterator[str]:
     """The names of all layers of the models in a Keras 3 config."""
     if isinstance(config, Mapping):
         layers = config.get("layers")
