@@ -249,7 +249,7 @@ def _prepare_inspect(arguments: argparse.Namespace) -> Any:
         raise ValueError(f"cannot load {arguments.file}: {error}") from error
 
 
-def _run_inspect(arguments: argparse.Namespace, model: Any) -> None:
+def _run_inspect(arguments: argparse.Namespace, model: keras.Model) -> None:
     from keras_policy_ext.diagnostics.inspection import inspect
 
     inspection = inspect(model)

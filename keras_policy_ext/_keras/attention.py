@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras import ops
 
 
-def has_flash_attention(layer: Any) -> bool:
+def has_flash_attention(layer: keras.Layer) -> bool:
     """Whether a layer was made with `flash_attention=True`.
 
     Its config does not say it (`_flash_attention`, keras 3.7 to 3.15). Where
@@ -16,7 +17,7 @@ def has_flash_attention(layer: Any) -> bool:
 
 
 def replace_attention(
-    layer: Any, mixin: type, attend: Callable[..., Any] | None
+    layer: keras.Layer, mixin: type, attend: Callable[..., Any] | None
 ) -> None:
     """Let one layer compute attention otherwise; None: as its class does.
 
@@ -35,7 +36,7 @@ def replace_attention(
 
 
 def attend(
-    layer: Any,
+    layer: keras.Layer,
     scored: Callable[..., Any],
     contracted: Callable[..., Any],
     query: Any,

@@ -17,7 +17,7 @@ class _StandIn(keras.Variable):
     nothing.
     """
 
-    def __init__(self, variable: Any):
+    def __init__(self, variable: keras.Variable):
         self._copies = keras.backend.backend() == "tensorflow"
 
         def initial(shape: Any, dtype: Any = None) -> Any:
@@ -41,7 +41,7 @@ class _StandIn(keras.Variable):
     def assign(self, value: Any) -> None:
         """Stay as it is."""
 
-    def follow(self, variable: Any) -> None:
+    def follow(self, variable: keras.Variable) -> None:
         """Hold what the variable holds now, where that is due."""
         if self._copies:
             super().assign(variable.value)
@@ -74,7 +74,9 @@ class NotAveraged:
         return assigned
 
 
-def fill_averages(optimizer: Any, variables: Sequence[Any]) -> None:
+def fill_averages(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
     """Put the stand-ins of variables where an optimizer has None.
 
     Args:

@@ -1,5 +1,6 @@
 """What happens around a layer's `call`: its context, casts, masks, loops."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -48,7 +49,7 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
-def autocast_scope(dtype: str | None) -> Any:
+def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     """Keras's context manager under which variables are read in a dtype.
 
     Inside, variables that autocast are handed out in `dtype`; None: in their
@@ -137,7 +138,7 @@ def keep_mask(old: Any, new: Any) -> Any:
     return new
 
 
-def rematerialize_with_outer(layer: Any) -> None:
+def rematerialize_with_outer(layer: keras.Layer) -> None:
     """Let a layer be rematerialized with the one that it is in, not again.
 
     Where all of the outer layer is, to do it again inside saves nothing, and
@@ -153,7 +154,7 @@ def rematerialize_with_outer(layer: Any) -> None:
 class _WithCell:
     """An RNN layer as its own `inner_loop` sees it, but for the cell."""
 
-    def __init__(self, layer: Any, cell: Any):
+    def __init__(self, layer: keras.layers.RNN, cell: Any):
         self._layer = layer
         self.cell = cell
 
@@ -162,7 +163,11 @@ class _WithCell:
 
 
 def run_recurrent_loop(
-    layer: Any, step: Any, inputs: Any, initial_state: Any, mask: Any
+    layer: keras.layers.RNN,
+    step: Any,
+    inputs: Any,
+    initial_state: Any,
+    mask: Any,
 ) -> Any:
     """`keras.layers.RNN.inner_loop` of a layer around another step.
 

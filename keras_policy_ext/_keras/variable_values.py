@@ -30,7 +30,7 @@ def value_without_autocast(variable: Any) -> Any:
         return variable.value
 
 
-def autocasts(variable: Any) -> bool:
+def autocasts(variable: keras.Variable) -> bool:
     """Whether a variable says that it is cast where it is read in a scope.
 
     `autocast=` is an argument of `keras.Variable` and cannot be read back
@@ -40,7 +40,7 @@ def autocasts(variable: Any) -> bool:
     return bool(getattr(variable, "_autocast", True))
 
 
-def set_autocasts(variable: Any, value: bool) -> None:
+def set_autocasts(variable: keras.Variable, value: bool) -> None:
     """Change what `autocasts` returns, after the variable was made.
 
     Where Keras keeps it elsewhere, nothing: the variable stays as it was
@@ -50,7 +50,7 @@ def set_autocasts(variable: Any, value: bool) -> None:
         variable._autocast = value
 
 
-def has_value(variable: Any) -> bool:
+def has_value(variable: keras.Variable) -> bool:
     """Whether a variable can be read now.
 
     The JAX trainer empties the variables while it trains, or leaves buffers
@@ -100,7 +100,7 @@ class TellsItsValue:
         self.value_made(vars(self).get("_value"))
 
 
-def stored_kernel(layer: Any) -> Any:
+def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """The kernel variable of Dense, EinsumDense or a convolution.
 
     Public `layer.kernel` merges LoRA's adapters into a new tensor
@@ -109,7 +109,7 @@ def stored_kernel(layer: Any) -> Any:
     return layer._kernel if hasattr(layer, "_kernel") else layer.kernel
 
 
-def stored_embeddings(layer: Any) -> Any:
+def stored_embeddings(layer: keras.Layer) -> keras.Variable:
     """The embeddings variable of Embedding and ReversibleEmbedding.
 
     Public `layer.embeddings` merges LoRA's adapters into a new tensor

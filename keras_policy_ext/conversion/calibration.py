@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from keras_policy_ext import frameworks
 from keras_policy_ext.conversion import models, training
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.contraction_hooks import contraction_hook
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.policies.of_layers import layers_in_float8
@@ -23,8 +24,8 @@ BATCH = 32
 
 
 def calibrate(
-    model: Any,
-    data: Any,
+    model: keras.Layer,
+    data: object,
     *,
     steps: int | None = None,
     call: Callable[[Any], Any] | None = None,
@@ -82,11 +83,11 @@ def calibrate(
 
 
 def _seen(
-    model: Any,
-    data: Any,
+    model: keras.Layer,
+    data: object,
     steps: int | None,
     call: Callable[[Any], Any] | None,
-    states: list[Any],
+    states: list[StateVariable],
 ) -> dict[int, list[np.ndarray]]:
     """The amaxes of the inputs, batch by batch, by the id of their state."""
     seen: dict[int, list[np.ndarray]] = {}
@@ -111,7 +112,7 @@ class _TracedError(Exception):
 
 
 def _amaxes(
-    model: Any,
+    model: keras.Layer,
     call: Callable[[Any], Any] | None,
     batch: Any,
     functions_too: bool,
@@ -153,7 +154,7 @@ def _amaxes(
     return found
 
 
-def _layers_with_state(model: Any) -> list[Any]:
+def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
     models.check_is_layer(model, "are calibrated")
     layers = layers_in_float8(model)
     if not layers:
@@ -165,7 +166,9 @@ def _layers_with_state(model: Any) -> list[Any]:
     return layers
 
 
-def _run(model: Any, call: Callable[[Any], Any] | None, batch: Any) -> None:
+def _run(
+    model: keras.Layer, call: Callable[[Any], Any] | None, batch: Any
+) -> None:
     """Call the layers, as for prediction."""
     if call is None:
         model(batch, training=False)
@@ -178,7 +181,7 @@ def _as_tensor(x: Any) -> Any:
     return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 
-def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
+def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
     """Enter what was seen of a layer; whether there was anything."""
     state, filled = layer.float8_state, False
     for kernel in layer.float8_contracted:
@@ -193,7 +196,7 @@ def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
     return filled
 
 
-def _batches(model: Any, data: Any, inputs_only: bool) -> Iterator[Any]:
+def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
     """Data, batch by batch; of `(inputs, targets)` the inputs, if only they.
 
     What the model takes says nothing of what another function does.
@@ -220,7 +223,7 @@ def _batches(model: Any, data: Any, inputs_only: bool) -> Iterator[Any]:
         yield batch if whole else inputs
 
 
-def _is_inputs(data: Any, structure: Any) -> bool:
+def _is_inputs(data: object, structure: Any) -> bool:
     """Whether these are inputs, and not batches.
 
     Raises:
@@ -237,7 +240,7 @@ def _is_inputs(data: Any, structure: Any) -> bool:
     return False
 
 
-def _is_structure_of_arrays(data: Any) -> bool:
+def _is_structure_of_arrays(data: object) -> bool:
     structures = (np.ndarray, dict, list, tuple)
     if not isinstance(data, structures) and not ops.is_tensor(data):
         return False
@@ -247,7 +250,7 @@ def _is_structure_of_arrays(data: Any) -> bool:
     )
 
 
-def _alike(data: Any, structure: Any) -> bool:
+def _alike(data: object, structure: Any) -> bool:
     """Whether data have a structure, where lists are as good as tuples."""
     if structure is None:
         return False
@@ -261,7 +264,7 @@ def _alike(data: Any, structure: Any) -> bool:
     return True
 
 
-def _input_structure(model: Any) -> Any:
+def _input_structure(model: keras.Layer) -> Any:
     """What a model takes, each array a 0; None where it is not known."""
     tensors = getattr(model, "inputs", None)
     if isinstance(model, keras.Sequential):
@@ -285,7 +288,7 @@ def _structure_of_shape(shape: Any) -> Any:
     return None if None in several else several
 
 
-def _check_call(model: Any, call: Any) -> None:
+def _check_call(model: keras.Layer, call: object) -> None:
     if call is not None and not callable(call):
         raise TypeError(
             "`call` is what to do with a batch. Received: "
@@ -302,7 +305,7 @@ def _check_call(model: Any, call: Any) -> None:
         )
 
 
-def _check_steps(steps: Any) -> None:
+def _check_steps(steps: object) -> None:
     if steps is None or (
         isinstance(steps, (int, np.integer))
         and not isinstance(steps, bool)
@@ -316,7 +319,7 @@ def _check_steps(steps: Any) -> None:
     )
 
 
-def _no_data(data: Any) -> str:
+def _no_data(data: object) -> str:
     return (
         "`data` has no inputs to calibrate with. Received: "
         f"{type(data).__name__}. Allowed: an array, a list or dict of arrays, "
@@ -325,7 +328,7 @@ def _no_data(data: Any) -> str:
     )
 
 
-def _ambiguous(data: Any) -> str:
+def _ambiguous(data: Sequence[object]) -> str:
     parts = ", ".join(type(part).__name__ for part in data)
     kind = type(data).__name__
     return (

@@ -90,7 +90,7 @@ class Survey:
     skipped: list[Unconverted]
 
 
-def survey(model: Any) -> Survey:
+def survey(model: keras.Layer) -> Survey:
     """Look at every layer of a model; nothing is changed."""
     found = Survey([], [], [])
     for layer in walking.layers_within(model):
@@ -116,12 +116,12 @@ def survey(model: Any) -> Survey:
     return found
 
 
-def path_of(layer: Any) -> str:
+def path_of(layer: keras.Layer) -> str:
     """The path of a layer; its name where it has none yet."""
     return layer.path or layer.name
 
 
-def quantized_by_keras(layer: Any) -> bool:
+def quantized_by_keras(layer: keras.Layer) -> bool:
     """Whether a layer is quantized, and not in the float8 of this package."""
     return layer.quantization_mode is not None and not isinstance(
         layer, Float8Mixin
@@ -132,7 +132,7 @@ class _CannotConvert(Exception):
     """Why a layer cannot be converted."""
 
 
-def _form(layer: Any) -> type | None:
+def _form(layer: keras.Layer) -> type | None:
     """The float8 form, or None for what has nothing to convert itself."""
     cls = type(layer)
     try:
@@ -157,7 +157,7 @@ def _form(layer: Any) -> type | None:
     return form
 
 
-def _refuse_unknown(cls: type, own: list[Any]) -> None:
+def _refuse_unknown(cls: type, own: list[keras.Variable]) -> None:
     """Raise if a layer has weights and no float8 form."""
     for base in cls.__mro__:
         rank = "".join(re.findall(r"\dD", base.__name__))
@@ -174,14 +174,14 @@ def _refuse_unknown(cls: type, own: list[Any]) -> None:
     raise _CannotConvert("it has no kernel to multiply with")
 
 
-def _no_kernel(form: Any) -> str:
+def _no_kernel(form: type[Float8Mixin]) -> str:
     names = form.float8_kernels
     if names is None:
         return "it has no kernel to multiply with"
     return f"none of its own weights is called {' or '.join(names)}"
 
 
-def _kernels(layer: Any, form: Any) -> list[Any]:
+def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
     if isinstance(layer, Float8Mixin):
         return layer.float8_contracted
     if not issubclass(form, Float8Mixin):

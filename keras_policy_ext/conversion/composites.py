@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import re
-from typing import Any
 
 import keras
 
@@ -26,7 +25,7 @@ from keras_policy_ext.policies.of_layers import (
 Followed = list[tuple[str, Float8DTypePolicy | None]]
 
 
-def enter_float8_with_children(layer: Any) -> bool:
+def enter_float8_with_children(layer: keras.Layer) -> bool:
     """Give a composite its float8 form, if all in it follow one policy.
 
     It then makes float8 layers. It keeps the policy that it holds if that
@@ -47,7 +46,7 @@ def enter_float8_with_children(layer: Any) -> bool:
     return True
 
 
-def declare_policies(model: Any) -> None:
+def declare_policies(model: keras.Layer) -> None:
     """Let the backbones in a model have the policy of their float8 layers.
 
     The recipe that most of them follow, and rules for the other layers. A
@@ -62,7 +61,7 @@ def declare_policies(model: Any) -> None:
             _declare(layer)
 
 
-def _declare(backbone: Any) -> None:
+def _declare(backbone: keras.Model) -> None:
     own = backbone.dtype_policy
     if isinstance(own, keras.dtype_policies.DTypePolicyMap) and not isinstance(
         own, Float8DTypePolicy
@@ -78,7 +77,7 @@ def _declare(backbone: Any) -> None:
     global_policy.replace_layer_policy(backbone, policy)
 
 
-def _followed(composite: Any) -> Followed:
+def _followed(composite: keras.Layer) -> Followed:
     """What each layer that can follow float8 does follow, with its path."""
     found = [c.layer for c in candidates.survey(composite).candidates]
     return [(path_of(layer), float8_policy_of(layer)) for layer in found]

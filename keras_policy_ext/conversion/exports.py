@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from keras_policy_ext.conversion.candidates import path_of
@@ -25,7 +23,7 @@ KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
 """Formats of Keras 3.15; of any other Keras says that there is none."""
 
 
-def check(model: Any, format: str) -> None:
+def check(model: keras.Model, format: str) -> None:
     """Raise if a file would not compute what the model computes.
 
     Args:
@@ -44,7 +42,9 @@ def check(model: Any, format: str) -> None:
         raise NotImplementedError(_refusal(layers, format, allowed))
 
 
-def _refusal(layers: list[Any], format: str, allowed: tuple[str, ...]) -> str:
+def _refusal(
+    layers: list[keras.Layer], format: str, allowed: tuple[str, ...]
+) -> str:
     formats = " or ".join(map(repr, allowed)) or "none"
     return (
         "A file of this format does not compute what layers in float8 do; "

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,11 +53,11 @@ from keras_policy_ext.policies.of_layers import (
 
 
 def load_model(
-    path: Any,
-    custom_objects: dict[str, Any] | None = None,
+    path: str | os.PathLike[str],
+    custom_objects: dict[str, object] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
-) -> Any:
+) -> keras.Model:
     """`keras.saving.load_model`, and every layer as it was in float8.
 
     Layers that their model makes anew as stock layers follow the policy that
@@ -93,7 +94,7 @@ def load_model(
         )
 
 
-def _load_model(path: Any, **options: Any) -> Any:
+def _load_model(path: str | os.PathLike[str], **options: Any) -> keras.Model:
     """`load_model` of a file that is whole, and no stock float8."""
     with (
         lost_float8.silent(),
@@ -116,7 +117,9 @@ def _load_model(path: Any, **options: Any) -> Any:
     return model
 
 
-def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
+def load_weights(
+    model: keras.Layer, path: str | os.PathLike[str], *, as_saved: bool = False
+) -> None:
     """`model.load_weights`, all or nothing.
 
     Where Keras finds something wrong after it has loaded the weights of some
@@ -168,7 +171,9 @@ class _Found:
     attention: str | None
 
 
-def _load_as_saved(model: Any, weights: Any, places: list[Candidate]) -> bool:
+def _load_as_saved(
+    model: keras.Layer, weights: str | os.PathLike[str], places: list[Candidate]
+) -> bool:
     """Load weights, and let layers be what they were when saved.
 
     Returns:
@@ -193,7 +198,9 @@ def _load_as_saved(model: Any, weights: Any, places: list[Candidate]) -> bool:
     return again
 
 
-def _for_layers_of(model: Any, path: Any) -> AbstractContextManager[Any]:
+def _for_layers_of(
+    model: keras.Layer, path: str | os.PathLike[str]
+) -> AbstractContextManager[str | os.PathLike[str]]:
     """The file as the layers of a model read it.
 
     Layers in Keras's own float8 read it as Keras has written it.
@@ -204,7 +211,7 @@ def _for_layers_of(model: Any, path: Any) -> AbstractContextManager[Any]:
     return stock_files.rewritten_weights(path)
 
 
-def _load(model: Any, weights: Any) -> None:
+def _load(model: keras.Layer, weights: str | os.PathLike[str]) -> None:
     """`model.load_weights`, whether the model says that it is built or not.
 
     Keras refuses one that is not, though all its parts may be.
@@ -217,7 +224,9 @@ def _load(model: Any, weights: Any) -> None:
         model.built = built
 
 
-def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
+def _read(
+    model: keras.Layer, weights: str | os.PathLike[str], places: list[Candidate]
+) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
@@ -229,7 +238,9 @@ def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
 
 
 @contextlib.contextmanager
-def _handing_on(layer: Any, take: Any) -> Iterator[None]:
+def _handing_on(
+    layer: keras.Layer, take: Callable[[dict[str, np.ndarray]], None]
+) -> Iterator[None]:
     """Have the state of a layer hand on its entries; make one if need be."""
     if isinstance(layer, Float8Mixin):
         with layer.float8_state.handing_on(take):
@@ -315,7 +326,7 @@ def _no_attention(found: _Found, reason: ValueError) -> str:
     )
 
 
-def _places(model: Any) -> list[Candidate]:
+def _places(model: keras.Layer) -> list[Candidate]:
     """The layers that can be in float8, or make layers that are."""
     found = candidates.survey(model)
     return [
@@ -324,7 +335,7 @@ def _places(model: Any) -> list[Candidate]:
     ]
 
 
-def _is_as_in_file(layer: Any) -> bool:
+def _is_as_in_file(layer: keras.Layer) -> bool:
     """Whether a layer of a model just loaded is what it was when saved."""
     if not isinstance(layer, Float8Mixin):
         return False
@@ -338,11 +349,11 @@ def _is_as_in_file(layer: Any) -> bool:
     )
 
 
-def _optimizer_sizes(model: Any) -> list[int]:
+def _optimizer_sizes(model: keras.Layer) -> list[int]:
     return [len(each.variables) for each in training.all_optimizers(model)]
 
 
-def _variables(model: Any) -> list[Any]:
+def _variables(model: keras.Layer) -> list[keras.Variable]:
     """All that a file may have a value for."""
     return [
         *model.variables,
@@ -351,7 +362,9 @@ def _variables(model: Any) -> list[Any]:
     ]
 
 
-def _not_loaded(model: Any, path: Any, error: Exception) -> str:
+def _not_loaded(
+    model: keras.Layer, path: str | os.PathLike[str], error: Exception
+) -> str:
     return (
         f"The weights did not load into {model.name!r}, which is unchanged. "
         f"Received: {str(path)!r}. Cause: {error} Allowed: weights of a model "

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import h5py
+import keras
 
 from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.layers.state_files import VERSION_KEY
@@ -34,7 +35,9 @@ def silent() -> Iterator[None]:
         _silent.reset(token)
 
 
-def warn(model: Any, path: Any, stacklevel: int) -> None:
+def warn(
+    model: keras.Model, path: str | os.PathLike[str], stacklevel: int
+) -> None:
     """Warn if fewer layers are in float8 than when the model was saved.
 
     Args:
@@ -61,7 +64,7 @@ def warn(model: Any, path: Any, stacklevel: int) -> None:
         )
 
 
-def _count_saved(path: Any) -> int:
+def _count_saved(path: str | os.PathLike[str]) -> int:
     """How many layers have a float8 state, or a policy, in a file."""
     try:
         with weight_files.opened(path) as file:
@@ -83,5 +86,5 @@ def _is_state(group: h5py.Group) -> bool:
     return "vars" in layer and len(layer["vars"]) > 0
 
 
-def _count_now(model: Any) -> int:
+def _count_now(model: keras.Model) -> int:
     return sum(bool(x.float8_contracted) for x in layers_in_float8(model))

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+
 from keras_policy_ext.conversion import summary, tables, work
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
@@ -176,7 +178,9 @@ class Report(LayerTables):
 
 
 def report_of(
-    model: Any, converted: Sequence[Any], left: Sequence[Unconverted]
+    model: keras.Layer,
+    converted: Sequence[keras.Layer],
+    left: Sequence[Unconverted],
 ) -> Report:
     """Write the report of a change that was made.
 
@@ -212,7 +216,7 @@ def report_of(
     return Report(tuple(done), tuple(rest), work.scalars(weights))
 
 
-def warn_of_little(report: Report, model: Any, stacklevel: int) -> None:
+def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
     """Warn of a model with less than a tenth of its work in float8.
 
     Args:
@@ -278,10 +282,10 @@ def _reasons(report: Report) -> str:
     return " ".join(found)
 
 
-def _float8_policy(layer: Any) -> str | None:
+def _float8_policy(layer: keras.Layer) -> str | None:
     policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
 
 
-def _policy(layer: Any) -> str:
+def _policy(layer: keras.Layer) -> str:
     return _float8_policy(layer) or layer.dtype_policy.name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import tempfile
@@ -31,7 +32,9 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 
 
 @contextlib.contextmanager
-def rewritten_model(path: Any) -> Iterator[Any]:
+def rewritten_model(
+    path: str | os.PathLike[str],
+) -> Iterator[str | os.PathLike[str]]:
     """A file or folder of a model, in the form of this package.
 
     Yields:
@@ -59,7 +62,9 @@ def rewritten_model(path: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def rewritten_weights(path: Any) -> Iterator[Any]:
+def rewritten_weights(
+    path: str | os.PathLike[str],
+) -> Iterator[str | os.PathLike[str]]:
     """A file of weights, or the weights of a model, in the same way.
 
     Yields:
@@ -77,7 +82,7 @@ def rewritten_weights(path: Any) -> Iterator[Any]:
         yield copy
 
 
-def _config_in(path: Any) -> bytes:
+def _config_in(path: str | os.PathLike[str]) -> bytes:
     """Read from where the user has it, which errors then name."""
     place = pathlib.Path(str(path))
     if place.is_dir():
@@ -86,7 +91,7 @@ def _config_in(path: Any) -> bytes:
         return archive.read(_CONFIG)
 
 
-def _is_stock(path: Any) -> bool:
+def _is_stock(path: str | os.PathLike[str]) -> bool:
     """Whether some layer in a file is in Keras's own float8."""
     try:
         with weight_files.opened(path) as file:

@@ -32,7 +32,7 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 
 @contextlib.contextmanager
-def opened(path: Any) -> Iterator[h5py.File | None]:
+def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File | None]:
     """The HDF5 file of weights in a file or folder of a model.
 
     Args:

@@ -83,7 +83,7 @@ _BASES = frozenset(
 _NO_KERNEL = ("bias", "embedding", "position", "table", "token")
 
 
-def count(model: Any, layers: Iterable[Any]) -> list[Work]:
+def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
     """Count the work of layers; nothing is called, and nothing fails.
 
     A layer in a recurrent one or in `TimeDistributed` is counted for each time
@@ -100,12 +100,12 @@ def count(model: Any, layers: Iterable[Any]) -> list[Work]:
     return [_work(layer, places[id(layer)]) for layer in layers]
 
 
-def scalars(variables: Iterable[Any]) -> int:
+def scalars(variables: Iterable[keras.Variable]) -> int:
     """The number of entries of all these variables."""
     return sum(int(np.prod(v.shape)) for v in variables)
 
 
-def _work(layer: Any, place: _Place) -> Work:
+def _work(layer: keras.Layer, place: _Place) -> Work:
     own = walking.own_weights(layer)
     kernels = _kernels(layer, own)
     if not kernels:
@@ -116,7 +116,7 @@ def _work(layer: Any, place: _Place) -> Work:
     return Work(parameters, parameters * rows.number, known)
 
 
-def _places(model: Any) -> dict[int, _Place]:
+def _places(model: keras.Layer) -> dict[int, _Place]:
     """Each layer in a model, by its id."""
     found: dict[int, _Place] = {}
     waiting = [(model, _Place(_Rows(), _input_shape(model)))]
@@ -136,7 +136,7 @@ def _places(model: Any) -> dict[int, _Place]:
     return found
 
 
-def _inside(layer: Any, place: _Place) -> _Place:
+def _inside(layer: keras.Layer, place: _Place) -> _Place:
     """What the layers in a layer see: in some, each time step for itself."""
     if not isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed)):
         return place
@@ -162,7 +162,9 @@ def _filled(shape: Shape | None, outer: Shape | None) -> Shape | None:
     ]
 
 
-def _kernels(layer: Any, own: list[Any]) -> list[Any]:
+def _kernels(
+    layer: keras.Layer, own: list[keras.Variable]
+) -> list[keras.Variable]:
     """The weights that a layer multiplies with, in float8 or not."""
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         return layer.float8_contracted
@@ -175,7 +177,7 @@ def _kernels(layer: Any, own: list[Any]) -> list[Any]:
     return [v for v in own if v.name.endswith("kernel")]
 
 
-def _keras_class(layer: Any) -> Any:
+def _keras_class(layer: keras.Layer) -> type[keras.Layer]:
     """The nearest class of Keras itself."""
     return next(
         base
@@ -184,14 +186,14 @@ def _keras_class(layer: Any) -> Any:
     )
 
 
-def _looks_like_kernel(variable: Any) -> bool:
+def _looks_like_kernel(variable: keras.Variable) -> bool:
     axes = [size for size in variable.shape if size > 1]
     floating = keras.backend.is_float_dtype(variable.dtype)
     named_otherwise = any(word in variable.name for word in _NO_KERNEL)
     return len(axes) >= 2 and floating and not named_otherwise
 
 
-def _rows(layer: Any, shape: Shape | None) -> _Rows:
+def _rows(layer: keras.Layer, shape: Shape | None) -> _Rows:
     """How often a layer multiplies with its kernels in one call."""
     if shape is None or _keras_class(layer).__name__ in _FOREIGN:
         return _UNKNOWN
@@ -203,7 +205,7 @@ def _rows(layer: Any, shape: Shape | None) -> _Rows:
         return _UNKNOWN
 
 
-def _row_sizes(layer: Any, shape: Shape) -> Iterable[int | None]:
+def _row_sizes(layer: keras.Layer, shape: Shape) -> Iterable[int | None]:
     stock = _keras_class(layer)
     name = stock.__name__
     if name == "EinsumDense":
@@ -220,7 +222,7 @@ def _row_sizes(layer: Any, shape: Shape) -> Iterable[int | None]:
     return shape[1:-1]
 
 
-def _einsum_rows(layer: Any, shape: Shape) -> list[int | None]:
+def _einsum_rows(layer: keras.Layer, shape: Shape) -> list[int | None]:
     """Sizes of what the inputs and the outputs have, without the batch."""
     equation = einsum.explicit(
         layer.equation, len(shape), len(layer.kernel.shape)
@@ -233,16 +235,16 @@ def _einsum_rows(layer: Any, shape: Shape) -> list[int | None]:
     ]
 
 
-def _positions(layer: Any, shape: Shape) -> Shape:
+def _positions(layer: keras.Layer, shape: Shape) -> Shape:
     return shape[1:-1] if layer.data_format == "channels_last" else shape[2:]
 
 
-def _is_vectors(layer: Any, shape: Shape) -> bool:
+def _is_vectors(layer: keras.Layer, shape: Shape) -> bool:
     """Whether a tied embedding was built on what it projects."""
     return len(shape) > 2 and shape[-1] == layer.output_dim
 
 
-def _input_shape(layer: Any) -> Shape | None:
+def _input_shape(layer: keras.Layer) -> Shape | None:
     """The shape of the first argument when the layer was built, if known."""
     config = keras.Layer.get_build_config(layer) or {}
     shapes = config.get("shapes_dict", config)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_policy_ext import formats
@@ -162,7 +163,7 @@ class Inspection(LayerTables):
         return notes if full else [*notes, *super()._notes(full)]
 
 
-def inspect(model: Any) -> Inspection:
+def inspect(model: keras.Layer) -> Inspection:
     """Look at the policy and the float8 state of each layer.
 
     Args:
@@ -195,11 +196,11 @@ def inspect(model: Any) -> Inspection:
     )
 
 
-def _is_shown(layer: Any) -> bool:
+def _is_shown(layer: keras.Layer) -> bool:
     return bool(float8_policy_of(layer) or walking.own_weights(layer))
 
 
-def _inspected(layer: Any, counted: work.Work) -> Inspected:
+def _inspected(layer: keras.Layer, counted: work.Work) -> Inspected:
     policy = float8_policy_of(layer)
     choice = policy and layer.kernel_choice
     return Inspected(
@@ -214,7 +215,7 @@ def _inspected(layer: Any, counted: work.Work) -> Inspected:
     )
 
 
-def _operands(layer: Any) -> list[Operand]:
+def _operands(layer: keras.Layer) -> list[Operand]:
     found = []
     for kernel in layer.float8_contracted:
         state = layer.float8_state.of(kernel)

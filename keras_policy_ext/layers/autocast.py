@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -79,7 +80,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         self,
         *args: Any,
         autocast_args: str | None = None,
-        autocast_exclude: Any = None,
+        autocast_exclude: object = None,
         strict: bool | None = None,
         **kwargs: Any,
     ):
@@ -145,7 +146,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         autocast_variables.own(variable, self, self._is_mixed())
         return variable
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == "built":
             self._own_variables()
@@ -258,14 +259,14 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         self.__dict__["_activity_regularizer"] = regularizer
 
     @contextlib.contextmanager
-    def _counted(self) -> Any:
+    def _counted(self) -> Iterator[None]:
         self.__dict__["_calls"] = self.__dict__.get("_calls", 0) + 1
         try:
             yield
         finally:
             self.__dict__["_calls"] -= 1
 
-    def _regularized_in_variable_dtype(self) -> Any:
+    def _regularized_in_variable_dtype(self) -> AbstractContextManager[object]:
         if self.__dict__.get("_activity_regularizer") is None:
             return contextlib.nullcontext()
         return self._counted()
@@ -311,7 +312,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             if getattr(variable, "owner", None) is self:
                 variable.follow(mixed)
 
-    def _call_scope(self) -> Any:
+    def _call_scope(self) -> AbstractContextManager[object]:
         """The scope that Keras's `__call__` enters around `call`."""
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ _SCOPES = _scopes.Scopes(
 )
 
 
-def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def autocast_scope(dtype: object) -> AbstractContextManager[None]:
     """Read variables in another dtype for a `with` block.
 
     A layer's own call enters the scope of its compute dtype again: the scope
@@ -87,7 +87,7 @@ class AutocastVariable(keras.Variable):
         variable_values.set_autocasts(self, self.asked and mixed)
 
 
-def own(variable: Any, layer: Any, mixed: bool) -> None:
+def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
     """Make a variable one of a layer's.
 
     The class of the object is changed: `Layer.add_weight` makes it, under
@@ -103,7 +103,7 @@ def own(variable: Any, layer: Any, mixed: bool) -> None:
     variable.follow(mixed)
 
 
-def assigned_variables(value: Any) -> list[Any]:
+def assigned_variables(value: Any) -> list[keras.Variable]:
     """The variables in an attribute: itself, or in lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
@@ -112,7 +112,7 @@ def assigned_variables(value: Any) -> list[Any]:
     return [value] if isinstance(value, keras.Variable) else []
 
 
-def is_autocast_variable(variable: Any) -> bool:
+def is_autocast_variable(variable: object) -> bool:
     """Whether a variable is cast where it is read in a mixed layer's call.
 
     Args:
@@ -131,6 +131,6 @@ def is_autocast_variable(variable: Any) -> bool:
     )
 
 
-def _own_dtype(variable: Any) -> str:
+def _own_dtype(variable: keras.Variable) -> str:
     with calls.autocast_scope(None):
         return str(variable.dtype)

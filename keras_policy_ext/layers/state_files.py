@@ -21,6 +21,7 @@ given a name is called differently in each model.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def entries_for_file(
     return entries
 
 
-def entries_of(store: Any) -> dict[str, np.ndarray]:
+def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is in the store of a layer, each entry read once."""
     return {key: np.asarray(store[key]) for key in sorted(store.keys())}
 
@@ -197,7 +198,9 @@ def as_array(observation: Any) -> np.ndarray:
     return np.nan_to_num(array, nan=np.inf, posinf=np.inf)
 
 
-def _check_earlier(number: int, entries: Any, path: str) -> None:
+def _check_earlier(
+    number: int, entries: dict[str, np.ndarray], path: str
+) -> None:
     key = earlier_key(number)
     if key not in entries:
         return

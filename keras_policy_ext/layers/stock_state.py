@@ -11,6 +11,7 @@ operand that Keras never observed has the scale 1 and zeros.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class StockStore:
     state: dict[str, np.ndarray]
 
 
-def split(store: Any, own: int) -> StockStore | None:
+def split(store: Mapping[str, np.ndarray], own: int) -> StockStore | None:
     """Separate a layer's own weights from the state behind them.
 
     Args:

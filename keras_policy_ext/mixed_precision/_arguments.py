@@ -116,18 +116,22 @@ def of_legacy_config(config: dict[str, Any]) -> dict[str, Any]:
 _wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def wrapper_of(optimizer: Any) -> Any:
+def wrapper_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer | None:
     """The living wrapper of an optimizer, or None."""
     reference = _wrappers.get(optimizer)
     return None if reference is None else reference()
 
 
-def register_wrapper(optimizer: Any, wrapper: Any) -> None:
+def register_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
     """Remember who wraps an optimizer, as long as both live."""
     _wrappers[optimizer] = weakref.ref(wrapper)
 
 
-def check_inner(optimizer: Any) -> None:
+def check_inner(optimizer: object) -> None:
     """Raise if this is no optimizer to be wrapped.
 
     Raises:
@@ -159,7 +163,7 @@ def check_inner(optimizer: Any) -> None:
     check_not_wrapped(optimizer, "LossScaleOptimizer")
 
 
-def check_not_wrapped(optimizer: Any, by: str) -> None:
+def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
     """Raise if something wraps an optimizer that is to be wrapped.
 
     Args:
@@ -180,7 +184,7 @@ def check_not_wrapped(optimizer: Any, by: str) -> None:
         )
 
 
-def _range(minimum: Any, maximum: Any) -> tuple[float, float]:
+def _range(minimum: object, maximum: object) -> tuple[float, float]:
     least = scale_number(minimum, "minimum_scale", SMALLEST)
     most = scale_number(maximum, "maximum_scale", SMALLEST)
     if least > most:
@@ -227,9 +231,9 @@ def _growth_steps(given: Settings) -> int | None:
     return None
 
 
-def _steps(value: Any) -> int:
+def _steps(value: object) -> int:
     return step_count(value, "dynamic_growth_steps")
 
 
-def _limit(value: Any) -> int | None:
+def _limit(value: object) -> int | None:
     return None if value is None else step_count(value, "max_skipped_steps")

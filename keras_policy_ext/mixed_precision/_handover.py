@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+Tensor = Any
+
 
 class Handover:
     """Who unscales: the caller, by `get_unscaled_gradients`, or `apply`.
@@ -26,7 +28,10 @@ class Handover:
         self._scaled: list[Any] = []
 
     def give(
-        self, scaled: list[Any], unscaled: list[Any], states_too: bool
+        self,
+        scaled: list[Tensor | None],
+        unscaled: list[Tensor | None],
+        states_too: bool,
     ) -> None:
         """The first of these gradients have become the second."""
         self.states_too = states_too
@@ -39,7 +44,7 @@ class Handover:
         self._by_caller = False
         self._scaled = []
 
-    def taken(self, gradients: list[Any]) -> bool:
+    def taken(self, gradients: list[Tensor | None]) -> bool:
         """Whether these are unscaled ones."""
         scaled = {id(x) for x in self._scaled}
         if any(id(x) in scaled for x in gradients):

@@ -46,7 +46,7 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
 
     def compile(
         self,
-        optimizer: Any = "rmsprop",
+        optimizer: object = "rmsprop",
         *args: Any,
         auto_scale_loss: bool = True,
         **kwargs: Any,
@@ -119,11 +119,11 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
         return without_log_values(logs)
 
 
-def _limit(model: Any) -> int | None:
+def _limit(model: keras.Model) -> int | None:
     return getattr(getattr(model, "optimizer", None), "max_skipped_steps", None)
 
 
-def _with_monitor(callbacks: Any, model: Any) -> Any:
+def _with_monitor(callbacks: Any, model: keras.Model) -> Any:
     monitor = LossScaleMonitor()
     if isinstance(callbacks, keras.callbacks.CallbackList):
         # Around the user's list, which would have one more after each fit.

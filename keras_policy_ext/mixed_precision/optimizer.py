@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import keras
@@ -99,7 +99,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: keras.optimizers.Optimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -128,7 +128,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._handover = Handover()
         _arguments.register_wrapper(inner_optimizer, self)
 
-    def build(self, var_list: list[Any]) -> None:
+    def build(self, var_list: list[keras.Variable]) -> None:
         """Make the variables of this optimizer and of the wrapped one.
 
         Args:
@@ -213,7 +213,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(
         self,
         grads: Iterable[Tensor | None],
-        trainable_variables: Iterable[Any] | None = None,
+        trainable_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
         """Update the variables, or skip the step if a gradient is not finite.
 
@@ -308,7 +308,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "dtype='float32'."
             )
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(
+        self, store: MutableMapping[str, np.ndarray]
+    ) -> None:
         """Write the scale and the counters.
 
         The wrapped optimizer has its own group in the file.
@@ -317,7 +319,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if self.built:
                 store[name] = ops.convert_to_numpy(getattr(self, name))
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Read what `save_own_variables` wrote.
 
         Also what Keras's `LossScaleOptimizer` wrote, or an optimizer without
@@ -351,7 +353,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`.
 
@@ -362,7 +366,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = read_inner(config.pop("inner_optimizer"), custom_objects)
         return cls(inner, **config)
 
-    def _add_scalar(self, name: str, dtype: str, value: float) -> Any:
+    def _add_scalar(
+        self, name: str, dtype: str, value: float
+    ) -> keras.Variable:
         return self.add_variable(
             shape=(),
             dtype=dtype,
@@ -382,7 +388,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.dynamic_scale.value
 
     def _unscaled(
-        self, grads: list[Tensor | None], variables: list[Any] | None
+        self, grads: list[Tensor | None], variables: list[keras.Variable] | None
     ) -> list[Tensor | None]:
         left = [False] * len(grads)
         if variables is not None:
@@ -392,8 +398,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def _variables_of(
-        self, given: Iterable[Any] | None, count: int
-    ) -> list[Any]:
+        self, given: Iterable[keras.Variable] | None, count: int
+    ) -> list[keras.Variable]:
         """The variables of so many gradients; builds the optimizer on them."""
         if given is None and not self.built:
             raise ValueError(
@@ -409,13 +415,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(variables)
         return variables
 
-    def _updated_with(self, variables: list[Any]) -> list[Any]:
+    def _updated_with(
+        self, variables: list[keras.Variable]
+    ) -> list[keras.Variable]:
         """All that a step on these variables may assign."""
         own = self.inner_optimizer.variables
         every = (*variables, *self._known(), *own)
         return list({id(v): v for v in every}.values())
 
-    def _known(self) -> list[Any]:
+    def _known(self) -> list[keras.Variable]:
         return optimizer_variables.known_to_optimizer(self) or []
 
     def _restore(self, values: dict[str, Any]) -> None:

@@ -45,7 +45,9 @@ class Policy(metaclass=_PlainPolicies):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> keras.DTypePolicy:
         """The plain policy of a config; a loss scale in it is dropped.
 
@@ -70,7 +72,7 @@ def global_policy() -> keras.DTypePolicy:
     return policies.dtype_policy()
 
 
-def set_global_policy(policy: Any) -> None:
+def set_global_policy(policy: object) -> None:
     """Set the global policy of this thread; `kpe.set_dtype_policy`.
 
     Args:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables
@@ -192,14 +193,16 @@ class StochasticRounding(keras.optimizers.Optimizer):
         if "inner_optimizer" in self.__dict__:
             self.inner_optimizer.loss_scale_factor = factor
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(
+        self, store: MutableMapping[str, np.ndarray]
+    ) -> None:
         """Write the state of the seed.
 
         The inner optimizer has its own group in the file.
         """
         store[SEED_KEY] = ops.convert_to_numpy(self.seed_generator.state)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Read the state of the seed, so that training goes on as it was.
 
         Where the file has none the seed is that of the constructor.
@@ -219,7 +222,9 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], custom_objects: Any = None
+        cls,
+        config: dict[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> StochasticRounding:
         """The optimizer of a config, not built.
 
@@ -247,7 +252,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         return optimizer_variables.known_to_optimizer(self) or []
 
 
-def _for(variable: Any, gradient: Tensor | None) -> Tensor | None:
+def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
     """A gradient as the update of this variable takes it."""
     if gradient is None or not isinstance(variable, WideVariable):
         return gradient
@@ -257,7 +262,7 @@ def _for(variable: Any, gradient: Tensor | None) -> Tensor | None:
     return ops.cast(gradient, "float32")
 
 
-def _check_inner(inner: Any) -> None:
+def _check_inner(inner: object) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
             "StochasticRounding wraps an optimizer. Received: "
@@ -282,7 +287,7 @@ def _check_inner(inner: Any) -> None:
     _arguments.check_not_wrapped(inner, "StochasticRounding")
 
 
-def _checked_seed(seed: Any) -> int | None:
+def _checked_seed(seed: object) -> int | None:
     if seed is None:
         return None
     # numpy's integers register as Integral; its bool does not.

@@ -20,31 +20,31 @@ class _Arithmetic:
 
     value: Tensor
 
-    def __add__(self, other: Any) -> Tensor:
+    def __add__(self, other: Tensor) -> Tensor:
         return ops.add(self.value, other)
 
-    def __radd__(self, other: Any) -> Tensor:
+    def __radd__(self, other: Tensor) -> Tensor:
         return ops.add(other, self.value)
 
-    def __sub__(self, other: Any) -> Tensor:
+    def __sub__(self, other: Tensor) -> Tensor:
         return ops.subtract(self.value, other)
 
-    def __rsub__(self, other: Any) -> Tensor:
+    def __rsub__(self, other: Tensor) -> Tensor:
         return ops.subtract(other, self.value)
 
-    def __mul__(self, other: Any) -> Tensor:
+    def __mul__(self, other: Tensor) -> Tensor:
         return ops.multiply(self.value, other)
 
-    def __rmul__(self, other: Any) -> Tensor:
+    def __rmul__(self, other: Tensor) -> Tensor:
         return ops.multiply(other, self.value)
 
-    def __truediv__(self, other: Any) -> Tensor:
+    def __truediv__(self, other: Tensor) -> Tensor:
         return ops.divide(self.value, other)
 
-    def __rtruediv__(self, other: Any) -> Tensor:
+    def __rtruediv__(self, other: Tensor) -> Tensor:
         return ops.divide(other, self.value)
 
-    def __pow__(self, other: Any) -> Tensor:
+    def __pow__(self, other: Tensor) -> Tensor:
         return ops.power(self.value, other)
 
     def __neg__(self) -> Tensor:
@@ -195,7 +195,7 @@ class WideVariables:
         self._seed_generator = seed_generator
         self._wide: dict[int, WideVariable] = {}
 
-    def of(self, variables: Iterable[keras.Variable]) -> list[Any]:
+    def of(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
         """Each variable, a wide one in place of each narrow one."""
         return [self._of(variable) for variable in variables]
 
@@ -224,7 +224,7 @@ class WideVariables:
         return self._wide[key]
 
 
-def _is_narrow(variable: Any) -> bool:
+def _is_narrow(variable: keras.Variable) -> bool:
     """Whether updates are to be rounded: not of state that is overwritten."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return dtype in ROUNDABLE and not getattr(

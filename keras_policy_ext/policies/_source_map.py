@@ -47,7 +47,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     def __getitem__(self, key: str) -> keras.DTypePolicy:
         return self._source_policy
 
-    def __setitem__(self, key: str, policy: Any) -> None:
+    def __setitem__(self, key: str, policy: object) -> None:
         raise TypeError(self._immutable(key))
 
     def __delitem__(self, key: str) -> None:
@@ -76,7 +76,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,12 +84,14 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> Self:
         """Build the policy from `get_config()`."""
         return cls(**config)
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         """What `==` and `hash` compare: all fields."""
         return (self._source_name,)
 

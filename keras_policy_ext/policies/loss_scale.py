@@ -38,7 +38,7 @@ class LossScaleDTypePolicy(SourceMap):
             floating one.
     """
 
-    def __init__(self, name: Any = None, loss_scale: Any = AUTO) -> None:
+    def __init__(self, name: object = None, loss_scale: object = AUTO) -> None:
         given = _read_policy(name)
         if isinstance(given, LossScaleDTypePolicy):
             inherited = given.requested_loss_scale
@@ -88,11 +88,11 @@ class LossScaleDTypePolicy(SourceMap):
             f"LossScaleDTypePolicy({self._source_name!r}, loss_scale={scale!r})"
         )
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         return self._source_name, self._requested
 
 
-def _read_policy(identifier: Any) -> keras.DTypePolicy:
+def _read_policy(identifier: object) -> keras.DTypePolicy:
     if identifier is None:
         policy = _global.dtype_policy()
     elif isinstance(identifier, str) and policy_names.is_full_name(identifier):
@@ -109,7 +109,7 @@ def _read_policy(identifier: Any) -> keras.DTypePolicy:
     return policy
 
 
-def _not_plain(received: Any, cause: Any = None) -> str:
+def _not_plain(received: object, cause: Exception | None = None) -> str:
     suffix = "" if cause is None else f" Cause: {cause}"
     return (
         "A LossScaleDTypePolicy stands on a plain floating policy. Received: "
