@@ -252,11 +252,7 @@ def _prepare_inspect(arguments: argparse.Namespace) -> Any:
 def _run_inspect(arguments: argparse.Namespace, model: keras.Model) -> None:
     from keras_policy_ext.diagnostics.inspection import inspect
 
-    inspection = inspect(model)
-    if arguments.full:
-        print(inspection.table(full=True))
-    else:
-        print(inspection.overview(every="Every layer: --full").text())
+    print(inspect(model).table(arguments.full, every="Every layer: --full"))
 
 
 def _prepare_migrate(arguments: argparse.Namespace) -> Any:

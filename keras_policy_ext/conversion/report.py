@@ -270,7 +270,7 @@ def _reasons(report: Report) -> str:
     """Where the most multiplications are that are not in float8, and why."""
     totals = report.totals
     groups = [group for group in report.groups if not group[0].in_float8]
-    groups.sort(key=lambda group: -sum(e.multiplications for e in group))
+    groups.sort(key=lambda group: -summary.work(group))
     found = []
     for group in groups[:REASONS]:
         share, _ = summary.shares(group, totals)
