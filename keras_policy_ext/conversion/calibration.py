@@ -119,13 +119,8 @@ def _amaxes(
 ) -> dict[int, np.ndarray]:
     """The largest amax of the inputs of each contraction in a call.
 
-    Args:
-        model: Built.
-        call: What to do with a batch; None: `model(batch)`.
-        batch: Its inputs.
-        functions_too: Whether to look into functions that layers have
-            compiled themselves. On TensorFlow those of all threads are then
-            run eagerly.
+    With `functions_too` also in functions that layers have compiled
+    themselves. On TensorFlow those of all threads are then run eagerly.
 
     Returns:
         By the id of the state variable; nothing if an amax could not be read.
@@ -148,7 +143,10 @@ def _amaxes(
     )
     try:
         with contraction_hook(watch), framework.step_by_step(), functions:
-            _run(model, call, batch)
+            if call is None:
+                model(batch, training=False)
+            else:
+                call(keras.tree.map_structure(_as_tensor, batch))
     except _TracedError:
         return {}
     return found
@@ -164,16 +162,6 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
             "with a float8 policy. Call `kpe.convert(model)` first."
         )
     return layers
-
-
-def _run(
-    model: keras.Layer, call: Callable[[Any], Any] | None, batch: Any
-) -> None:
-    """Call the layers, as for prediction."""
-    if call is None:
-        model(batch, training=False)
-    else:
-        call(keras.tree.map_structure(_as_tensor, batch))
 
 
 def _as_tensor(x: Any) -> Any:
@@ -275,7 +263,7 @@ def _input_structure(model: keras.Layer) -> Any:
     return _structure_of_shape(config.get("input_shape"))
 
 
-def _structure_of_shape(shape: Any) -> Any:
+def _structure_of_shape(shape: object) -> Any:
     """A structure of shapes, each shape a 0; None where one is missing."""
     if isinstance(shape, dict):
         parts = {k: _structure_of_shape(v) for k, v in shape.items()}

@@ -15,21 +15,12 @@ import keras
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion.candidates import path_of
 
-# Their `build` looks at shapes, and makes no weights.
-_WITHOUT_WEIGHTS = (
-    keras.layers.Add,
-    keras.layers.Average,
-    keras.layers.AugMix,
-    keras.layers.Concatenate,
-    keras.layers.Dot,
-    keras.layers.Maximum,
-    keras.layers.Minimum,
-    keras.layers.Multiply,
-    keras.layers.RandAugment,
-    keras.layers.RandomColorJitter,
-    keras.layers.Subtract,
-    keras.layers.TextVectorization,
-)
+# Layers of Keras whose `build` looks at shapes, and makes no weights.
+_NAMES = """
+    Add Average AugMix Concatenate Dot Maximum Minimum Multiply RandAugment
+    RandomColorJitter Subtract TextVectorization
+"""
+_WITHOUT_WEIGHTS = [getattr(keras.layers, name) for name in _NAMES.split()]
 
 
 def check(model: keras.Layer) -> None:
