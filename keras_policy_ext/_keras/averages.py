@@ -77,12 +77,7 @@ class NotAveraged:
 def fill_averages(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Put the stand-ins of variables where an optimizer has None.
-
-    Args:
-        optimizer: A built optimizer, with `use_ema` or without.
-        variables: Those that it was built with, in order.
-    """
+    """Put the stand-ins of variables where a built optimizer has None."""
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     for index, average in enumerate(averages):
         variable = variables[index]

@@ -122,14 +122,11 @@ class OwnArgumentConversion:
 
 
 def keep_mask(old: Any, new: Any) -> Any:
-    """Give a tensor the Keras mask of the one that it was cast from.
+    """Give a tensor the Keras mask of the one that it was cast from; return it.
 
     As Keras does when it casts arguments. Masks are attributes of tensors
     without public access (`masking`, keras 3.4 to 3.15); where the module is
     gone, the mask is lost, unless it is given as `mask=`.
-
-    Returns:
-        `new`.
     """
     if _masking is not None and new is not old:
         mask = _masking.get_keras_mask(old)

@@ -132,10 +132,6 @@ def follow_weight_decay_exclusions(
     (keras 3.12 to 3.15). Where Keras keeps it otherwise, nothing happens:
     exclude through the wrapper, or by `var_names`. Expires with a public way
     to read the exclusions.
-
-    Args:
-        optimizer: A Keras optimizer.
-        pairs: Variables and what stands in for each.
     """
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     key = getattr(optimizer, "_var_key", None)

@@ -20,10 +20,7 @@ def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
     """What Keras's `quantize("float8")` has put into a layer, by attribute.
 
     Scales and amax histories of three operands, as trainable weights of the
-    layer itself (keras 3.5 to 3.15).
-
-    Returns:
-        Variables by name; none if this is no such layer.
+    layer itself (keras 3.5 to 3.15); none if this is no such layer.
     """
     if layer.quantization_mode != "float8":
         return {}

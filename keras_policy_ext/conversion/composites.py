@@ -31,9 +31,6 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     It then makes float8 layers. It keeps the policy that it holds if that
     says what they follow.
 
-    Args:
-        layer: A layer whose float8 form only makes float8 layers.
-
     Returns:
         Whether it has its float8 form now.
     """
@@ -52,9 +49,6 @@ def declare_policies(model: keras.Layer) -> None:
     The recipe that most of them follow, and rules for the other layers. A
     backbone whose policy says so already keeps it, and so does one that
     Keras has quantized, or without a layer in float8.
-
-    Args:
-        model: A built model or layer.
     """
     for layer in walking.layers_within(model):
         if keras_hub.writes_map_of_quantized_layers(layer):

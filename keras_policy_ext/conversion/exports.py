@@ -24,11 +24,7 @@ KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
 
 
 def check(model: keras.Model, format: str) -> None:
-    """Raise if a file would not compute what the model computes.
-
-    Args:
-        model: Any model.
-        format: As for `keras.Model.export`.
+    """Raise if a file of a format would not compute what the model computes.
 
     Raises:
         NotImplementedError: If the model has layers in float8, and files of

@@ -162,7 +162,7 @@ class _Found:
         layer: The layer.
         policy: The policy it was saved under; None where the file has none.
         entries: The entries of its state.
-        attention: What it was told to do with its scores and weighted sum.
+        attention: As for `convert`.
     """
 
     layer: Any

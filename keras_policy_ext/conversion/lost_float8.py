@@ -40,11 +40,7 @@ def warn(
 ) -> None:
     """Warn if fewer layers are in float8 than when the model was saved.
 
-    Args:
-        model: What Keras's loader has made of the file.
-        path: Of a `.keras` file or a folder; of anything else nothing is
-            known, and nothing said.
-        stacklevel: As for `warnings.warn`, from the caller.
+    Of files other than `.keras` and folders nothing is known, and nothing said.
     """
     if _silent.get():
         return

@@ -182,15 +182,12 @@ def report_of(
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
 ) -> Report:
-    """Write the report of a change that was made.
+    """The report of a change that was made, with the work of each layer.
 
     Args:
         model: The model or layer that was changed.
         converted: Layers in it that follow another policy now.
         left: Layers in it that do not.
-
-    Returns:
-        The report, with the work of each layer.
     """
     counts = work.count(model, [*converted, *(each.layer for each in left)])
     done = [
@@ -217,13 +214,7 @@ def report_of(
 
 
 def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
-    """Warn of a model with less than a tenth of its work in float8.
-
-    Args:
-        report: What `convert` has done.
-        model: The model.
-        stacklevel: 1 for the caller, 2 for the caller's caller, and so on.
-    """
+    """Warn of a model with less than a tenth of its work in float8."""
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
     if part >= LITTLE * whole and whole:

@@ -35,10 +35,6 @@ def may_differ(model: keras.Model) -> bool:
 def restore(model: keras.Model, weights: str) -> bool:
     """Wrap the optimizer of a model just loaded if the saved one was, or not.
 
-    Args:
-        model: A model just loaded.
-        weights: The file of its weights.
-
     Returns:
         Whether that changed, and the weights have to be loaded again.
     """

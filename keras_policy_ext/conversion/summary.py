@@ -50,12 +50,7 @@ class Totals:
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
-        """Add up.
-
-        Args:
-            entries: A layer each.
-            parameters: Entries of all weights of the model; 0 if not known.
-        """
+        """Add up layers; `parameters` are all of the model, 0 if not known."""
         entries = list(entries)
         multiplying = [e for e in entries if e.multiplications]
         in_float8 = [e for e in multiplying if e.in_float8]

@@ -27,11 +27,7 @@ def continued(model: keras.Layer) -> Iterator[None]:
 
     Afterwards each optimizer in the model knows the variables that there
     are, with its slots and its iteration; steps are traced anew; PyTorch sees
-    the parameters. Not if the block fails: see
-    `layers.transaction`.
-
-    Args:
-        model: A built model or layer.
+    the parameters. Not if the block fails: see `layers.transaction`.
     """
     models = [
         layer

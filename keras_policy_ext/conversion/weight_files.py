@@ -33,10 +33,7 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File | None]:
-    """The HDF5 file of weights in a file or folder of a model.
-
-    Args:
-        path: A `.keras` file, the folder of a model, or a `.weights.h5` file.
+    """The HDF5 file of weights in a `.keras` file, or folder, or by itself.
 
     Yields:
         The file; None if there is none in this format at this path.
@@ -99,13 +96,7 @@ def _member(place: pathlib.Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Section(io.RawIOBase):
-    """A part of an open file, as a file of its own.
-
-    Args:
-        file: The file; not closed with the section.
-        start: Where the part starts, in bytes.
-        size: How long it is, in bytes.
-    """
+    """A part of an open file, in bytes, as a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, size: int):
         super().__init__()

@@ -84,17 +84,10 @@ _NO_KERNEL = ("bias", "embedding", "position", "table", "token")
 
 
 def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
-    """Count the work of layers; nothing is called, and nothing fails.
+    """Count the work of layers in a model; nothing is called.
 
     A layer in a recurrent one or in `TimeDistributed` is counted for each time
     step, and one that a Functional model uses several times for each use.
-
-    Args:
-        model: A Keras model or layer.
-        layers: Layers in it, or the model itself.
-
-    Returns:
-        The work of each.
     """
     places = _places(model)
     return [_work(layer, places[id(layer)]) for layer in layers]

@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
-    """Find the class that a config means.
+    """Find the class that a config means; None if it is unknown.
 
     The module that the config names is never imported: it only helps to
     choose between public modules of Keras.
@@ -59,9 +59,6 @@ def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
         config: With `class_name`, maybe `registered_name` and `module`.
         hint: A key of `MODULES` to look into first.
         custom_objects: Classes by name; the caller's.
-
-    Returns:
-        The class; None if it is unknown.
     """
     found = _custom(config, custom_objects)
     if found is not None:
@@ -109,11 +106,8 @@ def base(found: Found, name: str) -> tuple[str, str]:
     """Kind and name of the class of Keras that a class is, or inherits from.
 
     A class of the caller's inherits the arguments of its base too, and its
-    config has those of the base in tf_keras.
-
-    Args:
-        found: The class.
-        name: The legacy name, which stays that of a built-in class.
+    config has those of the base in tf_keras. A built-in class keeps the
+    legacy name.
     """
     if found.kind == "custom" and inspect.isclass(found.cls):
         for cls in found.cls.__mro__:

@@ -31,12 +31,9 @@ _BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
 def rewrite(
     rewriter: Rewriting, config: Config, model: object
 ) -> dict[str, Any]:
-    """The arguments for Keras 3; what was left to its default is out.
+    """The arguments of `compile` for Keras 3; defaults are left out.
 
-    Args:
-        rewriter: The rewriting that this is a part of.
-        config: The legacy arguments by name.
-        model: The legacy config of the model, which has the outputs.
+    The legacy config of the model says which outputs there are.
     """
     arguments = {key: v for key, v in config.items() if v is not None}
     outputs = _outputs(model)

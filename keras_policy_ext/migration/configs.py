@@ -82,10 +82,6 @@ def migrate_config(
 class Rewriter:
     """One rewriting: its options, and what it met on the way.
 
-    Args:
-        on_loss_scale: As for `migrate_config`.
-        custom_objects: As for `migrate_config`.
-
     Raises:
         ValueError: If `on_loss_scale` is none of the three words.
     """
@@ -128,10 +124,10 @@ class Rewriter:
     def rewrite(
         self, value: object, hint: str = "layers", where: str = "the config"
     ) -> Any:
-        """Rewrite any part of a config.
+        """Rewrite any part of a config, a JSON value, which is not changed.
 
         Args:
-            value: A JSON value; it is not changed.
+            value: The part.
             hint: The key of `classes.MODULES` where its class is likely.
             where: How problems name the place.
         """

@@ -70,12 +70,7 @@ def sequential(
 
 
 class Graph:
-    """A graph being rewritten.
-
-    Args:
-        rewriter: For the configs in it.
-        layers: Legacy configs of its layers.
-    """
+    """The graph of these layers, being rewritten."""
 
     def __init__(self, rewriter: Rewriting, layers: list[Config]):
         self._rewriter = rewriter

@@ -48,11 +48,6 @@ def policy(rewriter: Rewriting, config: Config, where: str) -> dict[str, Any]:
 def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
     """The Keras 3 config of an optimizer with its loss scale, or without it.
 
-    Args:
-        rewriter: The rewriting that this is a part of.
-        config: The legacy arguments of a `LossScaleOptimizer`.
-        where: How problems name the place.
-
     Raises:
         ValueError: If the loss scale cannot be read.
     """

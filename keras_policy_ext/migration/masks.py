@@ -23,8 +23,7 @@ class Masks:
 
     Args:
         layers: Legacy configs of the layers, by name.
-        calls: For each layer the names of the layers that each call of it
-            takes.
+        calls: For each layer the names of the layers that each call takes.
     """
 
     def __init__(

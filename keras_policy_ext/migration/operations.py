@@ -110,15 +110,12 @@ _SLICE = "__operators__.getitem"
 def rewrite(
     layer: Config, calls: list[dict[str, Any]], name: str
 ) -> Operation | str:
-    """The operation that a layer stands for.
+    """The operation that a layer stands for, or what has no counterpart.
 
     Args:
         layer: Legacy config of the layer.
         calls: Its calls, already as `{"args": [first], "kwargs": {...}}`.
         name: Its name for Keras 3.
-
-    Returns:
-        The operation; a description of the layer if there is no counterpart.
     """
     function = layer["config"].get("function")
     counterpart = COUNTERPARTS.get(function)

@@ -77,9 +77,6 @@ def load(
     Returns:
         None; or what is missing, as a sentence for a warning. The state is
         then as it was, except for the number of iterations.
-
-    Raises:
-        ValueError: If an array cannot be read.
     """
     if not saved:
         return "The file holds no state of the optimizer."

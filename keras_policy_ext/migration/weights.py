@@ -40,9 +40,7 @@ def legacy_order(
 ) -> tuple[Variables, Variables]:
     """Trainable and other weights, in the order that tf_keras had.
 
-    Args:
-        layer: A layer or model of Keras 3.
-        config: Its legacy config, which has the order of nested layers.
+    The legacy config of the layer has the order of nested layers.
     """
     inner = _nested(layer, config)
     if inner is None:

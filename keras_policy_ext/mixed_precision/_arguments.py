@@ -164,14 +164,10 @@ def check_inner(optimizer: object) -> None:
 
 
 def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
-    """Raise if something wraps an optimizer that is to be wrapped.
-
-    Args:
-        optimizer: The optimizer.
-        by: The class that is to wrap it.
+    """Raise if an optimizer that a class is to wrap is wrapped already.
 
     Raises:
-        ValueError: If it has a wrapper.
+        ValueError: If so.
     """
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:

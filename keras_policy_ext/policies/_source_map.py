@@ -14,9 +14,6 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     Keras's `from_config` of layers reduces a policy to its name unless the
     policy is a map. A stock layer asks the map for its own policy, by path,
     and gets the plain source policy.
-
-    Args:
-        source: The plain policy.
     """
 
     read: ClassVar[Callable[[Any], keras.DTypePolicy]]

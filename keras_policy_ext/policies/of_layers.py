@@ -20,8 +20,7 @@ def held_policy(layer: keras.Layer) -> keras.DTypePolicy:
 def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """What the policy of a layer says for a float8 layer of its path.
 
-    Returns:
-        A `Float8DTypePolicy` without rules, or one that is not float8.
+    A `Float8DTypePolicy` without rules, or one that is not float8.
     """
     policy = held_policy(layer)
     if isinstance(policy, Float8DTypePolicy):
@@ -40,8 +39,7 @@ def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """The policy of a layer as far as it is not float8.
 
-    Returns:
-        A policy, plain unless Keras has quantized the layer.
+    It is plain unless Keras has quantized the layer.
     """
     policy = get(stock_policy_of(layer))
     if isinstance(policy, Float8DTypePolicy):

@@ -24,13 +24,7 @@ __all__ = ["Prepared", "Settings", "Size", "prepare", "run"]
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """All that the demo needs, checked.
-
-    Attributes:
-        settings: What is asked.
-        corpus: The text.
-        folder: An existing one, for the plot and the CSV file.
-    """
+    """All that the demo needs, checked; the folder exists."""
 
     settings: Settings
     corpus: text.Corpus
@@ -58,15 +52,7 @@ def prepare(settings: Settings) -> Prepared:
 
 
 def run(prepared: Prepared, console: Console | None = None) -> Outcome:
-    """Train in every precision, print the tables, write the files.
-
-    Args:
-        prepared: From `prepare`.
-        console: Where to print; None for stdout.
-
-    Returns:
-        The runs and the paths of the files.
-    """
+    """Train in every precision, print the tables, write the files."""
     from keras_policy_ext.diagnostics.demo import session
 
     return session.run(

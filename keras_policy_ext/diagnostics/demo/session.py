@@ -24,13 +24,7 @@ from keras_policy_ext.diagnostics.demo.text import Corpus
 
 
 class Outcome(NamedTuple):
-    """What the demo leaves behind.
-
-    Attributes:
-        runs: One for each precision.
-        plot: Path of the PNG file.
-        csv: Path of the CSV file.
-    """
+    """What the demo leaves behind: a run for each precision, and files."""
 
     runs: list[train.Run]
     plot: pathlib.Path

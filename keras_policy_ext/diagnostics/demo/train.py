@@ -114,19 +114,7 @@ def train(
     weights: dict[str, Any],
     on_step: Callable[[float], None],
 ) -> Run:
-    """Train a model from given weights.
-
-    Args:
-        precision: Short name, for the result.
-        policy: The dtype policy of all layers.
-        corpus: The text.
-        settings: Steps, seed and sizes.
-        weights: From `initial_weights`.
-        on_step: Called after each step with its training loss.
-
-    Returns:
-        What was seen.
-    """
+    """Train a model from given weights; `on_step` gets each training loss."""
     keras.utils.set_random_seed(settings.seed)
     model = _compiled(corpus, settings, policy, weights)
     evaluated = _evaluated_after(settings)
