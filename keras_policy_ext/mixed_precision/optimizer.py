@@ -12,7 +12,7 @@ from keras import ops
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments, scaling
-from keras_policy_ext.mixed_precision._handover import Handover
+from keras_policy_ext.mixed_precision._unscaling import Unscaling
 from keras_policy_ext.mixed_precision.gradients import (
     as_accumulated,
     is_overwritten,
@@ -125,7 +125,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, name=name)
         for field, value in settings._asdict().items():
             setattr(self, field, value)
-        self._handover = Handover()
+        self._unscaling = Unscaling()
         _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, var_list: list[keras.Variable]) -> None:
@@ -169,7 +169,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Tensor of the same shape; float32, or float64 if the loss is.
         """
-        self._handover.forget()
+        self._unscaling.start_step()
         return scaling.scaled(loss, self._scale())
 
     def get_scaled_loss(
@@ -207,7 +207,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         known = self._known()
         variables = known if may_belong(grads, known) else None
         unscaled = self._unscaled(grads, variables)
-        self._handover.give(grads, unscaled, states_too=variables is None)
+        self._unscaling.by_caller(grads, unscaled, variables is None)
         return unscaled
 
     def apply(
@@ -234,12 +234,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         variables = self._variables_of(trainable_variables, len(grads))
-        scaled = not self._handover.taken(grads)
+        scaled = not self._unscaling.is_done(grads)
         framework = frameworks.current()
         finite = framework.on_all_replicas(scaling.all_finite(grads))
         if scaled:
             grads = self._unscaled(grads, variables)
-        elif self._handover.states_too:
+        elif self._unscaling.states_too:
             grads = with_scaled_states(grads, variables, self._scale())
         if self.inner_optimizer.gradient_accumulation_steps:
             grads = as_accumulated(grads, variables)

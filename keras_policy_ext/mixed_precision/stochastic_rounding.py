@@ -12,11 +12,11 @@ from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments
-from keras_policy_ext.mixed_precision.public_classes import with_public_class
-from keras_policy_ext.mixed_precision.wide_variables import (
-    WideVariable,
-    WideVariables,
+from keras_policy_ext.mixed_precision.float32_views import (
+    Float32View,
+    Float32Views,
 )
+from keras_policy_ext.mixed_precision.public_classes import with_public_class
 
 Tensor = Any
 
@@ -83,7 +83,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.seed_generator = keras.random.SeedGenerator(_spread(seed))
         self._seed = seed
-        self._wide = WideVariables(self.seed_generator)
+        self._views = Float32Views(self.seed_generator)
         _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, variables: list[keras.Variable]) -> None:
@@ -95,11 +95,11 @@ class StochasticRounding(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        wide = self._wide.of(variables)
+        views = self._views.of(variables)
         optimizer_variables.follow_weight_decay_exclusions(
-            self.inner_optimizer, zip(variables, wide, strict=True)
+            self.inner_optimizer, zip(variables, views, strict=True)
         )
-        self.inner_optimizer.build(wide)
+        self.inner_optimizer.build(views)
 
     def apply(
         self,
@@ -120,14 +120,10 @@ class StochasticRounding(keras.optimizers.Optimizer):
         _arguments.check_counts(len(grads), len(variables))
         if not self.built:
             self.build(variables)
-        wide = self._wide.of(variables)
-        grads = [_for(v, g) for v, g in zip(wide, grads, strict=True)]
-        self._wide.hold()
-        try:
-            self.inner_optimizer.apply(grads, wide)
-            self._wide.settle()
-        finally:
-            self._wide.release()
+        views = self._views.of(variables)
+        grads = [_for(v, g) for v, g in zip(views, grads, strict=True)]
+        with self._views.held():
+            self.inner_optimizer.apply(grads, views)
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """Overwrite the variables by their moving averages, if any.
@@ -138,7 +134,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         # In the order of its averages, which conversion may have changed.
         known = optimizer_variables.known_to_optimizer(inner)
-        inner.finalize_variable_values(known or self._wide.of(var_list))
+        inner.finalize_variable_values(known or self._views.of(var_list))
 
     def exclude_from_weight_decay(
         self,
@@ -152,7 +148,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             var_names: Parts of variable names.
         """
         self.inner_optimizer.exclude_from_weight_decay(
-            self._wide.of(var_list or []), var_names
+            self._views.of(var_list or []), var_names
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -254,7 +250,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
 def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
     """A gradient as the update of this variable takes it."""
-    if gradient is None or not isinstance(variable, WideVariable):
+    if gradient is None or not isinstance(variable, Float32View):
         return gradient
     if hasattr(gradient, "dense_shape"):
         # tf.IndexedSlices, of embeddings
