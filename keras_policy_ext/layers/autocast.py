@@ -259,17 +259,12 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         self.__dict__["_activity_regularizer"] = regularizer
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _regularized_in_variable_dtype(self) -> Iterator[None]:
         self.__dict__["_calls"] = self.__dict__.get("_calls", 0) + 1
         try:
             yield
         finally:
             self.__dict__["_calls"] -= 1
-
-    def _regularized_in_variable_dtype(self) -> AbstractContextManager[object]:
-        if self.__dict__.get("_activity_regularizer") is None:
-            return contextlib.nullcontext()
-        return self._counted()
 
     def _is_mixed(self) -> bool:
         return bool(self.autocast and self.compute_dtype != self.variable_dtype)

@@ -63,6 +63,9 @@ def checked(given: Settings) -> Settings:
             "scale that never changes."
         )
     least, most = _range(given.minimum_scale, given.maximum_scale)
+    limit = given.max_skipped_steps
+    if limit is not None:
+        limit = step_count(limit, "max_skipped_steps")
     return Settings(
         dynamic=given.dynamic,
         initial_scale=_initial(given, least, most),
@@ -70,7 +73,7 @@ def checked(given: Settings) -> Settings:
         multiplier=growth_factor(given.multiplier),
         minimum_scale=least,
         maximum_scale=most,
-        max_skipped_steps=_limit(given.max_skipped_steps),
+        max_skipped_steps=limit,
     )
 
 
@@ -216,8 +219,9 @@ def _initial(given: Settings, least: float, most: float) -> float:
 def _growth_steps(given: Settings) -> int | None:
     steps = given.dynamic_growth_steps
     if given.dynamic:
-        default = DynamicLossScale().increment_period
-        return default if steps is None else _steps(steps)
+        if steps is None:
+            return DynamicLossScale().increment_period
+        return step_count(steps, "dynamic_growth_steps")
     if steps is not None:
         raise ValueError(
             "A fixed loss scale does not grow. Received: dynamic=False with "
@@ -225,11 +229,3 @@ def _growth_steps(given: Settings) -> int | None:
             "or pass dynamic=True."
         )
     return None
-
-
-def _steps(value: object) -> int:
-    return step_count(value, "dynamic_growth_steps")
-
-
-def _limit(value: object) -> int | None:
-    return None if value is None else step_count(value, "max_skipped_steps")

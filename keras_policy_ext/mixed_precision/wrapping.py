@@ -127,15 +127,17 @@ def compile_by(
     It would wrap what is not wrapped, and erase a fixed factor.
     """
     optimizer = keras.optimizers.get(optimizer)
-    place = _place_of_auto_scale_loss(method)
-    if place is not None and len(args) > place:
-        auto_scale_loss = auto_scale_loss and bool(args[place])
-        args = (*args[:place], False, *args[place + 1 :])
-    elif _takes_auto_scale_loss(method):
-        kwargs = {**kwargs, "auto_scale_loss": False}
+    name, takes = "auto_scale_loss", inspect.signature(method)
+    given = takes.bind(optimizer, *args, **kwargs)
+    if name in takes.parameters:
+        auto_scale_loss = auto_scale_loss and given.arguments.get(name, True)
+        given.arguments[name] = False
+    elif any(p.kind is p.VAR_KEYWORD for p in takes.parameters.values()):
+        kwargs = {**kwargs, name: False}
+        given = takes.bind(optimizer, *args, **kwargs)
     if auto_scale_loss:
         optimizer = wrap_for_model(model, optimizer)
-    method(optimizer, *args, **kwargs)
+    method(optimizer, *given.args[1:], **given.kwargs)
     remember_compiled(model)
 
 
@@ -150,28 +152,6 @@ def remember_compiled(model: keras.Model) -> None:
             config, optimizer
         )
     saving_hooks.amend_compile_config(model, changes)
-
-
-def _takes_auto_scale_loss(method: Callable[..., object]) -> bool:
-    parameters = inspect.signature(method).parameters
-    return "auto_scale_loss" in parameters or any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    )
-
-
-def _place_of_auto_scale_loss(method: Callable[..., object]) -> int | None:
-    """Its place among the arguments after the optimizer, None for none.
-
-    In Keras it is the eighth of them (3.12 to 3.15), and may be given so.
-    """
-    names = [
-        name
-        for name, parameter in inspect.signature(method).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if "auto_scale_loss" not in names:
-        return None
-    return names.index("auto_scale_loss") - 1
 
 
 def _wrapped(optimizer: object, loss_scale: LossScale | None) -> Any:
