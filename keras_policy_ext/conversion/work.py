@@ -23,20 +23,22 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 Shape = Sequence[int | None]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """What a layer multiplies with, and how often.
 
     Attributes:
-        parameters: Entries of the kernels that it multiplies with; of all its
-            own weights if there is no such kernel.
-        multiplications: Of one sample; 0 without a kernel.
-        sizes_known: Whether all sizes were known; one that is not counts as 1.
+        parameters: Entries of the kernels that it multiplies with; if there
+            are none, of its own weights.
+        multiplications: Multiplications, each with its addition, in the
+            products of one sample with them; 0 without a kernel.
+        sizes_known: Whether all sizes of the inputs were known; one that is
+            not counts as 1.
     """
 
-    parameters: int
-    multiplications: int
-    sizes_known: bool
+    parameters: int = 0
+    multiplications: int = 0
+    sizes_known: bool = True
 
 
 class _Rows(NamedTuple):
@@ -102,11 +104,14 @@ def _work(layer: keras.Layer, place: _Place) -> Work:
     own = walking.own_weights(layer)
     kernels = _kernels(layer, own)
     if not kernels:
-        return Work(scalars(own), 0, True)
+        return Work(parameters=scalars(own))
     parameters, once = scalars(kernels), _rows(layer, place.shape)
     rows = place.calls.times([once.number])
-    known = rows.known and once.known
-    return Work(parameters, parameters * rows.number, known)
+    return Work(
+        parameters=parameters,
+        multiplications=parameters * rows.number,
+        sizes_known=rows.known and once.known,
+    )
 
 
 def _places(model: keras.Layer) -> dict[int, _Place]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -14,12 +15,14 @@ from keras_policy_ext.migration import (
     compiling,
     files,
     loss_scales,
-    naming,
     optimizer_state,
     weights,
 )
 from keras_policy_ext.migration.configs import Rewriter
 from keras_policy_ext.migration.problems import Config
+
+_FAR = 10_000
+"""More operations than Keras names while it builds a model."""
 
 
 def load_legacy_model(
@@ -76,7 +79,7 @@ def load_legacy_model(
         if safe_mode:
             rewriter.problems.refuse_code()
         rewriter.problems.report(on_loss_scale)
-        naming.reserve(naming.of_layers(config))
+        _reserve(_layer_names(config))
         model = keras.saving.deserialize_keras_object(
             config, custom_objects=custom_objects, safe_mode=safe_mode
         )
@@ -147,3 +150,42 @@ def _inner_config(optimizer: Any, built: keras.optimizers.Optimizer) -> Config:
         fields = optimizer["config"]
         optimizer = fields.get("inner_optimizer", fields.get("optimizer"))
     return optimizer
+
+
+def _layer_names(config: object) -> Iterator[str]:
+    """The names of all layers of the models in a Keras 3 config."""
+    if isinstance(config, Mapping):
+        layers = config.get("layers")
+        for layer in layers if isinstance(layers, list) else ():
+            if isinstance(layer, Mapping):
+                fields = layer.get("config")
+                inner = fields if isinstance(fields, Mapping) else {}
+                name = layer.get("name", inner.get("name"))
+                if isinstance(name, str):
+                    yield name
+        config = list(config.values())
+    if isinstance(config, list):
+        for value in config:
+            yield from _layer_names(value)
+
+
+def _reserve(names: Iterable[str]) -> None:
+    """Let Keras not give these names by itself from now on.
+
+    A mask is computed by operations, which Keras names by their class with a
+    count and puts into the graph of a functional model. That of a layer
+    `Concatenate` is a `Concatenate` too, and gets the name that the layer
+    has in the file: a graph takes no name twice (keras 3.12 to 3.15).
+    """
+    taken: dict[str, set[int]] = {}
+    for name in names:
+        taken.setdefault(name, set()).add(0)
+        counted = re.fullmatch(r"(.+)_([1-9]\d{0,8})", name, re.ASCII)
+        if counted:
+            taken.setdefault(counted[1], set()).add(int(counted[2]))
+    for prefix, counts in taken.items():
+        following = keras.backend.get_uid(prefix)
+        # A count that is far off is not reached, and would cost its steps.
+        last = max((n for n in counts if n < following + _FAR), default=0)
+        while following <= last:
+            following = keras.backend.get_uid(prefix)

@@ -163,17 +163,11 @@ def carry_policy(function: _F) -> _F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _restored():
-            _global.restore(carried)
+        before = _global.snapshot()
+        _global.restore(carried)
+        try:
             return function(*args, **kwargs)
+        finally:
+            _global.restore(before)
 
     return run  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    before = _global.snapshot()
-    try:
-        yield
-    finally:
-        _global.restore(before)
