@@ -9,18 +9,9 @@ import keras
 
 from keras_policy_ext import policies, policy_names, recipes
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import (
-    candidates,
-    composites,
-    models,
-    training,
-)
+from keras_policy_ext.conversion import candidates, composites, models, training
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
-from keras_policy_ext.conversion.report import (
-    Report,
-    report_of,
-    warn_of_little,
-)
+from keras_policy_ext.conversion.report import Report, report_of, warn_of_little
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of

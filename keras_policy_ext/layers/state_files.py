@@ -168,9 +168,7 @@ def _matrix(
 
 
 def amaxes_in(
-    entries: Mapping[str, np.ndarray],
-    key: str,
-    damaged: Callable[[str], str],
+    entries: Mapping[str, np.ndarray], key: str, damaged: Callable[[str], str]
 ) -> np.ndarray:
     """A scale or an amax history in float32.
 

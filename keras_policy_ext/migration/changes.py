@@ -62,7 +62,7 @@ NOTES: dict[str, str] = {
         "inference, where tf_keras resized them. Put a Resizing layer "
         "with crop_to_aspect_ratio=True after it, in a model that you "
         "build anew."
-    ),
+    )
 }
 """Of layers that Keras 3 takes, but computes otherwise."""
 

@@ -89,9 +89,7 @@ def load_legacy_model(
                 model,
                 auto_scale_loss=False,
                 **keras.saving.deserialize_keras_object(
-                    training,
-                    custom_objects=custom_objects,
-                    safe_mode=safe_mode,
+                    training, custom_objects=custom_objects, safe_mode=safe_mode
                 ),
             )
             _load_optimizer(model, file)

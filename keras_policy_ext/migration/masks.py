@@ -27,9 +27,7 @@ class Masks:
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, Config],
-        calls: Mapping[str, list[list[str]]],
+        self, layers: Mapping[str, Config], calls: Mapping[str, list[list[str]]]
     ):
         self._layers = layers
         self._calls = calls

@@ -151,10 +151,7 @@ def _forward_first(
 
 
 def _load_tree(
-    layer: keras.Layer,
-    config: Config,
-    group: h5py.Group | None,
-    where: str,
+    layer: keras.Layer, config: Config, group: h5py.Group | None, where: str
 ) -> int:
     """From an archive: groups named by attributes, or by class in a list."""
     if group is None:

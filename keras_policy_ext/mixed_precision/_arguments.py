@@ -80,10 +80,7 @@ def checked(given: Settings) -> Settings:
 def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
     """The keyword arguments that mean a loss scale."""
     if isinstance(loss_scale, FixedLossScale):
-        return {
-            "dynamic": False,
-            "initial_scale": loss_scale.loss_scale_value,
-        }
+        return {"dynamic": False, "initial_scale": loss_scale.loss_scale_value}
     if isinstance(loss_scale, DynamicLossScale):
         return {
             "dynamic": True,

@@ -234,8 +234,7 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
         return policy
     config = policy.get_config()
     return Float8DTypePolicy(
-        config["source_name"],
-        amax_history_length=config["amax_history_length"],
+        config["source_name"], amax_history_length=config["amax_history_length"]
     )
 
 
