@@ -34,15 +34,10 @@ def check(model: keras.Model, format: str) -> None:
     if format in allowed or format not in KNOWN:
         return
     layers = layers_in_float8(model)
-    if layers:
-        raise NotImplementedError(_refusal(layers, format, allowed))
-
-
-def _refusal(
-    layers: list[keras.Layer], format: str, allowed: tuple[str, ...]
-) -> str:
+    if not layers:
+        return
     formats = " or ".join(map(repr, allowed)) or "none"
-    return (
+    raise NotImplementedError(
         "A file of this format does not compute what layers in float8 do; "
         f"nothing was written. Received: format={format!r} and a model with "
         f"{len(layers)} layers in float8, the first of them "

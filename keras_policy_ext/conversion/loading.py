@@ -151,7 +151,13 @@ def load_weights(
             else:
                 _load(model, rewritten)
     except Exception as error:
-        raise ValueError(_not_loaded(model, path, error)) from error
+        raise ValueError(
+            f"The weights did not load into {model.name!r}, which is "
+            f"unchanged. Received: {str(path)!r}. Cause: {error} Allowed: "
+            "weights of a model with the same layers in the same order, with "
+            "any policies. Build the model as the saved one was, or load the "
+            "model itself: `kpe.load_model`."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,16 +320,13 @@ def _enter_as_saved(found: _Found) -> None:
         try:
             layer.choose_attention(found.attention)
         except ValueError as reason:
-            raise ValueError(_no_attention(found, reason)) from reason
-
-
-def _no_attention(found: _Found, reason: ValueError) -> str:
-    return (
-        f"Layer {path_of(found.layer)!r} cannot be what it was when saved. "
-        f"Received: attention={found.attention!r} in the file, and here "
-        f"{reason}. Allowed: a layer without flash attention. Make it without "
-        "flash_attention=True, after keras.config.disable_flash_attention()."
-    )
+            raise ValueError(
+                f"Layer {path_of(layer)!r} cannot be what it was when saved. "
+                f"Received: attention={found.attention!r} in the file, and "
+                f"here {reason}. Allowed: a layer without flash attention. "
+                "Make it without flash_attention=True, after "
+                "keras.config.disable_flash_attention()."
+            ) from reason
 
 
 def _places(model: keras.Layer) -> list[Candidate]:
@@ -360,15 +363,3 @@ def _variables(model: keras.Layer) -> list[keras.Variable]:
         *getattr(model, "metrics_variables", ()),
         *(v for x in training.all_optimizers(model) for v in x.variables),
     ]
-
-
-def _not_loaded(
-    model: keras.Layer, path: str | os.PathLike[str], error: Exception
-) -> str:
-    return (
-        f"The weights did not load into {model.name!r}, which is unchanged. "
-        f"Received: {str(path)!r}. Cause: {error} Allowed: weights of a model "
-        "with the same layers in the same order, with any policies. Build "
-        "the model as the saved one was, or load the model itself: "
-        "`kpe.load_model`."
-    )

@@ -45,7 +45,8 @@ def warn(
     if _silent.get():
         return
     saved = _count_saved(path)
-    now = _count_now(model) if saved else 0
+    layers = layers_in_float8(model) if saved else []
+    now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:
         warnings.warn(
             f"{saved - now} of the {saved} layers that were in float8 when "
@@ -80,7 +81,3 @@ def _is_state(group: h5py.Group) -> bool:
         return False
     layer = group.parent.parent
     return "vars" in layer and len(layer["vars"]) > 0
-
-
-def _count_now(model: keras.Model) -> int:
-    return sum(bool(x.float8_contracted) for x in layers_in_float8(model))

@@ -215,8 +215,10 @@ def _row_sizes(layer: keras.Layer, shape: Shape) -> Iterable[int | None]:
     if name == "ConvLSTMCell":
         outputs, _ = stock.compute_output_shape(layer, shape)
         return _positions(layer, outputs)
-    if name == "ReversibleEmbedding" and not _is_vectors(layer, shape):
-        return shape[1:]
+    if name == "ReversibleEmbedding":
+        # Built on what it projects, or on the indices that it looks up.
+        projects = len(shape) > 2 and shape[-1] == layer.output_dim
+        return shape[1:-1] if projects else shape[1:]
     return shape[1:-1]
 
 
@@ -235,11 +237,6 @@ def _einsum_rows(layer: keras.Layer, shape: Shape) -> list[int | None]:
 
 def _positions(layer: keras.Layer, shape: Shape) -> Shape:
     return shape[1:-1] if layer.data_format == "channels_last" else shape[2:]
-
-
-def _is_vectors(layer: keras.Layer, shape: Shape) -> bool:
-    """Whether a tied embedding was built on what it projects."""
-    return len(shape) > 2 and shape[-1] == layer.output_dim
 
 
 def _input_shape(layer: keras.Layer) -> Shape | None:

@@ -229,22 +229,17 @@ def _operands(layer: keras.Layer) -> list[Operand]:
         state = layer.float8_state.of(kernel)
         if state is None:
             continue
-        for name, (scale, amaxes) in state.rows().items():
-            format_name = state.recipe.format_of(name)
-            found.append(_operand(kernel, name, format_name, scale, amaxes[0]))
+        for name, (scale, (amax, *_)) in state.rows().items():
+            number_format = state.recipe.format_of(name)
+            largest = np.float32(formats.get(number_format).max) * scale
+            observed, known = amax > 0, scale > 0
+            operand = Operand(
+                kernel.path,
+                name,
+                number_format,
+                float(amax) if observed else None,
+                float(scale) if known else None,
+                float(amax / largest) if known and observed else None,
+            )
+            found.append(operand)
     return found
-
-
-def _operand(
-    kernel: Any, name: str, format_name: str, scale: Any, amax: Any
-) -> Operand:
-    largest = np.float32(formats.get(format_name).max) * scale
-    known = bool(scale > 0)
-    return Operand(
-        kernel.path,
-        name,
-        format_name,
-        float(amax) if amax > 0 else None,
-        float(scale) if known else None,
-        float(amax / largest) if known and amax > 0 else None,
-    )

@@ -341,7 +341,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     def _converted(self, argument: Any, cast: bool, symbolic: bool) -> Any:
         dtype, policy = self.input_dtype, self.dtype_policy
-        cast = cast and self.autocast and _keeps_floats(dtype)
+        # An integer dtype would lose the fraction of a float.
+        keeps = keras.backend.is_float_dtype(dtype) or "complex" in dtype
+        cast = cast and self.autocast and keeps
 
         def convert(x: Any) -> Any:
             if isinstance(x, keras.KerasTensor) and not symbolic:
@@ -361,21 +363,18 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         for path, output in keras.tree.flatten_with_path(outputs):
             got = _floating_dtype(output)
             if got not in (None, expected):
-                raise ValueError(self._wrong_output(path, got, expected))
-
-    def _wrong_output(
-        self, path: tuple[Any, ...], got: str | None, expected: str
-    ) -> str:
-        which = "".join(f"[{part!r}]" for part in path)
-        return (
-            f"Layer {self.name!r} ({type(self).__name__}) is strict, and "
-            f"its output{which} is not in the compute dtype. Received: "
-            f"{got}. Allowed: {expected} (policy {self.dtype_policy.name!r}) "
-            "and dtypes that are not floating. Make new tensors in `call` "
-            "with dtype=self.compute_dtype, as in "
-            "keras.random.normal(shape, dtype=self.compute_dtype), or cast "
-            "the output; or set strict=False if the dtype is intended."
-        )
+                which = "".join(f"[{part!r}]" for part in path)
+                raise ValueError(
+                    f"Layer {self.name!r} ({type(self).__name__}) is strict, "
+                    f"and its output{which} is not in the compute dtype. "
+                    f"Received: {got}. Allowed: {expected} (policy "
+                    f"{self.dtype_policy.name!r}) and dtypes that are not "
+                    "floating. Make new tensors in `call` with "
+                    "dtype=self.compute_dtype, as in "
+                    "keras.random.normal(shape, dtype=self.compute_dtype), or "
+                    "cast the output; or set strict=False if the dtype is "
+                    "intended."
+                )
 
 
 def _unmarked_get_config(cls: Any) -> Any:
@@ -404,8 +403,3 @@ def _floating_dtype(x: Any) -> str | None:
         return None
     dtype = str(keras.backend.standardize_dtype(x.dtype))
     return dtype if keras.backend.is_float_dtype(dtype) else None
-
-
-def _keeps_floats(dtype: str) -> bool:
-    """Whether a float that is cast to a dtype keeps its fraction."""
-    return keras.backend.is_float_dtype(dtype) or "complex" in dtype

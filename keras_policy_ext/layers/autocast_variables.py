@@ -124,13 +124,8 @@ def is_autocast_variable(variable: object) -> bool:
         made with `autocast=False`; one of a stock layer does so in any mixed
         layer that reads it. False for all else.
     """
-    return (
-        isinstance(variable, keras.Variable)
-        and variable_values.autocasts(variable)
-        and _own_dtype(variable) in FLOATS
-    )
-
-
-def _own_dtype(variable: keras.Variable) -> str:
+    if not isinstance(variable, keras.Variable):
+        return False
     with calls.autocast_scope(None):
-        return str(variable.dtype)
+        dtype = variable.dtype
+    return variable_values.autocasts(variable) and dtype in FLOATS

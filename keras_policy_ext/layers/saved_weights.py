@@ -45,22 +45,18 @@ class SavedWeights(_bases.MixedInto):
         received = [np.shape(value) for value in weights]
         allowed = [tuple(variable.shape) for variable in self.weights]
         if received != allowed:
-            raise ValueError(self._other_shapes(received, allowed))
+            raise ValueError(
+                f"These arrays are not those of layer {self.name!r}; none was "
+                f"set. Received: shapes {received}. Allowed: {allowed}. A "
+                "state of another history length is cut or padded when it is "
+                "loaded from a file. To pair the weights of two models, take "
+                "those of `keras_policy_ext.loops.weights(model)`, without "
+                "the state."
+            )
         for variable, value in zip(self.weights, weights, strict=True):
             if isinstance(variable, StateVariable):
                 variable.check(value)
         super().set_weights(weights)
-
-    def _other_shapes(
-        self, received: list[tuple[int, ...]], allowed: list[tuple[int, ...]]
-    ) -> str:
-        return (
-            f"These arrays are not those of layer {self.name!r}; none was "
-            f"set. Received: shapes {received}. Allowed: {allowed}. A state "
-            "of another history length is cut or padded when it is loaded "
-            "from a file. To pair the weights of two models, take those of "
-            "`keras_policy_ext.loops.weights(model)`, without the state."
-        )
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """`Layer.load_own_variables`, and what Keras's own float8 wrote.

@@ -25,7 +25,11 @@ class Migration:
 
     def run(self) -> None:
         """Write the file and print what was done."""
-        _write(self.model, self.output)
+        # A failure leaves no file and no half of one.
+        with tempfile.TemporaryDirectory(dir=self.output.parent) as folder:
+            part = pathlib.Path(folder) / self.output.name
+            keras.saving.save_model(self.model, part)
+            os.replace(part, self.output)
         print(f"{self.source} -> {self.output}")
         print(
             f"{type(self.model).__name__} {self.model.name!r}: "
@@ -57,14 +61,6 @@ def prepare(
             raise ValueError(" ".join(str(error).split())) from error
     notes = [str(w.message) for w in caught if w.category is UserWarning]
     return Migration(model, read, written, list(dict.fromkeys(notes)))
-
-
-def _write(model: keras.Model, output: pathlib.Path) -> None:
-    """Save a model; a failure leaves no file and no half of one."""
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        part = pathlib.Path(folder) / output.name
-        keras.saving.save_model(model, part)
-        os.replace(part, output)
 
 
 def _check_output(

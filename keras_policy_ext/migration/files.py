@@ -158,13 +158,25 @@ def saved_weights(group: h5py.Group | None) -> list[tuple[str, Any]]:
 def _opened(
     path: pathlib.Path, start: bytes | None
 ) -> contextlib.AbstractContextManager[LegacyFile]:
+    if (path / "saved_model.pb").exists():
+        raise _WrongFileError(
+            "is a TensorFlow SavedModel, which holds a program and not a "
+            "model of layers; load it with tf_keras and save it as .h5 or "
+            ".keras, or use keras.layers.TFSMLayer"
+        )
     if start is None:
-        raise _WrongFileError(_folder(path))
+        raise _WrongFileError("is a folder")
     if start.startswith(_ZIP):
         return _open_archive(path)
     if start == _HDF5:
         return _open_hdf5(path)
-    raise _WrongFileError(_other(start))
+    if start[:1] == b"\x80":
+        raise _WrongFileError(
+            "is a pickle, which would run code; it is never loaded"
+        )
+    if not start:
+        raise _WrongFileError("is empty")
+    raise _WrongFileError("is neither HDF5 nor an archive, or is damaged")
 
 
 @contextlib.contextmanager
@@ -292,26 +304,6 @@ def _without_model(file: h5py.File) -> str:
             "load_weights"
         )
     return "is HDF5, but no model of Keras"
-
-
-def _folder(path: pathlib.Path) -> str:
-    if (path / "saved_model.pb").exists():
-        return (
-            "is a TensorFlow SavedModel, which holds a program and not a "
-            "model of layers; load it with tf_keras and save it as .h5 or "
-            ".keras, or use keras.layers.TFSMLayer"
-        )
-    return "is a folder"
-
-
-def _other(start: bytes) -> str:
-    if start[:1] == b"\x80":
-        return "is a pickle, which would run code; it is never loaded"
-    return (
-        "is neither HDF5 nor an archive, or is damaged"
-        if start
-        else ("is empty")
-    )
 
 
 def _wrong(path: pathlib.Path, what: str) -> str:

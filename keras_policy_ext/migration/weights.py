@@ -210,13 +210,10 @@ def _group_names(class_names: Iterable[str]) -> Iterator[str]:
     """Groups of a list of layers: class names in snake case, counted."""
     counts: dict[str, int] = {}
     for class_name in class_names:
-        name = _snake_case(class_name.rsplit(">", 1)[-1])
+        # In snake case as tf_keras has it: ConvLSTM2D is conv_lstm2d.
+        name = class_name.rsplit(">", 1)[-1]
+        name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+        name = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+        name = f"private{name}" if name.startswith("_") else name
         counts[name] = counts.get(name, -1) + 1
         yield f"{name}_{counts[name]}" if counts[name] else name
-
-
-def _snake_case(name: str) -> str:
-    # As tf_keras does: ConvLSTM2D is conv_lstm2d.
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
-    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
-    return f"private{words}" if words.startswith("_") else words

@@ -180,21 +180,16 @@ class Float32Views:
                 view.release()
 
     def _of(self, variable: keras.Variable) -> Any:
-        if not _is_narrow(variable):
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        # State that is overwritten is not updated.
+        overwritten = getattr(variable, "overwrite_with_gradient", False)
+        if dtype not in ROUNDABLE or overwritten:
             return variable
         key = id(variable)
         if key not in self._views:
             _check_replicas(variable)
             self._views[key] = Float32View(variable, self._seed_generator)
         return self._views[key]
-
-
-def _is_narrow(variable: keras.Variable) -> bool:
-    """Whether updates are to be rounded: not of state that is overwritten."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype in ROUNDABLE and not getattr(
-        variable, "overwrite_with_gradient", False
-    )
 
 
 def _check_replicas(variable: keras.Variable) -> None:

@@ -96,7 +96,8 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
             FloatingPointError: If `max_skipped_steps` of the
                 `LossScaleOptimizer` were skipped in a row.
         """
-        if _limit(self) is not None:
+        optimizer = getattr(self, "optimizer", None)
+        if getattr(optimizer, "max_skipped_steps", None) is not None:
             callbacks = _with_monitor(callbacks, self)
         return super().fit(
             x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
@@ -117,10 +118,6 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
     def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """What `train_on_batch` returns: the loss and the metrics alone."""
         return without_log_values(logs)
-
-
-def _limit(model: keras.Model) -> int | None:
-    return getattr(getattr(model, "optimizer", None), "max_skipped_steps", None)
 
 
 def _with_monitor(callbacks: Any, model: keras.Model) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -72,7 +72,13 @@ def loss_scale_of_model(model: keras.Model) -> LossScale | None:
         return own
     distinct = {scale for scale in said if scale != AUTO}
     if len(distinct) > 1:
-        raise ValueError(_disagreement(distinct))
+        named = ", ".join(sorted(map(repr, distinct)))
+        raise ValueError(
+            "The layers of this model ask for different loss scales, and "
+            f"there is one loss. Received: {named}. Allowed: one of them. "
+            "Give the model itself the LossScaleDTypePolicy that counts, or "
+            "compile it with a LossScaleOptimizer of your own."
+        )
     if distinct:
         return distinct.pop()
     if any(_computes_in_float16(layer) for layer in layers):
@@ -205,13 +211,3 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
     if not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         return False
     return any(policy[key].compute_dtype == "float16" for key in policy)
-
-
-def _disagreement(scales: Iterable[LossScale | None]) -> str:
-    named = ", ".join(sorted(map(repr, scales)))
-    return (
-        "The layers of this model ask for different loss scales, and there "
-        f"is one loss. Received: {named}. Allowed: one of them. Give the "
-        "model itself the LossScaleDTypePolicy that counts, or compile it "
-        "with a LossScaleOptimizer of your own."
-    )

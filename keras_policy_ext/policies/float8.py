@@ -203,22 +203,19 @@ def get(identifier: object) -> keras.DTypePolicy:
     """
     if identifier is None:
         return as_float8(_global.dtype_policy())
-    policy = _read(identifier)
+    if isinstance(identifier, keras.DTypePolicy):
+        policy = as_float8(identifier)
+    elif isinstance(identifier, str):
+        policy = _from_name(identifier)
+    elif isinstance(identifier, Mapping):
+        policy = _from_dict(identifier)
+    else:
+        policy = _from_dtype(identifier)
     _plain.warn_of_missing_float64(policy)
     return policy
 
 
 SourceMap.read = staticmethod(get)
-
-
-def _read(identifier: object) -> keras.DTypePolicy:
-    if isinstance(identifier, keras.DTypePolicy):
-        return as_float8(identifier)
-    if isinstance(identifier, str):
-        return _from_name(identifier)
-    if isinstance(identifier, Mapping):
-        return _from_dict(identifier)
-    return _from_dtype(identifier)
 
 
 def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:

@@ -52,7 +52,13 @@ class LossScaleDTypePolicy(SourceMap):
         else:
             self._requested = loss_scales.get(loss_scale)
         if self.loss_scale is not None and self.compute_dtype != "float16":
-            warnings.warn(_useless(self), stacklevel=2)
+            warnings.warn(
+                "A loss scale keeps small float16 gradients from becoming 0; "
+                f"this policy computes in {self.compute_dtype}. Received: "
+                f"{self!r}. Allowed, and of use: 'mixed_float16' and "
+                "'float16'. Leave the loss scale out.",
+                stacklevel=2,
+            )
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -117,13 +123,4 @@ def _not_plain(received: object, cause: Exception | None = None) -> str:
         f"{_plain.FLOAT_NAMES}. For a float8 policy pass the loss scale to "
         "the optimizer: mixed_precision.LossScaleOptimizer(optimizer, "
         f"dynamic=False, initial_scale=...).{suffix}"
-    )
-
-
-def _useless(policy: LossScaleDTypePolicy) -> str:
-    return (
-        "A loss scale keeps small float16 gradients from becoming 0; this "
-        f"policy computes in {policy.compute_dtype}. Received: {policy!r}. "
-        "Allowed, and of use: 'mixed_float16' and 'float16'. Leave the loss "
-        "scale out."
     )
