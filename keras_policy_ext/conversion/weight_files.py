@@ -110,11 +110,8 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {
-            os.SEEK_SET: 0,
-            os.SEEK_CUR: self._at,
-            os.SEEK_END: self._size,
-        }[whence]
+        # SEEK_SET, SEEK_CUR and SEEK_END are 0, 1 and 2.
+        base = (0, self._at, self._size)[whence]
         self._at = max(0, base + offset)
         return self._at
 
