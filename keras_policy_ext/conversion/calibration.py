@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,13 +23,16 @@ from keras_policy_ext.policies.of_layers import layers_in_float8
 
 BATCH = 32
 
+Run = Callable[[Any], object]
+"""What is done with a batch."""
+
 
 def calibrate(
     model: keras.Layer,
     data: object,
     *,
     steps: int | None = None,
-    call: Callable[[Any], Any] | None = None,
+    call: Run | None = None,
 ) -> tuple[str, ...]:
     """Fill the scales of a float8 model without training it.
 
@@ -77,33 +81,40 @@ def calibrate(
     _check_call(model, call)
     states = [v for layer in layers for v in layer.float8_state.matrices]
     variables = [*states, *model.non_trainable_variables]
+    batches = itertools.islice(_batches(model, data, call is None), steps)
     with unchanged_on_error(training.parts(model), variables):
-        seen = _seen(model, data, steps, call, states)
+        seen = _seen(functools.partial(_run, model, call), batches, states)
+        if seen is None:
+            raise ValueError(_no_data(data))
         return tuple(path_of(layer) for layer in layers if _fill(layer, seen))
 
 
+def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
+    """Call the layers, as for prediction."""
+    if call is None:
+        model(batch, training=False)
+    else:
+        call(keras.tree.map_structure(_as_tensor, batch))
+
+
 def _seen(
-    model: keras.Layer,
-    data: object,
-    steps: int | None,
-    call: Callable[[Any], Any] | None,
-    states: list[StateVariable],
-) -> dict[int, list[np.ndarray]]:
-    """The amaxes of the inputs, batch by batch, by the id of their state."""
-    seen: dict[int, list[np.ndarray]] = {}
-    batches, functions_too = 0, False
-    given = _batches(model, data, inputs_only=call is None)
-    for batch in itertools.islice(given, steps):
-        found = _amaxes(model, call, batch, functions_too)
-        if not batches and not {id(v) for v in states} <= found.keys():
+    run: Run, batches: Iterable[Any], states: list[StateVariable]
+) -> dict[int, list[np.ndarray]] | None:
+    """The amaxes of the inputs, batch by batch, by the id of their state.
+
+    None if there is no batch.
+    """
+    seen: dict[int, list[np.ndarray]] | None = None
+    functions_too = False
+    for batch in batches:
+        found = _amaxes(run, batch, functions_too)
+        if seen is None and not {id(v) for v in states} <= found.keys():
             # Some are in functions that were compiled, or are not used.
-            less, found = found, _amaxes(model, call, batch, functions_too=True)
+            less, found = found, _amaxes(run, batch, functions_too=True)
             functions_too = less.keys() != found.keys()
+        seen = {} if seen is None else seen
         for key, amax in found.items():
             seen.setdefault(key, []).append(amax)
-        batches += 1
-    if not batches:
-        raise ValueError(_no_data(data))
     return seen
 
 
@@ -111,12 +122,7 @@ class _TracedError(Exception):
     """An amax has no number yet."""
 
 
-def _amaxes(
-    model: keras.Layer,
-    call: Callable[[Any], Any] | None,
-    batch: Any,
-    functions_too: bool,
-) -> dict[int, np.ndarray]:
+def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
     """The largest amax of the inputs of each contraction in a call.
 
     With `functions_too` also in functions that layers have compiled
@@ -136,17 +142,13 @@ def _amaxes(
         amax = ops.convert_to_numpy(scaling.amax(inputs))
         found[id(state)] = max(found.get(id(state), amax), amax)
 
-    functions = (
-        framework.functions_step_by_step()
-        if functions_too
-        else contextlib.nullcontext()
-    )
     try:
-        with contraction_hook(watch), framework.step_by_step(), functions:
-            if call is None:
-                model(batch, training=False)
-            else:
-                call(keras.tree.map_structure(_as_tensor, batch))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contraction_hook(watch))
+            stack.enter_context(framework.step_by_step())
+            if functions_too:
+                stack.enter_context(framework.functions_step_by_step())
+            run(batch)
     except _TracedError:
         return {}
     return found
