@@ -51,11 +51,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
       order of tf_keras: name, shape, dtype, initializer.
 
     Args:
-        *args: As for the layer.
-        autocast_args: Instead of the class attribute, for this layer.
-        autocast_exclude: Likewise.
-        strict: Likewise.
-        **kwargs: As for the layer.
+        *args, **kwargs: As for the layer.
+        autocast_args, autocast_exclude, strict: Instead of the attributes of
+            the class, for this layer.
 
     Attributes:
         autocast_args: `"all"`: floating tensors in every argument are cast
@@ -321,11 +319,8 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make tensors of arrays, and cast floats as the layer says.
 
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            symbolic: Whether to cast symbolic tensors. Not before Keras has
-                made a node of them, or each cast would be one too.
+        Symbolic tensors too, if Keras has made a node of them: before, each
+        cast would be a node of its own.
         """
         if not self.converts_arguments:
             return args, kwargs
