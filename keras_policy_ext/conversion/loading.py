@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +31,7 @@ from keras_policy_ext.conversion import (
     training,
 )
 from keras_policy_ext.conversion.candidates import Candidate, path_of
+from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -53,7 +53,7 @@ from keras_policy_ext.policies.of_layers import (
 
 
 def load_model(
-    path: str | os.PathLike[str],
+    path: PathLike,
     custom_objects: dict[str, object] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
@@ -94,7 +94,7 @@ def load_model(
         )
 
 
-def _load_model(path: str | os.PathLike[str], **options: Any) -> keras.Model:
+def _load_model(path: PathLike, **options: Any) -> keras.Model:
     """`load_model` of a file that is whole, and no stock float8."""
     with (
         lost_float8.silent(),
@@ -118,7 +118,7 @@ def _load_model(path: str | os.PathLike[str], **options: Any) -> keras.Model:
 
 
 def load_weights(
-    model: keras.Layer, path: str | os.PathLike[str], *, as_saved: bool = False
+    model: keras.Layer, path: PathLike, *, as_saved: bool = False
 ) -> None:
     """`model.load_weights`, all or nothing.
 
@@ -178,7 +178,7 @@ class _Found:
 
 
 def _load_as_saved(
-    model: keras.Layer, weights: str | os.PathLike[str], places: list[Candidate]
+    model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
     """Load weights, and let layers be what they were when saved.
 
@@ -205,8 +205,8 @@ def _load_as_saved(
 
 
 def _for_layers_of(
-    model: keras.Layer, path: str | os.PathLike[str]
-) -> AbstractContextManager[str | os.PathLike[str]]:
+    model: keras.Layer, path: PathLike
+) -> AbstractContextManager[PathLike]:
     """The file as the layers of a model read it.
 
     Layers in Keras's own float8 read it as Keras has written it.
@@ -217,7 +217,7 @@ def _for_layers_of(
     return stock_files.rewritten_weights(path)
 
 
-def _load(model: keras.Layer, weights: str | os.PathLike[str]) -> None:
+def _load(model: keras.Layer, weights: PathLike) -> None:
     """`model.load_weights`, whether the model says that it is built or not.
 
     Keras refuses one that is not, though all its parts may be.
@@ -231,7 +231,7 @@ def _load(model: keras.Layer, weights: str | os.PathLike[str]) -> None:
 
 
 def _read(
-    model: keras.Layer, weights: str | os.PathLike[str], places: list[Candidate]
+    model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]

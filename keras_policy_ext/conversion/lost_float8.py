@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 import warnings
 from collections.abc import Iterator
 
@@ -17,6 +16,7 @@ import h5py
 import keras
 
 from keras_policy_ext.conversion import weight_files
+from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers.state_files import VERSION_KEY
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
@@ -35,9 +35,7 @@ def silent() -> Iterator[None]:
         _silent.reset(token)
 
 
-def warn(
-    model: keras.Model, path: str | os.PathLike[str], stacklevel: int
-) -> None:
+def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
     """Warn if fewer layers are in float8 than when the model was saved.
 
     Of files other than `.keras` and folders nothing is known, and nothing said.
@@ -61,7 +59,7 @@ def warn(
         )
 
 
-def _count_saved(path: str | os.PathLike[str]) -> int:
+def _count_saved(path: PathLike) -> int:
     """How many layers have a float8 state, or a policy, in a file."""
     try:
         with weight_files.opened(path) as file:

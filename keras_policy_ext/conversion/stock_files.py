@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ import numpy as np
 
 from keras_policy_ext import policies
 from keras_policy_ext.conversion import files, weight_files
+from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.state_files import FORMAT_VERSION, VERSION_KEY
 
@@ -33,8 +33,8 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 
 @contextlib.contextmanager
 def rewritten_model(
-    path: str | os.PathLike[str],
-) -> Iterator[str | os.PathLike[str]]:
+    path: PathLike,
+) -> Iterator[PathLike]:
     """A file or folder of a model, in the form of this package.
 
     Yields:
@@ -63,8 +63,8 @@ def rewritten_model(
 
 @contextlib.contextmanager
 def rewritten_weights(
-    path: str | os.PathLike[str],
-) -> Iterator[str | os.PathLike[str]]:
+    path: PathLike,
+) -> Iterator[PathLike]:
     """A file of weights, or the weights of a model, in the same way.
 
     Yields:
@@ -82,7 +82,7 @@ def rewritten_weights(
         yield copy
 
 
-def _config_in(path: str | os.PathLike[str]) -> bytes:
+def _config_in(path: PathLike) -> bytes:
     """Read from where the user has it, which errors then name."""
     place = pathlib.Path(str(path))
     if place.is_dir():
@@ -91,7 +91,7 @@ def _config_in(path: str | os.PathLike[str]) -> bytes:
         return archive.read(_CONFIG)
 
 
-def _is_stock(path: str | os.PathLike[str]) -> bool:
+def _is_stock(path: PathLike) -> bool:
     """Whether some layer in a file is in Keras's own float8."""
     try:
         with weight_files.opened(path) as file:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import h5py
 
+PathLike = str | os.PathLike[str]
 WEIGHTS = "model.weights.h5"
 
 OF_DAMAGE = (
@@ -32,7 +33,7 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File | None]:
+def opened(path: PathLike) -> Iterator[h5py.File | None]:
     """The HDF5 file of weights in a `.keras` file, or folder, or by itself.
 
     Yields:
