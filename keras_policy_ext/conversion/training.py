@@ -18,7 +18,7 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.mixed_precision.gradients import is_overwritten
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def continued(model: keras.Layer) -> Iterator[None]:
         for layer in walking.layers_within(model)
         if isinstance(layer, keras.Model)
     ]
-    states = [v for v in model.variables if _is_state(v)]
+    states = [v for v in model.variables if is_overwritten(v)]
     yield
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
@@ -75,13 +75,6 @@ def replicas(model: keras.Layer) -> AbstractContextManager[object]:
     """The scope in which the variables of a model were made."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
-def _is_state(variable: keras.Variable) -> bool:
-    """Whether a variable is float8 state, of this package or of Keras."""
-    return isinstance(variable, StateVariable) or (
-        getattr(variable, "overwrite_with_gradient", False)
-    )
 
 
 def _update_optimizers(model: keras.Model, gone: set[int]) -> None:
@@ -139,7 +132,7 @@ def _has_all(model: keras.Model, known: list[keras.Variable] | None) -> bool:
     ids = {id(v) for v in known}
     if ids.isdisjoint(id(v) for v in model.variables):
         return True
-    weights = (v for v in model.trainable_variables if not _is_state(v))
+    weights = (v for v in model.trainable_variables if not is_overwritten(v))
     return all(id(v) in ids for v in weights)
 
 

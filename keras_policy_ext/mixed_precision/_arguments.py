@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
 
+from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.policies import loss_scales
 from keras_policy_ext.policies.loss_scales import (
     LARGEST,
@@ -34,18 +36,33 @@ class Settings(NamedTuple):
     max_skipped_steps: int | None = None
 
 
-def check_counts(gradients: int, variables: int) -> None:
-    """Raise if these cannot be pairs.
+def variables_of(
+    optimizer: keras.optimizers.Optimizer,
+    given: Iterable[keras.Variable] | None,
+    gradients: int,
+) -> list[keras.Variable]:
+    """The variables that so many gradients are for, as `apply` was told.
 
     Raises:
-        ValueError: If the numbers differ.
+        ValueError: If there are none, or another number of them.
     """
-    if gradients != variables:
+    if given is None and not optimizer.built:
+        raise ValueError(
+            "The optimizer does not know its variables yet. Received: "
+            "gradients with trainable_variables=None. Allowed: that, once "
+            "the optimizer is built. Call "
+            "optimizer.build(model.trainable_variables), or pass the "
+            "variables too."
+        )
+    known = optimizer_variables.known_to_optimizer(optimizer) or []
+    variables = known if given is None else list(given)
+    if gradients != len(variables):
         raise ValueError(
             "Each variable needs its gradient, or None. Received: "
-            f"{gradients} gradients and {variables} variables. "
+            f"{gradients} gradients and {len(variables)} variables. "
             "Allowed: as many of both. Give them in the same order."
         )
+    return variables
 
 
 def checked(given: Settings) -> Settings:

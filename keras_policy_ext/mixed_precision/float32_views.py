@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext.mixed_precision.gradients import is_overwritten
 from keras_policy_ext.numerics import stochastic_round
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
 
@@ -181,9 +182,7 @@ class Float32Views:
 
     def _of(self, variable: keras.Variable) -> Any:
         dtype = keras.backend.standardize_dtype(variable.dtype)
-        # State that is overwritten is not updated.
-        overwritten = getattr(variable, "overwrite_with_gradient", False)
-        if dtype not in ROUNDABLE or overwritten:
+        if dtype not in ROUNDABLE or is_overwritten(variable):
             return variable
         key = id(variable)
         if key not in self._views:

@@ -233,20 +233,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         if not grads:
             return
-        variables = self._variables_of(trainable_variables, len(grads))
-        scaled = not self._unscaling.is_done(grads)
+        variables = _arguments.variables_of(
+            self, trainable_variables, len(grads)
+        )
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
         framework = frameworks.current()
         finite = framework.on_all_replicas(scaling.all_finite(grads))
-        if scaled:
-            grads = self._unscaled(grads, variables)
-        elif self._unscaling.states_too:
-            grads = with_scaled_states(grads, variables, self._scale())
-        if self.inner_optimizer.gradient_accumulation_steps:
-            grads = as_accumulated(grads, variables)
         framework.run_if(
             finite,
             self.inner_optimizer.apply,
-            (grads, variables),
+            (self._to_apply(grads, variables), variables),
             self._updated_with(variables),
         )
         self._follow(finite)
@@ -397,23 +395,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads, ops.convert_to_tensor(self._scale()), left
         )
 
-    def _variables_of(
-        self, given: Iterable[keras.Variable] | None, count: int
-    ) -> list[keras.Variable]:
-        """The variables of so many gradients; builds the optimizer on them."""
-        if given is None and not self.built:
-            raise ValueError(
-                "The optimizer does not know its variables yet. Received: "
-                "gradients without variables. Allowed: that, once the "
-                "optimizer is built. Call optimizer.build(variables), or "
-                "pass the variables too."
-            )
-        variables = self._known() if given is None else list(given)
-        _arguments.check_counts(count, len(variables))
-        if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(variables)
-        return variables
+    def _to_apply(
+        self, grads: list[Tensor | None], variables: list[keras.Variable]
+    ) -> list[Tensor | None]:
+        """Gradients of the loss as the wrapped optimizer takes them."""
+        if not self._unscaling.is_done(grads):
+            grads = self._unscaled(grads, variables)
+        elif self._unscaling.states_too:
+            grads = with_scaled_states(grads, variables, self._scale())
+        if self.inner_optimizer.gradient_accumulation_steps:
+            grads = as_accumulated(grads, variables)
+        return grads
 
     def _updated_with(
         self, variables: list[keras.Variable]

@@ -116,8 +116,9 @@ class StochasticRounding(keras.optimizers.Optimizer):
             ValueError: If there are no variables to build the optimizer on,
                 or another number of them than of gradients.
         """
-        variables = self._variables_for(trainable_variables)
-        _arguments.check_counts(len(grads), len(variables))
+        variables = _arguments.variables_of(
+            self, trainable_variables, len(grads)
+        )
         if not self.built:
             self.build(variables)
         views = self._views.of(variables)
@@ -232,20 +233,6 @@ class StochasticRounding(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**{**config, "inner_optimizer": inner})
-
-    def _variables_for(
-        self, variables: Iterable[keras.Variable] | None
-    ) -> list[keras.Variable]:
-        if variables is not None:
-            return list(variables)
-        if not self.built:
-            raise ValueError(
-                "An optimizer that is not built needs to be told its "
-                "variables. Received: trainable_variables=None. Allowed: a "
-                "list of variables. Pass it to `apply`, or call "
-                "`optimizer.build(model.trainable_variables)` first."
-            )
-        return optimizer_variables.known_to_optimizer(self) or []
 
 
 def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
