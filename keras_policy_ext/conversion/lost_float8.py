@@ -42,7 +42,7 @@ def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
     """
     if _silent.get():
         return
-    saved = _count_saved(path)
+    saved = weight_files.count(path, _is_state)
     layers = layers_in_float8(model) if saved else []
     now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:
@@ -57,17 +57,6 @@ def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
             UserWarning,
             stacklevel=stacklevel + 1,
         )
-
-
-def _count_saved(path: PathLike) -> int:
-    """How many layers have a float8 state, or a policy, in a file."""
-    try:
-        with weight_files.opened(path) as file:
-            if file is None:
-                return 0
-            return sum(map(_is_state, weight_files.groups(file)))
-    except weight_files.OF_DAMAGE:
-        return 0  # Keras has just loaded it: what is in it is its matter.
 
 
 def _is_state(group: h5py.Group) -> bool:

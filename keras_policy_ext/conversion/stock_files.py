@@ -44,7 +44,7 @@ def rewritten_model(
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    if not _is_stock(path):
+    if not weight_files.count(path, _own_count):
         yield path
         return
     config = json.dumps(_own_policies(json.loads(_config_in(path))))
@@ -70,7 +70,7 @@ def rewritten_weights(
     Yields:
         `path`, or the path of a `.weights.h5` file.
     """
-    if not _is_stock(path):
+    if not weight_files.count(path, _own_count):
         yield path
         return
     with (
@@ -89,17 +89,6 @@ def _config_in(path: PathLike) -> bytes:
         return (place / _CONFIG).read_bytes()
     with zipfile.ZipFile(place) as archive:
         return archive.read(_CONFIG)
-
-
-def _is_stock(path: PathLike) -> bool:
-    """Whether some layer in a file is in Keras's own float8."""
-    try:
-        with weight_files.opened(path) as file:
-            if file is None:
-                return False
-            return any(_own_count(x) for x in weight_files.groups(file))
-    except weight_files.OF_DAMAGE:
-        return False
 
 
 def _rewrite(path: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import h5py
@@ -69,6 +69,16 @@ def groups(file: h5py.File) -> list[h5py.Group]:
 
     file.visititems(visit)
     return found
+
+
+def count(path: PathLike, wanted: Callable[[h5py.Group], object]) -> int:
+    """How many `groups` of a file are wanted; 0 if it cannot be read."""
+    try:
+        with opened(path) as file:
+            found = [] if file is None else groups(file)
+            return sum(bool(wanted(group)) for group in found)
+    except OF_DAMAGE:
+        return 0
 
 
 @contextlib.contextmanager
