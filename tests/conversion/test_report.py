@@ -204,6 +204,13 @@ def test_more_rows_than_fit_are_left_out_and_counted(width, monkeypatch):
     assert report.table(full=True).count("/dense") == 240
 
 
+def test_rows_in_float8_come_first_those_with_most_work_before_others():
+    text = str(made_up(classes=4))
+    assert re.findall(r"SomeLayer\d", text) == [
+        f"SomeLayer{number}" for number in (2, 0, 3, 1)
+    ]
+
+
 def test_a_cell_that_is_too_long_ends_in_an_ellipsis():
     reason = "such a class has no form, " * 9
     table = tables.Table([tables.Column("why")], [[reason]])
