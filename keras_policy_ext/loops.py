@@ -193,7 +193,7 @@ def _variables(model: Any, kind: str) -> list[keras.Variable]:
 
 
 def _check(
-    variables: list[keras.Variable], tensors: Sequence[Any], what: str
+    variables: list[keras.Variable], tensors: Sequence[Tensor | None], what: str
 ) -> None:
     """Raise if these are not one for each variable, in order."""
     order = "Pass them in the order of `model.trainable_variables`."

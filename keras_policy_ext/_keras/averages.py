@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+Tensor = Any
+
 
 class _StandIn(keras.Variable):
     """Stands where an optimizer keeps the moving average of a variable.
@@ -20,7 +22,7 @@ class _StandIn(keras.Variable):
     def __init__(self, variable: keras.Variable):
         self._copies = keras.backend.backend() == "tensorflow"
 
-        def initial(shape: Any, dtype: Any = None) -> Any:
+        def initial(shape: Sequence[int], dtype: str | None = None) -> Tensor:
             if self._copies:
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
@@ -38,7 +40,7 @@ class _StandIn(keras.Variable):
             **({} if layout is None else {"layout": layout}),
         )
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Tensor) -> None:
         """Stay as it is."""
 
     def follow(self, variable: keras.Variable) -> None:
@@ -59,13 +61,13 @@ class NotAveraged:
 
     _stand_in: _StandIn | None = None
 
-    def stand_in(self) -> Any:
+    def stand_in(self) -> keras.Variable:
         """What optimizers get in the place of an average."""
         if self._stand_in is None:
             self._stand_in = _StandIn(self)
         return self._stand_in
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """Assign, and let the stand-in follow."""
         parent: Any = super()
         assigned = parent.assign(value)
@@ -104,7 +106,9 @@ def leave_out_of_averages() -> None:
         return
 
     @functools.wraps(build)
-    def filled(self: Any, variables: Any) -> None:
+    def filled(
+        self: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    ) -> None:
         build(self, variables)
         fill_averages(self, list(variables))
 

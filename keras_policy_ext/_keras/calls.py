@@ -1,5 +1,6 @@
 """What happens around a layer's `call`: its context, casts, masks, loops."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +21,8 @@ try:
 except ImportError:  # Keras has moved it: see `keep_mask`.
     _masking = None
 
+
+Tensor = Any
 
 PARTS_OF_LSTM_STEPS = (
     "_compute_carry_and_output",
@@ -64,7 +67,7 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     return _AutocastScope(dtype)
 
 
-def stored_autocast_scope() -> Any:
+def stored_autocast_scope() -> object:
     """The `autocast_scope` that this thread is in, None if in none.
 
     Read off Keras's thread-local state, which has no public form (keras 3.0
@@ -76,7 +79,7 @@ def stored_autocast_scope() -> Any:
     return _global_state.get_global_attribute("autocast_scope")
 
 
-def store_autocast_scope(scope: Any) -> None:
+def store_autocast_scope(scope: object) -> None:
     """Put this thread into an `autocast_scope`; None: into none.
 
     Raises:
@@ -121,7 +124,7 @@ class OwnArgumentConversion:
         self.__dict__["_converts_arguments"] = bool(value)
 
 
-def keep_mask(old: Any, new: Any) -> Any:
+def keep_mask(old: Tensor, new: Tensor) -> Tensor:
     """Give a tensor the Keras mask of the one that it was cast from; return it.
 
     As Keras does when it casts arguments. Masks are attributes of tensors
@@ -151,7 +154,7 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
 class _WithCell:
     """An RNN layer as its own `inner_loop` sees it, but for the cell."""
 
-    def __init__(self, layer: keras.layers.RNN, cell: Any):
+    def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
         self._layer = layer
         self.cell = cell
 
@@ -161,11 +164,11 @@ class _WithCell:
 
 def run_recurrent_loop(
     layer: keras.layers.RNN,
-    step: Any,
-    inputs: Any,
-    initial_state: Any,
-    mask: Any,
-) -> Any:
+    step: Callable[..., object],
+    inputs: Tensor,
+    initial_state: list[Tensor],
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`keras.layers.RNN.inner_loop` of a layer around another step.
 
     There is no public loop over time steps with masks, and the one of `RNN`

@@ -12,7 +12,10 @@ except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
 
 
-def value_without_autocast(variable: Any) -> Any:
+Tensor = Any
+
+
+def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
     """The tensor in a variable, in the variable's own dtype.
 
     Inside a mixed-precision layer Keras hands out a copy in the compute
@@ -66,7 +69,7 @@ def has_value(variable: keras.Variable) -> bool:
     return bool(scope) and scope.get_current_value(variable) is not None
 
 
-def _is_deleted(value: Any) -> bool:
+def _is_deleted(value: Tensor) -> bool:
     """Whether JAX has donated this array, or a part of it, to a computation.
 
     On several devices the array passes for a whole one if NumPy has a view
@@ -91,10 +94,10 @@ class TellsItsValue:
     elsewhere, that is not called. Expires with a public hook.
     """
 
-    def value_made(self, value: Any) -> None:
+    def value_made(self, value: Tensor) -> None:
         """Called once with the tensor."""
 
-    def _initialize(self, value: Any) -> None:
+    def _initialize(self, value: Tensor) -> None:
         parent: Any = super()
         parent._initialize(value)
         self.value_made(vars(self).get("_value"))

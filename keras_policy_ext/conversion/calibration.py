@@ -134,7 +134,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
     found: dict[int, np.ndarray] = {}
     framework = frameworks.current()
 
-    def watch(state: Any, inputs: Any) -> None:
+    def watch(state: StateVariable | None, inputs: Any) -> None:
         if state is None:
             return
         if not framework.runs_now():

@@ -166,8 +166,8 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     def stateless_call(
         self,
-        trainable_variables: list[Any],
-        non_trainable_variables: list[Any],
+        trainable_variables: list[Tensor],
+        non_trainable_variables: list[Tensor],
         *args: Any,
         return_losses: bool = False,
         **kwargs: Any,
@@ -233,7 +233,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return super().rematerialized_call(call, *args, **kwargs)
 
     @property
-    def losses(self) -> list[Any]:
+    def losses(self) -> list[Tensor]:
         """`Layer.losses`, of variables in their own dtype."""
         with calls.autocast_scope(None):
             return super().losses

@@ -11,6 +11,8 @@ from keras_policy_ext import _scopes
 from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext.policies import FLOATS
 
+Tensor = Any
+
 _SCOPES = _scopes.Scopes(
     "autocast_scope", calls.stored_autocast_scope, calls.store_autocast_scope
 )
@@ -67,17 +69,17 @@ class AutocastVariable(keras.Variable):
     owner: Any
     asked: bool
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """`keras.Variable.assign`, with `value` read in its own dtype."""
         with calls.autocast_scope(None):
             return super().assign(value)
 
-    def assign_add(self, value: Any) -> Any:
+    def assign_add(self, value: Tensor) -> Tensor:
         """Add in the dtype of the variable."""
         with calls.autocast_scope(None):
             return super().assign_add(value)
 
-    def assign_sub(self, value: Any) -> Any:
+    def assign_sub(self, value: Tensor) -> Tensor:
         """Subtract in the dtype of the variable."""
         with calls.autocast_scope(None):
             return super().assign_sub(value)
@@ -103,7 +105,7 @@ def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
     variable.follow(mixed)
 
 
-def assigned_variables(value: Any) -> list[keras.Variable]:
+def assigned_variables(value: object) -> list[keras.Variable]:
     """The variables in an attribute: itself, or in lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())

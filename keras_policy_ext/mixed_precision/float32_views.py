@@ -86,7 +86,7 @@ class Float32View(_Base):
             self._kept = value
         return value
 
-    def assign(self, value: Any) -> Tensor:
+    def assign(self, value: Tensor) -> Tensor:
         """Round into the variable, or keep until `settle`."""
         value = ops.convert_to_tensor(value, dtype="float32")
         if self._held:
@@ -95,11 +95,11 @@ class Float32View(_Base):
             self._round(value)
         return value
 
-    def assign_add(self, value: Any) -> Tensor:
+    def assign_add(self, value: Tensor) -> Tensor:
         """`assign` the sum of the float32 value and this one."""
         return self.assign(ops.add(self.value, value))
 
-    def assign_sub(self, value: Any) -> Tensor:
+    def assign_sub(self, value: Tensor) -> Tensor:
         """`assign` the difference of the float32 value and this one."""
         return self.assign(ops.subtract(self.value, value))
 
@@ -145,7 +145,9 @@ class Float32View(_Base):
     def __repr__(self) -> str:
         return f"<{self._variable.path} in float32>"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: str | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.asarray(ops.convert_to_numpy(self.value), dtype)
 
     def __jax_array__(self) -> Tensor:
@@ -180,7 +182,7 @@ class Float32Views:
             for view in views:
                 view.release()
 
-    def _of(self, variable: keras.Variable) -> Any:
+    def _of(self, variable: keras.Variable) -> keras.Variable | Float32View:
         dtype = keras.backend.standardize_dtype(variable.dtype)
         if dtype not in ROUNDABLE or is_overwritten(variable):
             return variable

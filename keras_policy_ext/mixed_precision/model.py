@@ -89,7 +89,7 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
         callbacks: Any = None,
         *args: Any,
         **kwargs: Any,
-    ) -> Any:
+    ) -> keras.callbacks.History:
         """`keras.Model.fit`, which ends when too many steps were skipped.
 
         Raises:

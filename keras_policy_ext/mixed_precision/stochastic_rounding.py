@@ -166,7 +166,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         ]
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> keras.Variable:
         """The inner optimizer's."""
         return self.inner_optimizer.iterations
 

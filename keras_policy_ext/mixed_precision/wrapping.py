@@ -19,7 +19,9 @@ from keras_policy_ext.policies.loss_scales import DynamicLossScale, LossScale
 NAME = "loss_scale_optimizer"
 
 
-def wrap_optimizer(optimizer: object, policy: object = None) -> Any:
+def wrap_optimizer(
+    optimizer: object, policy: object = None
+) -> keras.optimizers.Optimizer:
     """The optimizer for models under a policy: wrapped if that needs it.
 
     Args:
@@ -86,7 +88,9 @@ def loss_scale_of_model(model: keras.Model) -> LossScale | None:
     return None
 
 
-def wrap_for_model(model: keras.Model, optimizer: object) -> Any:
+def wrap_for_model(
+    model: keras.Model, optimizer: object
+) -> keras.optimizers.Optimizer:
     """`wrap_optimizer` for the policies of all layers of a model."""
     return _wrapped(optimizer, loss_scale_of_model(model))
 
@@ -160,7 +164,9 @@ def remember_compiled(model: keras.Model) -> None:
     saving_hooks.amend_compile_config(model, changes)
 
 
-def _wrapped(optimizer: object, loss_scale: LossScale | None) -> Any:
+def _wrapped(
+    optimizer: object, loss_scale: LossScale | None
+) -> keras.optimizers.Optimizer:
     found = keras.optimizers.get(optimizer)
     if found is None or loss_scale is None or _scales_itself(found):
         return found

@@ -1,6 +1,6 @@
 """A policy with a field more than its name, in the form Keras preserves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import keras
@@ -56,7 +56,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     def __len__(self) -> int:
         return 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(())
 
     def __bool__(self) -> bool:

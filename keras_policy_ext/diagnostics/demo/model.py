@@ -42,7 +42,7 @@ class CausalAttention(keras.layers.Layer):
         return query_shape
 
 
-def decoder(tokens: int, size: Size, policy: Any) -> keras.Model:
+def decoder(tokens: int, size: Size, policy: object) -> keras.Model:
     """Build the model: characters in, logits of the next ones out.
 
     The layers that multiply with a matrix come from this package and follow
