@@ -58,11 +58,6 @@ def check_weights(path: PathLike) -> None:
         _check_archive(path)
 
 
-def has_policies(path: PathLike) -> bool:
-    """Whether this is a format in which layers have groups of their own."""
-    return not str(path).endswith((".h5", ".hdf5"))
-
-
 @contextlib.contextmanager
 def weights_of(path: PathLike) -> Iterator[str]:
     """The file of weights in a file or folder of a model.

@@ -103,8 +103,8 @@ def _load_model(path: PathLike, **options: Any) -> keras.Model:
     ):
         model = keras.saving.load_model(path, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
-    if not files.has_policies(path):
-        places = []
+    if str(path).endswith((".h5", ".hdf5")):
+        places = []  # No layer has a group of its own there.
     if places or scalers.may_differ(model):
         with files.weights_of(path) as weights:
             again = scalers.restore(model, weights)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -150,7 +151,7 @@ class LayerTables:
         Returns:
             Lines as wide as the terminal; wider only where a single word is.
         """
-        width = tables.terminal_width()
+        width = shutil.get_terminal_size((80, 24)).columns
         head = _wrapped(self._head(), width)
         notes = self._notes(full)
         if full:

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import itertools
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 
 GAP = "  "
@@ -160,11 +159,6 @@ class Table:
             for cell, column in zip(cells, columns, strict=True)
         )
         return list(itertools.chain.from_iterable(lines))
-
-
-def terminal_width() -> int:
-    """Characters in a line of the terminal; 80 where there is none."""
-    return shutil.get_terminal_size((80, 24)).columns
 
 
 def printable(text: str) -> str:

@@ -88,13 +88,6 @@ def loss_scale_of_model(model: keras.Model) -> LossScale | None:
     return None
 
 
-def wrap_for_model(
-    model: keras.Model, optimizer: object
-) -> keras.optimizers.Optimizer:
-    """`wrap_optimizer` for the policies of all layers of a model."""
-    return _wrapped(optimizer, loss_scale_of_model(model))
-
-
 def compile(
     model: keras.Model,
     optimizer: object = "rmsprop",
@@ -146,7 +139,7 @@ def compile_by(
         kwargs = {**kwargs, name: False}
         given = takes.bind(optimizer, *args, **kwargs)
     if auto_scale_loss:
-        optimizer = wrap_for_model(model, optimizer)
+        optimizer = _wrapped(optimizer, loss_scale_of_model(model))
     method(optimizer, *given.args[1:], **given.kwargs)
     remember_compiled(model)
 
