@@ -30,6 +30,7 @@ _HINTS = {
     "learning_rate": "optimizers.schedules",
 }
 _PASSED_ON = frozenset({"__tensor__", "__numpy__", "__bytes__", "__slice__"})
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _RENAMED_ACTIVATIONS = {"softmax_v2": "softmax"}
 
 
@@ -242,9 +243,7 @@ class Rewriter:
         changes.revise(kind, name, fields, known)
         if found.kind == "layers" and name in changes.NOTES:
             self.problems.notes.append(f"{where} {changes.NOTES[name]}")
-        if fields.get("synchronized") and keras.backend.backend() != (
-            "tensorflow"
-        ):
+        if fields.get("synchronized") and not _ON_TENSORFLOW:
             fields["synchronized"] = False
             self.problems.notes.append(
                 f"{where} no longer synchronizes replicas: Keras 3 does so "

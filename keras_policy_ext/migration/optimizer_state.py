@@ -100,10 +100,9 @@ def load(
     ]
     targets = {slot: _targets(optimizer, trained, slot) for slot, _ in slots}
     for (slot, variable), value in zip(slots, arrays, strict=True):
-        target = targets[slot].get(id(variable))
         # SGD without momentum: tf_keras has slots of zeros, Keras 3 none.
-        if target is not None:
-            target.assign(value)
+        if id(variable) in targets[slot]:
+            targets[slot][id(variable)].assign(value)
     return None
 
 

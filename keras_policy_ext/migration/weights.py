@@ -109,24 +109,32 @@ def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
         )
     count = 0
     for child, child_config in children:
-        name = _name(child_config)
-        trainable, others = legacy_order(child, child_config)
-        weights = _unique([*trainable, *others])
-        saved = files.saved_weights(files.member(group, name))
-        if len(saved) != len(weights):
-            raise ValueError(
-                f"The layer {name!r} has another number of weights. Received: "
-                f"{len(saved)} arrays. Allowed: {len(weights)}. Check that "
-                "custom layers are those of the file."
-            )
-        if isinstance(child, keras.layers.Bidirectional):
-            weights, saved = _forward_first(child, child_config, weights, saved)
+        weights, saved = _paired(child, child_config, group)
         for variable, (path, dataset) in zip(weights, saved, strict=True):
             variable.assign(files.array(dataset, variable.shape, path))
         if weights and hasattr(child, "finalize_state"):
             child.finalize_state()
         count += len(saved)
     return count
+
+
+def _paired(
+    layer: keras.Layer, config: Config, group: h5py.Group
+) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
+    """The weights of a layer, and what the file has for each, in one order."""
+    name = _name(config)
+    trainable, others = legacy_order(layer, config)
+    weights = _unique([*trainable, *others])
+    saved = files.saved_weights(files.member(group, name))
+    if len(saved) != len(weights):
+        raise ValueError(
+            f"The layer {name!r} has another number of weights. Received: "
+            f"{len(saved)} arrays. Allowed: {len(weights)}. Check that custom "
+            "layers are those of the file."
+        )
+    if isinstance(layer, keras.layers.Bidirectional):
+        return _forward_first(layer, config, weights, saved)
+    return weights, saved
 
 
 def _forward_first(
