@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import keras
 
@@ -64,14 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
-    command: argparse.ArgumentParser = arguments.parser
     try:
         _check_backend(getattr(arguments, "backend", None))
-        prepared = arguments.prepare(arguments)
+        run = arguments.prepare(arguments)
     except ValueError as error:
-        command.error(str(error))
+        arguments.parser.error(str(error))
     try:
-        arguments.run(arguments, prepared)
+        run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -100,20 +99,51 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True
     )
     _add_demo(commands)
-    _add_doctor(commands)
+    _add(
+        commands,
+        _doctor,
+        "what runs natively in float8 on this machine, and why",
+        _DOCTOR,
+    )
     _add_inspect(commands)
     _add_migrate(commands)
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add(
+    commands: argparse._SubParsersAction[_Parser],
+    prepare: Callable[[argparse.Namespace], Callable[[], object]],
+    help: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    """Add a command of the name of the function that prepares it.
+
+    What is wrong is a ValueError there; it returns what then runs.
+    """
     parser = commands.add_parser(
-        "demo",
-        help="train in float32, bfloat16 and float8 and compare",
-        description=_DEMO,
+        prepare.__name__.removeprefix("_"),
+        help=help,
+        description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_backend(parser)
+    parser.add_argument(
+        "--backend",
+        choices=sorted(BACKENDS),
+        help="framework; without it KERAS_BACKEND, and where that is not "
+        f"set, the first installed of {', '.join(BACKENDS)}",
+        default=argparse.SUPPRESS,
+    )
+    parser.set_defaults(parser=parser, prepare=prepare)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = _add(
+        commands,
+        _demo,
+        "train in float32, bfloat16 and float8 and compare",
+        _DEMO,
+    )
     parser.add_argument(
         "--text",
         metavar="FILE",
@@ -142,47 +172,31 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         default="keras-policy-ext-demo",
         help="folder for the plot and the CSV file; made if missing",
     )
-    parser.set_defaults(parser=parser, prepare=_prepare_demo, run=_run_demo)
-
-
-def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="what runs natively in float8 on this machine, and why",
-        description=_DOCTOR,
-    )
-    _add_backend(doctor)
-    doctor.set_defaults(
-        parser=doctor, prepare=lambda arguments: None, run=_run_doctor
-    )
 
 
 def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="what each layer of a saved model computes in",
-        description=_INSPECT,
+    parser = _add(
+        commands,
+        _inspect,
+        "what each layer of a saved model computes in",
+        _INSPECT,
     )
-    _add_backend(parser)
     parser.add_argument("file", metavar="FILE", help="a .keras file")
     parser.add_argument(
         "--full",
         action="store_true",
         help="every layer with weights, with its amaxes and scales",
-    )
-    parser.set_defaults(
-        parser=parser, prepare=_prepare_inspect, run=_run_inspect
+        default=argparse.SUPPRESS,
     )
 
 
 def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = commands.add_parser(
-        "migrate",
-        help="make a Keras 3 file of one that tf_keras wrote",
-        description=_MIGRATE,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = _add(
+        commands,
+        _migrate,
+        "make a Keras 3 file of one that tf_keras wrote",
+        _MIGRATE,
     )
-    _add_backend(parser)
     parser.add_argument("input", metavar="IN", help="a .h5 or .keras file")
     parser.add_argument(
         "output", metavar="OUT", help="the .keras file to write"
@@ -195,19 +209,6 @@ def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     parser.add_argument(
         "--force", action="store_true", help="overwrite OUT if it exists"
-    )
-    parser.set_defaults(
-        parser=parser, prepare=_prepare_migrate, run=_run_migrate
-    )
-
-
-def _add_backend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        choices=sorted(BACKENDS),
-        help="framework; without it KERAS_BACKEND, and where that is not "
-        f"set, the first installed of {', '.join(BACKENDS)}",
-        default=argparse.SUPPRESS,
     )
 
 
@@ -224,8 +225,8 @@ def _at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def _prepare_demo(arguments: argparse.Namespace) -> demo.Prepared:
-    return demo.prepare(
+def _demo(arguments: argparse.Namespace) -> Callable[[], object]:
+    prepared = demo.prepare(
         demo.Settings(
             steps=arguments.steps,
             seed=arguments.seed,
@@ -234,32 +235,28 @@ def _prepare_demo(arguments: argparse.Namespace) -> demo.Prepared:
             out=arguments.out,
         )
     )
+    return lambda: demo.run(prepared)
 
 
-def _run_demo(arguments: argparse.Namespace, prepared: demo.Prepared) -> None:
-    demo.run(prepared)
+def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
+    from keras_policy_ext.diagnostics import doctor
+
+    return doctor.run
 
 
-def _prepare_inspect(arguments: argparse.Namespace) -> Any:
+def _inspect(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.conversion import load_model
-
-    try:
-        return load_model(arguments.file, compile=False)
-    except (OSError, TypeError) as error:
-        raise ValueError(f"cannot load {arguments.file}: {error}") from error
-
-
-def _run_inspect(arguments: argparse.Namespace, model: Any) -> None:
     from keras_policy_ext.diagnostics.inspection import inspect
 
-    inspection = inspect(model)
-    if arguments.full:
-        print(inspection.table(full=True))
-    else:
-        print(inspection.overview(every="Every layer: --full").text())
+    full = getattr(arguments, "full", False)
+    try:
+        model = load_model(arguments.file, compile=False)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"cannot load {arguments.file}: {error}") from error
+    return lambda: print(inspect(model).table(full, "Every layer: --full"))
 
 
-def _prepare_migrate(arguments: argparse.Namespace) -> Any:
+def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.migration import command
 
     return command.prepare(
@@ -267,14 +264,4 @@ def _prepare_migrate(arguments: argparse.Namespace) -> Any:
         arguments.output,
         on_loss_scale=arguments.on_loss_scale,
         force=arguments.force,
-    )
-
-
-def _run_migrate(arguments: argparse.Namespace, prepared: Any) -> None:
-    prepared.run()
-
-
-def _run_doctor(arguments: argparse.Namespace, prepared: None) -> None:
-    from keras_policy_ext.diagnostics import doctor
-
-    doctor.run()
+    ).run

@@ -30,7 +30,7 @@ Tensor = Any
 __all__ = ["is_state", "parameters", "settle", "settled", "weights"]
 
 
-def is_state(variable: Any) -> bool:
+def is_state(variable: object) -> bool:
     """Whether a variable is float8 state, and not for an optimizer.
 
     Args:
@@ -42,7 +42,7 @@ def is_state(variable: Any) -> bool:
     return isinstance(variable, StateVariable)
 
 
-def weights(model: Any) -> list[Any]:
+def weights(model: Any) -> list[keras.Variable]:
     """The weights of a model without its float8 state.
 
     They are those of `model.weights` while it was not converted, in the same
@@ -161,18 +161,20 @@ def settled(
     ]
 
 
-def _settled(variable: Any, gradient: Tensor | None, value: Tensor) -> Tensor:
+def _settled(
+    variable: keras.Variable, gradient: Tensor | None, value: Tensor
+) -> Tensor:
     if not is_state(variable) or gradient is None:
         return value
     variable.uses = 0
     return frameworks.current().settle(variable.settling, gradient, value)
 
 
-def _trainable(model: Any) -> list[Any]:
+def _trainable(model: Any) -> list[keras.Variable]:
     return _variables(model, "trainable_variables")
 
 
-def _variables(model: Any, kind: str) -> list[Any]:
+def _variables(model: Any, kind: str) -> list[keras.Variable]:
     """The variables of one kind, of a Keras layer or of those in a module."""
     if isinstance(model, keras.Layer):
         return list(getattr(model, kind))
@@ -188,7 +190,9 @@ def _variables(model: Any, kind: str) -> list[Any]:
     return list(found.values())
 
 
-def _check(variables: list[Any], tensors: Sequence[Any], what: str) -> None:
+def _check(
+    variables: list[keras.Variable], tensors: Sequence[Tensor | None], what: str
+) -> None:
     """Raise if these are not one for each variable, in order."""
     order = "Pass them in the order of `model.trainable_variables`."
     if len(tensors) != len(variables):

@@ -29,13 +29,7 @@ NamedRules = tuple[tuple[str, str | None], ...]
 
 
 class PolicyName(NamedTuple):
-    """The parts of a full name.
-
-    Attributes:
-        spec: The recipe's compact string; None where the name has none.
-        source: The source policy's name.
-        rules: Pairs `(pattern, policy name or None)`.
-    """
+    """The parts of a full name; the spec is None where it has none."""
 
     spec: str | None
     source: str
@@ -56,12 +50,6 @@ def is_full_name(name: str) -> bool:
 
 def parse(name: str) -> PolicyName:
     """Split a full name into its parts.
-
-    Args:
-        name: A string for which `is_full_name` holds.
-
-    Returns:
-        Its `PolicyName`.
 
     Raises:
         ValueError: If it doesn't follow the grammar of this module.
@@ -89,9 +77,6 @@ def render(
         spec: The recipe's compact string, `""` for the default recipe.
         source: The source policy's name.
         rules: Pairs `(pattern, policy name or None)`.
-
-    Returns:
-        The full name.
     """
     mode = f"float8/{spec}" if spec else "float8"
     pairs = [list(rule) for rule in rules]

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras import ops
 
+Tensor = Any
 
-def has_flash_attention(layer: Any) -> bool:
+
+def has_flash_attention(layer: keras.Layer) -> bool:
     """Whether a layer was made with `flash_attention=True`.
 
     Its config does not say it (`_flash_attention`, keras 3.7 to 3.15). Where
@@ -16,7 +19,7 @@ def has_flash_attention(layer: Any) -> bool:
 
 
 def replace_attention(
-    layer: Any, mixin: type, attend: Callable[..., Any] | None
+    layer: keras.Layer, mixin: type, attend: Callable[..., object] | None
 ) -> None:
     """Let one layer compute attention otherwise; None: as its class does.
 
@@ -35,17 +38,17 @@ def replace_attention(
 
 
 def attend(
-    layer: Any,
-    scored: Callable[..., Any],
-    contracted: Callable[..., Any],
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
+    layer: keras.Layer,
+    scored: Callable[..., Tensor],
+    contracted: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     training: bool | None = None,
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """What `_compute_attention` is, with both products by other functions.
 
     Masks, softmax, dropout and the equations are those of the stock layer,

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+Tensor = Any
+
 
 class _StandIn(keras.Variable):
     """Stands where an optimizer keeps the moving average of a variable.
@@ -17,10 +19,10 @@ class _StandIn(keras.Variable):
     nothing.
     """
 
-    def __init__(self, variable: Any):
+    def __init__(self, variable: keras.Variable):
         self._copies = keras.backend.backend() == "tensorflow"
 
-        def initial(shape: Any, dtype: Any = None) -> Any:
+        def initial(shape: Sequence[int], dtype: str | None = None) -> Tensor:
             if self._copies:
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
@@ -38,10 +40,10 @@ class _StandIn(keras.Variable):
             **({} if layout is None else {"layout": layout}),
         )
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Tensor) -> None:
         """Stay as it is."""
 
-    def follow(self, variable: Any) -> None:
+    def follow(self, variable: keras.Variable) -> None:
         """Hold what the variable holds now, where that is due."""
         if self._copies:
             super().assign(variable.value)
@@ -59,13 +61,13 @@ class NotAveraged:
 
     _stand_in: _StandIn | None = None
 
-    def stand_in(self) -> Any:
+    def stand_in(self) -> keras.Variable:
         """What optimizers get in the place of an average."""
         if self._stand_in is None:
             self._stand_in = _StandIn(self)
         return self._stand_in
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """Assign, and let the stand-in follow."""
         parent: Any = super()
         assigned = parent.assign(value)
@@ -74,13 +76,10 @@ class NotAveraged:
         return assigned
 
 
-def fill_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Put the stand-ins of variables where an optimizer has None.
-
-    Args:
-        optimizer: A built optimizer, with `use_ema` or without.
-        variables: Those that it was built with, in order.
-    """
+def fill_averages(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
+    """Put the stand-ins of variables where a built optimizer has None."""
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     for index, average in enumerate(averages):
         variable = variables[index]
@@ -107,7 +106,9 @@ def leave_out_of_averages() -> None:
         return
 
     @functools.wraps(build)
-    def filled(self: Any, variables: Any) -> None:
+    def filled(
+        self: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    ) -> None:
         build(self, variables)
         fill_averages(self, list(variables))
 

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import keras
+
 
 @contextlib.contextmanager
-def unlocked(layer: Any) -> Iterator[None]:
+def unlocked(layer: keras.Layer) -> Iterator[None]:
     """Let a built layer get or lose variables and sub-layers for a while.
 
     What `quantize` of Keras's own layers does (keras 3.10 to 3.15). Expires
@@ -23,7 +25,7 @@ def unlocked(layer: Any) -> Iterator[None]:
             layer._tracker.lock()
 
 
-def swap_class(layer: Any, cls: type) -> None:
+def swap_class(layer: keras.Layer, cls: type) -> None:
     """Give a built layer another class, one of the same attributes.
 
     Keras keeps what it found out about `call` when the layer was made, such
@@ -48,7 +50,7 @@ def swap_class(layer: Any, cls: type) -> None:
     _renew_quantize(layer)
 
 
-def _renew_quantize(layer: Any) -> None:
+def _renew_quantize(layer: keras.Layer) -> None:
     """Let `layer.quantize` be that of the class that the layer now has.
 
     Keras gives each layer a function of that name when it is made, which
@@ -74,7 +76,7 @@ def _renew_quantize(layer: Any) -> None:
 _GIVEN_QUANTIZE = "_quantize_given_by_keras"
 
 
-def put_class_back(layer: Any, cls: type) -> None:
+def put_class_back(layer: keras.Layer, cls: type) -> None:
     """Undo `swap_class` in a layer whose attributes are put back already."""
     object.__setattr__(layer, "__class__", cls)
 
@@ -130,7 +132,7 @@ class QuantizedAsLeaf:
         return found[:1] if leaf else found
 
 
-def skip_in_quantize(layer: Any) -> None:
+def skip_in_quantize(layer: keras.Layer) -> None:
     """Let `Model.quantize` pass by a layer without a warning.
 
     It warns of each layer without a `quantize` (keras 3.12 to 3.15), and
@@ -145,7 +147,7 @@ def _stays(*args: Any, **kwargs: Any) -> None:
     """Quantize nothing."""
 
 
-def detach(layer: Any, name: str) -> None:
+def detach(layer: keras.Layer, name: str) -> None:
     """Take a sub-layer out of an unlocked layer, and its attribute.
 
     Deleting the attribute leaves the sub-layer tracked (keras 3.0 to 3.15).
@@ -154,7 +156,7 @@ def detach(layer: Any, name: str) -> None:
     delattr(layer, name)
 
 
-def track_again(layers: Iterable[Any]) -> None:
+def track_again(layers: Iterable[keras.Layer]) -> None:
     """Let PyTorch see the variables that layers have now.
 
     Keras's layers on torch register their variables as parameters when they

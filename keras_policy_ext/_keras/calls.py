@@ -1,5 +1,7 @@
 """What happens around a layer's `call`: its context, casts, masks, loops."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -19,6 +21,8 @@ try:
 except ImportError:  # Keras has moved it: see `keep_mask`.
     _masking = None
 
+
+Tensor = Any
 
 PARTS_OF_LSTM_STEPS = (
     "_compute_carry_and_output",
@@ -48,7 +52,7 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
-def autocast_scope(dtype: str | None) -> Any:
+def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     """Keras's context manager under which variables are read in a dtype.
 
     Inside, variables that autocast are handed out in `dtype`; None: in their
@@ -63,7 +67,7 @@ def autocast_scope(dtype: str | None) -> Any:
     return _AutocastScope(dtype)
 
 
-def stored_autocast_scope() -> Any:
+def stored_autocast_scope() -> object:
     """The `autocast_scope` that this thread is in, None if in none.
 
     Read off Keras's thread-local state, which has no public form (keras 3.0
@@ -75,7 +79,7 @@ def stored_autocast_scope() -> Any:
     return _global_state.get_global_attribute("autocast_scope")
 
 
-def store_autocast_scope(scope: Any) -> None:
+def store_autocast_scope(scope: object) -> None:
     """Put this thread into an `autocast_scope`; None: into none.
 
     Raises:
@@ -120,15 +124,12 @@ class OwnArgumentConversion:
         self.__dict__["_converts_arguments"] = bool(value)
 
 
-def keep_mask(old: Any, new: Any) -> Any:
-    """Give a tensor the Keras mask of the one that it was cast from.
+def keep_mask(old: Tensor, new: Tensor) -> Tensor:
+    """Give a tensor the Keras mask of the one that it was cast from; return it.
 
     As Keras does when it casts arguments. Masks are attributes of tensors
     without public access (`masking`, keras 3.4 to 3.15); where the module is
     gone, the mask is lost, unless it is given as `mask=`.
-
-    Returns:
-        `new`.
     """
     if _masking is not None and new is not old:
         mask = _masking.get_keras_mask(old)
@@ -137,7 +138,7 @@ def keep_mask(old: Any, new: Any) -> Any:
     return new
 
 
-def rematerialize_with_outer(layer: Any) -> None:
+def rematerialize_with_outer(layer: keras.Layer) -> None:
     """Let a layer be rematerialized with the one that it is in, not again.
 
     Where all of the outer layer is, to do it again inside saves nothing, and
@@ -153,7 +154,7 @@ def rematerialize_with_outer(layer: Any) -> None:
 class _WithCell:
     """An RNN layer as its own `inner_loop` sees it, but for the cell."""
 
-    def __init__(self, layer: Any, cell: Any):
+    def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
         self._layer = layer
         self.cell = cell
 
@@ -162,8 +163,12 @@ class _WithCell:
 
 
 def run_recurrent_loop(
-    layer: Any, step: Any, inputs: Any, initial_state: Any, mask: Any
-) -> Any:
+    layer: keras.layers.RNN,
+    step: Callable[..., object],
+    inputs: Tensor,
+    initial_state: list[Tensor],
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`keras.layers.RNN.inner_loop` of a layer around another step.
 
     There is no public loop over time steps with masks, and the one of `RNN`

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import keras
+
 
 class OwnReturnedLogs:
     """A model that says which logs `train_on_batch` returns as a list.
@@ -19,7 +21,7 @@ class OwnReturnedLogs:
         return above._flatten_metrics_in_order(self.returned_logs(logs))
 
 
-def forget_compiled_functions(model: Any) -> None:
+def forget_compiled_functions(model: keras.Model) -> None:
     """Let a model trace its training, test and prediction steps anew.
 
     As `compile` does, which would also ask for the loss and the metrics

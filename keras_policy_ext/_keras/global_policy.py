@@ -1,7 +1,5 @@
 """The global dtype policy, and policies that layers hold."""
 
-from typing import Any
-
 import keras
 
 try:
@@ -10,7 +8,7 @@ except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
 
 
-def stored_global_policy() -> Any:
+def stored_global_policy() -> keras.DTypePolicy | None:
     """The global policy as Keras stores it; None while there is none.
 
     Public `keras.config.dtype_policy()` stores the floatx policy on its first
@@ -23,7 +21,7 @@ def stored_global_policy() -> Any:
     return _global_state.get_global_attribute("dtype_policy", None)
 
 
-def store_global_policy(policy: Any) -> None:
+def store_global_policy(policy: keras.DTypePolicy | None) -> None:
     """Store a global policy; None empties the store.
 
     `keras.config.set_dtype_policy(None)` raises (keras 3.8 to 3.15). Where
@@ -37,7 +35,7 @@ def store_global_policy(policy: Any) -> None:
         keras.config.set_dtype_policy(policy)
 
 
-def replace_layer_policy(layer: Any, policy: Any) -> None:
+def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """Let one layer hold another policy, and no longer the map that it has.
 
     Public `layer.dtype_policy = …` does not replace a map that a built layer
@@ -47,7 +45,7 @@ def replace_layer_policy(layer: Any, policy: Any) -> None:
     layer._dtype_policy = policy
 
 
-def name_for_maps(policy: Any, name: str) -> None:
+def name_for_maps(policy: keras.DTypePolicy, name: str) -> None:
     """Let a map whose default is this policy be named after it.
 
     `DTypePolicyMap.name` reads an attribute of its default, and not the

@@ -1,10 +1,11 @@
 """Backbones of KerasHub, which is not imported here."""
 
 import sys
-from typing import Any
+
+import keras
 
 
-def count_adapted_layers_again(model: Any) -> None:
+def count_adapted_layers_again(model: keras.Model) -> None:
     """Let a KerasHub backbone find its LoRA layers where they now are.
 
     It remembers them by their number among all layers with weights, for its
@@ -25,7 +26,7 @@ def count_adapted_layers_again(model: Any) -> None:
         ]
 
 
-def writes_map_of_quantized_layers(model: Any) -> bool:
+def writes_map_of_quantized_layers(model: keras.Model) -> bool:
     """Whether a model's config names a policy for each quantized layer.
 
     KerasHub's backbones do (keras_hub 0.32): once a layer reports a

@@ -1,12 +1,13 @@
 """Operations in the graph of a model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 
 def operation_class(
-    function: Any,
+    function: Callable[..., Any],
     operands: int = 1,
     takes_list: bool = False,
     **options: Any,

@@ -1,7 +1,6 @@
 """The variables that an optimizer was built with, and its slots."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
@@ -13,7 +12,9 @@ except ImportError:  # Keras has moved it: see `_replace_list`.
     _tracking = None
 
 
-def known_to_optimizer(optimizer: Any) -> list[Any] | None:
+def known_to_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable] | None:
     """The model variables that an optimizer was built with, None if not.
 
     `_trainable_variables`, keras 3.0 to 3.15; where it is gone, None, and
@@ -25,7 +26,7 @@ def known_to_optimizer(optimizer: Any) -> list[Any] | None:
     return None if variables is None else list(variables)
 
 
-def optimizers_within(optimizer: Any) -> list[Any]:
+def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
     """An optimizer and the ones that it wraps, outermost first."""
     found = []
     while isinstance(optimizer, keras.optimizers.Optimizer):
@@ -34,7 +35,9 @@ def optimizers_within(optimizer: Any) -> list[Any]:
     return found
 
 
-def retarget_optimizer(optimizer: Any, variables: list[Any]) -> None:
+def retarget_optimizer(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
     """Let a built optimizer know another list of variables.
 
     Slots are moved and none is copied or made: only variables that are
@@ -63,7 +66,7 @@ def retarget_optimizer(optimizer: Any, variables: list[Any]) -> None:
     averages.fill_averages(optimizer, variables)
 
 
-def _are_slots(candidate: Any, before: dict[int, int]) -> bool:
+def _are_slots(candidate: object, before: dict[int, int]) -> bool:
     """Whether this is a list with a slot, or None, for each variable."""
     if not isinstance(candidate, list) or len(candidate) != len(before):
         return False
@@ -75,7 +78,9 @@ def _are_slots(candidate: Any, before: dict[int, int]) -> bool:
 
 
 def _retarget_accumulators(
-    optimizer: Any, variables: list[Any], places: list[int | None]
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    places: list[int | None],
 ) -> None:
     """Accumulators for new variables, in the order in which `build` has them.
 
@@ -101,7 +106,9 @@ def _retarget_accumulators(
     _replace_list(optimizer, "_accumulated_gradients", new)
 
 
-def _replace_list(owner: Any, name: str, values: list[Any]) -> None:
+def _replace_list(
+    owner: keras.optimizers.Optimizer, name: str, values: list[keras.Variable]
+) -> None:
     """Fill a list attribute of an optimizer anew, without tracking it.
 
     As stock `build` does. TensorFlow's checkpoints refuse a list of theirs
@@ -115,7 +122,8 @@ def _replace_list(owner: Any, name: str, values: list[Any]) -> None:
 
 
 def follow_weight_decay_exclusions(
-    optimizer: Any, pairs: Iterable[tuple[Any, Any]]
+    optimizer: keras.optimizers.Optimizer,
+    pairs: Iterable[tuple[keras.Variable, object]],
 ) -> None:
     """Exclude from weight decay what stands in for an excluded variable.
 
@@ -124,10 +132,6 @@ def follow_weight_decay_exclusions(
     (keras 3.12 to 3.15). Where Keras keeps it otherwise, nothing happens:
     exclude through the wrapper, or by `var_names`. Expires with a public way
     to read the exclusions.
-
-    Args:
-        optimizer: A Keras optimizer.
-        pairs: Variables and what stands in for each.
     """
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     key = getattr(optimizer, "_var_key", None)

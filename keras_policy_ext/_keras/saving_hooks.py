@@ -12,7 +12,7 @@ _PUT_AROUND = "_keras_policy_ext"
 """In a function of this package that goes on to one of Keras."""
 
 
-def after_loading(tell: Callable[[Any, Any], None]) -> None:
+def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     """Have each model that Keras's loader returns shown to a function.
 
     `keras.saving.load_model` gives `.keras` files and folders to one function
@@ -42,7 +42,7 @@ def after_loading(tell: Callable[[Any, Any], None]) -> None:
     saving_lib.load_model = load_model
 
 
-def before_export(check: Callable[[Any, str], None]) -> None:
+def before_export(check: Callable[[keras.Model, str], None]) -> None:
     """Have a function asked before `Model.export` writes anything.
 
     All formats but that of PyTorch are made of the same traced call, so that
@@ -89,7 +89,7 @@ def serialize_as(cls: type, original: type) -> None:
         names[cls] = names[original]
 
 
-def is_default(method: Any) -> bool:
+def is_default(method: object) -> bool:
     """Whether a method is marked as one that Keras's base classes have.
 
     `_is_default`, keras 3.0 to 3.15. A marked `get_config` is answered by
@@ -98,7 +98,7 @@ def is_default(method: Any) -> bool:
     return bool(getattr(method, "_is_default", False))
 
 
-def amend_compile_config(model: Any, changes: dict[str, Any]) -> None:
+def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
     """Let a compiled model be saved as compiled with other arguments.
 
     `get_compile_config` returns what `compile` was given, except for

@@ -1,12 +1,12 @@
 """What Keras's own quantization puts into a layer."""
 
 import warnings
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import keras
 
 
-def is_quantized(layer: Any) -> bool:
+def is_quantized(layer: keras.Layer) -> bool:
     """Whether Keras has quantized a layer, in whatever mode.
 
     `quantization_mode` also says so of a layer that follows a policy with a
@@ -16,14 +16,11 @@ def is_quantized(layer: Any) -> bool:
     return bool(getattr(layer, "_is_quantized", False))
 
 
-def stock_float8(layer: Any) -> dict[str, Any]:
+def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
     """What Keras's `quantize("float8")` has put into a layer, by attribute.
 
     Scales and amax histories of three operands, as trainable weights of the
-    layer itself (keras 3.5 to 3.15).
-
-    Returns:
-        Variables by name; none if this is no such layer.
+    layer itself (keras 3.5 to 3.15); none if this is no such layer.
     """
     if layer.quantization_mode != "float8":
         return {}
@@ -38,7 +35,7 @@ def stock_float8(layer: Any) -> dict[str, Any]:
     return found if own else {}
 
 
-def remove_stock_float8(layer: Any) -> None:
+def remove_stock_float8(layer: keras.Layer) -> None:
     """Take that out of an unlocked layer, if it is there.
 
     Deleting the attributes would collect garbage once for each (3.15).

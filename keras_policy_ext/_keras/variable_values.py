@@ -12,7 +12,10 @@ except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
 
 
-def value_without_autocast(variable: Any) -> Any:
+Tensor = Any
+
+
+def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
     """The tensor in a variable, in the variable's own dtype.
 
     Inside a mixed-precision layer Keras hands out a copy in the compute
@@ -30,7 +33,7 @@ def value_without_autocast(variable: Any) -> Any:
         return variable.value
 
 
-def autocasts(variable: Any) -> bool:
+def autocasts(variable: keras.Variable) -> bool:
     """Whether a variable says that it is cast where it is read in a scope.
 
     `autocast=` is an argument of `keras.Variable` and cannot be read back
@@ -40,7 +43,7 @@ def autocasts(variable: Any) -> bool:
     return bool(getattr(variable, "_autocast", True))
 
 
-def set_autocasts(variable: Any, value: bool) -> None:
+def set_autocasts(variable: keras.Variable, value: bool) -> None:
     """Change what `autocasts` returns, after the variable was made.
 
     Where Keras keeps it elsewhere, nothing: the variable stays as it was
@@ -50,7 +53,7 @@ def set_autocasts(variable: Any, value: bool) -> None:
         variable._autocast = value
 
 
-def has_value(variable: Any) -> bool:
+def has_value(variable: keras.Variable) -> bool:
     """Whether a variable can be read now.
 
     The JAX trainer empties the variables while it trains, or leaves buffers
@@ -66,7 +69,7 @@ def has_value(variable: Any) -> bool:
     return bool(scope) and scope.get_current_value(variable) is not None
 
 
-def _is_deleted(value: Any) -> bool:
+def _is_deleted(value: Tensor) -> bool:
     """Whether JAX has donated this array, or a part of it, to a computation.
 
     On several devices the array passes for a whole one if NumPy has a view
@@ -91,16 +94,16 @@ class TellsItsValue:
     elsewhere, that is not called. Expires with a public hook.
     """
 
-    def value_made(self, value: Any) -> None:
+    def value_made(self, value: Tensor) -> None:
         """Called once with the tensor."""
 
-    def _initialize(self, value: Any) -> None:
+    def _initialize(self, value: Tensor) -> None:
         parent: Any = super()
         parent._initialize(value)
         self.value_made(vars(self).get("_value"))
 
 
-def stored_kernel(layer: Any) -> Any:
+def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """The kernel variable of Dense, EinsumDense or a convolution.
 
     Public `layer.kernel` merges LoRA's adapters into a new tensor
@@ -109,7 +112,7 @@ def stored_kernel(layer: Any) -> Any:
     return layer._kernel if hasattr(layer, "_kernel") else layer.kernel
 
 
-def stored_embeddings(layer: Any) -> Any:
+def stored_embeddings(layer: keras.Layer) -> keras.Variable:
     """The embeddings variable of Embedding and ReversibleEmbedding.
 
     Public `layer.embeddings` merges LoRA's adapters into a new tensor

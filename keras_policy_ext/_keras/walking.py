@@ -4,8 +4,10 @@ import collections
 import itertools
 from typing import Any
 
+import keras
 
-def layers_within(layer: Any) -> list[Any]:
+
+def layers_within(layer: keras.Layer) -> list[keras.Layer]:
     """A layer and all layers in it, each once, in order, outer ones first.
 
     `model.layers` has one level only. `_flatten_layers` was seen in keras
@@ -24,14 +26,14 @@ def layers_within(layer: Any) -> list[Any]:
     return list(found.values())
 
 
-def layers_directly_in(layer: Any) -> list[Any]:
+def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
     """The layers of one level below a layer; see `layers_within`."""
     if hasattr(layer, "_flatten_layers"):
         return list(layer._flatten_layers(include_self=False, recursive=False))
     return list(getattr(layer, "layers", ()))
 
 
-def attributes(layer: Any) -> dict[str, Any]:
+def attributes(layer: keras.Layer) -> dict[str, Any]:
     """The attributes of a layer by name, its layers among them.
 
     On torch a layer is a module, which keeps the modules in it apart
@@ -41,7 +43,7 @@ def attributes(layer: Any) -> dict[str, Any]:
     return {**vars(layer), **dict(children())}
 
 
-def uses_in_graph(model: Any) -> dict[int, int]:
+def uses_in_graph(model: keras.Layer) -> dict[int, int]:
     """How often a Functional model calls each of its layers, by their ids.
 
     From `_nodes_by_depth` (keras 3.0 to 3.15), since `model.layers` and
@@ -54,7 +56,7 @@ def uses_in_graph(model: Any) -> dict[int, int]:
     return collections.Counter(id(node.operation) for node in nodes)
 
 
-def own_weights(layer: Any) -> list[Any]:
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     """The weights of a layer that are not those of a layer in it.
 
     `layer.weights` has both (keras 3.0 to 3.15).
@@ -64,7 +66,7 @@ def own_weights(layer: Any) -> list[Any]:
     return [weight for weight in layer.weights if id(weight) not in others]
 
 
-def tracked_variables(layer: Any) -> list[Any]:
+def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
     """The variables that a layer has outside of the layers in it.
 
     However they came into its attributes, lists and dicts. `variables` has
@@ -76,7 +78,7 @@ def tracked_variables(layer: Any) -> list[Any]:
     return [v for name in kept for v in getattr(layer, name, ())]
 
 
-def tracked_metrics(layer: Any) -> list[Any]:
+def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
     """The metrics that a layer has outside of the layers in it.
 
     `metrics` of a model is often a property of its author, which may read

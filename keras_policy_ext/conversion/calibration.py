@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,19 +16,23 @@ from keras_policy_ext import frameworks
 from keras_policy_ext.conversion import models, training
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.contraction_hooks import contraction_hook
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
 BATCH = 32
 
+Run = Callable[[Any], object]
+"""What is done with a batch."""
+
 
 def calibrate(
-    model: Any,
-    data: Any,
+    model: keras.Layer,
+    data: object,
     *,
     steps: int | None = None,
-    call: Callable[[Any], Any] | None = None,
+    call: Run | None = None,
 ) -> tuple[str, ...]:
     """Fill the scales of a float8 model without training it.
 
@@ -76,33 +81,40 @@ def calibrate(
     _check_call(model, call)
     states = [v for layer in layers for v in layer.float8_state.matrices]
     variables = [*states, *model.non_trainable_variables]
+    batches = itertools.islice(_batches(model, data, call is None), steps)
     with unchanged_on_error(training.parts(model), variables):
-        seen = _seen(model, data, steps, call, states)
+        seen = _seen(functools.partial(_run, model, call), batches, states)
+        if seen is None:
+            raise ValueError(_no_data(data))
         return tuple(path_of(layer) for layer in layers if _fill(layer, seen))
 
 
+def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
+    """Call the layers, as for prediction."""
+    if call is None:
+        model(batch, training=False)
+    else:
+        call(keras.tree.map_structure(_as_tensor, batch))
+
+
 def _seen(
-    model: Any,
-    data: Any,
-    steps: int | None,
-    call: Callable[[Any], Any] | None,
-    states: list[Any],
-) -> dict[int, list[np.ndarray]]:
-    """The amaxes of the inputs, batch by batch, by the id of their state."""
-    seen: dict[int, list[np.ndarray]] = {}
-    batches, functions_too = 0, False
-    given = _batches(model, data, inputs_only=call is None)
-    for batch in itertools.islice(given, steps):
-        found = _amaxes(model, call, batch, functions_too)
-        if not batches and not {id(v) for v in states} <= found.keys():
+    run: Run, batches: Iterable[Any], states: list[StateVariable]
+) -> dict[int, list[np.ndarray]] | None:
+    """The amaxes of the inputs, batch by batch, by the id of their state.
+
+    None if there is no batch.
+    """
+    seen: dict[int, list[np.ndarray]] | None = None
+    functions_too = False
+    for batch in batches:
+        found = _amaxes(run, batch, functions_too)
+        if seen is None and not {id(v) for v in states} <= found.keys():
             # Some are in functions that were compiled, or are not used.
-            less, found = found, _amaxes(model, call, batch, functions_too=True)
+            less, found = found, _amaxes(run, batch, functions_too=True)
             functions_too = less.keys() != found.keys()
+        seen = {} if seen is None else seen
         for key, amax in found.items():
             seen.setdefault(key, []).append(amax)
-        batches += 1
-    if not batches:
-        raise ValueError(_no_data(data))
     return seen
 
 
@@ -110,21 +122,11 @@ class _TracedError(Exception):
     """An amax has no number yet."""
 
 
-def _amaxes(
-    model: Any,
-    call: Callable[[Any], Any] | None,
-    batch: Any,
-    functions_too: bool,
-) -> dict[int, np.ndarray]:
+def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
     """The largest amax of the inputs of each contraction in a call.
 
-    Args:
-        model: Built.
-        call: What to do with a batch; None: `model(batch)`.
-        batch: Its inputs.
-        functions_too: Whether to look into functions that layers have
-            compiled themselves. On TensorFlow those of all threads are then
-            run eagerly.
+    With `functions_too` also in functions that layers have compiled
+    themselves. On TensorFlow those of all threads are then run eagerly.
 
     Returns:
         By the id of the state variable; nothing if an amax could not be read.
@@ -132,7 +134,7 @@ def _amaxes(
     found: dict[int, np.ndarray] = {}
     framework = frameworks.current()
 
-    def watch(state: Any, inputs: Any) -> None:
+    def watch(state: StateVariable | None, inputs: Any) -> None:
         if state is None:
             return
         if not framework.runs_now():
@@ -140,20 +142,19 @@ def _amaxes(
         amax = ops.convert_to_numpy(scaling.amax(inputs))
         found[id(state)] = max(found.get(id(state), amax), amax)
 
-    functions = (
-        framework.functions_step_by_step()
-        if functions_too
-        else contextlib.nullcontext()
-    )
     try:
-        with contraction_hook(watch), framework.step_by_step(), functions:
-            _run(model, call, batch)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contraction_hook(watch))
+            stack.enter_context(framework.step_by_step())
+            if functions_too:
+                stack.enter_context(framework.functions_step_by_step())
+            run(batch)
     except _TracedError:
         return {}
     return found
 
 
-def _layers_with_state(model: Any) -> list[Any]:
+def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
     models.check_is_layer(model, "are calibrated")
     layers = layers_in_float8(model)
     if not layers:
@@ -165,20 +166,12 @@ def _layers_with_state(model: Any) -> list[Any]:
     return layers
 
 
-def _run(model: Any, call: Callable[[Any], Any] | None, batch: Any) -> None:
-    """Call the layers, as for prediction."""
-    if call is None:
-        model(batch, training=False)
-    else:
-        call(keras.tree.map_structure(_as_tensor, batch))
-
-
 def _as_tensor(x: Any) -> Any:
     """As a model makes a tensor of an array; other things stay."""
     return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 
-def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
+def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
     """Enter what was seen of a layer; whether there was anything."""
     state, filled = layer.float8_state, False
     for kernel in layer.float8_contracted:
@@ -193,7 +186,7 @@ def _fill(layer: Any, seen: dict[int, list[np.ndarray]]) -> bool:
     return filled
 
 
-def _batches(model: Any, data: Any, inputs_only: bool) -> Iterator[Any]:
+def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
     """Data, batch by batch; of `(inputs, targets)` the inputs, if only they.
 
     What the model takes says nothing of what another function does.
@@ -220,7 +213,7 @@ def _batches(model: Any, data: Any, inputs_only: bool) -> Iterator[Any]:
         yield batch if whole else inputs
 
 
-def _is_inputs(data: Any, structure: Any) -> bool:
+def _is_inputs(data: object, structure: Any) -> bool:
     """Whether these are inputs, and not batches.
 
     Raises:
@@ -237,7 +230,7 @@ def _is_inputs(data: Any, structure: Any) -> bool:
     return False
 
 
-def _is_structure_of_arrays(data: Any) -> bool:
+def _is_structure_of_arrays(data: object) -> bool:
     structures = (np.ndarray, dict, list, tuple)
     if not isinstance(data, structures) and not ops.is_tensor(data):
         return False
@@ -247,7 +240,7 @@ def _is_structure_of_arrays(data: Any) -> bool:
     )
 
 
-def _alike(data: Any, structure: Any) -> bool:
+def _alike(data: object, structure: Any) -> bool:
     """Whether data have a structure, where lists are as good as tuples."""
     if structure is None:
         return False
@@ -261,7 +254,7 @@ def _alike(data: Any, structure: Any) -> bool:
     return True
 
 
-def _input_structure(model: Any) -> Any:
+def _input_structure(model: keras.Layer) -> Any:
     """What a model takes, each array a 0; None where it is not known."""
     tensors = getattr(model, "inputs", None)
     if isinstance(model, keras.Sequential):
@@ -272,7 +265,7 @@ def _input_structure(model: Any) -> Any:
     return _structure_of_shape(config.get("input_shape"))
 
 
-def _structure_of_shape(shape: Any) -> Any:
+def _structure_of_shape(shape: object) -> Any:
     """A structure of shapes, each shape a 0; None where one is missing."""
     if isinstance(shape, dict):
         parts = {k: _structure_of_shape(v) for k, v in shape.items()}
@@ -285,7 +278,7 @@ def _structure_of_shape(shape: Any) -> Any:
     return None if None in several else several
 
 
-def _check_call(model: Any, call: Any) -> None:
+def _check_call(model: keras.Layer, call: object) -> None:
     if call is not None and not callable(call):
         raise TypeError(
             "`call` is what to do with a batch. Received: "
@@ -302,7 +295,7 @@ def _check_call(model: Any, call: Any) -> None:
         )
 
 
-def _check_steps(steps: Any) -> None:
+def _check_steps(steps: object) -> None:
     if steps is None or (
         isinstance(steps, (int, np.integer))
         and not isinstance(steps, bool)
@@ -316,7 +309,7 @@ def _check_steps(steps: Any) -> None:
     )
 
 
-def _no_data(data: Any) -> str:
+def _no_data(data: object) -> str:
     return (
         "`data` has no inputs to calibrate with. Received: "
         f"{type(data).__name__}. Allowed: an array, a list or dict of arrays, "
@@ -325,7 +318,7 @@ def _no_data(data: Any) -> str:
     )
 
 
-def _ambiguous(data: Any) -> str:
+def _ambiguous(data: Sequence[object]) -> str:
     parts = ", ".join(type(part).__name__ for part in data)
     kind = type(data).__name__
     return (

@@ -17,6 +17,8 @@ from keras_policy_ext.layers.state import Float8State
 NOT_BUILT = "it has no weights yet: it was never called"
 """Why a layer that could be in float8 is skipped in a model that is built."""
 
+_NO_KERNEL = "it has no kernel to multiply with"
+
 # Stock layers with weights that are multiplied and have no float8 form, by
 # their names; {0} stands for 1D, 2D and 3D.
 _WITHOUT_FORM = {
@@ -46,9 +48,9 @@ class Candidate:
         kernels: The weights that are contracted.
     """
 
-    layer: Any
+    layer: keras.Layer
     form: type
-    kernels: tuple[Any, ...]
+    kernels: tuple[keras.Variable, ...]
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -64,14 +66,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Unconverted:
-    """A layer with weights that is left as it is.
+    """A layer with weights that is left as it is, and why."""
 
-    Attributes:
-        layer: The layer.
-        reason: Why.
-    """
-
-    layer: Any
+    layer: keras.Layer
     reason: str
 
 
@@ -86,11 +83,11 @@ class Survey:
     """
 
     candidates: list[Candidate]
-    composites: list[Any]
+    composites: list[keras.Layer]
     skipped: list[Unconverted]
 
 
-def survey(model: Any) -> Survey:
+def survey(model: keras.Layer) -> Survey:
     """Look at every layer of a model; nothing is changed."""
     found = Survey([], [], [])
     for layer in walking.layers_within(model):
@@ -98,30 +95,23 @@ def survey(model: Any) -> Survey:
             continue
         try:
             form = _form(layer)
+            kernels = () if form is None else tuple(_kernels(layer, form))
         except _CannotConvert as reason:
             found.skipped.append(Unconverted(layer, str(reason)))
             continue
-        if form is None:
-            continue
-        kernels = tuple(_kernels(layer, form))
-        if kernels:
+        if form is not None and kernels:
             found.candidates.append(Candidate(layer, form, kernels))
-        elif (
-            walking.own_weights(layer)
-            and getattr(form, "float8_kernels", ()) != ()
-        ):
-            found.skipped.append(Unconverted(layer, _no_kernel(form)))
-        else:
+        elif form is not None:
             found.composites.append(layer)
     return found
 
 
-def path_of(layer: Any) -> str:
+def path_of(layer: keras.Layer) -> str:
     """The path of a layer; its name where it has none yet."""
     return layer.path or layer.name
 
 
-def quantized_by_keras(layer: Any) -> bool:
+def quantized_by_keras(layer: keras.Layer) -> bool:
     """Whether a layer is quantized, and not in the float8 of this package."""
     return layer.quantization_mode is not None and not isinstance(
         layer, Float8Mixin
@@ -132,7 +122,7 @@ class _CannotConvert(Exception):
     """Why a layer cannot be converted."""
 
 
-def _form(layer: Any) -> type | None:
+def _form(layer: keras.Layer) -> type | None:
     """The float8 form, or None for what has nothing to convert itself."""
     cls = type(layer)
     try:
@@ -157,7 +147,7 @@ def _form(layer: Any) -> type | None:
     return form
 
 
-def _refuse_unknown(cls: type, own: list[Any]) -> None:
+def _refuse_unknown(cls: type, own: list[keras.Variable]) -> None:
     """Raise if a layer has weights and no float8 form."""
     for base in cls.__mro__:
         rank = "".join(re.findall(r"\dD", base.__name__))
@@ -171,20 +161,21 @@ def _refuse_unknown(cls: type, own: list[Any]) -> None:
             f"{cls.__name__} has no float8 form; a layer of your own can "
             "derive from Float8Mixin and contract with float8_einsum"
         )
-    raise _CannotConvert("it has no kernel to multiply with")
+    raise _CannotConvert(_NO_KERNEL)
 
 
-def _no_kernel(form: Any) -> str:
-    names = form.float8_kernels
-    if names is None:
-        return "it has no kernel to multiply with"
-    return f"none of its own weights is called {' or '.join(names)}"
-
-
-def _kernels(layer: Any, form: Any) -> list[Any]:
-    if isinstance(layer, Float8Mixin):
-        return layer.float8_contracted
-    if not issubclass(form, Float8Mixin):
-        return []
+def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
+    """The weights that a form contracts; none if it is a composite."""
     own = walking.own_weights(layer)
-    return [v for v in own if form.is_float8_kernel(layer, v)]
+    found: list[keras.Variable] = []
+    if isinstance(layer, Float8Mixin):
+        found = layer.float8_contracted
+    elif issubclass(form, Float8Mixin):
+        found = [v for v in own if form.is_float8_kernel(layer, v)]
+    names = getattr(form, "float8_kernels", ())
+    if own and not found and names is None:
+        raise _CannotConvert(_NO_KERNEL)
+    if own and not found and names:
+        listed = " or ".join(names)
+        raise _CannotConvert(f"none of its own weights is called {listed}")
+    return found

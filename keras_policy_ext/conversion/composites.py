@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import re
-from typing import Any
 
 import keras
 
@@ -26,14 +25,11 @@ from keras_policy_ext.policies.of_layers import (
 Followed = list[tuple[str, Float8DTypePolicy | None]]
 
 
-def enter_float8_with_children(layer: Any) -> bool:
+def enter_float8_with_children(layer: keras.Layer) -> bool:
     """Give a composite its float8 form, if all in it follow one policy.
 
     It then makes float8 layers. It keeps the policy that it holds if that
     says what they follow.
-
-    Args:
-        layer: A layer whose float8 form only makes float8 layers.
 
     Returns:
         Whether it has its float8 form now.
@@ -47,22 +43,19 @@ def enter_float8_with_children(layer: Any) -> bool:
     return True
 
 
-def declare_policies(model: Any) -> None:
+def declare_policies(model: keras.Layer) -> None:
     """Let the backbones in a model have the policy of their float8 layers.
 
     The recipe that most of them follow, and rules for the other layers. A
     backbone whose policy says so already keeps it, and so does one that
     Keras has quantized, or without a layer in float8.
-
-    Args:
-        model: A built model or layer.
     """
     for layer in walking.layers_within(model):
         if keras_hub.writes_map_of_quantized_layers(layer):
             _declare(layer)
 
 
-def _declare(backbone: Any) -> None:
+def _declare(backbone: keras.Model) -> None:
     own = backbone.dtype_policy
     if isinstance(own, keras.dtype_policies.DTypePolicyMap) and not isinstance(
         own, Float8DTypePolicy
@@ -78,7 +71,7 @@ def _declare(backbone: Any) -> None:
     global_policy.replace_layer_policy(backbone, policy)
 
 
-def _followed(composite: Any) -> Followed:
+def _followed(composite: keras.Layer) -> Followed:
     """What each layer that can follow float8 does follow, with its path."""
     found = [c.layer for c in candidates.survey(composite).candidates]
     return [(path_of(layer), float8_policy_of(layer)) for layer in found]

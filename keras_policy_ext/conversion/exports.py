@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from keras_policy_ext.conversion.candidates import path_of
@@ -25,12 +23,8 @@ KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
 """Formats of Keras 3.15; of any other Keras says that there is none."""
 
 
-def check(model: Any, format: str) -> None:
-    """Raise if a file would not compute what the model computes.
-
-    Args:
-        model: Any model.
-        format: As for `keras.Model.export`.
+def check(model: keras.Model, format: str) -> None:
+    """Raise if a file of a format would not compute what the model computes.
 
     Raises:
         NotImplementedError: If the model has layers in float8, and files of
@@ -40,13 +34,10 @@ def check(model: Any, format: str) -> None:
     if format in allowed or format not in KNOWN:
         return
     layers = layers_in_float8(model)
-    if layers:
-        raise NotImplementedError(_refusal(layers, format, allowed))
-
-
-def _refusal(layers: list[Any], format: str, allowed: tuple[str, ...]) -> str:
+    if not layers:
+        return
     formats = " or ".join(map(repr, allowed)) or "none"
-    return (
+    raise NotImplementedError(
         "A file of this format does not compute what layers in float8 do; "
         f"nothing was written. Received: format={format!r} and a model with "
         f"{len(layers)} layers in float8, the first of them "

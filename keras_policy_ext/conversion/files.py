@@ -9,10 +9,9 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Iterator
-from typing import Any
 
 from keras_policy_ext.conversion import weight_files
-from keras_policy_ext.conversion.weight_files import WEIGHTS
+from keras_policy_ext.conversion.weight_files import WEIGHTS, PathLike
 
 _CONFIG = "config.json"
 _SKIPPED = "Skipping variable loading for optimizer"
@@ -24,7 +23,7 @@ Warnings = list[warnings.WarningMessage]
 _WARNING_FILTERS = threading.RLock()
 
 
-def check_model(path: Any) -> None:
+def check_model(path: PathLike) -> None:
     """Raise if a `.keras` file is not whole.
 
     Keras reads a damaged one as it can: it falls back to a way of reading
@@ -47,7 +46,7 @@ def check_model(path: Any) -> None:
         _check_archive(path)
 
 
-def check_weights(path: Any) -> None:
+def check_weights(path: PathLike) -> None:
     """Raise if there is no file of weights, or a `.keras` file is not whole.
 
     Raises:
@@ -59,13 +58,8 @@ def check_weights(path: Any) -> None:
         _check_archive(path)
 
 
-def has_policies(path: Any) -> bool:
-    """Whether this is a format in which layers have groups of their own."""
-    return not str(path).endswith((".h5", ".hdf5"))
-
-
 @contextlib.contextmanager
-def weights_of(path: Any) -> Iterator[str]:
+def weights_of(path: PathLike) -> Iterator[str]:
     """The file of weights in a file or folder of a model.
 
     Out of an archive it is unpacked: Keras reads it here and there, and each
@@ -110,11 +104,11 @@ def warn_again(held: Warnings) -> None:
         )
 
 
-def _is_file(path: Any) -> bool:
+def _is_file(path: PathLike) -> bool:
     return pathlib.Path(str(path)).is_file()
 
 
-def _check_exists(path: Any) -> None:
+def _check_exists(path: PathLike) -> None:
     text = str(path)
     if "://" not in text and not pathlib.Path(text).exists():
         raise FileNotFoundError(
@@ -124,7 +118,7 @@ def _check_exists(path: Any) -> None:
         )
 
 
-def _check_archive(path: Any) -> None:
+def _check_archive(path: PathLike) -> None:
     try:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
@@ -146,7 +140,7 @@ def _check_archive(path: Any) -> None:
         )
 
 
-def _not_whole(path: Any, found: str) -> str:
+def _not_whole(path: PathLike, found: str) -> str:
     return (
         f"This `.keras` file is damaged or truncated. Received: "
         f"{str(path)!r}: {found}. Allowed: a file as `model.save` wrote it. "

@@ -9,18 +9,9 @@ import keras
 
 from keras_policy_ext import policies, policy_names, recipes
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import (
-    candidates,
-    composites,
-    models,
-    training,
-)
+from keras_policy_ext.conversion import candidates, composites, models, training
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
-from keras_policy_ext.conversion.report import (
-    Report,
-    report_of,
-    warn_of_little,
-)
+from keras_policy_ext.conversion.report import Report, report_of, warn_of_little
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
@@ -37,11 +28,11 @@ Decision = tuple[Candidate, Float8DTypePolicy]
 
 
 def convert(
-    model: Any,
-    policy: Any = None,
+    model: keras.Layer,
+    policy: object = None,
     *,
-    include: Any = None,
-    exclude: Any = None,
+    include: object = None,
+    exclude: object = None,
     filter: Callable[[Any], bool] | Any = None,
     min_size: int | None = None,
     attention: str | None = None,
@@ -120,7 +111,7 @@ def convert(
     return report
 
 
-def revert(model: Any) -> Report:
+def revert(model: keras.Layer) -> Report:
     """Undo `convert`: stock layers, with the weights they have.
 
     Every layer gets back the policy that float8 stood on, and those of the
@@ -149,10 +140,11 @@ def revert(model: Any) -> Report:
         return report_of(model, reverted, [])
 
 
-def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
+def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
     """The policy for all layers; None where each has its own."""
-    named = isinstance(policy, str) and policy in recipes.names()
-    if named or isinstance(policy, recipes.Recipe):
+    if isinstance(policy, recipes.Recipe) or (
+        isinstance(policy, str) and policy in recipes.names()
+    ):
         return Float8DTypePolicy("float32", recipe=policy)
     if policy is not None:
         return _float8(_policy(policy))
@@ -165,7 +157,7 @@ def _requested(model: Any, policy: Any) -> Float8DTypePolicy | None:
     return Float8DTypePolicy("float32")
 
 
-def _policy(policy: Any) -> keras.DTypePolicy:
+def _policy(policy: object) -> keras.DTypePolicy:
     try:
         return policies.get(policy)
     except ValueError as error:
@@ -180,7 +172,7 @@ def _float8(policy: keras.DTypePolicy) -> Float8DTypePolicy:
     raise ValueError(_no_float8(policy.name))
 
 
-def _no_float8(received: Any) -> str:
+def _no_float8(received: object) -> str:
     return (
         "A model is converted to a float8 dtype policy. Received: "
         f"{received!r}. Allowed: a Float8DTypePolicy or its name, such as "
@@ -210,7 +202,7 @@ def _decide(
 
 
 def _target(
-    layer: Any, requested: Float8DTypePolicy | None
+    layer: keras.Layer, requested: Float8DTypePolicy | None
 ) -> tuple[Float8DTypePolicy | None, str | None]:
     """The policy that a layer gets, or the reason why it gets none."""
     own = held_policy(layer)
@@ -229,7 +221,7 @@ def _target(
     return (own if requested is None else target), None
 
 
-def _check_attention(attention: Any) -> None:
+def _check_attention(attention: object) -> None:
     if attention not in (None, "float8"):
         raise ValueError(
             "`attention` says what scores and weighted sums are computed in. "
@@ -238,7 +230,7 @@ def _check_attention(attention: Any) -> None:
         )
 
 
-def _enter_composite(layer: Any, attention: str | None) -> str | None:
+def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
     """Give a composite its float8 form, and choose its own products.
 
     Returns:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,6 +31,7 @@ from keras_policy_ext.conversion import (
     training,
 )
 from keras_policy_ext.conversion.candidates import Candidate, path_of
+from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -52,11 +53,11 @@ from keras_policy_ext.policies.of_layers import (
 
 
 def load_model(
-    path: Any,
-    custom_objects: dict[str, Any] | None = None,
+    path: PathLike,
+    custom_objects: dict[str, object] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
-) -> Any:
+) -> keras.Model:
     """`keras.saving.load_model`, and every layer as it was in float8.
 
     Layers that their model makes anew as stock layers follow the policy that
@@ -93,7 +94,7 @@ def load_model(
         )
 
 
-def _load_model(path: Any, **options: Any) -> Any:
+def _load_model(path: PathLike, **options: Any) -> keras.Model:
     """`load_model` of a file that is whole, and no stock float8."""
     with (
         lost_float8.silent(),
@@ -102,8 +103,8 @@ def _load_model(path: Any, **options: Any) -> Any:
     ):
         model = keras.saving.load_model(path, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
-    if not files.has_policies(path):
-        places = []
+    if str(path).endswith((".h5", ".hdf5")):
+        places = []  # No layer has a group of its own there.
     if places or scalers.may_differ(model):
         with files.weights_of(path) as weights:
             again = scalers.restore(model, weights)
@@ -116,7 +117,9 @@ def _load_model(path: Any, **options: Any) -> Any:
     return model
 
 
-def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
+def load_weights(
+    model: keras.Layer, path: PathLike, *, as_saved: bool = False
+) -> None:
     """`model.load_weights`, all or nothing.
 
     Where Keras finds something wrong after it has loaded the weights of some
@@ -148,7 +151,13 @@ def load_weights(model: Any, path: Any, *, as_saved: bool = False) -> None:
             else:
                 _load(model, rewritten)
     except Exception as error:
-        raise ValueError(_not_loaded(model, path, error)) from error
+        raise ValueError(
+            f"The weights did not load into {model.name!r}, which is "
+            f"unchanged. Received: {str(path)!r}. Cause: {error} Allowed: "
+            "weights of a model with the same layers in the same order, with "
+            "any policies. Build the model as the saved one was, or load the "
+            "model itself: `kpe.load_model`."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +168,7 @@ class _Found:
         layer: The layer.
         policy: The policy it was saved under; None where the file has none.
         entries: The entries of its state.
-        attention: What it was told to do with its scores and weighted sum.
+        attention: As for `convert`.
     """
 
     layer: Any
@@ -168,7 +177,9 @@ class _Found:
     attention: str | None
 
 
-def _load_as_saved(model: Any, weights: Any, places: list[Candidate]) -> bool:
+def _load_as_saved(
+    model: keras.Layer, weights: PathLike, places: list[Candidate]
+) -> bool:
     """Load weights, and let layers be what they were when saved.
 
     Returns:
@@ -193,7 +204,9 @@ def _load_as_saved(model: Any, weights: Any, places: list[Candidate]) -> bool:
     return again
 
 
-def _for_layers_of(model: Any, path: Any) -> AbstractContextManager[Any]:
+def _for_layers_of(
+    model: keras.Layer, path: PathLike
+) -> AbstractContextManager[PathLike]:
     """The file as the layers of a model read it.
 
     Layers in Keras's own float8 read it as Keras has written it.
@@ -204,7 +217,7 @@ def _for_layers_of(model: Any, path: Any) -> AbstractContextManager[Any]:
     return stock_files.rewritten_weights(path)
 
 
-def _load(model: Any, weights: Any) -> None:
+def _load(model: keras.Layer, weights: PathLike) -> None:
     """`model.load_weights`, whether the model says that it is built or not.
 
     Keras refuses one that is not, though all its parts may be.
@@ -217,7 +230,9 @@ def _load(model: Any, weights: Any) -> None:
         model.built = built
 
 
-def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
+def _read(
+    model: keras.Layer, weights: PathLike, places: list[Candidate]
+) -> list[_Found]:
     """Load weights, and all that is said in the file about layers' states."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
@@ -229,7 +244,9 @@ def _read(model: Any, weights: Any, places: list[Candidate]) -> list[_Found]:
 
 
 @contextlib.contextmanager
-def _handing_on(layer: Any, take: Any) -> Iterator[None]:
+def _handing_on(
+    layer: keras.Layer, take: Callable[[dict[str, np.ndarray]], None]
+) -> Iterator[None]:
     """Have the state of a layer hand on its entries; make one if need be."""
     if isinstance(layer, Float8Mixin):
         with layer.float8_state.handing_on(take):
@@ -303,19 +320,16 @@ def _enter_as_saved(found: _Found) -> None:
         try:
             layer.choose_attention(found.attention)
         except ValueError as reason:
-            raise ValueError(_no_attention(found, reason)) from reason
+            raise ValueError(
+                f"Layer {path_of(layer)!r} cannot be what it was when saved. "
+                f"Received: attention={found.attention!r} in the file, and "
+                f"here {reason}. Allowed: a layer without flash attention. "
+                "Make it without flash_attention=True, after "
+                "keras.config.disable_flash_attention()."
+            ) from reason
 
 
-def _no_attention(found: _Found, reason: ValueError) -> str:
-    return (
-        f"Layer {path_of(found.layer)!r} cannot be what it was when saved. "
-        f"Received: attention={found.attention!r} in the file, and here "
-        f"{reason}. Allowed: a layer without flash attention. Make it without "
-        "flash_attention=True, after keras.config.disable_flash_attention()."
-    )
-
-
-def _places(model: Any) -> list[Candidate]:
+def _places(model: keras.Layer) -> list[Candidate]:
     """The layers that can be in float8, or make layers that are."""
     found = candidates.survey(model)
     return [
@@ -324,7 +338,7 @@ def _places(model: Any) -> list[Candidate]:
     ]
 
 
-def _is_as_in_file(layer: Any) -> bool:
+def _is_as_in_file(layer: keras.Layer) -> bool:
     """Whether a layer of a model just loaded is what it was when saved."""
     if not isinstance(layer, Float8Mixin):
         return False
@@ -338,24 +352,14 @@ def _is_as_in_file(layer: Any) -> bool:
     )
 
 
-def _optimizer_sizes(model: Any) -> list[int]:
+def _optimizer_sizes(model: keras.Layer) -> list[int]:
     return [len(each.variables) for each in training.all_optimizers(model)]
 
 
-def _variables(model: Any) -> list[Any]:
+def _variables(model: keras.Layer) -> list[keras.Variable]:
     """All that a file may have a value for."""
     return [
         *model.variables,
         *getattr(model, "metrics_variables", ()),
         *(v for x in training.all_optimizers(model) for v in x.variables),
     ]
-
-
-def _not_loaded(model: Any, path: Any, error: Exception) -> str:
-    return (
-        f"The weights did not load into {model.name!r}, which is unchanged. "
-        f"Received: {str(path)!r}. Cause: {error} Allowed: weights of a model "
-        "with the same layers in the same order, with any policies. Build "
-        "the model as the saved one was, or load the model itself: "
-        "`kpe.load_model`."
-    )

@@ -11,11 +11,12 @@ import contextlib
 import contextvars
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import h5py
+import keras
 
 from keras_policy_ext.conversion import weight_files
+from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers.state_files import VERSION_KEY
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
@@ -34,19 +35,16 @@ def silent() -> Iterator[None]:
         _silent.reset(token)
 
 
-def warn(model: Any, path: Any, stacklevel: int) -> None:
+def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
     """Warn if fewer layers are in float8 than when the model was saved.
 
-    Args:
-        model: What Keras's loader has made of the file.
-        path: Of a `.keras` file or a folder; of anything else nothing is
-            known, and nothing said.
-        stacklevel: As for `warnings.warn`, from the caller.
+    Of files other than `.keras` and folders nothing is known, and nothing said.
     """
     if _silent.get():
         return
-    saved = _count_saved(path)
-    now = _count_now(model) if saved else 0
+    saved = weight_files.count(path, _is_state)
+    layers = layers_in_float8(model) if saved else []
+    now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:
         warnings.warn(
             f"{saved - now} of the {saved} layers that were in float8 when "
@@ -61,17 +59,6 @@ def warn(model: Any, path: Any, stacklevel: int) -> None:
         )
 
 
-def _count_saved(path: Any) -> int:
-    """How many layers have a float8 state, or a policy, in a file."""
-    try:
-        with weight_files.opened(path) as file:
-            if file is None:
-                return 0
-            return sum(map(_is_state, weight_files.groups(file)))
-    except weight_files.OF_DAMAGE:
-        return 0  # Keras has just loaded it: what is in it is its matter.
-
-
 def _is_state(group: h5py.Group) -> bool:
     """Whether this is the state of a layer that has weights itself.
 
@@ -81,7 +68,3 @@ def _is_state(group: h5py.Group) -> bool:
         return False
     layer = group.parent.parent
     return "vars" in layer and len(layer["vars"]) > 0
-
-
-def _count_now(model: Any) -> int:
-    return sum(bool(x.float8_contracted) for x in layers_in_float8(model))

@@ -15,24 +15,15 @@ import keras
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion.candidates import path_of
 
-# Their `build` looks at shapes, and makes no weights.
-_WITHOUT_WEIGHTS = (
-    keras.layers.Add,
-    keras.layers.Average,
-    keras.layers.AugMix,
-    keras.layers.Concatenate,
-    keras.layers.Dot,
-    keras.layers.Maximum,
-    keras.layers.Minimum,
-    keras.layers.Multiply,
-    keras.layers.RandAugment,
-    keras.layers.RandomColorJitter,
-    keras.layers.Subtract,
-    keras.layers.TextVectorization,
-)
+# Layers of Keras whose `build` looks at shapes, and makes no weights.
+_NAMES = """
+    Add Average AugMix Concatenate Dot Maximum Minimum Multiply RandAugment
+    RandomColorJitter Subtract TextVectorization
+"""
+_WITHOUT_WEIGHTS = [getattr(keras.layers, name) for name in _NAMES.split()]
 
 
-def check(model: Any) -> None:
+def check(model: keras.Layer) -> None:
     """Raise if the layers of a model can't be converted, or reverted, now.
 
     Raises:
@@ -53,7 +44,7 @@ def check(model: Any) -> None:
         )
 
 
-def check_is_layer(model: Any, purpose: str, also: str = "") -> None:
+def check_is_layer(model: object, purpose: str, also: str = "") -> None:
     """Raise a TypeError if this is no Keras model or layer."""
     if not isinstance(model, keras.Layer):
         raise TypeError(
@@ -63,12 +54,12 @@ def check_is_layer(model: Any, purpose: str, also: str = "") -> None:
         )
 
 
-def has_call(model: Any) -> bool:
+def has_call(model: keras.Layer) -> bool:
     """Whether a model or layer has a `call`, and not only parts that do."""
     return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
-def _check_parts(model: Any) -> None:
+def _check_parts(model: keras.Layer) -> None:
     """Raise if a part of a model that is not built itself lacks weights."""
     unbuilt = [name for name, _ in _unbuilt_parts(model)]
     if unbuilt and (model.weights or not has_call(model)):
@@ -87,7 +78,7 @@ def _check_parts(model: Any) -> None:
         )
 
 
-def _unbuilt_parts(model: Any) -> list[tuple[str, Any]]:
+def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
     """Parts without weights that would get some, outermost ones, by name."""
     found = []
     for name, part in _parts(model):
@@ -101,7 +92,7 @@ def _unbuilt_parts(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _would_get_weights(layer: Any) -> bool:
+def _would_get_weights(layer: keras.Layer) -> bool:
     """Whether a layer is going to make weights itself when it is built."""
     if layer.built or type(layer) in _WITHOUT_WEIGHTS:
         return False
@@ -110,7 +101,7 @@ def _would_get_weights(layer: Any) -> bool:
     return type(layer).build is not keras.Layer.build
 
 
-def _parts(model: Any) -> Iterator[tuple[str, Any]]:
+def _parts(model: keras.Layer) -> Iterator[tuple[str, Any]]:
     """The layers directly in a model, each with the attribute that has it."""
     names: dict[int, str] = {}
     for name, value in walking.attributes(model).items():
@@ -123,7 +114,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
         yield names.get(id(layer), layer.name), layer
 
 
-def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(value: object) -> Iterator[tuple[str, Any]]:
     """What is in lists and dicts, with the subscripts that lead there."""
     if isinstance(value, dict):
         items = [(repr(key), each) for key, each in value.items()]

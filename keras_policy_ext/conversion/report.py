@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+
 from keras_policy_ext.conversion import summary, tables, work
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
@@ -16,6 +18,7 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
+from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.policies.of_layers import float8_policy_of
 
@@ -27,27 +30,20 @@ REASONS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Converted:
-    """A layer that computes in another policy now.
+class Converted(Work):
+    """A layer that computes in another policy now, and its `Work`.
 
     Attributes:
         path: The layer's path, e.g. `"model/block/dense"`.
         class_name: The name of its class.
         policy: The name of its policy: `float8_policy.full_name`, or that of
             a plain policy.
-        parameters: Entries of the kernels that it multiplies with.
-        multiplications: Multiplications, each with its addition, in the
-            products of one sample with them.
-        sizes_known: Whether all sizes of the inputs were known; one that is
-            not counts as 1.
+        parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
     path: str
     class_name: str
     policy: str
-    parameters: int = 0
-    multiplications: int = 0
-    sizes_known: bool = True
 
     @property
     def in_float8(self) -> bool:
@@ -61,8 +57,8 @@ class Converted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Skipped:
-    """A layer with weights that stays as it was.
+class Skipped(Work):
+    """A layer with weights that stays as it was, and its `Work`.
 
     Attributes:
         path: The layer's path.
@@ -70,19 +66,13 @@ class Skipped:
         reason: Why.
         policy: The full name of the float8 policy that it follows as before;
             None if it is not in float8.
-        parameters: Entries of the kernels that it multiplies with; if there
-            are none, of its own weights.
-        multiplications: As for `Converted`; 0 without such a kernel.
-        sizes_known: As for `Converted`.
+        parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
     path: str
     class_name: str
     reason: str
     policy: str | None = None
-    parameters: int = 0
-    multiplications: int = 0
-    sizes_known: bool = True
 
     @property
     def in_float8(self) -> bool:
@@ -176,27 +166,26 @@ class Report(LayerTables):
 
 
 def report_of(
-    model: Any, converted: Sequence[Any], left: Sequence[Unconverted]
+    model: keras.Layer,
+    converted: Sequence[keras.Layer],
+    left: Sequence[Unconverted],
 ) -> Report:
-    """Write the report of a change that was made.
+    """The report of a change that was made, with the work of each layer.
 
     Args:
         model: The model or layer that was changed.
         converted: Layers in it that follow another policy now.
         left: Layers in it that do not.
-
-    Returns:
-        The report, with the work of each layer.
     """
     counts = work.count(model, [*converted, *(each.layer for each in left)])
     done = [
         Converted(
             path_of(layer),
             type(layer).__name__,
-            _policy(layer),
-            *dataclasses.astuple(w),
+            _float8_policy(layer) or layer.dtype_policy.name,
+            **dataclasses.asdict(counted),
         )
-        for layer, w in zip(converted, counts, strict=False)
+        for layer, counted in zip(converted, counts, strict=False)
     ]
     rest = [
         Skipped(
@@ -204,22 +193,16 @@ def report_of(
             type(each.layer).__name__,
             each.reason,
             _float8_policy(each.layer),
-            *dataclasses.astuple(w),
+            **dataclasses.asdict(counted),
         )
-        for each, w in zip(left, counts[len(done) :], strict=True)
+        for each, counted in zip(left, counts[len(done) :], strict=True)
     ]
     weights = [v for v in model.weights if not isinstance(v, StateVariable)]
     return Report(tuple(done), tuple(rest), work.scalars(weights))
 
 
-def warn_of_little(report: Report, model: Any, stacklevel: int) -> None:
-    """Warn of a model with less than a tenth of its work in float8.
-
-    Args:
-        report: What `convert` has done.
-        model: The model.
-        stacklevel: 1 for the caller, 2 for the caller's caller, and so on.
-    """
+def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
+    """Warn of a model with less than a tenth of its work in float8."""
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
     if part >= LITTLE * whole and whole:
@@ -266,7 +249,7 @@ def _reasons(report: Report) -> str:
     """Where the most multiplications are that are not in float8, and why."""
     totals = report.totals
     groups = [group for group in report.groups if not group[0].in_float8]
-    groups.sort(key=lambda group: -sum(e.multiplications for e in group))
+    groups.sort(key=lambda group: -summary.work(group))
     found = []
     for group in groups[:REASONS]:
         share, _ = summary.shares(group, totals)
@@ -278,10 +261,6 @@ def _reasons(report: Report) -> str:
     return " ".join(found)
 
 
-def _float8_policy(layer: Any) -> str | None:
+def _float8_policy(layer: keras.Layer) -> str | None:
     policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
-
-
-def _policy(layer: Any) -> str:
-    return _float8_policy(layer) or layer.dtype_policy.name

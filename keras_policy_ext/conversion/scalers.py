@@ -19,7 +19,7 @@ from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
 _GROUP = "optimizer/inner_optimizer"
 
 
-def may_differ(model: Any) -> bool:
+def may_differ(model: keras.Model) -> bool:
     """Whether Keras may have wrapped the optimizer of one of two models."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
@@ -32,12 +32,8 @@ def may_differ(model: Any) -> bool:
         return True
 
 
-def restore(model: Any, weights: str) -> bool:
+def restore(model: keras.Model, weights: str) -> bool:
     """Wrap the optimizer of a model just loaded if the saved one was, or not.
-
-    Args:
-        model: A model just loaded.
-        weights: The file of its weights.
 
     Returns:
         Whether that changed, and the weights have to be loaded again.

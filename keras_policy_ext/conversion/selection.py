@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_policy_ext.conversion import filters
@@ -34,7 +35,7 @@ class Selection:
 
     @classmethod
     def read(
-        cls, include: Any, exclude: Any, filter: Any, min_size: Any
+        cls, include: object, exclude: object, filter: object, min_size: object
     ) -> Selection:
         """Check the arguments of `convert`.
 
@@ -104,7 +105,7 @@ def _found(patterns: Patterns, path: str) -> re.Pattern[str] | None:
     return next((p for p in patterns if p.search(path)), None)
 
 
-def _patterns(name: str, given: Any) -> Patterns:
+def _patterns(name: str, given: object) -> Patterns:
     several = [given] if isinstance(given, (str, re.Pattern)) else given
     if not isinstance(several, Iterable):
         raise TypeError(_wrong_patterns(name, given))
@@ -120,7 +121,7 @@ def _patterns(name: str, given: Any) -> Patterns:
     return tuple(read)
 
 
-def _wrong_patterns(name: str, given: Any) -> str:
+def _wrong_patterns(name: str, given: object) -> str:
     return (
         f"`{name}` means layers by their paths. Received: {given!r}. Allowed: "
         "a regular expression, or a list of them, such as 'ffn' or "
@@ -138,7 +139,7 @@ def _no_match(name: str, patterns: Patterns, paths: list[str]) -> str:
     )
 
 
-def _filter(given: Any) -> Any:
+def _filter(given: object) -> Any:
     if isinstance(given, str) and given == "auto":
         return filters.Auto()
     if given is None or isinstance(given, filters.Auto):
@@ -152,7 +153,7 @@ def _filter(given: Any) -> Any:
     )
 
 
-def _answer(predicate: Callable[[Any], bool], layer: Any) -> bool:
+def _answer(predicate: Callable[[Any], object], layer: keras.Layer) -> bool:
     answer: Any = predicate(layer)
     if isinstance(answer, (bool, np.bool_)):
         return bool(answer)
@@ -163,7 +164,7 @@ def _answer(predicate: Callable[[Any], bool], layer: Any) -> bool:
     )
 
 
-def _min_size(given: Any) -> int:
+def _min_size(given: object) -> int:
     if given is None:
         return 0
     if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
@@ -173,7 +174,7 @@ def _min_size(given: Any) -> int:
     return int(given)
 
 
-def _wrong_size(given: Any) -> str:
+def _wrong_size(given: object) -> str:
     return (
         "`min_size` is the fewest entries that a kernel must have. Received: "
         f"{given!r} (of type {type(given).__name__}). Allowed: an int >= 0, "

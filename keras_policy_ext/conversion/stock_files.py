@@ -23,6 +23,7 @@ import numpy as np
 
 from keras_policy_ext import policies
 from keras_policy_ext.conversion import files, weight_files
+from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import stock_state
 from keras_policy_ext.layers.state_files import FORMAT_VERSION, VERSION_KEY
 
@@ -31,7 +32,9 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 
 
 @contextlib.contextmanager
-def rewritten_model(path: Any) -> Iterator[Any]:
+def rewritten_model(
+    path: PathLike,
+) -> Iterator[PathLike]:
     """A file or folder of a model, in the form of this package.
 
     Yields:
@@ -41,7 +44,7 @@ def rewritten_model(path: Any) -> Iterator[Any]:
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    if not _is_stock(path):
+    if not weight_files.count(path, _own_count):
         yield path
         return
     config = json.dumps(_own_policies(json.loads(_config_in(path))))
@@ -59,13 +62,15 @@ def rewritten_model(path: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def rewritten_weights(path: Any) -> Iterator[Any]:
+def rewritten_weights(
+    path: PathLike,
+) -> Iterator[PathLike]:
     """A file of weights, or the weights of a model, in the same way.
 
     Yields:
         `path`, or the path of a `.weights.h5` file.
     """
-    if not _is_stock(path):
+    if not weight_files.count(path, _own_count):
         yield path
         return
     with (
@@ -77,24 +82,13 @@ def rewritten_weights(path: Any) -> Iterator[Any]:
         yield copy
 
 
-def _config_in(path: Any) -> bytes:
+def _config_in(path: PathLike) -> bytes:
     """Read from where the user has it, which errors then name."""
     place = pathlib.Path(str(path))
     if place.is_dir():
         return (place / _CONFIG).read_bytes()
     with zipfile.ZipFile(place) as archive:
         return archive.read(_CONFIG)
-
-
-def _is_stock(path: Any) -> bool:
-    """Whether some layer in a file is in Keras's own float8."""
-    try:
-        with weight_files.opened(path) as file:
-            if file is None:
-                return False
-            return any(_own_count(x) for x in weight_files.groups(file))
-    except weight_files.OF_DAMAGE:
-        return False
 
 
 def _rewrite(path: pathlib.Path) -> None:

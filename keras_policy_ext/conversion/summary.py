@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -50,12 +51,7 @@ class Totals:
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
-        """Add up.
-
-        Args:
-            entries: A layer each.
-            parameters: Entries of all weights of the model; 0 if not known.
-        """
+        """Add up layers; `parameters` are all of the model, 0 if not known."""
         entries = list(entries)
         multiplying = [e for e in entries if e.multiplications]
         in_float8 = [e for e in multiplying if e.in_float8]
@@ -94,92 +90,6 @@ class Totals:
             "Some sizes of inputs are not known, such as those that are None. "
             "They count as 1 in the multiplications."
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Layers that are treated alike.
-
-    Attributes:
-        cells: What the table says of them.
-        multiplications: Of one sample, in all of them.
-        in_float8: Whether they are in float8.
-    """
-
-    cells: Sequence[str]
-    multiplications: int
-    in_float8: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Overview:
-    """A table with what is above and below it.
-
-    Attributes:
-        head: Sentences above it.
-        columns: Its columns.
-        rows: Its rows, with a dash where there is nothing to say.
-        notes: Sentences below it.
-        every: How to see every layer.
-    """
-
-    head: Sequence[str]
-    columns: Sequence[Column]
-    rows: Sequence[Row]
-    notes: Sequence[str]
-    every: str
-
-    def text(self) -> str:
-        """As lines that fit on one screen, the rows with the most work."""
-        width = tables.terminal_width()
-
-        def lines(number: int, most: int | None) -> list[str]:
-            table = self._table(number).text(width, most)
-            notes = [*self._left_out(number), *self.notes, self.every]
-            head = _wrapped(self.head, width)
-            return [*head, "", *table, "", *_wrapped(notes, width)]
-
-        if not self.rows:
-            return "\n".join(_wrapped([*self.head, *self.notes], width))
-        return "\n".join(tables.fitted(len(self.rows), lines, LINES))
-
-    def html(self) -> str:
-        """As HTML, with all rows."""
-        table = self._table(len(self.rows)).html() if self.rows else ""
-        return "".join(
-            (
-                tables.paragraphs(self.head),
-                table,
-                tables.paragraphs([*self.notes, self.every]),
-            )
-        )
-
-    def _by_work(self) -> list[Row]:
-        return sorted(self.rows, key=lambda row: -row.multiplications)
-
-    def _table(self, number: int) -> Table:
-        """The rows with the most work, those in float8 first.
-
-        Columns in which nothing but a dash would stand are left out.
-        """
-        shown = sorted(self._by_work()[:number], key=lambda r: not r.in_float8)
-        used = [
-            column
-            for column in range(len(self.columns))
-            if any(row.cells[column] != "–" for row in self.rows)
-        ]
-        return Table(
-            [self.columns[column] for column in used],
-            [[row.cells[column] for column in used] for row in shown],
-        )
-
-    def _left_out(self, number: int) -> list[str]:
-        left = self._by_work()[number:]
-        if not left:
-            return []
-        total = sum(row.multiplications for row in self.rows)
-        work = percent(sum(row.multiplications for row in left), total)
-        return [f"and {len(left)} more, with {work} of the multiplications"]
 
 
 class LayerTables:
@@ -229,64 +139,89 @@ class LayerTables:
                 groups.setdefault(key, []).append(entry)
         return list(groups.values())
 
-    def table(self, full: bool = False) -> str:
+    def table(self, full: bool = False, every: str | None = None) -> str:
         """A table as text.
 
         Args:
             full: Whether it has rows for every layer with weights. False: one
                 for the layers of a class that are treated alike, those that
-                multiply with a kernel.
+                multiply with a kernel, as many as fit on one screen.
+            every: What the short table says of how to see every layer.
 
         Returns:
             Lines as wide as the terminal; wider only where a single word is.
         """
-        if not full:
-            return self.overview().text()
-        width = tables.terminal_width()
-        rows = [
-            row for entry in self._entries for row in self._full_rows(entry)
-        ]
-        table = Table(self._full_columns, rows).text(width)
-        lines = [*_wrapped(self._head(), width), "", *table, ""]
-        return "\n".join([*lines, *_wrapped(self._notes(full), width)]).rstrip()
+        width = shutil.get_terminal_size((80, 24)).columns
+        head = _wrapped(self._head(), width)
+        notes = self._notes(full)
+        if full:
+            rows = [
+                r for entry in self._entries for r in self._full_rows(entry)
+            ]
+            table = Table(self._full_columns, rows).text(width)
+            lines = [*head, "", *table, "", *_wrapped(notes, width)]
+            return "\n".join(lines).rstrip()
 
-    def overview(self, every: str | None = None) -> Overview:
-        """The short table, as text and as HTML.
+        def lines_of(number: int, most: int | None) -> list[str]:
+            below = [*self._left_out(number), *notes, every or self._every]
+            table = self._short_table(number).text(width, most)
+            return [*head, "", *table, "", *_wrapped(below, width)]
 
-        Args:
-            every: What it says of how to see every layer.
-        """
-        totals = self.totals
-        columns = (
-            Column("layers", right=True),
-            Column("class"),
-            *SHARES,
-            *self._columns,
-        )
-        rows = [
-            Row(
-                (
-                    f"{len(group):,}",
-                    group[0].class_name,
-                    *shares(group, totals),
-                    *self._cells(group),
-                ),
-                sum(entry.multiplications for entry in group),
-                group[0].in_float8,
-            )
-            for group in self.groups
-        ]
-        notes = self._notes(full=False)
-        return Overview(
-            self._head(), columns, rows, notes, every or self._every
-        )
+        number = len(self.groups)
+        if not number:
+            return "\n".join([*head, *_wrapped(notes, width)])
+        return "\n".join(tables.fitted(number, lines_of, LINES))
 
     def __str__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return self.overview().html()
+        """The short table for a notebook, with all rows."""
+        number = len(self.groups)
+        table = self._short_table(number).html() if number else ""
+        notes = [*self._notes(full=False), self._every]
+        return (
+            tables.paragraphs(self._head()) + table + tables.paragraphs(notes)
+        )
+
+    def _by_work(self) -> list[list[Any]]:
+        return sorted(self.groups, key=lambda group: -work(group))
+
+    def _short_table(self, number: int) -> Table:
+        """The groups with the most work, those in float8 first.
+
+        Columns in which nothing but a dash would stand are left out.
+        """
+        numbers = (Column("layers", right=True), Column("class"), *SHARES)
+        columns, totals = [*numbers, *self._columns], self.totals
+        groups = self._by_work()
+        rows = [
+            [
+                f"{len(group):,}",
+                group[0].class_name,
+                *shares(group, totals),
+                *self._cells(group),
+            ]
+            for group in groups
+        ]
+        used = [
+            column
+            for column in range(len(columns))
+            if any(row[column] != "–" for row in rows)
+        ]
+        shown = sorted(range(number), key=lambda n: not groups[n][0].in_float8)
+        return Table(
+            [columns[column] for column in used],
+            [[rows[n][column] for column in used] for n in shown],
+        )
+
+    def _left_out(self, number: int) -> list[str]:
+        groups = self._by_work()
+        left = groups[number:]
+        if not left:
+            return []
+        share = percent(sum(map(work, left)), sum(map(work, groups)))
+        return [f"and {len(left)} more, with {share} of the multiplications"]
 
     def _head(self) -> list[str]:
         """Sentences above a table."""
@@ -302,11 +237,10 @@ class LayerTables:
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:
     """The cells of `SHARES` for some layers; dashes without a kernel."""
-    multiplications = sum(entry.multiplications for entry in group)
-    if not multiplications:
+    if not work(group):
         return ["–", "–"]
     return [
-        percent(multiplications, totals.multiplications),
+        percent(work(group), totals.multiplications),
         percent(sum(e.parameters for e in group), totals.parameters),
     ]
 
@@ -334,6 +268,11 @@ def amount(number: int) -> str:
 def counted(number: int, noun: str) -> str:
     """A number and its noun."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def work(group: Iterable[Any]) -> int:
+    """The multiplications of some layers."""
+    return sum(entry.multiplications for entry in group)
 
 
 def _wrapped(sentences: Iterable[str], width: int) -> list[str]:

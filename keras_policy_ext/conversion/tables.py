@@ -6,7 +6,6 @@ import dataclasses
 import html
 import itertools
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 
 GAP = "  "
@@ -36,28 +35,16 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text.
-
-    Attributes:
-        columns: The columns, from left to right.
-        rows: A cell for each of them, in each row.
-    """
+    """Rows of text, with a cell for each column."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
 
     def text(self, width: int, most: int | None = None) -> list[str]:
-        """The table as lines of text.
+        """The table as lines, of which a cell has at most so many.
 
-        No word is ever cut: a table whose words do not fit is wider.
-
-        Args:
-            width: Characters in a line.
-            most: The most lines of a cell; an ellipsis stands for what is left
-                out. None: there is none left out.
-
-        Returns:
-            Lines without trailing blanks.
+        No word is ever cut: a table whose words do not fit is wider. An
+        ellipsis stands for what is left out.
         """
         above = [n for n, column in enumerate(self.columns) if column.above]
         if above and sum(self._least()) + self._gaps > width:
@@ -174,11 +161,6 @@ class Table:
         return list(itertools.chain.from_iterable(lines))
 
 
-def terminal_width() -> int:
-    """Characters in a line of the terminal; 80 where there is none."""
-    return shutil.get_terminal_size((80, 24)).columns
-
-
 def printable(text: str) -> str:
     """The text on one line, without signs that would steer a terminal."""
     return "".join(
@@ -188,15 +170,9 @@ def printable(text: str) -> str:
 
 
 def wrap(text: str, width: int, path: bool = False) -> list[str]:
-    """Break a text into lines, and no word in two.
+    """Break a text into lines, and no word in two; at least one line.
 
-    Args:
-        text: What to break.
-        width: Characters in a line; a longer word has a longer line.
-        path: Whether it breaks after a `/`, and not at blanks.
-
-    Returns:
-        At least one line.
+    A path breaks after a `/`, and not at blanks.
     """
     lines = [""]
     for word in _words(text, path):
@@ -217,10 +193,7 @@ def fitted(
         count: How many rows there are.
         lines_of: The lines of a table, for a number of rows and the most lines
             of a cell.
-        height: The most lines.
-
-    Returns:
-        The first lines that fit; if none do, those with one row.
+        height: The most lines; more only if one row does not fit.
     """
     tries = [(count, most) for most in (None, 5, 4, 3)]
     tries += [(number, 2) for number in range(count, 0, -1)]

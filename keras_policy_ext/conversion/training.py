@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -17,27 +18,23 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.mixed_precision.gradients import is_overwritten
 
 
 @contextlib.contextmanager
-def continued(model: Any) -> Iterator[None]:
+def continued(model: keras.Layer) -> Iterator[None]:
     """Let optimizers and compiled steps follow what the block changes.
 
     Afterwards each optimizer in the model knows the variables that there
     are, with its slots and its iteration; steps are traced anew; PyTorch sees
-    the parameters. Not if the block fails: see
-    `layers.transaction`.
-
-    Args:
-        model: A built model or layer.
+    the parameters. Not if the block fails: see `layers.transaction`.
     """
     models = [
         layer
         for layer in walking.layers_within(model)
         if isinstance(layer, keras.Model)
     ]
-    states = [v for v in model.variables if _is_state(v)]
+    states = [v for v in model.variables if is_overwritten(v)]
     yield
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
@@ -46,12 +43,12 @@ def continued(model: Any) -> Iterator[None]:
         _update_optimizers(each, gone)
 
 
-def parts(model: Any) -> list[Any]:
+def parts(model: keras.Layer) -> list[Any]:
     """All layers in a model, and the optimizers of all models in it."""
     return [*walking.layers_within(model), *all_optimizers(model)]
 
 
-def check_optimizers(model: Any) -> None:
+def check_optimizers(model: keras.Layer) -> None:
     """Raise if an optimizer could not go on with states that come now.
 
     Raises:
@@ -74,20 +71,13 @@ def check_optimizers(model: Any) -> None:
                 )
 
 
-def replicas(model: Any) -> Any:
+def replicas(model: keras.Layer) -> AbstractContextManager[object]:
     """The scope in which the variables of a model were made."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def _is_state(variable: Any) -> bool:
-    """Whether a variable is float8 state, of this package or of Keras."""
-    return isinstance(variable, StateVariable) or (
-        getattr(variable, "overwrite_with_gradient", False)
-    )
-
-
-def _update_optimizers(model: Any, gone: set[int]) -> None:
+def _update_optimizers(model: keras.Model, gone: set[int]) -> None:
     compiled_steps.forget_compiled_functions(model)
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
@@ -106,7 +96,7 @@ def _update_optimizers(model: Any, gone: set[int]) -> None:
                 optimizer_variables.retarget_optimizer(each, wanted)
 
 
-def all_optimizers(model: Any) -> list[Any]:
+def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
     """The optimizers of all models in a model, with those that they wrap."""
     return [
         each
@@ -117,7 +107,7 @@ def all_optimizers(model: Any) -> list[Any]:
     ]
 
 
-def optimizers(model: Any) -> list[Any]:
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizer of `compile`, and those that a model has besides.
 
     As attributes, or in lists and dicts that are.
@@ -132,7 +122,7 @@ def optimizers(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _has_all(model: Any, known: list[Any] | None) -> bool:
+def _has_all(model: keras.Model, known: list[keras.Variable] | None) -> bool:
     """Whether an optimizer has all weights of a model that are not frozen.
 
     One that is wrapped may have stand-ins, and none of the weights.
@@ -142,11 +132,13 @@ def _has_all(model: Any, known: list[Any] | None) -> bool:
     ids = {id(v) for v in known}
     if ids.isdisjoint(id(v) for v in model.variables):
         return True
-    weights = (v for v in model.trainable_variables if not _is_state(v))
+    weights = (v for v in model.trainable_variables if not is_overwritten(v))
     return all(id(v) in ids for v in weights)
 
 
-def _states(model: Any, known: list[Any], has_all: bool) -> set[int]:
+def _states(
+    model: keras.Model, known: list[keras.Variable], has_all: bool
+) -> set[int]:
     """The states that an optimizer is to know.
 
     Those of the layers that it optimizes, frozen since or not. The optimizer
@@ -165,8 +157,11 @@ def _states(model: Any, known: list[Any], has_all: bool) -> set[int]:
 
 
 def _to_optimize(
-    known: list[Any], model: Any, new: set[int], gone: set[int]
-) -> list[Any]:
+    known: list[keras.Variable],
+    model: keras.Model,
+    new: set[int],
+    gone: set[int],
+) -> list[keras.Variable]:
     """The variables to optimize: those known, with today's states.
 
     A state comes after what is before it in `model.variables`. So the order

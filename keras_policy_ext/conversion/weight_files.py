@@ -8,11 +8,12 @@ import os
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import h5py
 
+PathLike = str | os.PathLike[str]
 WEIGHTS = "model.weights.h5"
 
 OF_DAMAGE = (
@@ -32,11 +33,8 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 
 @contextlib.contextmanager
-def opened(path: Any) -> Iterator[h5py.File | None]:
-    """The HDF5 file of weights in a file or folder of a model.
-
-    Args:
-        path: A `.keras` file, the folder of a model, or a `.weights.h5` file.
+def opened(path: PathLike) -> Iterator[h5py.File | None]:
+    """The HDF5 file of weights in a `.keras` file, or folder, or by itself.
 
     Yields:
         The file; None if there is none in this format at this path.
@@ -73,6 +71,16 @@ def groups(file: h5py.File) -> list[h5py.Group]:
     return found
 
 
+def count(path: PathLike, wanted: Callable[[h5py.Group], object]) -> int:
+    """How many `groups` of a file are wanted; 0 if it cannot be read."""
+    try:
+        with opened(path) as file:
+            found = [] if file is None else groups(file)
+            return sum(bool(wanted(group)) for group in found)
+    except OF_DAMAGE:
+        return 0
+
+
 @contextlib.contextmanager
 def _member(place: pathlib.Path) -> Iterator[IO[bytes] | None]:
     """The weights in an archive, as a file that can be read here and there.
@@ -99,13 +107,7 @@ def _member(place: pathlib.Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Section(io.RawIOBase):
-    """A part of an open file, as a file of its own.
-
-    Args:
-        file: The file; not closed with the section.
-        start: Where the part starts, in bytes.
-        size: How long it is, in bytes.
-    """
+    """A part of an open file, in bytes, as a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, size: int):
         super().__init__()
@@ -119,11 +121,8 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {
-            os.SEEK_SET: 0,
-            os.SEEK_CUR: self._at,
-            os.SEEK_END: self._size,
-        }[whence]
+        # SEEK_SET, SEEK_CUR and SEEK_END are 0, 1 and 2.
+        base = (0, self._at, self._size)[whence]
         self._at = max(0, base + offset)
         return self._at
 

@@ -23,20 +23,22 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 Shape = Sequence[int | None]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """What a layer multiplies with, and how often.
 
     Attributes:
-        parameters: Entries of the kernels that it multiplies with; of all its
-            own weights if there is no such kernel.
-        multiplications: Of one sample; 0 without a kernel.
-        sizes_known: Whether all sizes were known; one that is not counts as 1.
+        parameters: Entries of the kernels that it multiplies with; if there
+            are none, of its own weights.
+        multiplications: Multiplications, each with its addition, in the
+            products of one sample with them; 0 without a kernel.
+        sizes_known: Whether all sizes of the inputs were known; one that is
+            not counts as 1.
     """
 
-    parameters: int
-    multiplications: int
-    sizes_known: bool
+    parameters: int = 0
+    multiplications: int = 0
+    sizes_known: bool = True
 
 
 class _Rows(NamedTuple):
@@ -83,40 +85,36 @@ _BASES = frozenset(
 _NO_KERNEL = ("bias", "embedding", "position", "table", "token")
 
 
-def count(model: Any, layers: Iterable[Any]) -> list[Work]:
-    """Count the work of layers; nothing is called, and nothing fails.
+def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
+    """Count the work of layers in a model; nothing is called.
 
     A layer in a recurrent one or in `TimeDistributed` is counted for each time
     step, and one that a Functional model uses several times for each use.
-
-    Args:
-        model: A Keras model or layer.
-        layers: Layers in it, or the model itself.
-
-    Returns:
-        The work of each.
     """
     places = _places(model)
     return [_work(layer, places[id(layer)]) for layer in layers]
 
 
-def scalars(variables: Iterable[Any]) -> int:
+def scalars(variables: Iterable[keras.Variable]) -> int:
     """The number of entries of all these variables."""
     return sum(int(np.prod(v.shape)) for v in variables)
 
 
-def _work(layer: Any, place: _Place) -> Work:
+def _work(layer: keras.Layer, place: _Place) -> Work:
     own = walking.own_weights(layer)
     kernels = _kernels(layer, own)
     if not kernels:
-        return Work(scalars(own), 0, True)
+        return Work(parameters=scalars(own))
     parameters, once = scalars(kernels), _rows(layer, place.shape)
     rows = place.calls.times([once.number])
-    known = rows.known and once.known
-    return Work(parameters, parameters * rows.number, known)
+    return Work(
+        parameters=parameters,
+        multiplications=parameters * rows.number,
+        sizes_known=rows.known and once.known,
+    )
 
 
-def _places(model: Any) -> dict[int, _Place]:
+def _places(model: keras.Layer) -> dict[int, _Place]:
     """Each layer in a model, by its id."""
     found: dict[int, _Place] = {}
     waiting = [(model, _Place(_Rows(), _input_shape(model)))]
@@ -136,7 +134,7 @@ def _places(model: Any) -> dict[int, _Place]:
     return found
 
 
-def _inside(layer: Any, place: _Place) -> _Place:
+def _inside(layer: keras.Layer, place: _Place) -> _Place:
     """What the layers in a layer see: in some, each time step for itself."""
     if not isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed)):
         return place
@@ -162,7 +160,9 @@ def _filled(shape: Shape | None, outer: Shape | None) -> Shape | None:
     ]
 
 
-def _kernels(layer: Any, own: list[Any]) -> list[Any]:
+def _kernels(
+    layer: keras.Layer, own: list[keras.Variable]
+) -> list[keras.Variable]:
     """The weights that a layer multiplies with, in float8 or not."""
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         return layer.float8_contracted
@@ -175,7 +175,7 @@ def _kernels(layer: Any, own: list[Any]) -> list[Any]:
     return [v for v in own if v.name.endswith("kernel")]
 
 
-def _keras_class(layer: Any) -> Any:
+def _keras_class(layer: keras.Layer) -> type[keras.Layer]:
     """The nearest class of Keras itself."""
     return next(
         base
@@ -184,14 +184,14 @@ def _keras_class(layer: Any) -> Any:
     )
 
 
-def _looks_like_kernel(variable: Any) -> bool:
+def _looks_like_kernel(variable: keras.Variable) -> bool:
     axes = [size for size in variable.shape if size > 1]
     floating = keras.backend.is_float_dtype(variable.dtype)
     named_otherwise = any(word in variable.name for word in _NO_KERNEL)
     return len(axes) >= 2 and floating and not named_otherwise
 
 
-def _rows(layer: Any, shape: Shape | None) -> _Rows:
+def _rows(layer: keras.Layer, shape: Shape | None) -> _Rows:
     """How often a layer multiplies with its kernels in one call."""
     if shape is None or _keras_class(layer).__name__ in _FOREIGN:
         return _UNKNOWN
@@ -203,7 +203,7 @@ def _rows(layer: Any, shape: Shape | None) -> _Rows:
         return _UNKNOWN
 
 
-def _row_sizes(layer: Any, shape: Shape) -> Iterable[int | None]:
+def _row_sizes(layer: keras.Layer, shape: Shape) -> Iterable[int | None]:
     stock = _keras_class(layer)
     name = stock.__name__
     if name == "EinsumDense":
@@ -215,12 +215,14 @@ def _row_sizes(layer: Any, shape: Shape) -> Iterable[int | None]:
     if name == "ConvLSTMCell":
         outputs, _ = stock.compute_output_shape(layer, shape)
         return _positions(layer, outputs)
-    if name == "ReversibleEmbedding" and not _is_vectors(layer, shape):
-        return shape[1:]
+    if name == "ReversibleEmbedding":
+        # Built on what it projects, or on the indices that it looks up.
+        projects = len(shape) > 2 and shape[-1] == layer.output_dim
+        return shape[1:-1] if projects else shape[1:]
     return shape[1:-1]
 
 
-def _einsum_rows(layer: Any, shape: Shape) -> list[int | None]:
+def _einsum_rows(layer: keras.Layer, shape: Shape) -> list[int | None]:
     """Sizes of what the inputs and the outputs have, without the batch."""
     equation = einsum.explicit(
         layer.equation, len(shape), len(layer.kernel.shape)
@@ -233,16 +235,11 @@ def _einsum_rows(layer: Any, shape: Shape) -> list[int | None]:
     ]
 
 
-def _positions(layer: Any, shape: Shape) -> Shape:
+def _positions(layer: keras.Layer, shape: Shape) -> Shape:
     return shape[1:-1] if layer.data_format == "channels_last" else shape[2:]
 
 
-def _is_vectors(layer: Any, shape: Shape) -> bool:
-    """Whether a tied embedding was built on what it projects."""
-    return len(shape) > 2 and shape[-1] == layer.output_dim
-
-
-def _input_shape(layer: Any) -> Shape | None:
+def _input_shape(layer: keras.Layer) -> Shape | None:
     """The shape of the first argument when the layer was built, if known."""
     config = keras.Layer.get_build_config(layer) or {}
     shapes = config.get("shapes_dict", config)

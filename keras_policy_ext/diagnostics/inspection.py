@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_policy_ext import formats
@@ -14,6 +15,7 @@ from keras_policy_ext.conversion import models, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
+from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.policies.of_layers import (
@@ -46,8 +48,8 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspected:
-    """One layer with weights.
+class Inspected(Work):
+    """One layer with weights, and its `Work`.
 
     Attributes:
         path: The layer's path.
@@ -58,12 +60,7 @@ class Inspected:
             was not called in this process yet.
         reason: Why it is native or emulated.
         operands: What its state says; empty under a recipe without state.
-        parameters: Entries of the kernels that it multiplies with; if there
-            are none, of its own weights.
-        multiplications: Multiplications, each with its addition, in the
-            products of one sample with them; 0 without a kernel.
-        sizes_known: Whether all sizes of the inputs were known; one that is
-            not counts as 1.
+        parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
     path: str
@@ -73,9 +70,6 @@ class Inspected:
     kernel: str | None
     reason: str | None
     operands: tuple[Operand, ...]
-    parameters: int = 0
-    multiplications: int = 0
-    sizes_known: bool = True
 
     @property
     def in_float8(self) -> bool:
@@ -144,7 +138,25 @@ class Inspection(LayerTables):
         ]
 
     def _full_rows(self, entry: Inspected) -> list[list[str]]:
-        return _rows(entry)
+        head = [
+            tables.printable(entry.path),
+            entry.class_name,
+            tables.printable(entry.policy),
+            entry.kernel or "–",
+        ]
+        if not entry.operands:
+            return [[*head, "–", "–", "–", "–"]]
+        rows = []
+        several = len({operand.kernel for operand in entry.operands}) > 1
+        for operand in entry.operands:
+            name = operand.name
+            if several:
+                name = f"{operand.kernel.rpartition('/')[2]}: {name}"
+            numbers = (operand.amax, operand.scale, operand.saturation)
+            cells = ["–" if n is None else f"{n:.3g}" for n in numbers]
+            rows.append([*head, name, *cells])
+            head = ["", "", "", ""]
+        return rows
 
     def _notes(self, full: bool) -> list[str]:
         """The state, and why layers run natively or are emulated."""
@@ -162,7 +174,7 @@ class Inspection(LayerTables):
         return notes if full else [*notes, *super()._notes(full)]
 
 
-def inspect(model: Any) -> Inspection:
+def inspect(model: keras.Layer) -> Inspection:
     """Look at the policy and the float8 state of each layer.
 
     Args:
@@ -183,7 +195,8 @@ def inspect(model: Any) -> Inspection:
     shown = [
         layer
         for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State) and _is_shown(layer)
+        if not isinstance(layer, Float8State)
+        and (float8_policy_of(layer) or walking.own_weights(layer))
     ]
     counts = work.count(model, shown)
     states = [v for v in model.weights if isinstance(v, StateVariable)]
@@ -195,11 +208,7 @@ def inspect(model: Any) -> Inspection:
     )
 
 
-def _is_shown(layer: Any) -> bool:
-    return bool(float8_policy_of(layer) or walking.own_weights(layer))
-
-
-def _inspected(layer: Any, counted: work.Work) -> Inspected:
+def _inspected(layer: keras.Layer, counted: Work) -> Inspected:
     policy = float8_policy_of(layer)
     choice = policy and layer.kernel_choice
     return Inspected(
@@ -214,50 +223,23 @@ def _inspected(layer: Any, counted: work.Work) -> Inspected:
     )
 
 
-def _operands(layer: Any) -> list[Operand]:
+def _operands(layer: keras.Layer) -> list[Operand]:
     found = []
     for kernel in layer.float8_contracted:
         state = layer.float8_state.of(kernel)
         if state is None:
             continue
-        for name, (scale, amaxes) in state.rows().items():
-            format_name = state.recipe.format_of(name)
-            found.append(_operand(kernel, name, format_name, scale, amaxes[0]))
+        for name, (scale, (amax, *_)) in state.rows().items():
+            number_format = state.recipe.format_of(name)
+            largest = np.float32(formats.get(number_format).max) * scale
+            observed, known = amax > 0, scale > 0
+            operand = Operand(
+                kernel.path,
+                name,
+                number_format,
+                float(amax) if observed else None,
+                float(scale) if known else None,
+                float(amax / largest) if known and observed else None,
+            )
+            found.append(operand)
     return found
-
-
-def _operand(
-    kernel: Any, name: str, format_name: str, scale: Any, amax: Any
-) -> Operand:
-    largest = np.float32(formats.get(format_name).max) * scale
-    known = bool(scale > 0)
-    return Operand(
-        kernel.path,
-        name,
-        format_name,
-        float(amax) if amax > 0 else None,
-        float(scale) if known else None,
-        float(amax / largest) if known and amax > 0 else None,
-    )
-
-
-def _rows(layer: Inspected) -> list[list[str]]:
-    head = [
-        tables.printable(layer.path),
-        layer.class_name,
-        tables.printable(layer.policy),
-        layer.kernel or "–",
-    ]
-    if not layer.operands:
-        return [[*head, "–", "–", "–", "–"]]
-    rows = []
-    several = len({operand.kernel for operand in layer.operands}) > 1
-    for operand in layer.operands:
-        name = operand.name
-        if several:
-            name = f"{operand.kernel.rpartition('/')[2]}: {name}"
-        numbers = (operand.amax, operand.scale, operand.saturation)
-        cells = ["–" if n is None else f"{n:.3g}" for n in numbers]
-        rows.append([*head, name, *cells])
-        head = ["", "", "", ""]
-    return rows

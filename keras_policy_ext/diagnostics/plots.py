@@ -30,13 +30,13 @@ def loss_curves(
     title: str,
     path: pathlib.Path,
 ) -> None:
-    """Draw validation losses and, below, their gaps to a baseline.
+    """Draw validation losses and, below, their gaps to a baseline, as PNG.
 
     Args:
         curves: By name of the precision: loss in nats per character by step.
         gaps: Likewise, in percent of the baseline's loss.
         title: Above the plot.
-        path: Of the PNG file.
+        path: Of the file.
     """
     from matplotlib.figure import Figure
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -50,11 +51,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
       order of tf_keras: name, shape, dtype, initializer.
 
     Args:
-        *args: As for the layer.
-        autocast_args: Instead of the class attribute, for this layer.
-        autocast_exclude: Likewise.
-        strict: Likewise.
-        **kwargs: As for the layer.
+        *args, **kwargs: As for the layer.
+        autocast_args, autocast_exclude, strict: Instead of the attributes of
+            the class, for this layer.
 
     Attributes:
         autocast_args: `"all"`: floating tensors in every argument are cast
@@ -79,7 +78,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         self,
         *args: Any,
         autocast_args: str | None = None,
-        autocast_exclude: Any = None,
+        autocast_exclude: object = None,
         strict: bool | None = None,
         **kwargs: Any,
     ):
@@ -145,7 +144,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         autocast_variables.own(variable, self, self._is_mixed())
         return variable
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == "built":
             self._own_variables()
@@ -167,8 +166,8 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     def stateless_call(
         self,
-        trainable_variables: list[Any],
-        non_trainable_variables: list[Any],
+        trainable_variables: list[Tensor],
+        non_trainable_variables: list[Tensor],
         *args: Any,
         return_losses: bool = False,
         **kwargs: Any,
@@ -234,7 +233,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return super().rematerialized_call(call, *args, **kwargs)
 
     @property
-    def losses(self) -> list[Any]:
+    def losses(self) -> list[Tensor]:
         """`Layer.losses`, of variables in their own dtype."""
         with calls.autocast_scope(None):
             return super().losses
@@ -258,17 +257,12 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         self.__dict__["_activity_regularizer"] = regularizer
 
     @contextlib.contextmanager
-    def _counted(self) -> Any:
+    def _regularized_in_variable_dtype(self) -> Iterator[None]:
         self.__dict__["_calls"] = self.__dict__.get("_calls", 0) + 1
         try:
             yield
         finally:
             self.__dict__["_calls"] -= 1
-
-    def _regularized_in_variable_dtype(self) -> Any:
-        if self.__dict__.get("_activity_regularizer") is None:
-            return contextlib.nullcontext()
-        return self._counted()
 
     def _is_mixed(self) -> bool:
         return bool(self.autocast and self.compute_dtype != self.variable_dtype)
@@ -311,7 +305,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             if getattr(variable, "owner", None) is self:
                 variable.follow(mixed)
 
-    def _call_scope(self) -> Any:
+    def _call_scope(self) -> AbstractContextManager[object]:
         """The scope that Keras's `__call__` enters around `call`."""
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):
@@ -325,11 +319,8 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make tensors of arrays, and cast floats as the layer says.
 
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            symbolic: Whether to cast symbolic tensors. Not before Keras has
-                made a node of them, or each cast would be one too.
+        Symbolic tensors too, if Keras has made a node of them: before, each
+        cast would be a node of its own.
         """
         if not self.converts_arguments:
             return args, kwargs
@@ -345,7 +336,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     def _converted(self, argument: Any, cast: bool, symbolic: bool) -> Any:
         dtype, policy = self.input_dtype, self.dtype_policy
-        cast = cast and self.autocast and _keeps_floats(dtype)
+        # An integer dtype would lose the fraction of a float.
+        keeps = keras.backend.is_float_dtype(dtype) or "complex" in dtype
+        cast = cast and self.autocast and keeps
 
         def convert(x: Any) -> Any:
             if isinstance(x, keras.KerasTensor) and not symbolic:
@@ -365,21 +358,18 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         for path, output in keras.tree.flatten_with_path(outputs):
             got = _floating_dtype(output)
             if got not in (None, expected):
-                raise ValueError(self._wrong_output(path, got, expected))
-
-    def _wrong_output(
-        self, path: tuple[Any, ...], got: str | None, expected: str
-    ) -> str:
-        which = "".join(f"[{part!r}]" for part in path)
-        return (
-            f"Layer {self.name!r} ({type(self).__name__}) is strict, and "
-            f"its output{which} is not in the compute dtype. Received: "
-            f"{got}. Allowed: {expected} (policy {self.dtype_policy.name!r}) "
-            "and dtypes that are not floating. Make new tensors in `call` "
-            "with dtype=self.compute_dtype, as in "
-            "keras.random.normal(shape, dtype=self.compute_dtype), or cast "
-            "the output; or set strict=False if the dtype is intended."
-        )
+                which = "".join(f"[{part!r}]" for part in path)
+                raise ValueError(
+                    f"Layer {self.name!r} ({type(self).__name__}) is strict, "
+                    f"and its output{which} is not in the compute dtype. "
+                    f"Received: {got}. Allowed: {expected} (policy "
+                    f"{self.dtype_policy.name!r}) and dtypes that are not "
+                    "floating. Make new tensors in `call` with "
+                    "dtype=self.compute_dtype, as in "
+                    "keras.random.normal(shape, dtype=self.compute_dtype), or "
+                    "cast the output; or set strict=False if the dtype is "
+                    "intended."
+                )
 
 
 def _unmarked_get_config(cls: Any) -> Any:
@@ -408,8 +398,3 @@ def _floating_dtype(x: Any) -> str | None:
         return None
     dtype = str(keras.backend.standardize_dtype(x.dtype))
     return dtype if keras.backend.is_float_dtype(dtype) else None
-
-
-def _keeps_floats(dtype: str) -> bool:
-    """Whether a float that is cast to a dtype keeps its fraction."""
-    return keras.backend.is_float_dtype(dtype) or "complex" in dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 WAYS = ("all", "first")
 
@@ -43,7 +43,7 @@ class CastArguments:
     excluded: frozenset[str]
 
     @classmethod
-    def of(cls, call: Callable[..., Any], way: Any, exclude: Any) -> Any:
+    def of(cls, call: Callable[..., object], way: str, exclude: object) -> Self:
         """Read the signature of `call` and what the layer says.
 
         Raises:
@@ -84,7 +84,7 @@ class CastArguments:
         return name not in self.excluded
 
 
-def exclusion(exclude: Any) -> tuple[str, ...]:
+def exclusion(exclude: object) -> tuple[str, ...]:
     """`autocast_exclude` as a tuple of names.
 
     Raises:
@@ -103,7 +103,7 @@ def exclusion(exclude: Any) -> tuple[str, ...]:
 
 
 def _excluded(
-    exclude: Any, parameters: list[inspect.Parameter]
+    exclude: object, parameters: list[inspect.Parameter]
 ) -> frozenset[str]:
     names = exclusion(exclude)
     allowed = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]

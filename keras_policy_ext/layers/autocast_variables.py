@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -11,12 +11,14 @@ from keras_policy_ext import _scopes
 from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext.policies import FLOATS
 
+Tensor = Any
+
 _SCOPES = _scopes.Scopes(
     "autocast_scope", calls.stored_autocast_scope, calls.store_autocast_scope
 )
 
 
-def autocast_scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def autocast_scope(dtype: object) -> AbstractContextManager[None]:
     """Read variables in another dtype for a `with` block.
 
     A layer's own call enters the scope of its compute dtype again: the scope
@@ -67,17 +69,17 @@ class AutocastVariable(keras.Variable):
     owner: Any
     asked: bool
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """`keras.Variable.assign`, with `value` read in its own dtype."""
         with calls.autocast_scope(None):
             return super().assign(value)
 
-    def assign_add(self, value: Any) -> Any:
+    def assign_add(self, value: Tensor) -> Tensor:
         """Add in the dtype of the variable."""
         with calls.autocast_scope(None):
             return super().assign_add(value)
 
-    def assign_sub(self, value: Any) -> Any:
+    def assign_sub(self, value: Tensor) -> Tensor:
         """Subtract in the dtype of the variable."""
         with calls.autocast_scope(None):
             return super().assign_sub(value)
@@ -87,7 +89,7 @@ class AutocastVariable(keras.Variable):
         variable_values.set_autocasts(self, self.asked and mixed)
 
 
-def own(variable: Any, layer: Any, mixed: bool) -> None:
+def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
     """Make a variable one of a layer's.
 
     The class of the object is changed: `Layer.add_weight` makes it, under
@@ -103,7 +105,7 @@ def own(variable: Any, layer: Any, mixed: bool) -> None:
     variable.follow(mixed)
 
 
-def assigned_variables(value: Any) -> list[Any]:
+def assigned_variables(value: object) -> list[keras.Variable]:
     """The variables in an attribute: itself, or in lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
@@ -112,7 +114,7 @@ def assigned_variables(value: Any) -> list[Any]:
     return [value] if isinstance(value, keras.Variable) else []
 
 
-def is_autocast_variable(variable: Any) -> bool:
+def is_autocast_variable(variable: object) -> bool:
     """Whether a variable is cast where it is read in a mixed layer's call.
 
     Args:
@@ -124,13 +126,8 @@ def is_autocast_variable(variable: Any) -> bool:
         made with `autocast=False`; one of a stock layer does so in any mixed
         layer that reads it. False for all else.
     """
-    return (
-        isinstance(variable, keras.Variable)
-        and variable_values.autocasts(variable)
-        and _own_dtype(variable) in FLOATS
-    )
-
-
-def _own_dtype(variable: Any) -> str:
+    if not isinstance(variable, keras.Variable):
+        return False
     with calls.autocast_scope(None):
-        return str(variable.dtype)
+        dtype = variable.dtype
+    return variable_values.autocasts(variable) and dtype in FLOATS

@@ -51,7 +51,7 @@ def enter_float8(layer: Any, policy: Any = None) -> None:
                 stock_float8.remove_stock_float8(layer)
                 built_layers.swap_class(layer, form)
             if isinstance(layer, Float8Mixin):
-                layer.adopt_policy(policy)
+                layer.follow_policy(policy)
             else:
                 global_policy.replace_layer_policy(layer, policy)
         built_layers.track_again([layer])
@@ -71,7 +71,7 @@ def leave_float8(layer: Any) -> None:
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             if isinstance(layer, Float8Mixin):
-                layer.adopt_policy(plain)
+                layer.follow_policy(plain)
                 if original is not None:
                     built_layers.detach(layer, "float8_state")
             if original is not None:

@@ -183,13 +183,13 @@ class Float8Mixin(
         *summed, free = kernel.shape
         return math.prod(summed), free
 
-    def adopt_policy(self, policy: keras.DTypePolicy) -> None:
+    def follow_policy(self, policy: keras.DTypePolicy) -> None:
         """Follow a policy with the kernels that are made, and unlocked.
 
         The states are made anew for it, and keep the amaxes that they had.
         See `layers.class_swap`; `dtype_policy` is what users set.
         """
-        kernels = self._kernels_to_adopt()
+        kernels = self._kernels_to_contract()
         entries: dict[str, np.ndarray] = {}
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
@@ -363,7 +363,7 @@ class Float8Mixin(
         )
         self._float8_policy_path = self.path
 
-    def _kernels_to_adopt(self) -> list[keras.Variable]:
+    def _kernels_to_contract(self) -> list[keras.Variable]:
         if self._float8_kernel_paths:
             return self.float8_contracted
         own = walking.own_weights(self)

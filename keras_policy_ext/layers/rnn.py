@@ -33,7 +33,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         # draw other seeds; the `build` that Keras wrapped is right for both.
         policy = policies.get(self.cell.dtype_policy)
         built_layers.swap_class(self.cell, self.float8_cell)
-        self.cell.adopt_policy(policy)
+        self.cell.follow_policy(policy)
 
     def call(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ class SavedWeights(_bases.MixedInto):
 
     float8_state: Any
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(
+        self, store: MutableMapping[str, np.ndarray]
+    ) -> None:
         """`Layer.save_own_variables`, which merges LoRA's adapters."""
         self.float8_state.texts = self._texts_for_file()
         self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
@@ -33,7 +36,7 @@ class SavedWeights(_bases.MixedInto):
             return {}
         return {POLICY_KEY: policy.full_name}
 
-    def set_weights(self, weights: list[Any]) -> None:
+    def set_weights(self, weights: list[np.ndarray]) -> None:
         """`Layer.set_weights`, where nothing is set if a state is wrong.
 
         Raises:
@@ -42,22 +45,20 @@ class SavedWeights(_bases.MixedInto):
         received = [np.shape(value) for value in weights]
         allowed = [tuple(variable.shape) for variable in self.weights]
         if received != allowed:
-            raise ValueError(self._other_shapes(received, allowed))
+            raise ValueError(
+                f"These arrays are not those of layer {self.name!r}; none was "
+                f"set. Received: shapes {received}. Allowed: {allowed}. A "
+                "state of another history length is cut or padded when it is "
+                "loaded from a file. To pair the weights of two models, take "
+                "those of `keras_policy_ext.loops.weights(model)`, without "
+                "the state."
+            )
         for variable, value in zip(self.weights, weights, strict=True):
             if isinstance(variable, StateVariable):
                 variable.check(value)
         super().set_weights(weights)
 
-    def _other_shapes(self, received: list[Any], allowed: list[Any]) -> str:
-        return (
-            f"These arrays are not those of layer {self.name!r}; none was "
-            f"set. Received: shapes {received}. Allowed: {allowed}. A state "
-            "of another history length is cut or padded when it is loaded "
-            "from a file. To pair the weights of two models, take those of "
-            "`keras_policy_ext.loops.weights(model)`, without the state."
-        )
-
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """`Layer.load_own_variables`, and what Keras's own float8 wrote.
 
         The state notes whether the weights were loaded.
@@ -79,7 +80,9 @@ class SavedWeights(_bases.MixedInto):
         self.float8_state.layer_has_loaded()
         self.float8_state.load_stock(entries)
 
-    def _stock_store(self, store: Any) -> stock_state.StockStore | None:
+    def _stock_store(
+        self, store: Mapping[str, np.ndarray]
+    ) -> stock_state.StockStore | None:
         """What a file of Keras's own float8 has for this layer, if it is one.
 
         Only a layer whose stock form knows float8 can have been in it.

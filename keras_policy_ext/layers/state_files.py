@@ -21,6 +21,8 @@ given a name is called differently in each model.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,21 +62,18 @@ def entries_for_file(
     return entries
 
 
-def entries_of(store: Any) -> dict[str, np.ndarray]:
+def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is in the store of a layer, each entry read once."""
     return {key: np.asarray(store[key]) for key in sorted(store.keys())}
 
 
 def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
-    """What a file says of a layer, such as its policy's full name.
+    """What a file says of a layer, such as its policy; "" if nothing.
 
     Args:
         entries: What was in the file for the state of the layer.
         key: `POLICY_KEY` or `ATTENTION_KEY`.
         path: That of the state, for messages.
-
-    Returns:
-        The text; "" if there is no such entry.
 
     Raises:
         ValueError: If the entry is no text, or the file has a newer format.
@@ -143,10 +142,6 @@ def _check_version(entries: dict[str, np.ndarray], path: str) -> None:
         )
 
 
-def _anew(variable: StateVariable) -> np.ndarray:
-    return never_observed(tuple(variable.shape))
-
-
 def _matrix(
     number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
@@ -162,27 +157,33 @@ def _matrix(
         lacking = ", ".join(sorted(wanted - entries.keys()))
         raise ValueError(_damaged(path, f"it lacks {lacking}"))
     _check_earlier(number, entries, path)
-    layout = source.layout
+    layout, damaged = source.layout, functools.partial(_damaged, path)
     scales, histories = layout.scale(matrix), layout.history(matrix)
     for row, operand in enumerate(OPERANDS):
         prefix = f"{number}.{operand}"
-        ring = _entry(entries, f"{prefix}.amax_history", 1, path)
-        scales[row] = _entry(entries, f"{prefix}.scale", 0, path)
-        histories[row] = _resized(ring, source.layout.length)
+        ring = amaxes_in(entries, f"{prefix}.amax_history", damaged)
+        scales[row] = amaxes_in(entries, f"{prefix}.scale", damaged)
+        histories[row] = _resized(ring, layout.length)
     return matrix
 
 
-def _entry(
-    entries: dict[str, np.ndarray], key: str, rank: int, path: str
+def amaxes_in(
+    entries: Mapping[str, np.ndarray], key: str, damaged: Callable[[str], str]
 ) -> np.ndarray:
+    """A scale or an amax history in float32.
+
+    Raises:
+        ValueError: With the text that `damaged` makes of what was found.
+    """
     value = entries[key]
+    rank = 1 if key.endswith("amax_history") else 0
     if value.ndim != rank or not value.size or value.dtype.kind != "f":
         found = f"{key!r} is {value.dtype} of shape {value.shape}"
-        raise ValueError(_damaged(path, found))
+        raise ValueError(damaged(found))
     with np.errstate(over="ignore"):
         value = value.astype("float32")
     if not is_amax(value):
-        raise ValueError(_damaged(path, f"{key!r} is {value}"))
+        raise ValueError(damaged(f"{key!r} is {value}"))
     return value
 
 
@@ -197,7 +198,9 @@ def as_array(observation: Any) -> np.ndarray:
     return np.nan_to_num(array, nan=np.inf, posinf=np.inf)
 
 
-def _check_earlier(number: int, entries: Any, path: str) -> None:
+def _check_earlier(
+    number: int, entries: dict[str, np.ndarray], path: str
+) -> None:
     key = earlier_key(number)
     if key not in entries:
         return

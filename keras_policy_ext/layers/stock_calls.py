@@ -21,7 +21,7 @@ class StockCalls(_bases.MixedInto):
     """What `Float8Mixin` changes in the calls of Keras."""
 
     def quantize(
-        self, mode: Any = None, type_check: bool = True, **kwargs: Any
+        self, mode: str | None = None, type_check: bool = True, **kwargs: Any
     ) -> None:
         """As the stock layer, under a policy that is not float8.
 
@@ -46,7 +46,7 @@ class StockCalls(_bases.MixedInto):
     def quantize_after(
         self,
         stock: Callable[..., None],
-        mode: Any = None,
+        mode: str | None = None,
         type_check: bool = True,
         **kwargs: Any,
     ) -> None:

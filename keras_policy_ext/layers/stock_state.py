@@ -11,12 +11,15 @@ operand that Keras never observed has the scale 1 and zeros.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
+from keras_policy_ext.layers.state_files import amaxes_in
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 
@@ -44,15 +47,10 @@ class StockStore:
     state: dict[str, np.ndarray]
 
 
-def split(store: Any, own: int) -> StockStore | None:
+def split(store: Mapping[str, np.ndarray], own: int) -> StockStore | None:
     """Separate a layer's own weights from the state behind them.
 
-    Args:
-        store: A mapping of numbers, as text, to arrays.
-        own: How many weights the layer has without float8.
-
-    Returns:
-        Both parts; None if the store has no such state.
+    None if a store of so many own weights has no such state.
     """
     numbers = [str(number) for number in range(own + len(NAMES))]
     if set(store.keys()) != set(numbers):
@@ -65,42 +63,18 @@ def split(store: Any, own: int) -> StockStore | None:
 
 
 def checked(state: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
-    """The state that a layer of this package reads, checked.
-
-    Args:
-        state: `StockStore.state`.
-        path: That of the layer, for messages.
-
-    Returns:
-        The entries, as from `observed`.
+    """The state of a layer at a path, as from `observed`.
 
     Raises:
         ValueError: If an entry has another rank, is not of floating point,
             or is not finite and >= 0.
     """
-    entries = {}
-    for name, value in state.items():
-        rank = 1 if name.endswith("amax_history") else 0
-        if value.ndim != rank or not value.size or value.dtype.kind != "f":
-            found = f"{name!r} is {value.dtype} of shape {value.shape}"
-            raise ValueError(_damaged(path, found))
-        with np.errstate(over="ignore"):
-            value = value.astype("float32")
-        if not (np.all(np.isfinite(value)) and np.all(value >= 0)):
-            raise ValueError(_damaged(path, f"{name!r} is {value}"))
-        entries[name] = value
-    return observed(entries)
+    damaged = functools.partial(_damaged, path)
+    return observed({key: amaxes_in(state, key, damaged) for key in state})
 
 
 def observed(entries: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Entries of the right shapes; 0 for the scale of what was not observed.
-
-    Args:
-        entries: By `NAMES`; a scale is (), a history (length,).
-
-    Returns:
-        The same entries, but for those scales.
-    """
+    """Entries by `NAMES`, with scale 0 for what was not observed."""
     entries = dict(entries)
     for operand in OPERANDS:
         scale, history = (

@@ -11,48 +11,45 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext.migration.problems import Config
+
 ANY = object()
 """Whatever the value."""
 
-_OPTIMIZER = {"is_legacy_optimizer": ANY, "jit_compile": ANY}
-_OFF = (None, False)
+
+def _each(names: str, values: object) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), values)
+
 
 DROPPED: dict[str, dict[str, Any]] = {
     "layers": {
-        "batch_input_shape": ANY,  # an InputLayer says it
-        "build_input_shape": ANY,
-        "dynamic": _OFF,
-        "fused": ANY,
+        # Some of them an InputLayer says; with others the numbers are the
+        # same, by another kernel; `trainable` is of layers without weights.
+        **_each(
+            "batch_input_shape build_input_shape fused implementation "
+            "input_dtype input_length kernel_initializer key_shape "
+            "query_shape renorm_clipping renorm_momentum rng_type trainable "
+            "value_shape vocabulary_size",
+            ANY,
+        ),
+        **_each(
+            "dynamic ragged renorm robust_masking softmax_robust_masking "
+            "stateful time_major",
+            (None, False),
+        ),
+        # Those of a kernel are of SeparableConv, which has two.
+        **_each(
+            "kernel_constraint kernel_regularizer noise_shape type_spec "
+            "virtual_batch_size",
+            (None,),
+        ),
         "groups": (1,),
-        "implementation": ANY,  # the same numbers by another kernel
-        "input_dtype": ANY,
-        "input_length": ANY,
-        "noise_shape": (None,),
         "num_constants": (None, 0),
-        "query_shape": ANY,
-        "key_shape": ANY,
-        "value_shape": ANY,
-        "ragged": _OFF,
-        "renorm": _OFF,
-        "renorm_clipping": ANY,
-        "renorm_momentum": ANY,
-        "rng_type": ANY,
-        "robust_masking": _OFF,
-        "softmax_robust_masking": _OFF,
-        "stateful": _OFF,
-        "time_major": _OFF,
-        "type_spec": (None,),
-        "virtual_batch_size": (None,),
-        "trainable": ANY,  # of layers without weights
-        "vocabulary_size": ANY,
-        "kernel_constraint": (None,),  # of SeparableConv, which has two
-        "kernel_initializer": ANY,
-        "kernel_regularizer": (None,),
     },
-    "initializers": {"dtype": ANY},
-    "losses": {"fn": ANY},
-    "metrics": {"fn": ANY},
-    "optimizers": _OPTIMIZER,
+    "initializers": _each("dtype", ANY),
+    "losses": _each("fn", ANY),
+    "metrics": _each("fn", ANY),
+    "optimizers": _each("is_legacy_optimizer jit_compile", ANY),
 }
 """By kind of object: argument and values that may go without a trace.
 
@@ -65,7 +62,7 @@ NOTES: dict[str, str] = {
         "inference, where tf_keras resized them. Put a Resizing layer "
         "with crop_to_aspect_ratio=True after it, in a model that you "
         "build anew."
-    ),
+    )
 }
 """Of layers that Keras 3 takes, but computes otherwise."""
 
@@ -76,11 +73,8 @@ RENAMED: dict[str, dict[str, str]] = {
 
 
 def revise(
-    kind: str,
-    name: str,
-    config: dict[str, Any],
-    known: frozenset[str] = frozenset(),
-) -> dict[str, Any]:
+    kind: str, name: str, config: dict[str, Any], known: frozenset[str]
+) -> None:
     """Rename and recompute the arguments of one object, in place.
 
     Args:
@@ -95,7 +89,6 @@ def revise(
     special = _SPECIAL.get(name) or _SPECIAL.get(kind)
     if special is not None:
         special(config)
-    return config
 
 
 def safe_name(name: str) -> str:
@@ -119,14 +112,26 @@ def safe_names(names: Iterable[str]) -> dict[str, str]:
     return safe
 
 
-def inner_layers(fields: Any) -> Any:
-    """The configs of the layers of a model; None if it has none.
+def inner_layers(fields: Config | list[Config]) -> list[Config] | None:
+    """The configs of the layers of a model, by its config; None without any.
 
-    Args:
-        fields: The config of the model. Before Keras 2.2 that of a sequential
-            model was the list of its layers.
+    Before Keras 2.2 that of a sequential model was the list of its layers.
     """
     return fields.get("layers") if isinstance(fields, Mapping) else fields
+
+
+def bytecode(value: object) -> list[Any] | None:
+    """Code, defaults and closure of a function that has no name.
+
+    As tf_keras writes one, but for the defaults, of which Python wants a
+    tuple; None for anything else.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return None
+    code, defaults, closure = value
+    if not isinstance(code, str):
+        return None
+    return [code, None if defaults is None else tuple(defaults), closure]
 
 
 def _batch_normalization(config: dict[str, Any]) -> None:
@@ -160,12 +165,8 @@ def _optimizer(config: dict[str, Any]) -> None:
         schedule = keras.optimizers.schedules.InverseTimeDecay(
             rate, decay_steps=1, decay_rate=decay
         )
-        config["learning_rate"] = {
-            "module": "keras.optimizers.schedules",
-            "class_name": "InverseTimeDecay",
-            "config": schedule.get_config(),
-            "registered_name": None,
-        }
+        serialized = keras.saving.serialize_keras_object(schedule)
+        config["learning_rate"] = serialized
 
 
 def _schedule(config: dict[str, Any]) -> None:
@@ -180,38 +181,14 @@ def _loss(config: dict[str, Any]) -> None:
 
 
 def _lambda(config: dict[str, Any]) -> None:
-    for key in ("module", "function_type", "output_shape_type"):
-        config.pop(key, None)
-    for key in ("output_shape_module", "mask_type", "mask_module"):
+    unread = "mask_module mask_type module function_type output_shape_module"
+    for key in (*unread.split(), "output_shape_type"):
         config.pop(key, None)
     for key in ("function", "output_shape", "mask"):
-        code = config.get(key)
-        if is_bytecode(code):
-            config[key] = {
-                "class_name": "__lambda__",
-                "config": dict(
-                    zip(
-                        ("code", "defaults", "closure"),
-                        bytecode(code),
-                        strict=True,
-                    )
-                ),
-            }
-
-
-def bytecode(code: Any) -> list[Any]:
-    """Code, defaults and closure of a function: Python wants a tuple."""
-    text, defaults, closure = code
-    return [text, None if defaults is None else tuple(defaults), closure]
-
-
-def is_bytecode(code: Any) -> bool:
-    """Whether it is a function as tf_keras writes one without a name."""
-    return (
-        isinstance(code, (list, tuple))
-        and len(code) == 3
-        and isinstance(code[0], str)
-    )
+        parts = bytecode(config.get(key))
+        if parts is not None:
+            code = zip(("code", "defaults", "closure"), parts, strict=True)
+            config[key] = {"class_name": "__lambda__", "config": dict(code)}
 
 
 _SPECIAL: dict[str, Callable[[dict[str, Any]], None]] = {

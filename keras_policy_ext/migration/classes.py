@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
+
+from keras_policy_ext.migration.problems import Config
 
 MODULES = {
     "layers": keras.layers,
@@ -30,25 +31,26 @@ _RENAMED = {
 }
 # tf_keras files its own optimizers of the second generation under these.
 _PREFIXES = ("Custom>", "Experimental>", "Experimental", "experimental")
-
-
 _VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class Found(NamedTuple):
-    """A class, and how a Keras 3 config names it."""
+    """A class or function, and how a Keras 3 config names it."""
 
     cls: Any
     kind: str
     """`"custom"`, `"models"`, or a key of `MODULES`."""
-    fields: dict[str, Any]
+    fields: dict[str, str | None]
     """`module`, `class_name` and `registered_name` of the config."""
 
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a class of layers."""
+        return inspect.isclass(self.cls) and issubclass(self.cls, keras.Layer)
 
-def find(
-    config: Mapping[str, Any], hint: str, custom_objects: Mapping[str, Any]
-) -> Found | None:
-    """Find the class that a config means.
+
+def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
+    """Find the class that a config means; None if it is unknown.
 
     The module that the config names is never imported: it only helps to
     choose between public modules of Keras.
@@ -57,30 +59,33 @@ def find(
         config: With `class_name`, maybe `registered_name` and `module`.
         hint: A key of `MODULES` to look into first.
         custom_objects: Classes by name; the caller's.
-
-    Returns:
-        The class; None if it is unknown.
     """
-    name = config["class_name"]
     found = _custom(config, custom_objects)
     if found is not None:
         return found
-    short = _RENAMED.get(_without_prefix(name), _without_prefix(name))
-    if short in _MODELS:
-        public = _MODELS[short]
-        return _builtin(getattr(keras, public), "models", "keras", public)
+    name = _without_prefix(config["class_name"])
+    name = _RENAMED.get(name, name)
+    if name in _MODELS:
+        name = _MODELS[name]
+        return _builtin(getattr(keras, name), "models", "keras", name)
     module = config.get("module") or ""
     hints = [hint, *(k for k in MODULES if module.endswith(f".{k}"))]
     for kind in [*reversed(hints), *MODULES]:
-        cls = getattr(MODULES.get(kind), short, None)
+        cls = getattr(MODULES.get(kind), name, None)
         if inspect.isclass(cls):
-            return _builtin(cls, kind, f"keras.{kind}", short)
+            return _builtin(cls, kind, f"keras.{kind}", name)
     return None
 
 
-def find_function(name: str, custom_objects: Mapping[str, Any]) -> Any:
+def is_custom(name: str, custom_objects: Config) -> bool:
+    """Whether a name is one of the caller's, or registered."""
+    found = keras.saving.get_registered_object(name, custom_objects)
+    return found is not None
+
+
+def find_function(name: str, custom_objects: Config) -> object:
     """The config of a function by name; None if it is unknown."""
-    if keras.saving.get_registered_object(name, custom_objects) is not None:
+    if is_custom(name, custom_objects):
         return {
             "module": "builtins",
             "class_name": "function",
@@ -101,38 +106,33 @@ def base(found: Found, name: str) -> tuple[str, str]:
     """Kind and name of the class of Keras that a class is, or inherits from.
 
     A class of the caller's inherits the arguments of its base too, and its
-    config has those of the base in tf_keras.
-
-    Args:
-        found: The class.
-        name: The legacy name, which stays that of a built-in class.
+    config has those of the base in tf_keras. A built-in class keeps the
+    legacy name.
     """
-    if found.kind != "custom" or not inspect.isclass(found.cls):
-        return found.kind, name
-    for cls in found.cls.__mro__:
-        for kind, module in MODULES.items():
-            if getattr(module, cls.__name__, None) is cls:
-                return kind, cls.__name__
+    if found.kind == "custom" and inspect.isclass(found.cls):
+        for cls in found.cls.__mro__:
+            for kind, module in MODULES.items():
+                if getattr(module, cls.__name__, None) is cls:
+                    return kind, cls.__name__
     return found.kind, name
 
 
 @functools.cache
-def arguments(cls: Any) -> frozenset[str]:
+def arguments(cls: type) -> frozenset[str]:
     """Names of the arguments of a Keras class, its bases' included."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base is object or "__init__" not in base.__dict__:
             continue
-        _, *parameters = inspect.signature(base.__init__).parameters.values()
+        init: Any = base.__dict__["__init__"]
+        _, *parameters = inspect.signature(init).parameters.values()
         names |= {p.name for p in parameters if p.kind not in _VARIABLE}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return frozenset(names)
 
 
-def _custom(
-    config: Mapping[str, Any], custom_objects: Mapping[str, Any]
-) -> Found | None:
+def _custom(config: Config, custom_objects: Config) -> Found | None:
     name = config["class_name"]
     short = name.rsplit(">", 1)[-1]
     for key in dict.fromkeys([config.get("registered_name"), name, short]):
@@ -147,7 +147,7 @@ def _custom(
     return None
 
 
-def _builtin(cls: Any, kind: str, module: str, name: str) -> Found:
+def _builtin(cls: type, kind: str, module: str, name: str) -> Found:
     fields = {"module": module, "class_name": name, "registered_name": None}
     return Found(cls, kind, fields)
 

@@ -7,7 +7,6 @@ import os
 import pathlib
 import tempfile
 import warnings
-from typing import Any
 
 import keras
 
@@ -16,23 +15,21 @@ from keras_policy_ext.migration.loading import load_legacy_model
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-    """A model that was loaded, and where it goes.
+    """A model that was loaded from a file, and the file to write."""
 
-    Attributes:
-        model: The model.
-        source: The file it came from.
-        output: The file to write.
-        notes: Warnings of the loading.
-    """
-
-    model: Any
+    model: keras.Model
     source: pathlib.Path
     output: pathlib.Path
     notes: list[str]
+    """Warnings of the loading."""
 
     def run(self) -> None:
         """Write the file and print what was done."""
-        write(self.model, self.output)
+        # A failure leaves no file and no half of one.
+        with tempfile.TemporaryDirectory(dir=self.output.parent) as folder:
+            part = pathlib.Path(folder) / self.output.name
+            keras.saving.save_model(self.model, part)
+            os.replace(part, self.output)
         print(f"{self.source} -> {self.output}")
         print(
             f"{type(self.model).__name__} {self.model.name!r}: "
@@ -48,12 +45,6 @@ def prepare(
     source: str, output: str, *, on_loss_scale: str, force: bool
 ) -> Migration:
     """Load a file, after a look at where the result is to go.
-
-    Args:
-        source: The file of tf_keras.
-        output: The file to write.
-        on_loss_scale: As for `load_legacy_model`.
-        force: Whether `output` may be overwritten.
 
     Raises:
         ValueError: If the file cannot be loaded or the other not written.
@@ -72,41 +63,28 @@ def prepare(
     return Migration(model, read, written, list(dict.fromkeys(notes)))
 
 
-def write(model: Any, output: pathlib.Path) -> None:
-    """Save a model; a failure leaves no file and no half of one."""
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        part = pathlib.Path(folder) / output.name
-        keras.saving.save_model(model, part)
-        os.replace(part, output)
-
-
 def _check_output(
     source: pathlib.Path, output: pathlib.Path, force: bool
 ) -> None:
+    name, folder = str(output), str(output.parent)
     if output.suffix != ".keras":
-        raise ValueError(
-            f"the output must be a .keras file, not {os.fspath(output)!r}"
-        )
+        raise ValueError(f"the output must be a .keras file, not {name!r}")
     if not output.parent.is_dir():
-        raise ValueError(f"there is no folder {os.fspath(output.parent)!r}")
+        raise ValueError(f"there is no folder {folder!r}")
     if not output.exists():
         return
     if source.exists() and output.samefile(source):
-        raise ValueError(
-            f"{os.fspath(output)!r} is the input, which is never overwritten"
-        )
+        raise ValueError(f"{name!r} is the input, which is never overwritten")
     if not force or output.is_dir():
-        raise ValueError(
-            f"{os.fspath(output)!r} exists; overwrite it with --force"
-        )
+        raise ValueError(f"{name!r} exists; overwrite it with --force")
 
 
-def _policies(model: Any) -> str:
+def _policies(model: keras.Model) -> str:
     names = {x.dtype_policy.name for x in model.layers if x.weights}
     return ", ".join(sorted(names)) or "no layer with a policy"
 
 
-def _compiled(model: Any) -> str:
+def _compiled(model: keras.Model) -> str:
     if not model.compiled:
         return "not compiled"
     optimizer = model.optimizer

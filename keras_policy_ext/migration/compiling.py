@@ -9,7 +9,8 @@ from typing import Any
 import keras
 
 from keras_policy_ext.migration import changes
-from keras_policy_ext.migration.problems import Rewriting
+from keras_policy_ext.migration.classes import is_custom
+from keras_policy_ext.migration.problems import Config, Rewriting
 
 # Aliases in `losses` and `metrics` of tf_keras 2.21 that keras 3.12 to 3.15
 # do not know. A metric of Keras 3 is a class, which is given the old name.
@@ -28,14 +29,11 @@ _BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
 
 
 def rewrite(
-    rewriter: Rewriting, config: Mapping[str, Any], model: Any
+    rewriter: Rewriting, config: Config, model: object
 ) -> dict[str, Any]:
-    """The arguments for Keras 3; what was left to its default is out.
+    """The arguments of `compile` for Keras 3; defaults are left out.
 
-    Args:
-        rewriter: The rewriting that this is a part of.
-        config: The legacy arguments by name.
-        model: The legacy arguments of the model, which has the outputs.
+    The legacy config of the model says which outputs there are.
     """
     arguments = {key: v for key, v in config.items() if v is not None}
     outputs = _outputs(model)
@@ -49,20 +47,16 @@ def rewrite(
     }
 
 
-def plain_metric(
-    config: Mapping[str, Any], custom_objects: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def plain_metric(config: Config, custom_objects: Config) -> Config:
     """The config of a metric without a wrapper that Keras 3 reads otherwise.
 
-    Args:
-        config: Of a `MeanMetricWrapper`, which HDF5 has for every function.
-        custom_objects: The caller's.
+    That is `MeanMetricWrapper`, which HDF5 has for every function.
     """
     fields = config["config"]
     name = fields.get("fn") if isinstance(fields, Mapping) else None
     if not isinstance(name, str):
         return config
-    if _is_custom(name, custom_objects):
+    if is_custom(name, custom_objects):
         # Keras 3 takes a field that is the name of a custom object for the
         # object, and the name of the metric is such a field.
         if fields.get("name") == name:
@@ -74,7 +68,9 @@ def plain_metric(
     return config
 
 
-def _argument(rewriter: Rewriting, key: str, value: Any, outputs: Any) -> Any:
+def _argument(
+    rewriter: Rewriting, key: str, value: object, outputs: object
+) -> Any:
     where = f"compile, {key}"
     safe = changes.safe_names(_names(outputs))
     if isinstance(outputs, Mapping):
@@ -91,8 +87,8 @@ def _argument(rewriter: Rewriting, key: str, value: Any, outputs: Any) -> Any:
 
 
 def _each(
-    value: Any, safe: Mapping[str, str], change: Callable[[Any], Any]
-) -> Any:
+    value: object, safe: Mapping[str, str], change: Callable[[Any], object]
+) -> object:
     """Change every loss or metric; names of outputs follow their layers."""
     if isinstance(value, (list, tuple)):
         return [_each(x, safe, change) for x in value]
@@ -104,34 +100,35 @@ def _each(
     return None if value is None else change(value)
 
 
-def _loss(rewriter: Rewriting, loss: Any, where: str) -> Any:
+def _loss(rewriter: Rewriting, loss: object, where: str) -> object:
     if not isinstance(loss, str):
         return rewriter.rewrite(loss, "losses", where)
     return _named(rewriter, _LOSSES.get(loss, loss), "losses", where)
 
 
-def _metric(rewriter: Rewriting, metric: Any, where: str) -> Any:
+def _metric(rewriter: Rewriting, metric: object, where: str) -> object:
     if not isinstance(metric, str):
         return rewriter.rewrite(metric, "metrics", where)
-    custom = _is_custom(metric, rewriter.custom_objects)
-    if metric in _METRICS and not custom:
-        config = {"class_name": _METRICS[metric], "config": {"name": metric}}
-        return rewriter.rewrite(config, "metrics", where)
-    if metric.lower() in _BY_SHAPE and not custom:
-        return metric
+    if not is_custom(metric, rewriter.custom_objects):
+        if metric.lower() in _BY_SHAPE:
+            return metric
+        if metric in _METRICS:
+            fields = {"name": metric}
+            config = {"class_name": _METRICS[metric], "config": fields}
+            return rewriter.rewrite(config, "metrics", where)
     return _named(rewriter, metric, "metrics", where)
 
 
-def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> Any:
+def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
     """A loss or metric by name; an unknown one becomes a problem."""
-    if not _is_custom(name, rewriter.custom_objects):
+    if not is_custom(name, rewriter.custom_objects):
         with contextlib.suppress(ValueError):
             getattr(keras, kind).get(name)
             return name
     return rewriter.rewrite_function(name, where)
 
 
-def _by_output(metrics: Any, outputs: Any) -> Any:
+def _by_output(metrics: object, outputs: Any) -> object:
     """Metrics as Keras 3 takes them: what a flat list has is of each output.
 
     Keras 3.12 does not take a list in a list for a model with one output.
@@ -149,10 +146,10 @@ def _by_output(metrics: Any, outputs: Any) -> Any:
     return [None if x in ([], [None]) else x for x in metrics]
 
 
-def _like(outputs: Any, metrics: list[Any]) -> Any:
+def _like(outputs: Any, metrics: list[Any]) -> object:
     """The same metrics for each output, in the structure of the outputs."""
     if _is_tensor(outputs):
-        return list(metrics)
+        return metrics
     if isinstance(outputs, Mapping):
         return {key: _like(x, metrics) for key, x in outputs.items()}
     if len(outputs) == 1:
@@ -160,7 +157,7 @@ def _like(outputs: Any, metrics: list[Any]) -> Any:
     return [_like(x, metrics) for x in outputs]
 
 
-def _outputs(model: Any) -> Any:
+def _outputs(model: object) -> Any:
     """The structure of outputs of a model, of its config; None if unknown."""
     if isinstance(model, Mapping) and "output_layers" in model:
         return model["output_layers"]
@@ -176,7 +173,7 @@ def _names(outputs: Any) -> list[str]:
     return [x[0] for x in outputs or () if _is_tensor(x)]
 
 
-def _is_tensor(output: Any) -> bool:
+def _is_tensor(output: object) -> bool:
     """Whether it is one output: name of a layer, its node, which tensor."""
     return (
         isinstance(output, (list, tuple))
@@ -185,12 +182,7 @@ def _is_tensor(output: Any) -> bool:
     )
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(
         value.get("class_name"), str
     )
-
-
-def _is_custom(name: str, custom_objects: Mapping[str, Any]) -> bool:
-    found = keras.saving.get_registered_object(name, custom_objects)
-    return found is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from keras_policy_ext.migration import (
     loss_scales,
     operations,
 )
-from keras_policy_ext.migration.problems import Problems, place
+from keras_policy_ext.migration.problems import Config, Problems, named
 
 _HINTS = {
     "initializer": "initializers",
@@ -31,6 +30,7 @@ _HINTS = {
     "learning_rate": "optimizers.schedules",
 }
 _PASSED_ON = frozenset({"__tensor__", "__numpy__", "__bytes__", "__slice__"})
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _RENAMED_ACTIVATIONS = {"softmax_v2": "softmax"}
 
 
@@ -76,37 +76,29 @@ def migrate_config(
             "Write it again in tf_keras."
         ) from error
     rewriter.problems.check()
-    rewriter.report()
+    rewriter.problems.report(on_loss_scale)
     return migrated
 
 
 class Rewriter:
     """One rewriting: its options, and what it met on the way.
 
-    Args:
-        on_loss_scale: As for `migrate_config`.
-        custom_objects: As for `migrate_config`.
-
     Raises:
         ValueError: If `on_loss_scale` is none of the three words.
     """
 
-    def __init__(
-        self,
-        on_loss_scale: str,
-        custom_objects: Mapping[str, Any] | None = None,
-    ):
-        if on_loss_scale not in loss_scales.DECISIONS:
+    def __init__(self, on_loss_scale: str, custom_objects: Config | None):
+        if on_loss_scale not in ("drop", "keep", "error"):
             raise ValueError(
                 "Wrong on_loss_scale. Received: "
                 f"{on_loss_scale!r}. Allowed: 'drop', 'keep', 'error'. Pass "
                 "one of these."
             )
-        self.on_loss_scale = on_loss_scale
+        self.keeps_loss_scale = on_loss_scale == "keep"
         self.custom_objects = custom_objects or {}
         self.problems = Problems()
 
-    def rewrite_object(self, config: Any) -> dict[str, Any]:
+    def rewrite_object(self, config: object) -> dict[str, Any]:
         """Rewrite a config that must be one object.
 
         Raises:
@@ -130,39 +122,13 @@ class Rewriter:
             )
         return self.rewrite(config)
 
-    def report(self) -> None:
-        """Warn, or raise, about what was met and is no obstacle.
-
-        Raises:
-            ValueError: If `on_loss_scale` is `"error"` and there is a loss
-                scale.
-        """
-        for note in self.problems.notes:
-            warnings.warn(note, stacklevel=3)
-        if not self.problems.loss_scales or self.on_loss_scale == "keep":
-            return
-        met = "; ".join(dict.fromkeys(self.problems.loss_scales))
-        advice = "Pass on_loss_scale='keep' to keep it"
-        if self.on_loss_scale == "drop":
-            warnings.warn(
-                f"A loss scale was dropped. Received: {met}. {advice}, or "
-                "wrap the optimizer in mixed_precision.LossScaleOptimizer "
-                "before you train in float16.",
-                stacklevel=3,
-            )
-            return
-        raise ValueError(
-            f"There is a loss scale. Received: {met}. Allowed with "
-            f"on_loss_scale='error': none. {advice} or 'drop' to go without."
-        )
-
     def rewrite(
-        self, value: Any, hint: str = "layers", where: str = "the config"
+        self, value: object, hint: str = "layers", where: str = "the config"
     ) -> Any:
-        """Rewrite any part of a config.
+        """Rewrite any part of a config, a JSON value, which is not changed.
 
         Args:
-            value: A JSON value; it is not changed.
+            value: The part.
             hint: The key of `classes.MODULES` where its class is likely.
             where: How problems name the place.
         """
@@ -181,9 +147,9 @@ class Rewriter:
             key: self._argument(key, v, hint, where) for key, v in value.items()
         }
 
-    def _argument(self, key: str, value: Any, hint: str, where: str) -> Any:
-        if value is not None and key == "dtype" and hint == "layers":
-            return self._dtype(value, where)
+    def _argument(self, key: str, value: object, hint: str, where: str) -> Any:
+        if key == "dtype" and hint == "layers" and isinstance(value, str):
+            return "float32" if value == "_infer" else value
         if key.endswith("activation"):
             return self._activation(value, where)
         if key == "fn":  # of a metric: a function, or a loss
@@ -193,18 +159,13 @@ class Rewriter:
         hints = [kind for end, kind in _HINTS.items() if key.endswith(end)]
         return self.rewrite(value, hints[0] if hints else hint, where)
 
-    def _dtype(self, value: Any, where: str) -> Any:
-        if isinstance(value, str):
-            return "float32" if value == "_infer" else value
-        return self.rewrite(value, where=where)
-
-    def _activation(self, value: Any, where: str) -> Any:
+    def _activation(self, value: object, where: str) -> Any:
         name = value
         if isinstance(value, Mapping):
-            if changes.is_bytecode(value.get("value")):
+            code = changes.bytecode(value.get("value"))
+            if code is not None:
                 self.problems.code.append(where)
-                code = {"value": changes.bytecode(value["value"])}
-                return {"class_name": "__lambda__", "config": code}
+                return {"class_name": "__lambda__", "config": {"value": code}}
             if value.get("class_name") != "function":
                 return self.rewrite(value, where=where)
             name = value.get("config")
@@ -217,14 +178,14 @@ class Rewriter:
         renamed = _RENAMED_ACTIVATIONS.get(name, name)
         return self.rewrite_function(renamed, where)
 
-    def rewrite_function(self, name: str, where: str) -> Any:
+    def rewrite_function(self, name: str, where: str) -> object:
         """A function by its name, or by that of the caller's."""
         found = classes.find_function(name, self.custom_objects)
         if found is None:
             self.problems.unknown.append(f"function {name!r} ({where})")
         return found or name
 
-    def _object(self, config: Mapping[str, Any], hint: str, where: str) -> Any:
+    def _object(self, config: Config, hint: str, where: str) -> Any:
         if config["class_name"] == "MeanMetricWrapper":
             config = compiling.plain_metric(config, self.custom_objects)
         name = config["class_name"]
@@ -232,41 +193,33 @@ class Rewriter:
             return self.rewrite_function(config["config"], where)
         if name == "__lambda__":
             self.problems.code.append(where)
-            return copy.deepcopy(dict(config))
-        if name in _PASSED_ON:
+        if name == "__lambda__" or name in _PASSED_ON:
             return copy.deepcopy(dict(config))
         if name in loss_scales.POLICIES:
-            return loss_scales.policy(
-                config,
-                self.on_loss_scale == "keep",
-                lambda scale: self._met_loss_scale(scale, where),
-            )
+            return loss_scales.policy(self, config, where)
         if name in loss_scales.OPTIMIZERS:
-            return self._loss_scale_optimizer(config["config"], where)
+            return loss_scales.optimizer(self, config["config"], where)
         if name in operations.LAYERS:
             self.problems.unsupported.append(operations.described(config))
             return None
         found = classes.find(config, hint, self.custom_objects)
         if found is None:
-            self.problems.unknown.append(_named(config))
+            self.problems.unknown.append(named(config))
             return None
-        return self._found_object(found, config, where)
+        return self._found(found, config, where)
 
-    def _found_object(
-        self, found: classes.Found, config: Mapping[str, Any], where: str
+    def _found(
+        self, found: classes.Found, config: Config, where: str
     ) -> dict[str, Any]:
         fields = config["config"]
-        is_layer = isinstance(found.cls, type) and issubclass(
-            found.cls, keras.Layer
-        )
-        if is_layer:
-            where = _named(config)
+        if found.is_layer:
+            where = named(config)
         if graphs.is_functional(fields):
             arguments = graphs.functional(self, fields)
-        elif found.kind == "models" and found.cls is keras.Sequential:
+        elif found.cls is keras.Sequential:
             arguments = graphs.sequential(self, fields)
         else:
-            arguments = self._arguments(found, config, is_layer, where)
+            arguments = self._arguments(found, config, where)
         migrated = {**found.fields, "config": arguments}
         if config.get("compile_config"):
             migrated["compile_config"] = compiling.rewrite(
@@ -275,11 +228,7 @@ class Rewriter:
         return migrated
 
     def _arguments(
-        self,
-        found: classes.Found,
-        config: Mapping[str, Any],
-        is_layer: bool,
-        where: str,
+        self, found: classes.Found, config: Config, where: str
     ) -> dict[str, Any]:
         fields = config["config"] or {}
         if not isinstance(fields, Mapping):
@@ -287,44 +236,33 @@ class Rewriter:
                 f"Cannot read the config of {where}. Received: {fields!r}. "
                 "Allowed: a dict of arguments. The file is damaged."
             )
-        if found.kind == "layers" and config["class_name"] in changes.NOTES:
-            note = changes.NOTES[config["class_name"]]
-            self.problems.notes.append(f"{where} {note}")
+        fields = copy.deepcopy(dict(fields))
         kind, name = classes.base(found, config["class_name"])
-        is_custom = found.kind == "custom" and kind != "custom"
-        fields = changes.revise(
-            kind,
-            name,
-            copy.deepcopy(dict(fields)),
-            classes.arguments(found.cls) if is_custom else frozenset(),
-        )
-        if fields.get("synchronized") and keras.backend.backend() != (
-            "tensorflow"
-        ):
+        is_derived = found.kind == "custom" and kind != "custom"
+        known = classes.arguments(found.cls) if is_derived else frozenset()
+        changes.revise(kind, name, fields, known)
+        if found.kind == "layers" and name in changes.NOTES:
+            self.problems.notes.append(f"{where} {changes.NOTES[name]}")
+        if fields.get("synchronized") and not _ON_TENSORFLOW:
             fields["synchronized"] = False
             self.problems.notes.append(
                 f"{where} no longer synchronizes replicas: Keras 3 does so "
                 "on TensorFlow only."
             )
-        if is_layer and isinstance(fields.get("name"), str):
+        if found.is_layer and isinstance(fields.get("name"), str):
             fields["name"] = changes.safe_name(fields["name"])
-        kept = self._accepted(found, fields, is_layer, where)
-        kind = "layers" if kind == "custom" else kind
+        hint = "layers" if kind == "custom" else kind
         return {
-            key: self._argument(key, value, kind, where)
-            for key, value in kept.items()
+            key: self._argument(key, value, hint, where)
+            for key, value in self._accepted(found, fields, where).items()
         }
 
     def _accepted(
-        self,
-        found: classes.Found,
-        fields: dict[str, Any],
-        is_layer: bool,
-        where: str,
+        self, found: classes.Found, fields: dict[str, Any], where: str
     ) -> dict[str, Any]:
         """The arguments that the class takes; others become problems."""
         base, name = classes.base(found, "")
-        dropped = changes.DROPPED.get("layers" if is_layer else base, {})
+        dropped = changes.DROPPED.get("layers" if found.is_layer else base, {})
         if found.kind == "custom":
             # The caller's class knows its own arguments, but not those that
             # its base had in tf_keras.
@@ -334,30 +272,9 @@ class Rewriter:
             known = frozenset(fields) - gone
         else:
             known = classes.arguments(found.cls)
-        kept = {key: v for key, v in fields.items() if key in known}
         for key, value in fields.items():
             allowed = dropped.get(key, ())
-            if key in kept or allowed is changes.ANY or value in allowed:
+            if key in known or allowed is changes.ANY or value in allowed:
                 continue
             self.problems.unsupported.append(f"{key}={value!r} of {where}")
-        return kept
-
-    def _loss_scale_optimizer(
-        self, config: Mapping[str, Any], where: str
-    ) -> Any:
-        inner = config.get("inner_optimizer", config.get("optimizer"))
-        migrated = self.rewrite(inner, "optimizers", where)
-        arguments = loss_scales.optimizer_arguments(config)
-        self._met_loss_scale(f"LossScaleOptimizer({arguments})", where)
-        if self.on_loss_scale == "keep":
-            return loss_scales.optimizer(migrated, arguments)
-        return migrated
-
-    def _met_loss_scale(self, scale: str, where: str) -> None:
-        self.problems.loss_scales.append(f"{scale} ({where})")
-
-
-def _named(config: Mapping[str, Any]) -> str:
-    fields = config["config"]
-    name = fields.get("name") if isinstance(fields, Mapping) else None
-    return place(config["class_name"], name)
+        return {key: v for key, v in fields.items() if key in known}

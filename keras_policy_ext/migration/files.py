@@ -16,7 +16,7 @@ import pathlib
 import textwrap
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -40,6 +40,9 @@ a file: of 90 HDF5 files with flipped bytes, 29 met one of these."""
 
 _ZIP = b"PK\x03\x04"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
+_BFLOAT16 = np.dtype("V2")  # how HDF5 returns it
+_DEFLATE = 1032  # the most that deflate saves; small arrays may be unwritten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +57,14 @@ class LegacyFile:
     """Of HDF5: a group for each layer. Of an archive: the whole tree."""
     optimizer: list[h5py.Dataset]
     """Its variables, the number of iterations first; empty if unsaved."""
-    is_archive: bool
-    scaled_by_default: bool
+    is_archive: bool = False
+    scaled_by_default: bool = False
     """Whether `compile` wrapped the optimizer, which an archive only shows
     by the place of its variables."""
+
+
+class _WrongFileError(Exception):
+    """What is wrong with a file, as the end of a sentence about it."""
 
 
 @contextlib.contextmanager
@@ -71,19 +78,19 @@ def open_legacy(path: str | os.PathLike[str]) -> Iterator[LegacyFile]:
         ValueError: If it is none, damaged, or has weights only.
     """
     path = pathlib.Path(path)
-    if path.is_dir():
-        raise ValueError(_wrong(path, _folder(path)))
-    with path.open("rb") as opened:
-        start = opened.read(len(_HDF5))
-    if start.startswith(_ZIP):
-        context = _open_archive(path)
-    elif start == _HDF5:
-        context = _open_hdf5(path)
-    else:
-        raise ValueError(_wrong(path, _other(start)))
+    start = None
+    if not path.is_dir():
+        with path.open("rb") as opened:
+            start = opened.read(len(_HDF5))
     # The caller's errors are behind: from here on, they are of the content.
-    with _damage_as_value_error(path), context as file:
-        yield file
+    try:
+        with _opened(path, start) as file:
+            yield file
+    except _WrongFileError as wrong:
+        raise ValueError(_wrong(path, str(wrong))) from wrong.__cause__
+    except OF_DAMAGE as error:
+        what = "is damaged, or does not fit a class in `custom_objects`: "
+        raise ValueError(_wrong(path, what + cause(error))) from error
 
 
 def cause(error: BaseException) -> str:
@@ -91,21 +98,9 @@ def cause(error: BaseException) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
 
 
-@contextlib.contextmanager
-def _damage_as_value_error(path: pathlib.Path) -> Iterator[None]:
-    try:
-        yield
-    except OF_DAMAGE as error:
-        raise ValueError(
-            _wrong(
-                path,
-                "is damaged, or does not fit a class in `custom_objects`: "
-                f"{cause(error)}",
-            )
-        ) from error
-
-
-def array(dataset: Any, shape: tuple[int, ...] | None, where: str) -> Any:
+def array(
+    dataset: object, shape: tuple[int, ...] | None, where: str
+) -> np.ndarray:
     """Read one array of numbers.
 
     Args:
@@ -117,34 +112,10 @@ def array(dataset: Any, shape: tuple[int, ...] | None, where: str) -> Any:
         ValueError: If it has another shape, lies outside of the file, or
             holds anything but numbers.
     """
-    if not isinstance(dataset, h5py.Dataset):
-        raise ValueError(
-            f"The array of {where} is missing. The file is damaged."
-        )
     # Before the data: a shape alone may stand for more than the memory has.
-    if shape is not None and tuple(dataset.shape) != tuple(shape):
-        raise ValueError(
-            f"The array of {where} has the wrong shape. Received: "
-            f"{tuple(dataset.shape)}. Allowed: {tuple(shape)}. Check that "
-            "custom layers are those of the file."
-        )
-    if dataset.external or dataset.is_virtual:
-        raise ValueError(
-            f"The array of {where} lies outside of the file. Received: a "
-            "reference to another file. Allowed: arrays in the file itself. "
-            "Save the model again."
-        )
-    if dataset.dtype.kind not in "biuf" and dataset.dtype != _BFLOAT16:
-        raise ValueError(
-            f"The array of {where} holds no numbers. Received: the dtype "
-            f"{dataset.dtype}. Allowed: numbers. Objects are not loaded."
-        )
-    if dataset.nbytes > _DEFLATE * max(dataset.id.get_storage_size(), 1):
-        # Reading would make zeros of what was never written.
-        raise ValueError(
-            f"The array of {where} was never written. Received: the shape "
-            f"{tuple(dataset.shape)} without its numbers. The file is damaged."
-        )
+    wrong = _wrong_dataset(dataset, shape)
+    if wrong:
+        raise ValueError(f"The array of {where} {wrong}")
     try:
         value = np.asarray(dataset)
     except OSError as error:
@@ -158,26 +129,54 @@ def array(dataset: Any, shape: tuple[int, ...] | None, where: str) -> Any:
     return value
 
 
-def member(group: Any, name: str) -> Any:
-    """What a group holds under a name; None if nothing, or only a link."""
-    link = group.get(name, getlink=True) if name in group else None
-    return group[name] if isinstance(link, h5py.HardLink) else None
+def member(group: h5py.Group | None, name: str) -> Any:
+    """What a group holds under a name, which may have slashes.
+
+    None if nothing; no step on the way may be a link.
+    """
+    for part in name.split("/"):
+        if group is None or part not in group:
+            return None
+        link = group.get(part, getlink=True)
+        group = group[part] if isinstance(link, h5py.HardLink) else None
+    return group
 
 
-def names(group: h5py.Group, attribute: str) -> list[str]:
-    """A list of names in an attribute, which long ones are split over."""
+def saved_weights(group: h5py.Group | None) -> list[tuple[str, Any]]:
+    """Names and arrays of one layer of an HDF5 file, in their order."""
+    if group is None:
+        return []
+    # A long list of names is split over several attributes.
+    attribute = "weight_names"
     parts = [attribute] if attribute in group.attrs else []
     while (more := f"{attribute}{len(parts)}") in group.attrs:
         parts.append(more)
-    return [
-        name.decode("utf8") if isinstance(name, bytes) else str(name)
-        for part in parts
-        for name in group.attrs[part]
-    ]
+    names = [_text(name) for part in parts for name in group.attrs[part]]
+    return [(name, member(group, name)) for name in names]
 
 
-_BFLOAT16 = np.dtype("V2")  # how HDF5 returns it
-_DEFLATE = 1032  # the most that deflate saves; small arrays may be unwritten
+def _opened(
+    path: pathlib.Path, start: bytes | None
+) -> contextlib.AbstractContextManager[LegacyFile]:
+    if (path / "saved_model.pb").exists():
+        raise _WrongFileError(
+            "is a TensorFlow SavedModel, which holds a program and not a "
+            "model of layers; load it with tf_keras and save it as .h5 or "
+            ".keras, or use keras.layers.TFSMLayer"
+        )
+    if start is None:
+        raise _WrongFileError("is a folder")
+    if start.startswith(_ZIP):
+        return _open_archive(path)
+    if start == _HDF5:
+        return _open_hdf5(path)
+    if start[:1] == b"\x80":
+        raise _WrongFileError(
+            "is a pickle, which would run code; it is never loaded"
+        )
+    if not start:
+        raise _WrongFileError("is empty")
+    raise _WrongFileError("is neither HDF5 nor an archive, or is damaged")
 
 
 @contextlib.contextmanager
@@ -185,28 +184,27 @@ def _open_hdf5(path: pathlib.Path) -> Iterator[LegacyFile]:
     try:
         opened = h5py.File(path, "r")
     except OSError as error:
-        raise ValueError(_wrong(path, f"is damaged: {error}")) from error
+        raise _WrongFileError(f"is damaged: {error}") from error
     with opened as file:
-        version = _text(file.attrs.get("keras_version"))
         if "model_config" not in file.attrs:
-            raise ValueError(_wrong(path, _without_model(file)))
-        _check_version(path, version)
+            raise _WrongFileError(_without_model(file))
+        version = file.attrs.get("keras_version")
+        _check_version(path, None if version is None else _text(version))
         weights = member(file, "model_weights")
         if weights is None:
-            raise ValueError(_wrong(path, "has no weights: it is damaged"))
-        training = file.attrs.get("training_config")
+            raise _WrongFileError("has no weights: it is damaged")
+        compiled = None
+        if "training_config" in file.attrs:
+            training = _parse(file.attrs["training_config"])
+            compiled = {key: training.get(key) for key in _COMPILED}
+            compiled["optimizer"] = training.get("optimizer_config")
+        slots = saved_weights(member(file, "optimizer_weights"))
         yield LegacyFile(
             path=path,
-            model_config=_parse(path, file.attrs["model_config"]),
-            compile_config=(
-                None
-                if training is None
-                else _compile_config(_parse(path, training))
-            ),
+            model_config=_parse(file.attrs["model_config"]),
+            compile_config=compiled,
             weights=weights,
-            optimizer=_saved_slots(member(file, "optimizer_weights")),
-            is_archive=False,
-            scaled_by_default=False,
+            optimizer=[slot for _, slot in slots],
         )
 
 
@@ -215,106 +213,88 @@ def _open_archive(path: pathlib.Path) -> Iterator[LegacyFile]:
     with contextlib.ExitStack() as stack:
         try:
             archive = stack.enter_context(zipfile.ZipFile(path))
-            parts = {
-                name: archive.read(name)
-                for name in (
-                    "metadata.json",
-                    "config.json",
-                    "model.weights.h5",
-                )
-            }
-            tree = stack.enter_context(
-                h5py.File(io.BytesIO(parts["model.weights.h5"]), "r")
-            )
+            metadata = archive.read("metadata.json")
+            config_text = archive.read("config.json")
+            content = io.BytesIO(archive.read("model.weights.h5"))
+            tree = stack.enter_context(h5py.File(content, "r"))
         except KeyError as error:
-            raise ValueError(_wrong(path, f"is no model: {error}")) from error
+            raise _WrongFileError(f"is no model: {error}") from error
         except (zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ValueError(_wrong(path, f"is damaged: {error}")) from error
-        metadata = _parse(path, parts["metadata.json"])
-        _check_version(path, metadata.get("keras_version"))
+            raise _WrongFileError(f"is damaged: {error}") from error
+        _check_version(path, _parse(metadata).get("keras_version"))
         assets = [n for n in archive.namelist() if n.startswith("assets/")]
         if assets:
-            raise ValueError(
-                _wrong(path, f"has assets, such as a vocabulary: {assets}")
-            )
-        config = _parse(path, parts["config.json"])
-        slots = member(tree, "optimizer")
+            raise _WrongFileError(f"has assets, such as a vocabulary: {assets}")
+        config = _parse(config_text)
+        slots = member(tree, "optimizer/vars")
+        count = 0 if slots is None else len(slots)
         yield LegacyFile(
             path=path,
             model_config=config,
             compile_config=config.pop("compile_config", None),
             weights=tree,
-            optimizer=_numbered(member(slots, "vars") if slots else None),
+            optimizer=[member(slots, str(i)) for i in range(count)],
             is_archive=True,
-            scaled_by_default=bool(slots) and "inner_optimizer" in slots,
+            scaled_by_default=(
+                member(tree, "optimizer/inner_optimizer") is not None
+            ),
         )
 
 
-def _compile_config(training: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `compile` in the training config of an HDF5 file."""
-    return {
-        "optimizer": training.get("optimizer_config"),
-        "loss": training.get("loss"),
-        "loss_weights": training.get("loss_weights"),
-        "metrics": training.get("metrics"),
-        "weighted_metrics": training.get("weighted_metrics"),
-    }
-
-
-def _saved_slots(group: h5py.Group | None) -> list[h5py.Dataset]:
-    if group is None:
-        return []
-    return [descend(group, name) for name in names(group, "weight_names")]
-
-
-def descend(group: Any, name: str) -> Any:
-    """What lies under a name with slashes; no step may be a link."""
-    for part in name.split("/"):
-        group = None if group is None else member(group, part)
-    return group
-
-
-def _numbered(group: h5py.Group | None) -> list[h5py.Dataset]:
-    if group is None:
-        return []
-    return [member(group, str(i)) for i in range(len(group))]
-
-
-def saved_weights(group: h5py.Group) -> list[tuple[str, Any]]:
-    """Names and arrays of one layer of an HDF5 file, in their order."""
-    return [
-        (name, descend(group, name)) for name in names(group, "weight_names")
-    ]
-
-
-def _parse(path: pathlib.Path, text: Any) -> dict[str, Any]:
+def _parse(text: str | bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(_text(text) or "")
+        parsed = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            _wrong(path, f"is damaged, its JSON too: {error}")
-        ) from error
+        raise _WrongFileError(f"is damaged, its JSON too: {error}") from error
     if not isinstance(parsed, dict):
-        raise ValueError(_wrong(path, "is damaged: its config is no dict"))
+        raise _WrongFileError("is damaged: its config is no dict")
     return parsed
 
 
-def _text(value: Any) -> str | None:
-    return value.decode("utf8") if isinstance(value, bytes) else value
+def _text(value: object) -> str:
+    return value.decode("utf8") if isinstance(value, bytes) else str(value)
 
 
-def _check_version(path: pathlib.Path, version: Any) -> None:
+def _check_version(path: pathlib.Path, version: object) -> None:
     if str(version).startswith("2."):
         return
     if str(version).split(".")[0] in ("0", "1", "None"):
-        raise ValueError(
-            _wrong(path, f"is older than Keras 2 (version {version})")
-        )
+        raise _WrongFileError(f"is older than Keras 2 (version {version})")
     raise ValueError(
         f"This file needs no migration. Received: {os.fspath(path)!r}, "
         f"written by Keras {version}. Allowed: files of Keras 2 and tf_keras. "
         "Load it with keras.saving.load_model."
     )
+
+
+def _wrong_dataset(
+    dataset: object, shape: tuple[int, ...] | None
+) -> str | None:
+    """What is wrong with an array that is not read yet."""
+    if not isinstance(dataset, h5py.Dataset):
+        return "is missing. The file is damaged."
+    if shape is not None and tuple(dataset.shape) != tuple(shape):
+        return (
+            f"has the wrong shape. Received: {tuple(dataset.shape)}. Allowed: "
+            f"{tuple(shape)}. Check that custom layers are those of the file."
+        )
+    if dataset.external or dataset.is_virtual:
+        return (
+            "lies outside of the file. Received: a reference to another file. "
+            "Allowed: arrays in the file itself. Save the model again."
+        )
+    if dataset.dtype.kind not in "biuf" and dataset.dtype != _BFLOAT16:
+        return (
+            f"holds no numbers. Received: the dtype {dataset.dtype}. Allowed: "
+            "numbers. Objects are not loaded."
+        )
+    if dataset.nbytes > _DEFLATE * max(dataset.id.get_storage_size(), 1):
+        # Reading would make zeros of what was never written.
+        return (
+            f"was never written. Received: the shape {tuple(dataset.shape)} "
+            "without its numbers. The file is damaged."
+        )
+    return None
 
 
 def _without_model(file: h5py.File) -> str:
@@ -324,26 +304,6 @@ def _without_model(file: h5py.File) -> str:
             "load_weights"
         )
     return "is HDF5, but no model of Keras"
-
-
-def _folder(path: pathlib.Path) -> str:
-    if (path / "saved_model.pb").exists():
-        return (
-            "is a TensorFlow SavedModel, which holds a program and not a "
-            "model of layers; load it with tf_keras and save it as .h5 or "
-            ".keras, or use keras.layers.TFSMLayer"
-        )
-    return "is a folder"
-
-
-def _other(start: bytes) -> str:
-    if start[:1] == b"\x80":
-        return "is a pickle, which would run code; it is never loaded"
-    return (
-        "is neither HDF5 nor an archive, or is damaged"
-        if start
-        else ("is empty")
-    )
 
 
 def _wrong(path: pathlib.Path, what: str) -> str:

@@ -8,29 +8,28 @@ keyword arguments, with a record for each tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
-
 from keras_policy_ext.migration import changes, classes, masks, operations
-from keras_policy_ext.migration.problems import Rewriting
+from keras_policy_ext.migration.problems import Config, Rewriting
 
 _GRAPH = frozenset({"layers", "input_layers", "output_layers"})
-CONSTANT = "_CONSTANT_VALUE"
+_CONSTANT = "_CONSTANT_VALUE"
+
+Tensor = list[Any]
+"""Name of a layer, index of its call, index of the output, maybe kwargs."""
 
 
-def is_functional(fields: Any) -> bool:
+def is_functional(fields: object) -> bool:
     """Whether the config of a model holds a graph of layers."""
     return isinstance(fields, Mapping) and fields.keys() >= _GRAPH
 
 
-def functional(
-    rewriter: Rewriting, fields: Mapping[str, Any]
-) -> dict[str, Any]:
+def functional(rewriter: Rewriting, fields: Config) -> dict[str, Any]:
     """The Keras 3 config of a functional model."""
     graph = Graph(rewriter, fields["layers"])
-    rewriter.problems.notes.extend(graph.notes())
+    rewriter.problems.notes.extend(graph.masks.notes())
     others = {
         key: rewriter.rewrite(value)
         for key, value in fields.items()
@@ -46,7 +45,9 @@ def functional(
     }
 
 
-def sequential(rewriter: Rewriting, fields: Any) -> dict[str, Any]:
+def sequential(
+    rewriter: Rewriting, fields: Config | list[Config]
+) -> dict[str, Any]:
     """The Keras 3 config of a sequential model."""
     if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
         fields = {"layers": fields}
@@ -69,40 +70,19 @@ def sequential(rewriter: Rewriting, fields: Any) -> dict[str, Any]:
 
 
 class Graph:
-    """A graph being rewritten.
+    """The graph of these layers, being rewritten."""
 
-    Args:
-        rewriter: For the configs in it.
-        layers: Legacy configs of its layers.
-    """
-
-    def __init__(self, rewriter: Rewriting, layers: list[Any]):
+    def __init__(self, rewriter: Rewriting, layers: list[Config]):
         self._rewriter = rewriter
         self._layers = {layer["name"]: layer for layer in layers}
         self._names = changes.safe_names(self._layers)
-        # tf_keras counts the making of a model as its call 0. Keras 3 does
-        # so for a functional model, and only in the ends of a graph.
-        self._models = {
-            layer["name"] for layer in layers if _counts_its_making(layer)
+        sources = {
+            name: [self._sources(node) for node in layer["inbound_nodes"]]
+            for name, layer in self._layers.items()
         }
-        self._functional = {
-            layer["name"] for layer in layers if is_functional(layer["config"])
-        }
-        self._masks = masks.Masks(
-            self._layers,
-            {
-                layer["name"]: [
-                    self._sources(node) for node in layer["inbound_nodes"]
-                ]
-                for layer in layers
-            },
-        )
+        self.masks = masks.Masks(self._layers, sources)
 
-    def notes(self) -> Iterator[str]:
-        """What Keras 3 takes, but computes otherwise."""
-        return self._masks.notes()
-
-    def layer(self, layer: Mapping[str, Any]) -> dict[str, Any]:
+    def layer(self, layer: Config) -> dict[str, Any]:
         """One layer with its calls."""
         name = self._names[layer["name"]]
         calls = [self._call(layer, node) for node in layer["inbound_nodes"]]
@@ -113,41 +93,31 @@ class Graph:
                 return {}
             migrated, calls = found
         else:
-            own = {
-                key: value
-                for key, value in layer.items()
-                if key not in ("name", "inbound_nodes")
-            }
+            graph = ("name", "inbound_nodes")
+            own = {k: v for k, v in layer.items() if k not in graph}
             migrated = self._rewriter.rewrite(own) or {}
             self._give_name(layer, migrated, name)
-        return {
-            **migrated,
-            "name": name,
-            "inbound_nodes": calls,
-        }
+        return {**migrated, "name": name, "inbound_nodes": calls}
 
-    def ends(self, ends: Any) -> Any:
+    def ends(self, ends: object) -> object:
         """The inputs or outputs of the graph.
 
         tf_keras wrote one tensor as a list of one, and made no other lists
         of one; for Keras 3 those are different models.
         """
-        if (
-            isinstance(ends, list)
-            and len(ends) == 1
-            and self._is_tensor(ends[0])
-        ):
-            return self._end(ends[0])
+        if isinstance(ends, list) and len(ends) == 1:
+            (end,) = ends
+            ends = end if self._is_tensor(end) else ends
         return self._map(ends, self._end)
 
-    def _call(self, layer: Mapping[str, Any], node: Any) -> dict[str, Any]:
+    def _call(self, layer: Config, node: Any) -> dict[str, Any]:
         """The arguments of one call of a layer."""
         kwargs: dict[str, Any] = {}
 
-        def tensor(leaf: list[Any]) -> Any:
+        def tensor(leaf: Tensor) -> object:
             if len(leaf) > 3:
                 kwargs.update(leaf[3])
-            if leaf[0] == CONSTANT:
+            if leaf[0] == _CONSTANT:
                 return self._rewriter.rewrite(leaf[2])
             return self._tensor(leaf)
 
@@ -164,7 +134,7 @@ class Graph:
         if layer["class_name"] in masks.RECURRENT and isinstance(first, list):
             first, *states = first
             arguments["initial_state"] = states
-            if self._masks.origins(node[0][0]):
+            if self.masks.origins(node[0][0]):
                 self._rewriter.problems.notes.append(
                     f"Keras 3 ignores the mask of a sequence where "
                     f"{layer['class_name']} {layer['name']!r} is given "
@@ -174,30 +144,27 @@ class Graph:
                 )
         return {"args": [first], "kwargs": arguments}
 
-    def _class(self, layer: Mapping[str, Any]) -> Any:
+    def _class(self, layer: Config) -> Any:
         """The class of a layer; None if it is unknown or none of Keras."""
         found = classes.find(layer, "layers", self._rewriter.custom_objects)
-        cls = None if found is None else found.cls
-        is_layer = isinstance(cls, type) and issubclass(cls, keras.Layer)
-        return cls if is_layer else None
+        return found.cls if found is not None and found.is_layer else None
 
     def _give_name(
-        self, layer: Mapping[str, Any], migrated: dict[str, Any], name: str
+        self, layer: Config, migrated: dict[str, Any], name: str
     ) -> None:
         """A caller's class may leave its name out of its config."""
         fields = migrated.get("config")
-        if not isinstance(fields, dict):
-            return
-        cls = self._class(layer)
-        if "name" in fields or (cls and _accepts(cls.__init__, "name")):
-            fields["name"] = name
+        if isinstance(fields, dict):
+            cls = self._class(layer)
+            if "name" in fields or (cls and _accepts(cls.__init__, "name")):
+                fields["name"] = name
 
-    def _takes(self, layer: Mapping[str, Any], key: str) -> bool:
+    def _takes(self, layer: Config, key: str) -> bool:
         """Whether a layer can be called with an argument of this name."""
         cls = self._class(layer)
         return cls is None or _accepts(cls.call, key)
 
-    def _map(self, value: Any, of_tensor: Any) -> Any:
+    def _map(self, value: Any, of_tensor: Callable[[Tensor], object]) -> Any:
         """Replace the tensors in nested lists and dicts."""
         if self._is_tensor(value):
             return of_tensor(value)
@@ -210,7 +177,7 @@ class Graph:
     def _sources(self, value: Any) -> list[str]:
         """Names of the layers whose outputs are in nested calls."""
         if self._is_tensor(value):
-            own = [] if value[0] == CONSTANT else [value[0]]
+            own = [] if value[0] == _CONSTANT else [value[0]]
             return own + self._sources(value[3:])  # keyword arguments
         if isinstance(value, Mapping):
             value = list(value.values())
@@ -218,28 +185,29 @@ class Graph:
             return []
         return [name for item in value for name in self._sources(item)]
 
-    def _is_tensor(self, value: Any) -> bool:
+    def _is_tensor(self, value: object) -> bool:
         return (
             isinstance(value, (list, tuple))
             and len(value) in (3, 4)
             and isinstance(value[0], str)
-            and (value[0] in self._layers or value[0] == CONSTANT)
+            and (value[0] in self._layers or value[0] == _CONSTANT)
             and isinstance(value[1], int)
         )
 
-    def _end(self, leaf: list[Any]) -> list[Any]:
+    # tf_keras counts the making of a model as its call 0. Keras 3 does so
+    # for a functional model, and only in the ends of a graph.
+
+    def _end(self, leaf: Tensor) -> Tensor:
         name, call, output = self._history(leaf)
-        return [name, call + (leaf[0] in self._functional), output]
+        counts = is_functional(self._layers[leaf[0]]["config"])
+        return [name, call + counts, output]
 
-    def _history(self, leaf: list[Any]) -> list[Any]:
+    def _history(self, leaf: Tensor) -> Tensor:
         name, call, output = leaf[:3]
-        return [
-            self._names.get(name, name),
-            call - (name in self._models),
-            output,
-        ]
+        counted = _counts_its_making(self._layers[name])
+        return [self._names[name], call - counted, output]
 
-    def _tensor(self, leaf: list[Any]) -> dict[str, Any]:
+    def _tensor(self, leaf: Tensor) -> dict[str, Any]:
         # Keras takes the tensor from the history, and reads no shape.
         config = {
             "shape": [],
@@ -249,41 +217,38 @@ class Graph:
         return {"class_name": "__keras_tensor__", "config": config}
 
 
-def _accepts(function: Any, key: str) -> bool:
+def _accepts(function: Callable[..., object], key: str) -> bool:
     parameters = inspect.signature(function).parameters
     return key in parameters or any(
         p.kind is p.VAR_KEYWORD for p in parameters.values()
     )
 
 
-def _has_name(layer: Mapping[str, Any]) -> bool:
+def _has_name(layer: Config) -> bool:
     fields = layer["config"]
     return isinstance(fields, Mapping) and isinstance(fields.get("name"), str)
 
 
-def _is_input(layer: Mapping[str, Any]) -> bool:
-    return layer["class_name"] == "InputLayer"
+def _is_input(layer: Config) -> bool:
+    return bool(layer["class_name"] == "InputLayer")
 
 
-def _counts_its_making(layer: Mapping[str, Any]) -> bool:
+def _counts_its_making(layer: Config) -> bool:
     fields = layer["config"]
     if layer["class_name"] != "Sequential":
         return is_functional(fields)
     inner = changes.inner_layers(fields)
-    return bool(inner) and (
-        _is_input(inner[0]) or "batch_input_shape" in inner[0]["config"]
-    )
+    if not inner:
+        return False
+    return _is_input(inner[0]) or "batch_input_shape" in inner[0]["config"]
 
 
-def _input_layer(fields: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+def _input_layer(fields: Config, shape: object) -> dict[str, Any]:
     """What Keras before 2.5 left to the first layer of a sequential model."""
+    name = changes.safe_name(f"{fields.get('name', 'layer')}_input")
     return {
         "module": "keras.layers",
         "class_name": "InputLayer",
-        "config": {
-            "batch_shape": shape,
-            "dtype": "float32",
-            "name": changes.safe_name(f"{fields.get('name', 'layer')}_input"),
-        },
+        "config": {"batch_shape": shape, "dtype": "float32", "name": name},
         "registered_name": None,
     }

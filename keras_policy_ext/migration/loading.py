@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -14,11 +15,14 @@ from keras_policy_ext.migration import (
     compiling,
     files,
     loss_scales,
-    naming,
     optimizer_state,
     weights,
 )
 from keras_policy_ext.migration.configs import Rewriter
+from keras_policy_ext.migration.problems import Config
+
+_FAR = 10_000
+"""More operations than Keras names while it builds a model."""
 
 
 def load_legacy_model(
@@ -27,7 +31,7 @@ def load_legacy_model(
     custom_objects: Mapping[str, Any] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
-) -> Any:
+) -> keras.Model:
     """Load a model that tf_keras (Keras 2) saved as `.h5` or `.keras`.
 
     The file is only read. The model has the same weights, layer policies
@@ -70,12 +74,12 @@ def load_legacy_model(
         config = rewriter.rewrite_object(file.model_config)
         training = None
         if compile and file.compile_config is not None:
-            training = _training(rewriter, file)
+            training = _training(rewriter, file, file.compile_config)
         rewriter.problems.check()
         if safe_mode:
             rewriter.problems.refuse_code()
-        rewriter.report()
-        naming.reserve(naming.of_layers(config))
+        rewriter.problems.report(on_loss_scale)
+        _reserve(_layer_names(config))
         model = keras.saving.deserialize_keras_object(
             config, custom_objects=custom_objects, safe_mode=safe_mode
         )
@@ -85,18 +89,17 @@ def load_legacy_model(
                 model,
                 auto_scale_loss=False,
                 **keras.saving.deserialize_keras_object(
-                    training,
-                    custom_objects=custom_objects,
-                    safe_mode=safe_mode,
+                    training, custom_objects=custom_objects, safe_mode=safe_mode
                 ),
             )
             _load_optimizer(model, file)
     return model
 
 
-def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
+def _training(
+    rewriter: Rewriter, file: files.LegacyFile, legacy: Config
+) -> dict[str, Any]:
     """The arguments of `compile` for Keras 3."""
-    legacy = dict(file.compile_config or {})
     if file.scaled_by_default and not _is_scaled(legacy.get("optimizer")):
         # What `compile` of tf_keras did under mixed_float16.
         inner = legacy["optimizer"]
@@ -104,14 +107,15 @@ def _training(rewriter: Rewriter, file: files.LegacyFile) -> dict[str, Any]:
             inner = keras.saving.serialize_keras_object(
                 keras.optimizers.get(inner)
             )
-        legacy["optimizer"] = {
+        scaled = {
             "class_name": "LossScaleOptimizer",
             "config": {"inner_optimizer": inner, "dynamic": True},
         }
+        legacy = {**legacy, "optimizer": scaled}
     return compiling.rewrite(rewriter, legacy, file.model_config["config"])
 
 
-def _load_optimizer(model: Any, file: files.LegacyFile) -> None:
+def _load_optimizer(model: keras.Model, file: files.LegacyFile) -> None:
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -126,14 +130,14 @@ def _load_optimizer(model: Any, file: files.LegacyFile) -> None:
         )
 
 
-def _is_scaled(optimizer: Any) -> bool:
+def _is_scaled(optimizer: object) -> bool:
     return (
         isinstance(optimizer, Mapping)
         and optimizer.get("class_name") in loss_scales.OPTIMIZERS
     )
 
 
-def _inner_config(optimizer: Any, built: Any) -> Mapping[str, Any]:
+def _inner_config(optimizer: Any, built: keras.optimizers.Optimizer) -> Config:
     """The legacy config of the optimizer within loss scalers."""
     if isinstance(optimizer, str):
         # By name, with the arguments of the class's defaults: of the second
@@ -144,3 +148,42 @@ def _inner_config(optimizer: Any, built: Any) -> Mapping[str, Any]:
         fields = optimizer["config"]
         optimizer = fields.get("inner_optimizer", fields.get("optimizer"))
     return optimizer
+
+
+def _layer_names(config: object) -> Iterator[str]:
+    """The names of all layers of the models in a Keras 3 config."""
+    if isinstance(config, Mapping):
+        layers = config.get("layers")
+        for layer in layers if isinstance(layers, list) else ():
+            if isinstance(layer, Mapping):
+                fields = layer.get("config")
+                inner = fields if isinstance(fields, Mapping) else {}
+                name = layer.get("name", inner.get("name"))
+                if isinstance(name, str):
+                    yield name
+        config = list(config.values())
+    if isinstance(config, list):
+        for value in config:
+            yield from _layer_names(value)
+
+
+def _reserve(names: Iterable[str]) -> None:
+    """Let Keras not give these names by itself from now on.
+
+    A mask is computed by operations, which Keras names by their class with a
+    count and puts into the graph of a functional model. That of a layer
+    `Concatenate` is a `Concatenate` too, and gets the name that the layer
+    has in the file: a graph takes no name twice (keras 3.12 to 3.15).
+    """
+    taken: dict[str, set[int]] = {}
+    for name in names:
+        taken.setdefault(name, set()).add(0)
+        counted = re.fullmatch(r"(.+)_([1-9]\d{0,8})", name, re.ASCII)
+        if counted:
+            taken.setdefault(counted[1], set()).add(int(counted[2]))
+    for prefix, counts in taken.items():
+        following = keras.backend.get_uid(prefix)
+        # A count that is far off is not reached, and would cost its steps.
+        last = max((n for n in counts if n < following + _FAR), default=0)
+        while following <= last:
+            following = keras.backend.get_uid(prefix)

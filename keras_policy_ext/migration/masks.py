@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from keras_policy_ext.migration.changes import inner_layers
+from keras_policy_ext.migration.problems import Config
 
-RECURRENT = frozenset(
-    {
-        "Bidirectional",
-        "ConvLSTM1D",
-        "ConvLSTM2D",
-        "ConvLSTM3D",
-        "GRU",
-        "LSTM",
-        "RNN",
-        "SimpleRNN",
-    }
-)
-_USERS = RECURRENT | {
-    "AdditiveAttention",
-    "Attention",
-    "GlobalAveragePooling1D",
-    "MultiHeadAttention",
-    "TimeDistributed",
-}
+_RECURRENT = """
+    Bidirectional ConvLSTM1D ConvLSTM2D ConvLSTM3D GRU LSTM RNN SimpleRNN
+"""
+_OTHER_USERS = """
+    AdditiveAttention Attention GlobalAveragePooling1D MultiHeadAttention
+    TimeDistributed
+"""
+RECURRENT = frozenset(_RECURRENT.split())
+_USERS = RECURRENT.union(_OTHER_USERS.split())
 
 
 class Masks:
@@ -33,12 +23,11 @@ class Masks:
 
     Args:
         layers: Legacy configs of the layers, by name.
-        calls: For each layer the names of the layers that each call of it
-            takes.
+        calls: For each layer the names of the layers that each call takes.
     """
 
     def __init__(
-        self, layers: Mapping[str, Any], calls: Mapping[str, list[list[str]]]
+        self, layers: Mapping[str, Config], calls: Mapping[str, list[list[str]]]
     ):
         self._layers = layers
         self._calls = calls
@@ -59,9 +48,7 @@ class Masks:
             elif layer["class_name"] == "MultiHeadAttention":
                 yield from self._attention(name)
 
-    def _concatenate(
-        self, name: str, fields: Mapping[str, Any]
-    ) -> Iterator[str]:
+    def _concatenate(self, name: str, fields: Config) -> Iterator[str]:
         # compute_mask: `all` over the features in tf_keras, `any` in Keras 3.
         differ = any(
             len({frozenset(self.origins(source)) for source in call}) > 1
@@ -115,24 +102,23 @@ class Masks:
         return found
 
 
-def _inner(layer: Any) -> list[Any]:
+def _inner(layer: Config) -> list[Config]:
     """The layers of a nested model."""
     inner = inner_layers(layer["config"])
     return inner if isinstance(inner, list) else []
 
 
-def _makes_mask(layer: Any) -> bool:
+def _makes_mask(layer: object) -> bool:
     if not isinstance(layer, Mapping) or "config" not in layer:
         return False
-    if layer.get("class_name") == "Masking":
-        return True
     fields = layer["config"]
-    if isinstance(fields, Mapping) and fields.get("mask_zero"):
+    looks_up = isinstance(fields, Mapping) and fields.get("mask_zero")
+    if layer.get("class_name") == "Masking" or looks_up:
         return True
     return any(map(_makes_mask, _inner(layer)))
 
 
-def _ends_mask(layer: Mapping[str, Any]) -> bool:
+def _ends_mask(layer: Config) -> bool:
     """Whether the outputs of a layer have no steps left to mask."""
     fields = layer["config"]
     if not isinstance(fields, Mapping):

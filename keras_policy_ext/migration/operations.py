@@ -13,17 +13,16 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import operation_classes
+from keras_policy_ext.migration.problems import Config
 
-LAYERS = frozenset(
-    {
-        "TFOpLambda",
-        "SlicingOpLambda",
-        "TensorFlowOpLayer",
-        "ClassMethod",
-        "InstanceMethod",
-        "InstanceProperty",
-    }
-)
+Operation = tuple[dict[str, Any], list[dict[str, Any]]]
+"""The Keras 3 config of an operation, and its calls."""
+
+_LAYERS = """
+    TFOpLambda SlicingOpLambda TensorFlowOpLayer ClassMethod InstanceMethod
+    InstanceProperty
+"""
+LAYERS = frozenset(_LAYERS.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Counterpart:
     """Keyword arguments that are operands after the first one."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """From TensorFlow's keyword arguments to those of Keras."""
-    example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    example: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Options with which it can be called on a tensor of shape (3, 3)."""
     takes_list: bool = False
 
@@ -109,31 +108,27 @@ _SLICE = "__operators__.getitem"
 
 
 def rewrite(
-    layer: Mapping[str, Any], calls: list[dict[str, Any]], name: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | str:
-    """The operation that a layer stands for.
+    layer: Config, calls: list[dict[str, Any]], name: str
+) -> Operation | str:
+    """The operation that a layer stands for, or what has no counterpart.
 
     Args:
         layer: Legacy config of the layer.
         calls: Its calls, already as `{"args": [first], "kwargs": {...}}`.
         name: Its name for Keras 3.
-
-    Returns:
-        The Keras 3 config and calls; a description of the layer if there is
-        no counterpart.
     """
     function = layer["config"].get("function")
+    counterpart = COUNTERPARTS.get(function)
+    found = None
     if len(calls) == 1:
         if layer["class_name"] == "SlicingOpLambda" and function == _SLICE:
-            return _slice(name, calls[0]) or described(layer)
-        counterpart = COUNTERPARTS.get(function)
-        if layer["class_name"] == "TFOpLambda" and counterpart:
+            found = _slice(name, calls[0])
+        elif layer["class_name"] == "TFOpLambda" and counterpart:
             found = _operation(name, counterpart, calls[0])
-            return found or described(layer)
-    return described(layer)
+    return found or described(layer)
 
 
-def described(layer: Mapping[str, Any]) -> str:
+def described(layer: Config) -> str:
     """Name an operation: `TFOpLambda 'tf.fft' (tf.signal.fft)`."""
     fields = layer["config"]
     function = fields.get("function") or fields.get("node_def") or "?"
@@ -144,8 +139,8 @@ def described(layer: Mapping[str, Any]) -> str:
 
 
 def _operation(
-    name: str, counterpart: Counterpart, call: dict[str, Any]
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    name: str, counterpart: Counterpart, call: Config
+) -> Operation | None:
     (first,) = call["args"]
     kwargs = {
         key: value
@@ -153,11 +148,11 @@ def _operation(
         if key != "name" and value is not None
     }
     operands = [kwargs.pop(key, None) for key in counterpart.tensors]
-    options = {
-        new: kwargs.pop(old)
-        for old, new in counterpart.options.items()
-        if old in kwargs
-    }
+    options = {}
+    for old, new in counterpart.options.items():
+        if old in kwargs:
+            value = kwargs.pop(old)
+            options[new] = tuple(value) if isinstance(value, list) else value
     # What is left is an option that Keras has not, unless it is off.
     if any(value is not False for value in kwargs.values()):
         return None
@@ -170,14 +165,12 @@ def _operation(
         operands=1 + len(operands),
         takes_list=counterpart.takes_list,
         **counterpart.example,
-    )(**_as_tuples(options), name=name)
+    )(**options, name=name)
     config = keras.saving.serialize_keras_object(operation)
     return config, [{"args": [first, *operands], "kwargs": {}}]
 
 
-def _slice(
-    name: str, call: dict[str, Any]
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+def _slice(name: str, call: Config) -> Operation | None:
     (first,) = call["args"]
     spec = call["kwargs"].get("slice_spec")
     entries = spec if isinstance(spec, list) else [spec]
@@ -189,7 +182,7 @@ def _slice(
     return config, [{"args": [first, key], "kwargs": {}}]
 
 
-def _slice_entry(entry: Any) -> Any:
+def _slice_entry(entry: object) -> Any:
     if entry is None or isinstance(entry, int):
         return entry
     if not isinstance(entry, Mapping):
@@ -202,19 +195,12 @@ def _slice_entry(entry: Any) -> Any:
     return NotImplemented
 
 
-def _is_operand(value: Any) -> bool:
+def _is_operand(value: object) -> bool:
     # An array of constants has lost its dtype in the file.
     return isinstance(value, (int, float, Mapping))
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tensor(value: object) -> bool:
     if isinstance(value, Mapping):
         return "class_name" in value or any(map(_has_tensor, value.values()))
-    return isinstance(value, list) and any(map(_has_tensor, value))
-
-
-def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in options.items()
-    }
+    return isinstance(value, (list, tuple)) and any(map(_has_tensor, value))

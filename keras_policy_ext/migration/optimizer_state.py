@@ -7,9 +7,12 @@ has names. So the order is known here, by class.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import keras
 
 from keras_policy_ext.migration import files
+from keras_policy_ext.migration.problems import Config
 
 
 class Layout(NamedTuple):
@@ -56,11 +59,11 @@ LEGACY_LAYOUTS = {
 
 
 def load(
-    optimizer: Any,
-    trained: list[Any],
-    config: Mapping[str, Any],
-    variables: list[Any],
-    saved: list[Any],
+    optimizer: keras.optimizers.Optimizer,
+    trained: list[keras.Variable],
+    config: Config,
+    variables: list[keras.Variable],
+    saved: list[object],
 ) -> str | None:
     """Give a built optimizer the state of a file.
 
@@ -74,15 +77,12 @@ def load(
     Returns:
         None; or what is missing, as a sentence for a warning. The state is
         then as it was, except for the number of iterations.
-
-    Raises:
-        ValueError: If an array cannot be read.
     """
     if not saved:
         return "The file holds no state of the optimizer."
     iterations = files.array(saved[0], (), "the number of iterations")
     optimizer.iterations.assign(int(iterations))
-    slots = _order(config, len(variables))
+    slots = _order(config, variables)
     if slots is None:
         return (
             f"The slots of {config['class_name']!r} have no counterpart in "
@@ -94,59 +94,46 @@ def load(
             f"{len(saved) - 1} arrays instead of {len(slots)}. The number of "
             "iterations is restored."
         )
-    arrays = _read(variables, slots, saved[1:])
+    arrays = [
+        files.array(data, v.shape, f"the slot {slot!r} of {v.path!r}")
+        for (slot, v), data in zip(slots, saved[1:], strict=True)
+    ]
     targets = {slot: _targets(optimizer, trained, slot) for slot, _ in slots}
-    for (slot, index), value in zip(slots, arrays, strict=True):
-        target = targets[slot].get(id(variables[index]))
+    for (slot, variable), value in zip(slots, arrays, strict=True):
         # SGD without momentum: tf_keras has slots of zeros, Keras 3 none.
-        if target is not None:
-            target.assign(value)
+        if id(variable) in targets[slot]:
+            targets[slot][id(variable)].assign(value)
     return None
 
 
-def _read(
-    variables: list[Any], slots: list[tuple[str, int]], saved: list[Any]
-) -> list[Any]:
-    return [
-        files.array(
-            dataset,
-            variables[index].shape,
-            f"the slot {slot!r} of {variables[index].path!r}",
-        )
-        for (slot, index), dataset in zip(slots, saved, strict=True)
-    ]
-
-
 def _order(
-    config: Mapping[str, Any], variables: int
-) -> list[tuple[str, int]] | None:
-    """Slot and index of the variable of each array; None if unknown."""
+    config: Config, variables: list[keras.Variable]
+) -> list[tuple[str, keras.Variable]] | None:
+    """Slot and variable of each array; None if unknown."""
     fields = config["config"]
-    is_legacy = "is_legacy_optimizer" not in fields or bool(
-        fields["is_legacy_optimizer"]
-    )
-    name = config["class_name"].rsplit(">", 1)[-1]
-    layout = (LEGACY_LAYOUTS if is_legacy else LAYOUTS).get(name)
+    layouts = LEGACY_LAYOUTS
+    if not fields.get("is_legacy_optimizer", True):
+        layouts = LAYOUTS
+    layout = layouts.get(config["class_name"].rsplit(">", 1)[-1])
     if layout is None:
         return None
-    blocks = list(layout.blocks)
+    off = {s for s, name in layout.optional.items() if not fields.get(name)}
+    blocks = [block for block in layout.blocks if off.isdisjoint(block)]
     if fields.get("use_ema"):
         blocks.insert(0, ("average",))
     return [
-        (slot, index)
+        (slot, variable)
         for block in blocks
-        if all(_is_on(slot, layout, fields) for slot in block)
-        for index in range(variables)
+        for variable in variables
         for slot in block
     ]
 
 
-def _is_on(slot: str, layout: Layout, fields: Mapping[str, Any]) -> bool:
-    argument = layout.optional.get(slot)
-    return argument is None or bool(fields.get(argument))
-
-
-def _targets(optimizer: Any, trained: list[Any], slot: str) -> dict[int, Any]:
+def _targets(
+    optimizer: keras.optimizers.Optimizer,
+    trained: list[keras.Variable],
+    slot: str,
+) -> dict[int, keras.Variable]:
     """The slot variables by the variable they belong to.
 
     Keras names them `<path of the variable>_<slot>` and keeps the order of
@@ -155,7 +142,7 @@ def _targets(optimizer: Any, trained: list[Any], slot: str) -> dict[int, Any]:
     ending = f"_{slot}"
     found = [v for v in optimizer.variables if v.name.endswith(ending)]
     wanted = [v.path.replace("/", "_") + ending for v in trained]
-    by_name: dict[str, list[Any]] = {}
+    by_name: dict[str, list[keras.Variable]] = {}
     for variable in found:
         by_name.setdefault(variable.name, []).append(variable)
     return {

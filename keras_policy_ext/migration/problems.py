@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
+
+Config = Mapping[str, Any]
+"""JSON of tf_keras as `json.loads` gives it; it is only read."""
 
 
 @dataclasses.dataclass
@@ -19,16 +23,11 @@ class Problems:
     """Loss scales, and where they are."""
     code: list[str] = dataclasses.field(default_factory=list)
     """Bytecode of Python functions, and where it is."""
-
     notes: list[str] = dataclasses.field(default_factory=list)
     """What Keras 3 takes, but computes otherwise."""
 
     def check(self) -> None:
-        """Raise one error that names all that cannot be migrated.
-
-        Raises:
-            ValueError: If anything was found.
-        """
+        """Raise one ValueError that names all that cannot be migrated."""
         parts = []
         if self.unknown:
             parts.append(
@@ -47,11 +46,7 @@ class Problems:
             raise ValueError("Cannot migrate this config. " + " ".join(parts))
 
     def refuse_code(self) -> None:
-        """Raise if there is bytecode.
-
-        Raises:
-            ValueError: Naming every place.
-        """
+        """Raise a ValueError that names every place with bytecode."""
         if self.code:
             raise ValueError(
                 "Loading this file would run Python bytecode that is stored "
@@ -61,22 +56,52 @@ class Problems:
                 "that wrote it."
             )
 
+    def report(self, on_loss_scale: str) -> None:
+        """Warn the caller's caller of what was met and is no obstacle.
+
+        Raises:
+            ValueError: If `on_loss_scale` is `"error"` and there is a loss
+                scale.
+        """
+        for note in self.notes:
+            warnings.warn(note, stacklevel=3)
+        if not self.loss_scales or on_loss_scale == "keep":
+            return
+        met = _listed(self.loss_scales)
+        advice = "Pass on_loss_scale='keep' to keep it"
+        if on_loss_scale == "error":
+            raise ValueError(
+                f"There is a loss scale. Received: {met}. Allowed with "
+                "on_loss_scale='error': none. "
+                f"{advice} or 'drop' to go without."
+            )
+        warnings.warn(
+            f"A loss scale was dropped. Received: {met}. {advice}, or wrap "
+            "the optimizer in mixed_precision.LossScaleOptimizer before you "
+            "train in float16.",
+            stacklevel=3,
+        )
+
 
 class Rewriting(Protocol):
     """What the parts of a rewriting use of `configs.Rewriter`."""
 
-    custom_objects: Mapping[str, Any]
+    keeps_loss_scale: bool
+    custom_objects: Config
     problems: Problems
 
-    def rewrite(self, value: Any, hint: str = ..., where: str = ...) -> Any:
+    def rewrite(self, value: object, hint: str = ..., where: str = ...) -> Any:
         """Rewrite any part of a config."""
 
-    def rewrite_function(self, name: str, where: str) -> Any:
+    def rewrite_function(self, name: str, where: str) -> object:
         """A function by its name, or by that of the caller's."""
 
 
-def place(kind: str, name: Any) -> str:
-    """How problems name a place: `Dense 'head'`."""
+def named(config: Config) -> str:
+    """How problems name an object: `Dense 'head'`."""
+    fields = config["config"]
+    name = fields.get("name") if isinstance(fields, Mapping) else None
+    kind = str(config["class_name"])
     return f"{kind} {name!r}" if isinstance(name, str) else kind
 
 

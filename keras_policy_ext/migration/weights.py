@@ -6,24 +6,19 @@ Layers are found by name, so that no order of layers in Keras 3 matters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import h5py
 import keras
 
 from keras_policy_ext.migration import changes, files
+from keras_policy_ext.migration.problems import Config
+
+Variables = list[keras.Variable]
 
 
-def load(
-    model: keras.Model, config: Mapping[str, Any], file: files.LegacyFile
-) -> None:
+def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
     """Give a fresh model the weights of a file.
-
-    Args:
-        model: Built from the migrated config.
-        config: The legacy config of the model.
-        file: The open file.
 
     Raises:
         ValueError: If arrays and weights do not correspond one to one.
@@ -41,13 +36,11 @@ def load(
 
 
 def legacy_order(
-    layer: Any, config: Mapping[str, Any]
-) -> tuple[list[Any], list[Any]]:
+    layer: keras.Layer, config: Config
+) -> tuple[Variables, Variables]:
     """Trainable and other weights, in the order that tf_keras had.
 
-    Args:
-        layer: A layer or model of Keras 3.
-        config: Its legacy config, which has the order of nested layers.
+    The legacy config of the layer has the order of nested layers.
     """
     inner = _nested(layer, config)
     if inner is None:
@@ -60,7 +53,7 @@ def legacy_order(
     return _unique(trainable), _unique(others)
 
 
-def _own_weights(layer: Any) -> tuple[list[Any], list[Any]]:
+def _own_weights(layer: keras.Layer) -> tuple[Variables, Variables]:
     """Trainable and other weights that a wrapper has itself."""
     if not isinstance(layer, keras.layers.Wrapper):
         return [], []
@@ -73,13 +66,13 @@ def _own_weights(layer: Any) -> tuple[list[Any], list[Any]]:
     return trainable, others
 
 
-def _unique(variables: list[Any]) -> list[Any]:
+def _unique(variables: Variables) -> Variables:
     return list({id(x): x for x in variables}.values())
 
 
 def _nested(
-    layer: Any, config: Mapping[str, Any]
-) -> list[tuple[Any, Mapping[str, Any]]] | None:
+    layer: keras.Layer, config: Config
+) -> list[tuple[keras.Layer, Config]] | None:
     """The layers within, in legacy order; None for a layer of its own."""
     fields = config["config"]
     if isinstance(layer, keras.layers.Wrapper) and "layer" in fields:
@@ -87,10 +80,8 @@ def _nested(
         if isinstance(layer, keras.layers.Bidirectional):
             return None
         return [(layer.layer, fields["layer"])]
-    if not isinstance(layer, keras.Model):
-        return None
     inner = changes.inner_layers(fields)
-    if inner is None:
+    if not isinstance(layer, keras.Model) or inner is None:
         return None
     by_name = {child.name: child for child in layer.layers}
     names = changes.safe_names(map(_name, inner))
@@ -102,14 +93,12 @@ def _nested(
     ]
 
 
-def _name(config: Mapping[str, Any]) -> str:
+def _name(config: Config) -> str:
     """Of a layer in a model; a caller's config may be without."""
-    return config["name"] if "name" in config else config["config"]["name"]
+    return str((config if "name" in config else config["config"])["name"])
 
 
-def _load_layers(
-    model: keras.Model, config: Mapping[str, Any], group: h5py.Group
-) -> int:
+def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
     """From HDF5: each layer of the model has one list of arrays."""
     children = _nested(model, config)
     if children is None:
@@ -120,16 +109,7 @@ def _load_layers(
         )
     count = 0
     for child, child_config in children:
-        name = _name(child_config)
-        trainable, others = legacy_order(child, child_config)
-        weights = _unique([*trainable, *others])
-        layer_group = files.member(group, name) if "/" not in name else None
-        if "/" in name:
-            layer_group = files.descend(group, name)
-        saved = files.saved_weights(layer_group) if layer_group else []
-        _check_count(len(saved), len(weights), name)
-        if isinstance(child, keras.layers.Bidirectional):
-            weights, saved = _forward_first(child, child_config, weights, saved)
+        weights, saved = _paired(child, child_config, group)
         for variable, (path, dataset) in zip(weights, saved, strict=True):
             variable.assign(files.array(dataset, variable.shape, path))
         if weights and hasattr(child, "finalize_state"):
@@ -138,12 +118,31 @@ def _load_layers(
     return count
 
 
+def _paired(
+    layer: keras.Layer, config: Config, group: h5py.Group
+) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
+    """The weights of a layer, and what the file has for each, in one order."""
+    name = _name(config)
+    trainable, others = legacy_order(layer, config)
+    weights = _unique([*trainable, *others])
+    saved = files.saved_weights(files.member(group, name))
+    if len(saved) != len(weights):
+        raise ValueError(
+            f"The layer {name!r} has another number of weights. Received: "
+            f"{len(saved)} arrays. Allowed: {len(weights)}. Check that custom "
+            "layers are those of the file."
+        )
+    if isinstance(layer, keras.layers.Bidirectional):
+        return _forward_first(layer, config, weights, saved)
+    return weights, saved
+
+
 def _forward_first(
-    layer: Any,
-    config: Mapping[str, Any],
-    weights: list[Any],
-    saved: list[tuple[str, Any]],
-) -> tuple[list[Any], list[tuple[str, Any]]]:
+    layer: keras.layers.Bidirectional,
+    config: Config,
+    weights: Variables,
+    saved: list[tuple[str, h5py.Dataset]],
+) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
     """Weights and arrays of one direction, then those of the other.
 
     A direction that was frozen comes last in the file, and only the names
@@ -160,20 +159,20 @@ def _forward_first(
 
 
 def _load_tree(
-    layer: Any, config: Mapping[str, Any], group: h5py.Group, where: str
+    layer: keras.Layer, config: Config, group: h5py.Group | None, where: str
 ) -> int:
     """From an archive: groups named by attributes, or by class in a list."""
+    if group is None:
+        return 0  # the number of arrays will tell
     count = _load_own(layer, files.member(group, "vars"), where)
     if count and isinstance(layer, keras.layers.SpectralNormalization):
         count -= 1  # the kernel, which the layer within has too
     nested = _nested(layer, config)
     if nested is not None and isinstance(layer, keras.Model):
-        tree = files.member(group, "layers")
-        pairs = zip(_group_names(c for _, c in nested), nested, strict=True)
-        for name, (child, child_config) in pairs:
-            inner = files.member(tree, name) if tree is not None else None
-            if inner is not None:
-                count += _load_tree(child, child_config, inner, name)
+        names = _group_names(c["class_name"] for _, c in nested)
+        for name, (child, child_config) in zip(names, nested, strict=True):
+            inner = files.member(group, f"layers/{name}")
+            count += _load_tree(child, child_config, inner, name)
         return count
     for name in group:
         inner = files.member(group, name)
@@ -184,29 +183,26 @@ def _load_tree(
 
 
 def _load_attribute(
-    layer: Any, name: str, group: h5py.Group, where: str
+    layer: keras.Layer, name: str, group: h5py.Group, where: str
 ) -> int:
     """A layer, or a list of layers, that another layer holds."""
     value = None if name.startswith("__") else getattr(layer, name, None)
+    no_config: Config = {"config": {}}
     if isinstance(value, keras.Layer):
-        return _load_tree(value, _no_config(value), group, where)
+        return _load_tree(value, no_config, group, where)
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, Sequence) or isinstance(value, str):
         return 0  # nothing there: the number of arrays will tell
     layers = [x for x in value if isinstance(x, keras.Layer)]
-    configs = [{"class_name": type(x).__name__} for x in layers]
-    count = 0
-    for key, child in zip(_group_names(configs), layers, strict=True):
-        inner = files.member(group, key)
-        if inner is not None:
-            count += _load_tree(
-                child, _no_config(child), inner, f"{where}/{key}"
-            )
-    return count
+    names = _group_names(type(x).__name__ for x in layers)
+    return sum(
+        _load_tree(x, no_config, files.member(group, key), f"{where}/{key}")
+        for key, x in zip(names, layers, strict=True)
+    )
 
 
-def _load_own(layer: Any, group: h5py.Group | None, where: str) -> int:
+def _load_own(layer: keras.Layer, group: h5py.Group | None, where: str) -> int:
     """The variables that belong to a layer itself."""
     if group is None or not len(group):
         return 0
@@ -218,31 +214,14 @@ def _load_own(layer: Any, group: h5py.Group | None, where: str) -> int:
     return len(store)
 
 
-def _no_config(layer: Any) -> dict[str, Any]:
-    """For layers that a layer of the caller's class holds."""
-    return {"class_name": type(layer).__name__, "config": {}}
-
-
-def _group_names(configs: Any) -> Iterator[str]:
+def _group_names(class_names: Iterable[str]) -> Iterator[str]:
     """Groups of a list of layers: class names in snake case, counted."""
     counts: dict[str, int] = {}
-    for config in configs:
-        name = _snake_case(config["class_name"].rsplit(">", 1)[-1])
+    for class_name in class_names:
+        # In snake case as tf_keras has it: ConvLSTM2D is conv_lstm2d.
+        name = class_name.rsplit(">", 1)[-1]
+        name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+        name = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+        name = f"private{name}" if name.startswith("_") else name
         counts[name] = counts.get(name, -1) + 1
         yield f"{name}_{counts[name]}" if counts[name] else name
-
-
-def _snake_case(name: str) -> str:
-    # As tf_keras does: ConvLSTM2D is conv_lstm2d.
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
-    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
-    return f"private{words}" if words.startswith("_") else words
-
-
-def _check_count(received: int, allowed: int, name: str) -> None:
-    if received != allowed:
-        raise ValueError(
-            f"The layer {name!r} has another number of weights. Received: "
-            f"{received} arrays. Allowed: {allowed}. Check that custom "
-            "layers are those of the file."
-        )

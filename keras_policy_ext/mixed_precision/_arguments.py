@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
 
+from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.policies import loss_scales
 from keras_policy_ext.policies.loss_scales import (
     LARGEST,
@@ -34,18 +36,33 @@ class Settings(NamedTuple):
     max_skipped_steps: int | None = None
 
 
-def check_counts(gradients: int, variables: int) -> None:
-    """Raise if these cannot be pairs.
+def variables_of(
+    optimizer: keras.optimizers.Optimizer,
+    given: Iterable[keras.Variable] | None,
+    gradients: int,
+) -> list[keras.Variable]:
+    """The variables that so many gradients are for, as `apply` was told.
 
     Raises:
-        ValueError: If the numbers differ.
+        ValueError: If there are none, or another number of them.
     """
-    if gradients != variables:
+    if given is None and not optimizer.built:
+        raise ValueError(
+            "The optimizer does not know its variables yet. Received: "
+            "gradients with trainable_variables=None. Allowed: that, once "
+            "the optimizer is built. Call "
+            "optimizer.build(model.trainable_variables), or pass the "
+            "variables too."
+        )
+    known = optimizer_variables.known_to_optimizer(optimizer) or []
+    variables = known if given is None else list(given)
+    if gradients != len(variables):
         raise ValueError(
             "Each variable needs its gradient, or None. Received: "
-            f"{gradients} gradients and {variables} variables. "
+            f"{gradients} gradients and {len(variables)} variables. "
             "Allowed: as many of both. Give them in the same order."
         )
+    return variables
 
 
 def checked(given: Settings) -> Settings:
@@ -63,6 +80,9 @@ def checked(given: Settings) -> Settings:
             "scale that never changes."
         )
     least, most = _range(given.minimum_scale, given.maximum_scale)
+    limit = given.max_skipped_steps
+    if limit is not None:
+        limit = step_count(limit, "max_skipped_steps")
     return Settings(
         dynamic=given.dynamic,
         initial_scale=_initial(given, least, most),
@@ -70,17 +90,14 @@ def checked(given: Settings) -> Settings:
         multiplier=growth_factor(given.multiplier),
         minimum_scale=least,
         maximum_scale=most,
-        max_skipped_steps=_limit(given.max_skipped_steps),
+        max_skipped_steps=limit,
     )
 
 
 def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
     """The keyword arguments that mean a loss scale."""
     if isinstance(loss_scale, FixedLossScale):
-        return {
-            "dynamic": False,
-            "initial_scale": loss_scale.loss_scale_value,
-        }
+        return {"dynamic": False, "initial_scale": loss_scale.loss_scale_value}
     if isinstance(loss_scale, DynamicLossScale):
         return {
             "dynamic": True,
@@ -116,18 +133,22 @@ def of_legacy_config(config: dict[str, Any]) -> dict[str, Any]:
 _wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def wrapper_of(optimizer: Any) -> Any:
+def wrapper_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer | None:
     """The living wrapper of an optimizer, or None."""
     reference = _wrappers.get(optimizer)
     return None if reference is None else reference()
 
 
-def register_wrapper(optimizer: Any, wrapper: Any) -> None:
+def register_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
     """Remember who wraps an optimizer, as long as both live."""
     _wrappers[optimizer] = weakref.ref(wrapper)
 
 
-def check_inner(optimizer: Any) -> None:
+def check_inner(optimizer: object) -> None:
     """Raise if this is no optimizer to be wrapped.
 
     Raises:
@@ -159,15 +180,11 @@ def check_inner(optimizer: Any) -> None:
     check_not_wrapped(optimizer, "LossScaleOptimizer")
 
 
-def check_not_wrapped(optimizer: Any, by: str) -> None:
-    """Raise if something wraps an optimizer that is to be wrapped.
-
-    Args:
-        optimizer: The optimizer.
-        by: The class that is to wrap it.
+def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
+    """Raise if an optimizer that a class is to wrap is wrapped already.
 
     Raises:
-        ValueError: If it has a wrapper.
+        ValueError: If so.
     """
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:
@@ -180,7 +197,7 @@ def check_not_wrapped(optimizer: Any, by: str) -> None:
         )
 
 
-def _range(minimum: Any, maximum: Any) -> tuple[float, float]:
+def _range(minimum: object, maximum: object) -> tuple[float, float]:
     least = scale_number(minimum, "minimum_scale", SMALLEST)
     most = scale_number(maximum, "maximum_scale", SMALLEST)
     if least > most:
@@ -216,8 +233,9 @@ def _initial(given: Settings, least: float, most: float) -> float:
 def _growth_steps(given: Settings) -> int | None:
     steps = given.dynamic_growth_steps
     if given.dynamic:
-        default = DynamicLossScale().increment_period
-        return default if steps is None else _steps(steps)
+        if steps is None:
+            return DynamicLossScale().increment_period
+        return step_count(steps, "dynamic_growth_steps")
     if steps is not None:
         raise ValueError(
             "A fixed loss scale does not grow. Received: dynamic=False with "
@@ -225,11 +243,3 @@ def _growth_steps(given: Settings) -> int | None:
             "or pass dynamic=True."
         )
     return None
-
-
-def _steps(value: Any) -> int:
-    return step_count(value, "dynamic_growth_steps")
-
-
-def _limit(value: Any) -> int | None:
-    return None if value is None else step_count(value, "max_skipped_steps")

@@ -33,7 +33,7 @@ Policy = LossScaleDTypePolicy
 set_policy = set_global_policy
 
 
-def get_layer_policy(layer: Any) -> keras.DTypePolicy:
+def get_layer_policy(layer: object) -> keras.DTypePolicy:
     """The dtype policy of a layer.
 
     Raises:
@@ -71,10 +71,10 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any = None,
-        loss_scale: Any = None,
+        inner_optimizer: object = None,
+        loss_scale: object = None,
         *,
-        optimizer: Any = None,
+        optimizer: object = None,
         **kwargs: Any,
     ) -> None:
         if inner_optimizer is not None and optimizer is not None:
@@ -111,7 +111,9 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`."""
         config = dict(config)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from keras import ops
 
 Tensor = Any
 
 
-def as_accumulated(grads: list[Any], variables: list[Any]) -> list[Any]:
+def as_accumulated(
+    grads: list[Tensor | None], variables: list[keras.Variable]
+) -> list[Tensor | None]:
     """Gradients in the dtypes of the variables: Keras accumulates in those."""
     return [
         grad if grad is None else ops.cast(grad, variable.dtype)
@@ -17,7 +20,9 @@ def as_accumulated(grads: list[Any], variables: list[Any]) -> list[Any]:
     ]
 
 
-def may_belong(grads: list[Any], variables: list[Any]) -> bool:
+def may_belong(
+    grads: list[Tensor | None], variables: list[keras.Variable]
+) -> bool:
     """Whether these can be gradients of the variables, in this order."""
     return len(grads) == len(variables) and all(
         grad is None or tuple(grad.shape) == tuple(variable.shape)
@@ -25,13 +30,13 @@ def may_belong(grads: list[Any], variables: list[Any]) -> bool:
     )
 
 
-def is_overwritten(variable: Any) -> bool:
+def is_overwritten(variable: keras.Variable) -> bool:
     """Whether an optimizer assigns the gradient of a variable to it."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def with_scaled_states(
-    grads: list[Tensor | None], variables: list[Any], scale: Any
+    grads: list[Tensor | None], variables: list[keras.Variable], scale: Any
 ) -> list[Tensor | None]:
     """Undo the division of the observations of float8 state by a scale."""
     scale = ops.convert_to_tensor(scale)

@@ -46,7 +46,7 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
 
     def compile(
         self,
-        optimizer: Any = "rmsprop",
+        optimizer: object = "rmsprop",
         *args: Any,
         auto_scale_loss: bool = True,
         **kwargs: Any,
@@ -89,14 +89,15 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
         callbacks: Any = None,
         *args: Any,
         **kwargs: Any,
-    ) -> Any:
+    ) -> keras.callbacks.History:
         """`keras.Model.fit`, which ends when too many steps were skipped.
 
         Raises:
             FloatingPointError: If `max_skipped_steps` of the
                 `LossScaleOptimizer` were skipped in a row.
         """
-        if _limit(self) is not None:
+        optimizer = getattr(self, "optimizer", None)
+        if getattr(optimizer, "max_skipped_steps", None) is not None:
             callbacks = _with_monitor(callbacks, self)
         return super().fit(
             x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
@@ -119,11 +120,7 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
         return without_log_values(logs)
 
 
-def _limit(model: Any) -> int | None:
-    return getattr(getattr(model, "optimizer", None), "max_skipped_steps", None)
-
-
-def _with_monitor(callbacks: Any, model: Any) -> Any:
+def _with_monitor(callbacks: Any, model: keras.Model) -> Any:
     monitor = LossScaleMonitor()
     if isinstance(callbacks, keras.callbacks.CallbackList):
         # Around the user's list, which would have one more after each fit.

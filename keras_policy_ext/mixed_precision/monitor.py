@@ -38,21 +38,26 @@ class LossScaleMonitor(keras.callbacks.Callback):
             optimizer were skipped in a row.
     """
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         """Log, and raise if no step is taken any more."""
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             return
         limit = optimizer.max_skipped_steps
-        logged = logs is not None and set(NAMES) <= set(logs)
-        if logged and (limit is None or logs["skipped_steps"] < limit):
+        known = logs or {}
+        logged = set(NAMES) <= set(known)
+        if logged and (limit is None or known["skipped_steps"] < limit):
             return
         _sync(self.model)
         if logs is not None:
             logs.update(_numbers(optimizer))
         optimizer.check_skipped_steps()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         """Log the state after the last batch."""
         optimizer = self.model.optimizer
         if isinstance(optimizer, LossScaleOptimizer) and logs is not None:
@@ -60,7 +65,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
             logs.update(_numbers(optimizer))
 
 
-def _sync(model: Any) -> None:
+def _sync(model: keras.Model) -> None:
     """Bring the variables up to date, which JAX's trainer does seldom."""
     if keras.backend.backend() == "jax":
         model.jax_state_sync()

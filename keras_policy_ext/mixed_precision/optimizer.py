@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ from keras import ops
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments, scaling
-from keras_policy_ext.mixed_precision._handover import Handover
+from keras_policy_ext.mixed_precision._unscaling import Unscaling
 from keras_policy_ext.mixed_precision.gradients import (
     as_accumulated,
     is_overwritten,
@@ -99,7 +99,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: keras.optimizers.Optimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -125,10 +125,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, name=name)
         for field, value in settings._asdict().items():
             setattr(self, field, value)
-        self._handover = Handover()
+        self._unscaling = Unscaling()
         _arguments.register_wrapper(inner_optimizer, self)
 
-    def build(self, var_list: list[Any]) -> None:
+    def build(self, var_list: list[keras.Variable]) -> None:
         """Make the variables of this optimizer and of the wrapped one.
 
         Args:
@@ -169,7 +169,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Tensor of the same shape; float32, or float64 if the loss is.
         """
-        self._handover.forget()
+        self._unscaling.start_step()
         return scaling.scaled(loss, self._scale())
 
     def get_scaled_loss(
@@ -207,13 +207,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         known = self._known()
         variables = known if may_belong(grads, known) else None
         unscaled = self._unscaled(grads, variables)
-        self._handover.give(grads, unscaled, states_too=variables is None)
+        self._unscaling.by_caller(grads, unscaled, variables is None)
         return unscaled
 
     def apply(
         self,
         grads: Iterable[Tensor | None],
-        trainable_variables: Iterable[Any] | None = None,
+        trainable_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
         """Update the variables, or skip the step if a gradient is not finite.
 
@@ -233,20 +233,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         if not grads:
             return
-        variables = self._variables_of(trainable_variables, len(grads))
-        scaled = not self._handover.taken(grads)
+        variables = _arguments.variables_of(
+            self, trainable_variables, len(grads)
+        )
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
         framework = frameworks.current()
         finite = framework.on_all_replicas(scaling.all_finite(grads))
-        if scaled:
-            grads = self._unscaled(grads, variables)
-        elif self._handover.states_too:
-            grads = with_scaled_states(grads, variables, self._scale())
-        if self.inner_optimizer.gradient_accumulation_steps:
-            grads = as_accumulated(grads, variables)
         framework.run_if(
             finite,
             self.inner_optimizer.apply,
-            (grads, variables),
+            (self._to_apply(grads, variables), variables),
             self._updated_with(variables),
         )
         self._follow(finite)
@@ -308,7 +306,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "dtype='float32'."
             )
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(
+        self, store: MutableMapping[str, np.ndarray]
+    ) -> None:
         """Write the scale and the counters.
 
         The wrapped optimizer has its own group in the file.
@@ -317,7 +317,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if self.built:
                 store[name] = ops.convert_to_numpy(getattr(self, name))
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Read what `save_own_variables` wrote.
 
         Also what Keras's `LossScaleOptimizer` wrote, or an optimizer without
@@ -351,7 +351,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`.
 
@@ -362,7 +364,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = read_inner(config.pop("inner_optimizer"), custom_objects)
         return cls(inner, **config)
 
-    def _add_scalar(self, name: str, dtype: str, value: float) -> Any:
+    def _add_scalar(
+        self, name: str, dtype: str, value: float
+    ) -> keras.Variable:
         return self.add_variable(
             shape=(),
             dtype=dtype,
@@ -382,7 +386,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.dynamic_scale.value
 
     def _unscaled(
-        self, grads: list[Tensor | None], variables: list[Any] | None
+        self, grads: list[Tensor | None], variables: list[keras.Variable] | None
     ) -> list[Tensor | None]:
         left = [False] * len(grads)
         if variables is not None:
@@ -391,31 +395,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads, ops.convert_to_tensor(self._scale()), left
         )
 
-    def _variables_of(
-        self, given: Iterable[Any] | None, count: int
-    ) -> list[Any]:
-        """The variables of so many gradients; builds the optimizer on them."""
-        if given is None and not self.built:
-            raise ValueError(
-                "The optimizer does not know its variables yet. Received: "
-                "gradients without variables. Allowed: that, once the "
-                "optimizer is built. Call optimizer.build(variables), or "
-                "pass the variables too."
-            )
-        variables = self._known() if given is None else list(given)
-        _arguments.check_counts(count, len(variables))
-        if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(variables)
-        return variables
+    def _to_apply(
+        self, grads: list[Tensor | None], variables: list[keras.Variable]
+    ) -> list[Tensor | None]:
+        """Gradients of the loss as the wrapped optimizer takes them."""
+        if not self._unscaling.is_done(grads):
+            grads = self._unscaled(grads, variables)
+        elif self._unscaling.states_too:
+            grads = with_scaled_states(grads, variables, self._scale())
+        if self.inner_optimizer.gradient_accumulation_steps:
+            grads = as_accumulated(grads, variables)
+        return grads
 
-    def _updated_with(self, variables: list[Any]) -> list[Any]:
+    def _updated_with(
+        self, variables: list[keras.Variable]
+    ) -> list[keras.Variable]:
         """All that a step on these variables may assign."""
         own = self.inner_optimizer.variables
         every = (*variables, *self._known(), *own)
         return list({id(v): v for v in every}.values())
 
-    def _known(self) -> list[Any]:
+    def _known(self) -> list[keras.Variable]:
         return optimizer_variables.known_to_optimizer(self) or []
 
     def _restore(self, values: dict[str, Any]) -> None:

@@ -45,7 +45,9 @@ class Policy(metaclass=_PlainPolicies):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> keras.DTypePolicy:
         """The plain policy of a config; a loss scale in it is dropped.
 
@@ -65,18 +67,8 @@ class Policy(metaclass=_PlainPolicies):
         return cls(**fields)
 
 
-def global_policy() -> keras.DTypePolicy:
-    """The global policy of this thread; `kpe.dtype_policy`."""
-    return policies.dtype_policy()
+global_policy = policies.dtype_policy
+"""The global policy of this thread, under tf_keras's name."""
 
-
-def set_global_policy(policy: Any) -> None:
-    """Set the global policy of this thread; `kpe.set_dtype_policy`.
-
-    Args:
-        policy: A floating policy, its name, or None for that of the floatx.
-
-    Raises:
-        ValueError: If it means no policy or not a floating one.
-    """
-    policies.set_dtype_policy(policy)
+set_global_policy = policies.set_dtype_policy
+"""Set the global policy of this thread, under tf_keras's name."""

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 
-def public_class(optimizer: Any) -> type | None:
+def public_class(optimizer: object) -> type | None:
     """The class of keras.optimizers that a private one stands for.
 
     None for public classes and for a user's own.
@@ -24,7 +24,7 @@ def public_class(optimizer: Any) -> type | None:
     return named if private and named in bases else None
 
 
-def for_private_names() -> AbstractContextManager[Any]:
+def for_private_names() -> AbstractContextManager[None]:
     """Lets a file that names a private class be read as of the public one."""
     found = {
         name: value
@@ -35,7 +35,9 @@ def for_private_names() -> AbstractContextManager[Any]:
     return keras.saving.custom_object_scope(found)
 
 
-def with_public_class(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+def with_public_class(
+    config: dict[str, Any], optimizer: object
+) -> dict[str, Any]:
     """The serialized form of an optimizer, under its public class.
 
     That of an optimizer in it, too: Keras's own scaler names the private
@@ -58,7 +60,9 @@ def with_public_class(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     }
 
 
-def read_inner(config: Any, custom_objects: Any = None) -> Any:
+def read_inner(
+    config: object, custom_objects: Mapping[str, object] | None = None
+) -> keras.optimizers.Optimizer:
     """The wrapped optimizer from its place in a config."""
     if not isinstance(config, Mapping):
         return config

@@ -15,11 +15,8 @@ Tensor = Any
 class Growth(NamedTuple):
     """How a dynamic loss scale moves.
 
-    Attributes:
-        steps: Steps with finite gradients after which it grows.
-        multiplier: Factor of growth, divisor after a skipped step.
-        minimum: Never below.
-        maximum: Never above.
+    After so many steps with finite gradients it is multiplied, after a skipped
+    step divided; it stays between minimum and maximum.
     """
 
     steps: int
@@ -43,15 +40,7 @@ class ScaleState(NamedTuple):
 
 
 def scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
-    """`loss * scale`, in float32 or wider: float16 would overflow.
-
-    Args:
-        loss: Floating tensor of any shape.
-        scale: Float32 scalar.
-
-    Returns:
-        Tensor of the shape of the loss, float32, or float64 if that was it.
-    """
+    """`loss * scale`, in float32 or wider: float16 would overflow."""
     loss = ops.convert_to_tensor(loss)
     wide = _wide(loss)
     return ops.multiply(ops.cast(loss, wide), ops.cast(scale, wide))
@@ -96,16 +85,7 @@ def all_finite(gradients: Iterable[Tensor | None]) -> Tensor:
 def following(
     state: ScaleState, finite: Tensor, growth: Growth | None
 ) -> ScaleState:
-    """The state after a step.
-
-    Args:
-        state: The state before.
-        finite: Bool scalar, whether the step's gradients were finite.
-        growth: How the scale moves; None if it is fixed.
-
-    Returns:
-        The next state; scales stay within minimum and maximum.
-    """
+    """The state after a step; without growth the scale is fixed."""
     skipped = ops.where(finite, 0, ops.add(state.skipped_steps, 1))
     if growth is None:
         return state._replace(skipped_steps=skipped)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision import _arguments
-from keras_policy_ext.mixed_precision.public_classes import with_public_class
-from keras_policy_ext.mixed_precision.wide_variables import (
-    WideVariable,
-    WideVariables,
+from keras_policy_ext.mixed_precision.float32_views import (
+    Float32View,
+    Float32Views,
 )
+from keras_policy_ext.mixed_precision.public_classes import with_public_class
 
 Tensor = Any
 
@@ -82,7 +83,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.seed_generator = keras.random.SeedGenerator(_spread(seed))
         self._seed = seed
-        self._wide = WideVariables(self.seed_generator)
+        self._views = Float32Views(self.seed_generator)
         _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, variables: list[keras.Variable]) -> None:
@@ -94,11 +95,11 @@ class StochasticRounding(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        wide = self._wide.of(variables)
+        views = self._views.of(variables)
         optimizer_variables.follow_weight_decay_exclusions(
-            self.inner_optimizer, zip(variables, wide, strict=True)
+            self.inner_optimizer, zip(variables, views, strict=True)
         )
-        self.inner_optimizer.build(wide)
+        self.inner_optimizer.build(views)
 
     def apply(
         self,
@@ -115,18 +116,15 @@ class StochasticRounding(keras.optimizers.Optimizer):
             ValueError: If there are no variables to build the optimizer on,
                 or another number of them than of gradients.
         """
-        variables = self._variables_for(trainable_variables)
-        _arguments.check_counts(len(grads), len(variables))
+        variables = _arguments.variables_of(
+            self, trainable_variables, len(grads)
+        )
         if not self.built:
             self.build(variables)
-        wide = self._wide.of(variables)
-        grads = [_for(v, g) for v, g in zip(wide, grads, strict=True)]
-        self._wide.hold()
-        try:
-            self.inner_optimizer.apply(grads, wide)
-            self._wide.settle()
-        finally:
-            self._wide.release()
+        views = self._views.of(variables)
+        grads = [_for(v, g) for v, g in zip(views, grads, strict=True)]
+        with self._views.held():
+            self.inner_optimizer.apply(grads, views)
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """Overwrite the variables by their moving averages, if any.
@@ -137,7 +135,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         # In the order of its averages, which conversion may have changed.
         known = optimizer_variables.known_to_optimizer(inner)
-        inner.finalize_variable_values(known or self._wide.of(var_list))
+        inner.finalize_variable_values(known or self._views.of(var_list))
 
     def exclude_from_weight_decay(
         self,
@@ -151,7 +149,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             var_names: Parts of variable names.
         """
         self.inner_optimizer.exclude_from_weight_decay(
-            self._wide.of(var_list or []), var_names
+            self._views.of(var_list or []), var_names
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -168,7 +166,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         ]
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> keras.Variable:
         """The inner optimizer's."""
         return self.inner_optimizer.iterations
 
@@ -192,14 +190,16 @@ class StochasticRounding(keras.optimizers.Optimizer):
         if "inner_optimizer" in self.__dict__:
             self.inner_optimizer.loss_scale_factor = factor
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(
+        self, store: MutableMapping[str, np.ndarray]
+    ) -> None:
         """Write the state of the seed.
 
         The inner optimizer has its own group in the file.
         """
         store[SEED_KEY] = ops.convert_to_numpy(self.seed_generator.state)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Read the state of the seed, so that training goes on as it was.
 
         Where the file has none the seed is that of the constructor.
@@ -219,7 +219,9 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], custom_objects: Any = None
+        cls,
+        config: dict[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> StochasticRounding:
         """The optimizer of a config, not built.
 
@@ -232,24 +234,10 @@ class StochasticRounding(keras.optimizers.Optimizer):
         )
         return cls(**{**config, "inner_optimizer": inner})
 
-    def _variables_for(
-        self, variables: Iterable[keras.Variable] | None
-    ) -> list[keras.Variable]:
-        if variables is not None:
-            return list(variables)
-        if not self.built:
-            raise ValueError(
-                "An optimizer that is not built needs to be told its "
-                "variables. Received: trainable_variables=None. Allowed: a "
-                "list of variables. Pass it to `apply`, or call "
-                "`optimizer.build(model.trainable_variables)` first."
-            )
-        return optimizer_variables.known_to_optimizer(self) or []
 
-
-def _for(variable: Any, gradient: Tensor | None) -> Tensor | None:
+def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
     """A gradient as the update of this variable takes it."""
-    if gradient is None or not isinstance(variable, WideVariable):
+    if gradient is None or not isinstance(variable, Float32View):
         return gradient
     if hasattr(gradient, "dense_shape"):
         # tf.IndexedSlices, of embeddings
@@ -257,7 +245,7 @@ def _for(variable: Any, gradient: Tensor | None) -> Tensor | None:
     return ops.cast(gradient, "float32")
 
 
-def _check_inner(inner: Any) -> None:
+def _check_inner(inner: object) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
             "StochasticRounding wraps an optimizer. Received: "
@@ -282,7 +270,7 @@ def _check_inner(inner: Any) -> None:
     _arguments.check_not_wrapped(inner, "StochasticRounding")
 
 
-def _checked_seed(seed: Any) -> int | None:
+def _checked_seed(seed: object) -> int | None:
     if seed is None:
         return None
     # numpy's integers register as Integral; its bool does not.

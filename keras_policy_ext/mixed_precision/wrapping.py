@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,7 +19,9 @@ from keras_policy_ext.policies.loss_scales import DynamicLossScale, LossScale
 NAME = "loss_scale_optimizer"
 
 
-def wrap_optimizer(optimizer: Any, policy: Any = None) -> Any:
+def wrap_optimizer(
+    optimizer: object, policy: object = None
+) -> keras.optimizers.Optimizer:
     """The optimizer for models under a policy: wrapped if that needs it.
 
     Args:
@@ -50,7 +52,7 @@ def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
     return DynamicLossScale() if _has_float16(policy) else None
 
 
-def loss_scale_of_model(model: Any) -> LossScale | None:
+def loss_scale_of_model(model: keras.Model) -> LossScale | None:
     """The loss scale that the layers of a model ask for.
 
     The policy of the model decides, if it says a loss scale; else those of
@@ -72,7 +74,13 @@ def loss_scale_of_model(model: Any) -> LossScale | None:
         return own
     distinct = {scale for scale in said if scale != AUTO}
     if len(distinct) > 1:
-        raise ValueError(_disagreement(distinct))
+        named = ", ".join(sorted(map(repr, distinct)))
+        raise ValueError(
+            "The layers of this model ask for different loss scales, and "
+            f"there is one loss. Received: {named}. Allowed: one of them. "
+            "Give the model itself the LossScaleDTypePolicy that counts, or "
+            "compile it with a LossScaleOptimizer of your own."
+        )
     if distinct:
         return distinct.pop()
     if any(_computes_in_float16(layer) for layer in layers):
@@ -80,14 +88,9 @@ def loss_scale_of_model(model: Any) -> LossScale | None:
     return None
 
 
-def wrap_for_model(model: Any, optimizer: Any) -> Any:
-    """`wrap_optimizer` for the policies of all layers of a model."""
-    return _wrapped(optimizer, loss_scale_of_model(model))
-
-
 def compile(
-    model: Any,
-    optimizer: Any = "rmsprop",
+    model: keras.Model,
+    optimizer: object = "rmsprop",
     *args: Any,
     auto_scale_loss: bool = True,
     **kwargs: Any,
@@ -115,10 +118,10 @@ def compile(
 
 
 def compile_by(
-    method: Any,
-    model: Any,
-    optimizer: Any,
-    args: tuple[Any, ...],
+    method: Callable[..., object],
+    model: keras.Model,
+    optimizer: object,
+    args: tuple[object, ...],
     auto_scale_loss: bool,
     kwargs: dict[str, Any],
 ) -> None:
@@ -127,19 +130,21 @@ def compile_by(
     It would wrap what is not wrapped, and erase a fixed factor.
     """
     optimizer = keras.optimizers.get(optimizer)
-    place = _place_of_auto_scale_loss(method)
-    if place is not None and len(args) > place:
-        auto_scale_loss = auto_scale_loss and args[place]
-        args = (*args[:place], False, *args[place + 1 :])
-    elif _takes_auto_scale_loss(method):
-        kwargs = {**kwargs, "auto_scale_loss": False}
+    name, takes = "auto_scale_loss", inspect.signature(method)
+    given = takes.bind(optimizer, *args, **kwargs)
+    if name in takes.parameters:
+        auto_scale_loss = auto_scale_loss and given.arguments.get(name, True)
+        given.arguments[name] = False
+    elif any(p.kind is p.VAR_KEYWORD for p in takes.parameters.values()):
+        kwargs = {**kwargs, name: False}
+        given = takes.bind(optimizer, *args, **kwargs)
     if auto_scale_loss:
-        optimizer = wrap_for_model(model, optimizer)
-    method(optimizer, *args, **kwargs)
+        optimizer = _wrapped(optimizer, loss_scale_of_model(model))
+    method(optimizer, *given.args[1:], **given.kwargs)
     remember_compiled(model)
 
 
-def remember_compiled(model: Any) -> None:
+def remember_compiled(model: keras.Model) -> None:
     """Let files say how a model was compiled, wrapped or not."""
     changes: dict[str, Any] = {"auto_scale_loss": False}
     optimizer = model.optimizer
@@ -152,36 +157,16 @@ def remember_compiled(model: Any) -> None:
     saving_hooks.amend_compile_config(model, changes)
 
 
-def _takes_auto_scale_loss(method: Any) -> bool:
-    parameters = inspect.signature(method).parameters
-    return "auto_scale_loss" in parameters or any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    )
-
-
-def _place_of_auto_scale_loss(method: Any) -> int | None:
-    """Its place among the arguments after the optimizer, None for none.
-
-    In Keras it is the eighth of them (3.12 to 3.15), and may be given so.
-    """
-    names = [
-        name
-        for name, parameter in inspect.signature(method).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if "auto_scale_loss" not in names:
-        return None
-    return names.index("auto_scale_loss") - 1
-
-
-def _wrapped(optimizer: Any, loss_scale: LossScale | None) -> Any:
-    optimizer = keras.optimizers.get(optimizer)
-    if optimizer is None or loss_scale is None or _scales_itself(optimizer):
-        return optimizer
+def _wrapped(
+    optimizer: object, loss_scale: LossScale | None
+) -> keras.optimizers.Optimizer:
+    found = keras.optimizers.get(optimizer)
+    if found is None or loss_scale is None or _scales_itself(found):
+        return found
     wanted = _arguments.of_loss_scale(loss_scale)
-    wrapper = _arguments.wrapper_of(optimizer)
+    wrapper = _arguments.wrapper_of(found)
     if not isinstance(wrapper, LossScaleOptimizer):
-        return LossScaleOptimizer(optimizer, name=NAME, **wanted)
+        return LossScaleOptimizer(found, name=NAME, **wanted)
     differs = {
         key: value
         for key, value in wanted.items()
@@ -190,7 +175,7 @@ def _wrapped(optimizer: Any, loss_scale: LossScale | None) -> Any:
     if differs:
         raise ValueError(
             "The optimizer is wrapped already, with another loss scale. "
-            f"Received: {optimizer.name!r} for {loss_scale!r}; its wrapper "
+            f"Received: {found.name!r} for {loss_scale!r}; its wrapper "
             f"differs in {', '.join(differs)}. Allowed: an optimizer without "
             "wrapper, or a LossScaleOptimizer, which is used as it is. Make "
             "a new optimizer, or pass the wrapper."
@@ -198,7 +183,7 @@ def _wrapped(optimizer: Any, loss_scale: LossScale | None) -> Any:
     return wrapper
 
 
-def _scales_itself(optimizer: Any) -> bool:
+def _scales_itself(optimizer: keras.optimizers.Optimizer) -> bool:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return True
     return getattr(optimizer, "loss_scale_factor", None) is not None
@@ -210,7 +195,7 @@ def _requested(policy: keras.DTypePolicy) -> Any:
     return AUTO
 
 
-def _computes_in_float16(layer: Any) -> bool:
+def _computes_in_float16(layer: keras.Layer) -> bool:
     if layer.built:
         return bool(layer.compute_dtype == "float16")
     # By path, which a layer gets when it is built, a map may say float16
@@ -225,13 +210,3 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
     if not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         return False
     return any(policy[key].compute_dtype == "float16" for key in policy)
-
-
-def _disagreement(scales: Iterable[LossScale | None]) -> str:
-    named = ", ".join(sorted(map(repr, scales)))
-    return (
-        "The layers of this model ask for different loss scales, and there "
-        f"is one loss. Received: {named}. Allowed: one of them. Give the "
-        "model itself the LossScaleDTypePolicy that counts, or compile it "
-        "with a LossScaleOptimizer of your own."
-    )

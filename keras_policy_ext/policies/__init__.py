@@ -45,7 +45,7 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def serialize(policy: Any) -> dict[str, Any]:
+def serialize(policy: object) -> dict[str, Any]:
     """The config dict of a policy (or of anything `get` takes)."""
     return keras.dtype_policies.serialize(get(policy))
 
@@ -66,7 +66,7 @@ def deserialize(config: Mapping[str, Any]) -> keras.DTypePolicy:
     return get(config)
 
 
-def set_dtype_policy(policy: Any) -> None:
+def set_dtype_policy(policy: object) -> None:
     """Set the global policy of this thread.
 
     Args:
@@ -87,7 +87,7 @@ def set_dtype_policy(policy: Any) -> None:
     _global.restore(state)
 
 
-def _state_of(policy: Any) -> _global.State:
+def _state_of(policy: object) -> _global.State:
     if policy is None:
         floatx = keras.config.floatx()
         _plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
@@ -95,7 +95,7 @@ def _state_of(policy: Any) -> _global.State:
     return _plain.floating(get(policy), "The global policy"), None
 
 
-def set_layer_policy(layer: Any, policy: Any) -> None:
+def set_layer_policy(layer: keras.Layer, policy: object) -> None:
     """Set `layer.dtype_policy`, also of a built layer with a shared policy.
 
     Keras does not replace a map that a built layer holds but writes into it,
@@ -121,7 +121,7 @@ def set_layer_policy(layer: Any, policy: Any) -> None:
 
 
 @contextlib.contextmanager
-def policy_scope(policy: Any) -> Iterator[keras.DTypePolicy]:
+def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
     """Set the global policy of this thread for a `with` block.
 
     Scopes nest; at the end, after an exception too, the very object that
@@ -163,17 +163,11 @@ def carry_policy(function: _F) -> _F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _restored():
-            _global.restore(carried)
+        before = _global.snapshot()
+        _global.restore(carried)
+        try:
             return function(*args, **kwargs)
+        finally:
+            _global.restore(before)
 
     return run  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    before = _global.snapshot()
-    try:
-        yield
-    finally:
-        _global.restore(before)

@@ -1,8 +1,12 @@
 """The constructor arguments that exclude one another."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from keras_policy_ext import recipes
+
+RecipeLike = recipes.Recipe | str | Mapping[str, Any] | None
+"""What `recipes.get` takes."""
 
 
 class DefaultLength(int):
@@ -13,8 +17,8 @@ DEFAULT_LENGTH = DefaultLength(recipes.DelayedScaling().amax_history_length)
 
 
 def mode_first(
-    source: Any, args: tuple[Any, ...], mode: Any, length: int
-) -> tuple[Any, int]:
+    source: object, args: tuple[Any, ...], mode: object, length: int
+) -> tuple[object, int]:
     """Sort out the two ways to write the constructor's arguments."""
     explicit_length = not isinstance(length, DefaultLength)
     if len(args) > 2 or (args and mode) or (args[1:] and explicit_length):
@@ -39,7 +43,7 @@ def mode_first(
 
 
 def merge_recipes(
-    named: recipes.Recipe | None, recipe: Any, length: int
+    named: recipes.Recipe | None, recipe: RecipeLike, length: int
 ) -> recipes.Recipe:
     """One recipe out of the name's, the recipe's and the length's."""
     said = [named] if named is not None else []

@@ -1,7 +1,6 @@
 """Plain policies: which dtypes a policy may compute in."""
 
 import warnings
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +12,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT_NAMES = ", ".join(map(repr, FLOATS))
 
 
-def is_plain(policy: Any) -> bool:
+def is_plain(policy: object) -> bool:
     """Whether a policy is a plain one: nothing but its name would be lost."""
     return type(policy) in (
         keras.DTypePolicy,

@@ -1,6 +1,6 @@
 """A policy with a field more than its name, in the form Keras preserves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import keras
@@ -14,9 +14,6 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     Keras's `from_config` of layers reduces a policy to its name unless the
     policy is a map. A stock layer asks the map for its own policy, by path,
     and gets the plain source policy.
-
-    Args:
-        source: The plain policy.
     """
 
     read: ClassVar[Callable[[Any], keras.DTypePolicy]]
@@ -47,7 +44,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     def __getitem__(self, key: str) -> keras.DTypePolicy:
         return self._source_policy
 
-    def __setitem__(self, key: str, policy: Any) -> None:
+    def __setitem__(self, key: str, policy: object) -> None:
         raise TypeError(self._immutable(key))
 
     def __delitem__(self, key: str) -> None:
@@ -59,7 +56,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     def __len__(self) -> int:
         return 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(())
 
     def __bool__(self) -> bool:
@@ -76,7 +73,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,12 +81,14 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
     ) -> Self:
         """Build the policy from `get_config()`."""
         return cls(**config)
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         """What `==` and `hash` compare: all fields."""
         return (self._source_name,)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import keras
 
@@ -63,11 +63,11 @@ class Float8DTypePolicy(SourceMap):
 
     def __init__(
         self,
-        source_name: Any = None,
+        source_name: object = None,
         *args: Any,
         amax_history_length: int = _arguments.DEFAULT_LENGTH,
-        recipe: Any = None,
-        rules: Any = (),
+        recipe: _arguments.RecipeLike = None,
+        rules: object = (),
         mode: str | None = None,
     ) -> None:
         source_name, length = _arguments.mode_first(
@@ -174,14 +174,14 @@ class Float8DTypePolicy(SourceMap):
     def _named_rules(self) -> policy_names.NamedRules:
         return _named(self._rules)
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         return self._source_name, self._recipe, self._named_rules()
 
     def _instead_of_writing(self, key: object) -> str:
         return f"Build a policy with rules=[({key!r}, …)]. "
 
 
-def get(identifier: Any) -> keras.DTypePolicy:
+def get(identifier: object) -> keras.DTypePolicy:
     """Turn anything that means a dtype policy into a policy.
 
     Args:
@@ -203,22 +203,19 @@ def get(identifier: Any) -> keras.DTypePolicy:
     """
     if identifier is None:
         return as_float8(_global.dtype_policy())
-    policy = _read(identifier)
+    if isinstance(identifier, keras.DTypePolicy):
+        policy = as_float8(identifier)
+    elif isinstance(identifier, str):
+        policy = _from_name(identifier)
+    elif isinstance(identifier, Mapping):
+        policy = _from_dict(identifier)
+    else:
+        policy = _from_dtype(identifier)
     _plain.warn_of_missing_float64(policy)
     return policy
 
 
 SourceMap.read = staticmethod(get)
-
-
-def _read(identifier: Any) -> keras.DTypePolicy:
-    if isinstance(identifier, keras.DTypePolicy):
-        return as_float8(identifier)
-    if isinstance(identifier, str):
-        return _from_name(identifier)
-    if isinstance(identifier, Mapping):
-        return _from_dict(identifier)
-    return _from_dtype(identifier)
 
 
 def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
@@ -234,8 +231,7 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
         return policy
     config = policy.get_config()
     return Float8DTypePolicy(
-        config["source_name"],
-        amax_history_length=config["amax_history_length"],
+        config["source_name"], amax_history_length=config["amax_history_length"]
     )
 
 
@@ -268,7 +264,7 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
     return as_float8(policy)
 
 
-def _from_legacy(config: Any) -> keras.DTypePolicy:
+def _from_legacy(config: object) -> keras.DTypePolicy:
     """Read the config of tf_keras's `Policy`: a name, maybe a loss scale.
 
     Where it says none, "auto" was meant: Keras's own default.
@@ -286,7 +282,7 @@ def _from_legacy(config: Any) -> keras.DTypePolicy:
     raise ValueError(_not_legacy(config))
 
 
-def _not_legacy(config: Any) -> str:
+def _not_legacy(config: object) -> str:
     return (
         f"Cannot read this config of a tf_keras policy. Received: {config!r}. "
         "Allowed: {'name': <policy name>}, and 'loss_scale': 'auto', "
@@ -295,7 +291,7 @@ def _not_legacy(config: Any) -> str:
     )
 
 
-def _from_dtype(identifier: Any) -> keras.DTypePolicy:
+def _from_dtype(identifier: object) -> keras.DTypePolicy:
     try:
         text = str(identifier)
         if text.startswith("torch."):  # Keras knows them on torch only.
@@ -305,7 +301,7 @@ def _from_dtype(identifier: Any) -> keras.DTypePolicy:
         raise ValueError(_unknown(identifier, str(error))) from error
 
 
-def _unknown(identifier: Any, cause: str) -> str:
+def _unknown(identifier: object, cause: str) -> str:
     return (
         f"Cannot interpret this as a dtype policy. Received: {identifier!r} "
         f"(of type {type(identifier).__name__}). Allowed: {_ALLOWED}. Pass "
@@ -313,7 +309,7 @@ def _unknown(identifier: Any, cause: str) -> str:
     )
 
 
-def _read_source(identifier: Any) -> _Given:
+def _read_source(identifier: object) -> _Given:
     if _is_full_name(identifier):
         name = policy_names.parse(identifier)
         recipe = None if name.spec is None else recipes.parse(name.spec)
@@ -332,7 +328,7 @@ def _read_source(identifier: Any) -> _Given:
     return _Given(policy.source_policy, policy.recipe, policy.rules)
 
 
-def _plain_source(identifier: Any) -> keras.DTypePolicy:
+def _plain_source(identifier: object) -> keras.DTypePolicy:
     try:
         policy = get(identifier)
     except ValueError as error:
@@ -344,7 +340,7 @@ def _plain_source(identifier: Any) -> keras.DTypePolicy:
     raise ValueError(_wrong_source(identifier))
 
 
-def _wrong_source(identifier: Any, also: str = "") -> str:
+def _wrong_source(identifier: object, also: str = "") -> str:
     return (
         "The source of a Float8DTypePolicy must be a plain policy, or its "
         f"other settings would be lost. Received: {identifier!r}. Allowed: "
@@ -380,7 +376,7 @@ def _read_rules(rules: Any) -> Rules:
     return read
 
 
-def _read_rule(rule: Any) -> tuple[str, keras.DTypePolicy | None]:
+def _read_rule(rule: object) -> tuple[str, keras.DTypePolicy | None]:
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
         raise TypeError(_wrong_rules(rule))
     pattern, identifier = rule
@@ -405,11 +401,11 @@ def _read_rule(rule: Any) -> tuple[str, keras.DTypePolicy | None]:
     return pattern, _plain_source(policy)
 
 
-def _is_full_name(identifier: Any) -> bool:
+def _is_full_name(identifier: object) -> TypeGuard[str]:
     return isinstance(identifier, str) and policy_names.is_full_name(identifier)
 
 
-def _wrong_rules(received: Any, cause: str = "") -> str:
+def _wrong_rules(received: object, cause: str = "") -> str:
     return (
         f"Cannot read rules of a Float8DTypePolicy. Received: {received!r}. "
         "Allowed: pairs (pattern, policy), where the pattern is a regular "

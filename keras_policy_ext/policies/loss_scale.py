@@ -38,7 +38,7 @@ class LossScaleDTypePolicy(SourceMap):
             floating one.
     """
 
-    def __init__(self, name: Any = None, loss_scale: Any = AUTO) -> None:
+    def __init__(self, name: object = None, loss_scale: object = AUTO) -> None:
         given = _read_policy(name)
         if isinstance(given, LossScaleDTypePolicy):
             inherited = given.requested_loss_scale
@@ -52,7 +52,13 @@ class LossScaleDTypePolicy(SourceMap):
         else:
             self._requested = loss_scales.get(loss_scale)
         if self.loss_scale is not None and self.compute_dtype != "float16":
-            warnings.warn(_useless(self), stacklevel=2)
+            warnings.warn(
+                "A loss scale keeps small float16 gradients from becoming 0; "
+                f"this policy computes in {self.compute_dtype}. Received: "
+                f"{self!r}. Allowed, and of use: 'mixed_float16' and "
+                "'float16'. Leave the loss scale out.",
+                stacklevel=2,
+            )
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -88,11 +94,11 @@ class LossScaleDTypePolicy(SourceMap):
             f"LossScaleDTypePolicy({self._source_name!r}, loss_scale={scale!r})"
         )
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         return self._source_name, self._requested
 
 
-def _read_policy(identifier: Any) -> keras.DTypePolicy:
+def _read_policy(identifier: object) -> keras.DTypePolicy:
     if identifier is None:
         policy = _global.dtype_policy()
     elif isinstance(identifier, str) and policy_names.is_full_name(identifier):
@@ -109,7 +115,7 @@ def _read_policy(identifier: Any) -> keras.DTypePolicy:
     return policy
 
 
-def _not_plain(received: Any, cause: Any = None) -> str:
+def _not_plain(received: object, cause: Exception | None = None) -> str:
     suffix = "" if cause is None else f" Cause: {cause}"
     return (
         "A LossScaleDTypePolicy stands on a plain floating policy. Received: "
@@ -117,13 +123,4 @@ def _not_plain(received: Any, cause: Any = None) -> str:
         f"{_plain.FLOAT_NAMES}. For a float8 policy pass the loss scale to "
         "the optimizer: mixed_precision.LossScaleOptimizer(optimizer, "
         f"dynamic=False, initial_scale=...).{suffix}"
-    )
-
-
-def _useless(policy: LossScaleDTypePolicy) -> str:
-    return (
-        "A loss scale keeps small float16 gradients from becoming 0; this "
-        f"policy computes in {policy.compute_dtype}. Received: {policy!r}. "
-        "Allowed, and of use: 'mixed_float16' and 'float16'. Leave the loss "
-        "scale out."
     )

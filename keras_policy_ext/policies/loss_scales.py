@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 #: The largest power of two in float32: the next doubling would be infinite.
 LARGEST = 2.0**127
@@ -89,7 +89,7 @@ class DynamicLossScale(LossScale):
 _CLASSES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 
 
-def get(identifier: Any) -> LossScale | None:
+def get(identifier: object) -> LossScale | None:
     """Turn anything that means a loss scale into one.
 
     Args:
@@ -126,7 +126,7 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
     }
 
 
-def scale_number(value: Any, name: str, least: float) -> float:
+def scale_number(value: object, name: str, least: float) -> float:
     """A scale as a float.
 
     Raises:
@@ -142,7 +142,7 @@ def scale_number(value: Any, name: str, least: float) -> float:
     return number
 
 
-def step_count(value: Any, name: str) -> int:
+def step_count(value: object, name: str) -> int:
     """A number of steps as an int.
 
     Raises:
@@ -160,7 +160,7 @@ def step_count(value: Any, name: str) -> int:
     return int(value)
 
 
-def growth_factor(value: Any) -> float:
+def growth_factor(value: object) -> float:
     """The multiplier of a dynamic loss scale as a float.
 
     Raises:
@@ -179,12 +179,12 @@ def growth_factor(value: Any) -> float:
     return number
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     # numpy's floats and integers register as Real; its bool does not.
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _as_float(value: Any) -> float:
+def _as_float(value: float) -> float:
     try:
         return float(value)
     except OverflowError:  # An integer from 2**1024 on, which is no scale.
@@ -202,7 +202,7 @@ def _from_config(config: Mapping[str, Any]) -> LossScale:
         raise ValueError(_wrong(config, f" Cause: {error}")) from error
 
 
-def _wrong_number(name: str, value: Any, least: float) -> str:
+def _wrong_number(name: str, value: object, least: float) -> str:
     power = int(math.log2(LARGEST))
     return (
         f"Wrong {name} of a loss scale. Received: {value!r}. Allowed: a "
@@ -211,7 +211,7 @@ def _wrong_number(name: str, value: Any, least: float) -> str:
     )
 
 
-def _wrong(received: Any, cause: str = "") -> str:
+def _wrong(received: object, cause: str = "") -> str:
     return (
         f"Cannot interpret this as a loss scale. Received: {received!r} (of "
         f"type {type(received).__name__}). Allowed: {_ALLOWED}. Pass one of "

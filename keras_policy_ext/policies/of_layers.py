@@ -6,24 +6,21 @@ layer itself depends on its path, and on whether the layer can be in float8.
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from keras_policy_ext._keras import walking
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
 
 
-def held_policy(layer: Any) -> keras.DTypePolicy:
+def held_policy(layer: keras.Layer) -> keras.DTypePolicy:
     """The policy that a layer holds, with rules for all paths."""
     return as_float8(layer.dtype_policy)
 
 
-def policy_of(layer: Any) -> keras.DTypePolicy:
+def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """What the policy of a layer says for a float8 layer of its path.
 
-    Returns:
-        A `Float8DTypePolicy` without rules, or one that is not float8.
+    A `Float8DTypePolicy` without rules, or one that is not float8.
     """
     policy = held_policy(layer)
     if isinstance(policy, Float8DTypePolicy):
@@ -31,7 +28,7 @@ def policy_of(layer: Any) -> keras.DTypePolicy:
     return as_float8(stock_policy_of(layer))
 
 
-def stock_policy_of(layer: Any) -> keras.DTypePolicy:
+def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """What the policy of a layer says for a stock layer of its path."""
     policy = layer.dtype_policy
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
@@ -39,11 +36,10 @@ def stock_policy_of(layer: Any) -> keras.DTypePolicy:
     return policy
 
 
-def source_policy_of(layer: Any) -> keras.DTypePolicy:
+def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """The policy of a layer as far as it is not float8.
 
-    Returns:
-        A policy, plain unless Keras has quantized the layer.
+    It is plain unless Keras has quantized the layer.
     """
     policy = get(stock_policy_of(layer))
     if isinstance(policy, Float8DTypePolicy):
@@ -51,12 +47,12 @@ def source_policy_of(layer: Any) -> keras.DTypePolicy:
     return policy
 
 
-def float8_policy_of(layer: Any) -> Float8DTypePolicy | None:
+def float8_policy_of(layer: keras.Layer) -> Float8DTypePolicy | None:
     """The policy by which a layer is in float8 now; None if it is not."""
     return getattr(layer, "float8_policy", None)
 
 
-def layers_in_float8(model: Any) -> list[Any]:
+def layers_in_float8(model: keras.Layer) -> list[keras.Layer]:
     """The layers of a model that are in float8, in its order."""
     layers = walking.layers_within(model)
     return [x for x in layers if float8_policy_of(x) is not None]

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
 from keras_policy_ext.reference.casting import cast, float32, quantize
@@ -39,7 +40,7 @@ class NVFP4Quantized(NamedTuple):
 
 
 def quantize_block(
-    x: Any,
+    x: ArrayLike,
     dtype: str = "float8_e4m3fn",
     tile: tuple[int, int] = (1, 128),
     power_of_two: bool = True,
@@ -66,7 +67,7 @@ def quantize_block(
 
 
 def quantize_mx(
-    x: Any,
+    x: ArrayLike,
     dtype: str = "float8_e4m3fn",
     block: int = 32,
     rounding: str = "round_up",
@@ -106,7 +107,9 @@ def quantize_mx(
     )
 
 
-def quantize_nvfp4(x: Any, tile: tuple[int, int] = (1, 16)) -> NVFP4Quantized:
+def quantize_nvfp4(
+    x: ArrayLike, tile: tuple[int, int] = (1, 16)
+) -> NVFP4Quantized:
     """NVFP4: e2m1 elements, e4m3 block scales, one float32 tensor scale.
 
     Bit for bit Transformer Engine's reference quantizer, rounding to nearest.
@@ -155,7 +158,7 @@ def _e8m0_special(exponent: Array, block_amax: Array) -> Array:
     return exponent.astype(np.uint8)
 
 
-def _block_amax(x: Any, tile: tuple[int, int]) -> Array:
+def _block_amax(x: ArrayLike, tile: tuple[int, int]) -> Array:
     """The amax of each tile: `(rows / tile[0], columns / tile[1])`."""
     magnitudes = np.abs(_matrix(x))
     for axis, size in enumerate(tile):
@@ -172,7 +175,7 @@ def _spread(
     return whole[: shape[0], : shape[1]]
 
 
-def _matrix(x: Any) -> Array:
+def _matrix(x: ArrayLike) -> Array:
     matrix = float32(x)
     if matrix.ndim != 2:
         raise ValueError(

@@ -6,13 +6,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from keras_policy_ext import formats
 
 Array = np.ndarray[Any, Any]
 
 
-def cast(x: Any, dtype: str) -> Array:
+def cast(x: ArrayLike, dtype: str) -> Array:
     """Saturating change of dtype.
 
     Values beyond ±max and ±inf become ±max, NaN stays NaN, subnormals are
@@ -65,7 +66,9 @@ def round_scalar(x: float, dtype: str) -> float:
     return math.copysign(min(float(steps * spacing), target.max), x)
 
 
-def stochastic_round(x: Any, bits: Any, dtype: str = "bfloat16") -> Array:
+def stochastic_round(
+    x: ArrayLike, bits: ArrayLike, dtype: str = "bfloat16"
+) -> Array:
     """Round to one of the two neighbours, as 16 random bits say.
 
     A number at the fraction p between its neighbours, p rounded down to a
@@ -96,7 +99,7 @@ def stochastic_round(x: Any, bits: Any, dtype: str = "bfloat16") -> Array:
     )
 
 
-def quantize(x: Any, scale: Any, dtype: str) -> Array:
+def quantize(x: ArrayLike, scale: ArrayLike, dtype: str) -> Array:
     """`cast(float32(x) / scale)`: divide first, then saturate.
 
     Args:
@@ -111,7 +114,9 @@ def quantize(x: Any, scale: Any, dtype: str) -> Array:
         return cast(float32(x) / float32(scale), dtype)
 
 
-def dequantize(q: Any, scale: Any, dtype: Any = "float32") -> Array:
+def dequantize(
+    q: ArrayLike, scale: ArrayLike, dtype: DTypeLike = "float32"
+) -> Array:
     """`float32(q) * scale`, then a cast to dtype.
 
     Args:
@@ -126,7 +131,7 @@ def dequantize(q: Any, scale: Any, dtype: Any = "float32") -> Array:
 
 
 def quantize_dequantize(
-    x: Any, scale: Any, dtype: str, out_dtype: Any = "float32"
+    x: ArrayLike, scale: ArrayLike, dtype: str, out_dtype: DTypeLike = "float32"
 ) -> Array:
     """`dequantize(quantize(x))`: what a matmul in that format sees of x."""
     return dequantize(quantize(x, scale, dtype), scale, out_dtype)
@@ -148,6 +153,6 @@ def signed_format(dtype: str) -> formats.Format:
     return target
 
 
-def float32(x: Any) -> Array:
+def float32(x: ArrayLike) -> Array:
     """Anything that NumPy takes, as float32."""
     return np.asarray(x).astype(np.float32)

@@ -1,14 +1,14 @@
 """What quantization loses, in NumPy."""
 
 import math
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_policy_ext.reference.casting import float32, quantize
 
 
-def sqnr_db(reference: Any, approximation: Any) -> float:
+def sqnr_db(reference: ArrayLike, approximation: ArrayLike) -> float:
     """Signal to quantization noise in dB: 10·log10(Σ r² / Σ (r − a)²).
 
     Computed in float64. `inf` if the two are equal, `-inf` if the reference
@@ -25,7 +25,7 @@ def sqnr_db(reference: Any, approximation: Any) -> float:
     return 10 * math.log10(signal_power / noise_power)
 
 
-def underflow_fraction(x: Any, scale: Any, dtype: str) -> float:
+def underflow_fraction(x: ArrayLike, scale: ArrayLike, dtype: str) -> float:
     """Fraction (0 to 1) of the nonzero values that become 0.
 
     0.0 if there are no nonzero values.

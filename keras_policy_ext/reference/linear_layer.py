@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_policy_ext.reference.casting import quantize
 from keras_policy_ext.reference.scales import (
@@ -48,7 +49,9 @@ class Linear(NamedTuple):
     scales: dict[str, Array]
 
 
-def linear(x: Any, kernel: Any, g: Any, recipe: Scaling) -> Linear:
+def linear(
+    x: ArrayLike, kernel: ArrayLike, g: ArrayLike, recipe: Scaling
+) -> Linear:
     """A linear layer under tensorwise current scaling.
 
     `y = x·w`, `inputs_grad = g·wᵀ`, `kernel_grad = xᵀ·g`, all over quantized
@@ -109,7 +112,9 @@ class DelayedLinear:
             self.histories[operand] = np.zeros(length, np.float32)
             self.scales[operand] = np.float32(1)
 
-    def forward(self, x: Any, kernel: Any, observe: bool = True) -> Array:
+    def forward(
+        self, x: ArrayLike, kernel: ArrayLike, observe: bool = True
+    ) -> Array:
         """The output `(..., out)` of x `(..., in)` and kernel `(in, out)`.
 
         With `observe=False` (a pass that is not training) the histories and
@@ -119,7 +124,7 @@ class DelayedLinear:
         b, scale_b = self._quantize("kernel", kernel, observe)
         return _product(a, b, scale_a, scale_b)
 
-    def backward(self, g: Any) -> tuple[Array, Array]:
+    def backward(self, g: ArrayLike) -> tuple[Array, Array]:
         """inputs_grad `(..., in)` and kernel_grad of g `(..., out)`."""
         c, scale = self._quantize("outputs_grad", g, True)
         x, kernel = self.quantized["inputs"], self.quantized["kernel"]
@@ -130,7 +135,7 @@ class DelayedLinear:
         return inputs_grad, kernel_grad
 
     def _quantize(
-        self, operand: str, x: Any, observe: bool
+        self, operand: str, x: ArrayLike, observe: bool
     ) -> tuple[Array, np.float32]:
         dtype = self.recipe.format_of(operand)
         observed = amax(x)
@@ -155,7 +160,7 @@ class DelayedLinear:
 
 
 def _linear(
-    operands: dict[str, Any], scales: dict[str, Array], recipe: Scaling
+    operands: dict[str, ArrayLike], scales: dict[str, Array], recipe: Scaling
 ) -> Linear:
     codes = {
         operand: quantize(value, scales[operand], recipe.format_of(operand))

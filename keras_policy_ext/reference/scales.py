@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
 from keras_policy_ext.reference.casting import float32
@@ -18,17 +19,17 @@ SMALLEST_SCALE = np.float32(2.0**-126)
 LARGEST_SCALE = np.float32(2.0**127)
 
 
-def amax(x: Any) -> np.float32:
+def amax(x: ArrayLike) -> np.float32:
     """The largest magnitude, 0 for an empty array, NaN if x has one."""
     return np.float32(np.max(np.abs(float32(x)), initial=0.0))
 
 
 def scale_from_amax(
-    amax: Any,
+    amax: ArrayLike,
     dtype: str,
     margin: int = 0,
     power_of_two: bool = False,
-    previous: Any = 1.0,
+    previous: ArrayLike = 1.0,
 ) -> Array:
     """The dequantizing scale that maps amax onto the largest number.
 
@@ -57,7 +58,7 @@ def scale_from_amax(
 
 
 def scale_of_multiplier(
-    amax: Any, dtype: str, margin: int = 0, previous: Any = 1.0
+    amax: ArrayLike, dtype: str, margin: int = 0, previous: ArrayLike = 1.0
 ) -> Array:
     """`1 / (max(dtype) / 2**margin / amax)`: the scale of delayed scaling.
 
@@ -85,7 +86,7 @@ def scale_of_multiplier(
     return np.where(usable, np.float32(1) / multiplier, float32(previous))
 
 
-def _usable(amax: Any) -> tuple[Array, Array]:
+def _usable(amax: ArrayLike) -> tuple[Array, Array]:
     """Normal amaxes, 1 where there is none, and where there is one."""
     observed = float32(amax)
     usable = np.isfinite(observed) & (observed > 0)
@@ -106,7 +107,7 @@ def round_up_to_power_of_two(scale: Array) -> Array:
     return (exponent + up).view(np.float32)
 
 
-def update_history(history: Any, amax: Any) -> Array:
+def update_history(history: ArrayLike, amax: ArrayLike) -> Array:
     """Insert an amax: the history rolls by one, the newest is at index 0.
 
     The order is that of Keras and Flax: the history is rotated to the left
@@ -128,14 +129,14 @@ def update_history(history: Any, amax: Any) -> Array:
 
 
 def delayed_scale(
-    history: Any,
+    history: ArrayLike,
     dtype: str,
     *,
-    current_amax: Any,
-    previous: Any = None,
+    current_amax: ArrayLike,
+    previous: ArrayLike | None = None,
     margin: int = 0,
     amax_compute: str = "max",
-    initial_scale: Any = "current",
+    initial_scale: str | float = "current",
 ) -> np.float32:
     """The scale that delayed scaling uses in this step.
 

@@ -11,7 +11,13 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
-from keras_policy_ext.conversion import Converted, Report, Skipped, summary
+from keras_policy_ext.conversion import (
+    Converted,
+    Report,
+    Skipped,
+    summary,
+    tables,
+)
 
 pytestmark = pytest.mark.any_backend
 
@@ -196,6 +202,23 @@ def test_more_rows_than_fit_are_left_out_and_counted(width, monkeypatch):
     shown = sum("SomeLayer" in line for line in lines)
     assert int(number) + shown == 60
     assert report.table(full=True).count("/dense") == 240
+
+
+def test_rows_in_float8_come_first_those_with_most_work_before_others():
+    text = str(made_up(classes=4))
+    assert re.findall(r"SomeLayer\d", text) == [
+        f"SomeLayer{number}" for number in (2, 0, 3, 1)
+    ]
+
+
+def test_a_cell_that_is_too_long_ends_in_an_ellipsis():
+    reason = "such a class has no form, " * 9
+    table = tables.Table([tables.Column("why")], [[reason]])
+    whole, cut = table.text(30), table.text(30, most=2)
+    assert len(whole) > len(cut) == 4
+    assert cut[:3] == whole[:3]
+    assert cut[3].endswith("…") and len(cut[3]) <= 30
+    assert whole[3].startswith(cut[3].rstrip("…"))
 
 
 def test_reasons_that_differ_in_numbers_only_are_one_row(monkeypatch):

@@ -84,7 +84,7 @@ def no_float32_copy_is_kept(model, optimizer):
     names = [v.path.rpartition("_")[2] for v in slots]
     assert names == ["momentum", "velocity"]
     assert {v.dtype for v in slots} == {"float32"}
-    assert all(wide._kept is None for wide in optimizer._wide._wide.values())
+    assert all(view._kept is None for view in optimizer._views._views.values())
 
 
 def descend(inner, dtype, gradient, steps):

@@ -34,16 +34,7 @@ class CausalAttention(keras.layers.Layer):
     """Softmax attention to the positions so far; it has no weights."""
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend.
-
-        Args:
-            query: (batch, time, heads, width).
-            key: As `query`.
-            value: As `query`.
-
-        Returns:
-            (batch, time, heads, width).
-        """
+        """Attend; all are (batch, time, heads, width)."""
         return ops.nn.dot_product_attention(query, key, value, is_causal=True)
 
     def compute_output_shape(self, query_shape: Any, *_: Any) -> Any:
@@ -51,16 +42,11 @@ class CausalAttention(keras.layers.Layer):
         return query_shape
 
 
-def decoder(tokens: int, size: Size, policy: Any) -> keras.Model:
+def decoder(tokens: int, size: Size, policy: object) -> keras.Model:
     """Build the model: characters in, logits of the next ones out.
 
     The layers that multiply with a matrix come from this package and follow
     a float8 policy; all others take the source policy from it.
-
-    Args:
-        tokens: Size of the vocabulary.
-        size: Of the decoder.
-        policy: Anything that `keras_policy_ext.get` takes.
 
     Returns:
         A model from (batch, context) int32 to (batch, context, tokens)

@@ -48,7 +48,7 @@ def result_rows(runs: list[Run]) -> list[tuple[str, ...]]:
             run.precision,
             f"{run.validation_loss:.4f}",
             "–" if run is baseline else f"{run.gap_percent(baseline):+.2f} %",
-            _number(run.steps_per_second),
+            f"{run.steps_per_second:.2f}" if run.steps_per_second else "–",
             _kinds(run.matmuls),
         )
         for run in runs
@@ -101,10 +101,6 @@ def write_csv(runs: list[Run], path: pathlib.Path) -> None:
                         run.validation.get(step),
                     )
                 )
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 def _kinds(matmuls: tuple[Matmul, ...]) -> str:

@@ -20,30 +20,48 @@ from rich.progress import (
 from keras_policy_ext.diagnostics import machine, plots
 from keras_policy_ext.diagnostics.demo import report, train
 from keras_policy_ext.diagnostics.demo.settings import Settings
-from keras_policy_ext.diagnostics.demo.text import Corpus
+from keras_policy_ext.diagnostics.demo.text import Corpus, load
+
+
+class Prepared(NamedTuple):
+    """All that the demo needs, checked; the folder exists."""
+
+    settings: Settings
+    corpus: Corpus
+    folder: pathlib.Path
 
 
 class Outcome(NamedTuple):
-    """What the demo leaves behind.
-
-    Attributes:
-        runs: One for each precision.
-        plot: Path of the PNG file.
-        csv: Path of the CSV file.
-    """
+    """What the demo leaves behind: a run for each precision, and files."""
 
     runs: list[train.Run]
     plot: pathlib.Path
     csv: pathlib.Path
 
 
-def run(
-    settings: Settings,
-    corpus: Corpus,
-    folder: pathlib.Path,
-    console: Console | None = None,
-) -> Outcome:
+def prepare(settings: Settings) -> Prepared:
+    """Check what can be checked before training; make the output folder.
+
+    Raises:
+        ValueError: If matplotlib is missing, the text cannot be read or is
+            too short, or the folder cannot be made.
+    """
+    plots.require_matplotlib()
+    corpus = load(settings.text, settings.size.context)
+    folder = pathlib.Path(settings.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"Cannot make the folder {folder}: {reason}.") from (
+            error
+        )
+    return Prepared(settings, corpus, folder)
+
+
+def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     """Train in every precision, print the tables, write the files."""
+    settings, corpus, folder = prepared
     console = console or Console()
     console.print(_introduction(settings, corpus), highlight=False)
     runs = _train_all(settings, corpus, console)

@@ -17,12 +17,7 @@ VALIDATION_FRACTION = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Windows of text and, for each character, the next one.
-
-    Attributes:
-        inputs: (windows, context), int32.
-        targets: (windows, context), int32.
-    """
+    """Windows of text and for each character the next: (windows, context)."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -30,14 +25,14 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text split for training and validation.
+    """A text split for training and validation, as int32 tokens.
 
     Attributes:
         source: Where it comes from, for people.
         vocabulary: The characters, one for each token; token 0 stands for
             all that are not among them.
-        train: (n,), int32: the first nine tenths.
-        validation: (m,), int32: the rest.
+        train: The first nine tenths.
+        validation: The rest.
     """
 
     source: str
@@ -65,14 +60,9 @@ class Corpus:
 
 
 def load(path: str | None, context: int) -> Corpus:
-    """Read the text to learn from.
+    """Read a UTF-8 file, or the topics of Python's own `pydoc`.
 
-    Args:
-        path: A UTF-8 file; None for the topics of Python's own `pydoc`.
-        context: Characters in a window; both parts must hold one.
-
-    Returns:
-        The corpus.
+    Both parts of the text hold a window of `context` characters.
 
     Raises:
         ValueError: If there is no such file, it is no UTF-8 text, or it is

@@ -6,7 +6,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -89,7 +88,9 @@ def policies_compared(recipe: str) -> dict[str, keras.DTypePolicy]:
     }
 
 
-def initial_weights(corpus: Corpus, settings: Settings) -> dict[str, Any]:
+def initial_weights(
+    corpus: Corpus, settings: Settings
+) -> dict[str, np.ndarray]:
     """Arrays for all weights of the model, by path.
 
     Matrices are normal, drawn by NumPy: all frameworks start alike.
@@ -111,22 +112,10 @@ def train(
     policy: keras.DTypePolicy,
     corpus: Corpus,
     settings: Settings,
-    weights: dict[str, Any],
+    weights: dict[str, np.ndarray],
     on_step: Callable[[float], None],
 ) -> Run:
-    """Train a model from given weights.
-
-    Args:
-        precision: Short name, for the result.
-        policy: The dtype policy of all layers.
-        corpus: The text.
-        settings: Steps, seed and sizes.
-        weights: From `initial_weights`.
-        on_step: Called after each step with its training loss.
-
-    Returns:
-        What was seen.
-    """
+    """Train a model from given weights; `on_step` gets each training loss."""
     keras.utils.set_random_seed(settings.seed)
     model = _compiled(corpus, settings, policy, weights)
     evaluated = _evaluated_after(settings)
@@ -153,7 +142,7 @@ def _compiled(
     corpus: Corpus,
     settings: Settings,
     policy: keras.DTypePolicy,
-    weights: dict[str, Any],
+    weights: dict[str, np.ndarray],
 ) -> keras.Model:
     model = decoder(corpus.tokens, settings.size, policy)
     for variable in model.weights:
@@ -166,7 +155,9 @@ def _compiled(
     return model
 
 
-def _learning_rate(settings: Settings) -> Any:
+def _learning_rate(
+    settings: Settings,
+) -> keras.optimizers.schedules.LearningRateSchedule:
     """A tenth of the steps up to the highest rate, then down by a cosine."""
     rising = settings.steps // 10
     return keras.optimizers.schedules.CosineDecay(

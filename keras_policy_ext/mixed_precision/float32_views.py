@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext.mixed_precision.gradients import is_overwritten
 from keras_policy_ext.numerics import stochastic_round
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
 
 Tensor = Any
+
+
+def _operators(operation: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
+    """The methods for `view + other` and `other + view`, for instance."""
+    return [
+        lambda self, other: operation(self.value, other),
+        lambda self, other: operation(other, self.value),
+    ]
 
 
 class _Arithmetic:
@@ -20,32 +31,11 @@ class _Arithmetic:
 
     value: Tensor
 
-    def __add__(self, other: Any) -> Tensor:
-        return ops.add(self.value, other)
-
-    def __radd__(self, other: Any) -> Tensor:
-        return ops.add(other, self.value)
-
-    def __sub__(self, other: Any) -> Tensor:
-        return ops.subtract(self.value, other)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return ops.subtract(other, self.value)
-
-    def __mul__(self, other: Any) -> Tensor:
-        return ops.multiply(self.value, other)
-
-    def __rmul__(self, other: Any) -> Tensor:
-        return ops.multiply(other, self.value)
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return ops.divide(self.value, other)
-
-    def __rtruediv__(self, other: Any) -> Tensor:
-        return ops.divide(other, self.value)
-
-    def __pow__(self, other: Any) -> Tensor:
-        return ops.power(self.value, other)
+    __add__, __radd__ = _operators(ops.add)
+    __sub__, __rsub__ = _operators(ops.subtract)
+    __mul__, __rmul__ = _operators(ops.multiply)
+    __truediv__, __rtruediv__ = _operators(ops.divide)
+    __pow__ = _operators(ops.power)[0]
 
     def __neg__(self) -> Tensor:
         return ops.negative(self.value)
@@ -58,18 +48,18 @@ _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _Base: Any = keras.Variable if _ON_TORCH else _Arithmetic
 
 
-class WideVariable(_Base):
-    """Stands for a narrow variable and reads as float32.
+def _of_the_variable(name: str) -> property:
+    return property(operator.attrgetter(f"_variable.{name}"))
+
+
+class Float32View(_Base):
+    """Stands for a bfloat16 or float16 variable and reads as float32.
 
     What is assigned to it is rounded stochastically into the variable. While
     it is held, as during one `apply`, the float32 value is kept instead, and
     rounded once, by `settle`. On TensorFlow every assignment is rounded at
     once: it may be made in a branch of a graph, which a value that is kept
-    here would have to leave.
-
-    Args:
-        variable: A variable of dtype bfloat16 or float16.
-        seed_generator: Where the random bits come from.
+    here would have to leave. The random bits come from the seed generator.
     """
 
     def __init__(
@@ -96,7 +86,7 @@ class WideVariable(_Base):
             self._kept = value
         return value
 
-    def assign(self, value: Any) -> Tensor:
+    def assign(self, value: Tensor) -> Tensor:
         """Round into the variable, or keep until `settle`."""
         value = ops.convert_to_tensor(value, dtype="float32")
         if self._held:
@@ -105,11 +95,11 @@ class WideVariable(_Base):
             self._round(value)
         return value
 
-    def assign_add(self, value: Any) -> Tensor:
+    def assign_add(self, value: Tensor) -> Tensor:
         """`assign` the sum of the float32 value and this one."""
         return self.assign(ops.add(self.value, value))
 
-    def assign_sub(self, value: Any) -> Tensor:
+    def assign_sub(self, value: Tensor) -> Tensor:
         """`assign` the difference of the float32 value and this one."""
         return self.assign(ops.subtract(self.value, value))
 
@@ -137,30 +127,11 @@ class WideVariable(_Base):
     dtype = "float32"
     overwrite_with_gradient = False
 
-    @property
-    def shape(self) -> Any:
-        """The variable's shape."""
-        return self._variable.shape
-
-    @property
-    def ndim(self) -> int:
-        """The variable's number of axes."""
-        return len(self._variable.shape)
-
-    @property
-    def name(self) -> str:
-        """The variable's name."""
-        return self._variable.name
-
-    @property
-    def path(self) -> str:
-        """The variable's path."""
-        return self._variable.path
-
-    @property
-    def constraint(self) -> Any:
-        """The variable's constraint; applied before rounding."""
-        return self._variable.constraint
+    shape = _of_the_variable("shape")
+    ndim = _of_the_variable("ndim")
+    name = _of_the_variable("name")
+    path = _of_the_variable("path")
+    constraint = _of_the_variable("constraint")  # applied before rounding
 
     def __getattr__(self, name: str) -> Any:
         # TensorFlow knows a variable by attributes of the tf.Variable.
@@ -174,7 +145,9 @@ class WideVariable(_Base):
     def __repr__(self) -> str:
         return f"<{self._variable.path} in float32>"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: str | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.asarray(ops.convert_to_numpy(self.value), dtype)
 
     def __jax_array__(self) -> Tensor:
@@ -184,52 +157,40 @@ class WideVariable(_Base):
         return self.value if dtype is None else ops.cast(self.value, dtype)
 
 
-class WideVariables:
-    """The wide variables of one optimizer, by the narrow one.
-
-    Args:
-        seed_generator: Where the random bits come from.
-    """
+class Float32Views:
+    """The views of the narrow variables of one optimizer."""
 
     def __init__(self, seed_generator: keras.random.SeedGenerator):
         self._seed_generator = seed_generator
-        self._wide: dict[int, WideVariable] = {}
+        self._views: dict[int, Float32View] = {}
 
-    def of(self, variables: Iterable[keras.Variable]) -> list[Any]:
-        """Each variable, a wide one in place of each narrow one."""
+    def of(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+        """Each variable, a view in place of each narrow one."""
         return [self._of(variable) for variable in variables]
 
-    def hold(self) -> None:
-        """See `WideVariable.hold`."""
-        for wide in self._wide.values():
-            wide.hold()
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep what is assigned in the block; round it once at its end."""
+        views = list(self._views.values())
+        for view in views:
+            view.hold()
+        try:
+            yield
+            for view in views:
+                view.settle()
+        finally:
+            for view in views:
+                view.release()
 
-    def settle(self) -> None:
-        """See `WideVariable.settle`."""
-        for wide in self._wide.values():
-            wide.settle()
-
-    def release(self) -> None:
-        """See `WideVariable.release`."""
-        for wide in self._wide.values():
-            wide.release()
-
-    def _of(self, variable: keras.Variable) -> Any:
-        if not _is_narrow(variable):
+    def _of(self, variable: keras.Variable) -> keras.Variable | Float32View:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        if dtype not in ROUNDABLE or is_overwritten(variable):
             return variable
         key = id(variable)
-        if key not in self._wide:
+        if key not in self._views:
             _check_replicas(variable)
-            self._wide[key] = WideVariable(variable, self._seed_generator)
-        return self._wide[key]
-
-
-def _is_narrow(variable: Any) -> bool:
-    """Whether updates are to be rounded: not of state that is overwritten."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype in ROUNDABLE and not getattr(
-        variable, "overwrite_with_gradient", False
-    )
+            self._views[key] = Float32View(variable, self._seed_generator)
+        return self._views[key]
 
 
 def _check_replicas(variable: keras.Variable) -> None:
