@@ -3,8 +3,8 @@
 python count.py H200 dense bfloat16,delayed,current,stock [--kernels]
 
 traces the step of a model of `models.py` with JAX, compiles it for the GPU,
-and prints a line of JSON for each way to compute. `jax` may be replaced:
-`--folder F` reads the programs that `trace_tensorflow.py F` wrote.
+and prints a line of JSON for each way to compute, with `KERAS_BACKEND=jax`.
+`--folder F` reads the programs that `trace_tensorflow.py F` wrote instead.
 """
 
 import argparse

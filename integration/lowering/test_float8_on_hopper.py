@@ -138,7 +138,7 @@ for name, (layer, shapes, contractions) in LAYERS.items():
             "contractions": contractions,
             "float8": summary["float8"],
             "exact": summary["exact"],
-            "others": others + text.count("__triton"),
+            "others": others + text.count('custom_call_target="__triton'),
         }
 print(json.dumps(found))
 """
