@@ -90,7 +90,7 @@ def estimated(rows):
             "backend": rows[0]["backend"],
             "device": device,
             "size": None if None in found else max(found),
-            "origin": "estimated from bytes and kernels counted for an "
+            "origin": "estimated from bytes and kernels counted for the "
             f"{counted}",
         }
 

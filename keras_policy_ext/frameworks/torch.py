@@ -94,6 +94,11 @@ class TorchFramework(Framework):
         """See `Framework.on_cpu`."""
         return bool(x.device.type == "cpu")
 
+    def kept_dtype(self, x: Tensor, format_name: str) -> str:
+        """See `Framework.kept_dtype`; Apple's GPUs have no float8 dtype."""
+        dtype = super().kept_dtype(x, format_name)
+        return "bfloat16" if x.device.type == "mps" else dtype
+
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())

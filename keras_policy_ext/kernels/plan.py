@@ -9,7 +9,6 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
@@ -19,6 +18,7 @@ from keras_policy_ext.kernels.both_layouts import (
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.preference import preferred
+from keras_policy_ext.kernels.residuals import Residuals, settled
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import (
@@ -37,45 +37,6 @@ from keras_policy_ext.recipes import (
 
 Tensor = Any
 Chosen = dict[str, tuple[Any, Choice]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Residuals:
-    """What the backward pass needs of the forward pass.
-
-    Attributes:
-        inputs: What `kernel_grad` reads, in the home matrix; a transposed
-            copy would be one more tensor.
-        kernel: What `inputs_grad` reads, likewise.
-        known: What the state said; None for a recipe without.
-        amaxes: Of inputs and kernel, float32 scalars; None if not observed.
-        shapes: Of the inputs and the kernel; scalars for sizes that a graph
-            of TensorFlow does not know.
-    """
-
-    inputs: Quantized
-    kernel: Quantized
-    known: HistoryScales | None
-    amaxes: tuple[Tensor, Tensor] | None
-    shapes: Shapes
-
-    def leaves(self) -> list[Tensor]:
-        """The tensors, in the order in which `Plan.residuals` takes them.
-
-        Operands are narrow here, where the framework says so.
-        """
-        kept = []
-        for operand in (self.inputs, self.kernel):
-            asked = operand.quantization
-            if asked is not None:
-                operand = operand.narrowed(
-                    frameworks.current().kept_dtype(
-                        operand.values, asked.format
-                    )
-                )
-            kept += operand.leaves()
-        known = [] if self.known is None else self.known.leaves()
-        return [*kept, *known, *(self.amaxes or ())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,14 +392,6 @@ class Plan:
         if amaxes is None:
             return saturated, saturated
         return saturated, saturated.marked(amaxes)
-
-
-def settled(known: HistoryScales | None) -> HistoryScales | None:
-    """What the state says, or less where a choice is already made."""
-    if known is None or known.unseen is None:
-        return known
-    any_unseen = frameworks.current().known_any(known.unseen)
-    return HistoryScales(known.scales, None) if any_unseen is False else known
 
 
 def _amax_of(operand: str) -> Any:

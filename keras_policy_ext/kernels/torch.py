@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from keras_policy_ext.frameworks.torch import is_known
-from keras_policy_ext.kernels import torch_casts, torch_fused
-from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Engine, Request
+from keras_policy_ext.kernels import (
+    torch_casts,
+    torch_devices,
+    torch_fused,
+)
+from keras_policy_ext.kernels.contract import Engine, Request
 from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
@@ -105,11 +109,7 @@ def _refusal(request: Request) -> str | None:
         return "torch has no batched float8 matmul"
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability < HOPPER_OR_ADA:
-            return f"compute capability {capability} has no float8 matmul"
-    return None
+    return torch_devices.lacking()
 
 
 def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keras_policy_ext.kernels import torch as torch_kernels
-from keras_policy_ext.kernels.plan import settled
+from keras_policy_ext.kernels.residuals import settled
 from keras_policy_ext.kernels.torch import _padded
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling

@@ -1,0 +1,60 @@
+"""What the backward pass needs of the forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras_policy_ext import frameworks
+from keras_policy_ext.kernels.contract import Shapes
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import HistoryScales
+
+Tensor = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What the backward pass needs of the forward pass.
+
+    Attributes:
+        inputs: What `kernel_grad` reads, in the home matrix; a transposed
+            copy would be one more tensor.
+        kernel: What `inputs_grad` reads, likewise.
+        known: What the state said; None for a recipe without.
+        amaxes: Of inputs and kernel, float32 scalars; None if not observed.
+        shapes: Of the inputs and the kernel; scalars for sizes that a graph
+            of TensorFlow does not know.
+    """
+
+    inputs: Quantized
+    kernel: Quantized
+    known: HistoryScales | None
+    amaxes: tuple[Tensor, Tensor] | None
+    shapes: Shapes
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in the order in which `Plan.residuals` takes them.
+
+        Operands are narrow here, where the framework says so.
+        """
+        kept = []
+        for operand in (self.inputs, self.kernel):
+            asked = operand.quantization
+            if asked is not None:
+                operand = operand.narrowed(
+                    frameworks.current().kept_dtype(
+                        operand.values, asked.format
+                    )
+                )
+            kept += operand.leaves()
+        known = [] if self.known is None else self.known.leaves()
+        return [*kept, *known, *(self.amaxes or ())]
+
+
+def settled(known: HistoryScales | None) -> HistoryScales | None:
+    """What the state says, or less where a choice is already made."""
+    if known is None or known.unseen is None:
+        return known
+    any_unseen = frameworks.current().known_any(known.unseen)
+    return HistoryScales(known.scales, None) if any_unseen is False else known

@@ -1,0 +1,52 @@
+"""PyTorch: which devices multiply float8, and which can hold it."""
+
+from __future__ import annotations
+
+import torch
+
+from keras_policy_ext.kernels.contract import HOPPER_OR_ADA
+
+AMD_WITH_OCP_FLOAT8 = ("gfx950", "gfx1200", "gfx1201")
+"""AMD's architectures whose matmuls read `float8_e4m3fn` and `float8_e5m2`:
+MI350 and RDNA 4. Source: rocm.docs.amd.com, "Data types and precision
+support"."""
+
+AMD_WITH_OTHER_FLOAT8 = ("gfx940", "gfx941", "gfx942")
+"""Those that read `float8_e4m3fnuz` and `float8_e5m2fnuz` alone: MI300.
+Source: rocm.docs.amd.com, HIP 6.2, "FP8 numbers"."""
+
+
+def lacking() -> str | None:
+    """Why the device has no matmul of these float8 formats, or None."""
+    if torch.cuda.is_available():
+        return _of_amd() if torch.version.hip else _of_nvidia()
+    if torch.backends.mps.is_available():
+        return "Apple's GPUs have no float8 numbers"
+    return None
+
+
+def casts_to_float8(device: torch.device) -> bool:
+    """Whether a cast to a float8 dtype is there, and the best way to round.
+
+    On a CPU integers are four times as fast (torch 2.13); on Apple's GPUs
+    such a cast raises TypeError (all releases up to September 2026).
+    """
+    return device.type == "cuda"
+
+
+def _of_nvidia() -> str | None:
+    capability = torch.cuda.get_device_capability()
+    if capability < HOPPER_OR_ADA:
+        return f"compute capability {capability} has no float8 matmul"
+    return None
+
+
+def _of_amd() -> str | None:
+    """By the architecture: MI200, which has none, says that it is (9, 0)."""
+    name = torch.cuda.get_device_properties(0).gcnArchName
+    architecture = name.partition(":")[0]
+    if architecture in AMD_WITH_OCP_FLOAT8:
+        return None
+    if architecture in AMD_WITH_OTHER_FLOAT8:
+        return f"{architecture} multiplies other formats, those named fnuz"
+    return f"{architecture} has no float8 matmul"

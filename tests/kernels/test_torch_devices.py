@@ -1,0 +1,112 @@
+"""Which devices have float8 matmuls on PyTorch, by what they say they are."""
+
+import types
+
+import keras
+import pytest
+
+from keras_policy_ext import formats, frameworks, kernels
+from keras_policy_ext.numerics import casting
+
+if keras.backend.backend() != "torch":
+    pytest.skip(
+        f"PyTorch's devices; the backend is {keras.backend.backend()}",
+        allow_module_level=True,
+    )
+
+import numpy as np
+import torch
+
+from keras_policy_ext.kernels import torch_casts, torch_devices
+
+FORWARD = kernels.Einsum("ab,bc->ac")
+
+
+def fake(monkeypatch, capability=None, architecture=None, mps=False):
+    """A machine with one device."""
+    there = capability is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    hip = "7.0" if architecture else None
+    monkeypatch.setattr(torch.version, "hip", hip, raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda *device: capability
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: types.SimpleNamespace(gcnArchName=architecture),
+    )
+
+
+NVIDIA = {"T4": (7, 5), "A100": (8, 0), "RTX 30": (8, 6)}
+NATIVE = {"L4": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
+AMD = {  # What it says of itself, and whether it multiplies these formats.
+    "MI200": ((9, 0), "gfx90a:sramecc+:xnack-", "has no float8 matmul"),
+    "MI300": ((9, 4), "gfx942:sramecc+:xnack-", "named fnuz"),
+    "RDNA 3": ((11, 0), "gfx1100", "has no float8 matmul"),
+    "MI350": ((9, 5), "gfx950:sramecc+:xnack-", None),
+    "RDNA 4": ((12, 0), "gfx1201", None),
+}
+
+
+@pytest.mark.parametrize("name", NVIDIA)
+def test_cards_of_nvidia_without_float8_units_emulate(monkeypatch, name):
+    fake(monkeypatch, NVIDIA[name])
+    choice = kernels.select(FORWARD)
+    assert choice.kind == "emulated"
+    assert str(NVIDIA[name]) in choice.reason
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_cards_of_nvidia_with_float8_units_are_native(monkeypatch, name):
+    fake(monkeypatch, NATIVE[name])
+    assert kernels.select(FORWARD).kind == "native"
+
+
+@pytest.mark.parametrize("name", AMD)
+def test_cards_of_amd_go_by_their_architecture(monkeypatch, name):
+    capability, architecture, lacking = AMD[name]
+    fake(monkeypatch, capability, architecture)
+    choice = kernels.select(FORWARD)
+    assert choice.native == (lacking is None)
+    assert lacking is None or lacking in choice.reason
+
+
+@pytest.mark.parametrize("kind", ["auto", "native"])
+def test_apple_s_gpus_emulate_even_if_native_is_asked_for(monkeypatch, kind):
+    fake(monkeypatch, mps=True)
+    with kernels.prefer(kind):
+        choice = kernels.select(FORWARD)
+    assert choice.kind == "emulated"
+    if kind == "native":
+        assert "Apple" in choice.reason
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_rounding_asks_for_no_float8_where_there_is_none(monkeypatch, dtype):
+    assert not torch_devices.casts_to_float8(torch.device("mps"))
+    assert not torch_devices.casts_to_float8(torch.device("cpu"))
+    assert torch_devices.casts_to_float8(torch.device("cuda"))
+    x = torch.tensor(np.random.default_rng(0).normal(size=500)).float() * 300
+    scale = torch.tensor(0.37)
+    by_integers = torch_casts.cast(x, scale, dtype)
+    monkeypatch.setattr(torch_devices, "casts_to_float8", lambda device: True)
+    by_cast = torch_casts.cast(x, scale, dtype)
+    expected = casting.quantize(x, scale, dtype).float()
+    np.testing.assert_array_equal(by_integers, expected)
+    np.testing.assert_array_equal(by_cast, expected)
+
+
+def test_what_is_kept_on_apple_s_gpus_is_no_float8():
+    class OnDevice:
+        def __init__(self, name):
+            self.device = torch.device(name)
+
+    def kept(name):
+        name_of_format = formats.names()[0]
+        return frameworks.current().kept_dtype(OnDevice(name), name_of_format)
+
+    assert kept("mps") == "bfloat16"
+    assert kept("cpu") == "float32"
+    assert kept("cuda") == formats.names()[0]
