@@ -193,6 +193,17 @@ def test_a_call_without_gradient_keeps_nothing():
     np.testing.assert_array_equal(outputs, layer(x).detach())
 
 
+def test_a_call_without_gradient_takes_no_slot():
+    """A compiled step would be compiled anew, with another slot."""
+    layer, shape = dense("float8_from_float32")
+    (state,) = layer.float8_state.matrices
+    with torch.no_grad():
+        layer(torch.ones(shape))
+    assert state.uses == 0
+    layer(torch.ones(shape))
+    assert state.uses == 1
+
+
 def test_operations_that_look_alike_keep_apart():
     def recipe(format_name):
         class Same(recipes.Recipe):
