@@ -134,7 +134,9 @@ def dense_step(size, recipe, triton):
     counter = Counter()
     casts = CountedCasts(counter) if triton else None
     engine = dataclasses.replace(
-        engines.engine(), both_layouts=casts, states=casts
+        engines.engine(),
+        both_layouts=casts,
+        states=() if casts is None else (casts,),
     )
     loaded = unittest.mock.patch.dict(engines._loaded, {"torch": engine})
     # Tensors without numbers, which cost nothing.

@@ -20,6 +20,7 @@ if keras.backend.backend() != "torch" or not importlib.util.find_spec("triton"):
 import torch
 
 import keras_policy_ext as kpe
+from float8_states import SOURCES, states_of, values_of
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.kernels import (
     engines,
@@ -29,7 +30,6 @@ from keras_policy_ext.kernels import (
 from keras_policy_ext.kernels.both_layouts import Known
 from keras_policy_ext.kernels.torch_fused import TritonCasts, TritonStates
 from keras_policy_ext.numerics import casting, scaling
-from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
@@ -119,50 +119,6 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
     np.testing.assert_array_equal(found.amax, np.float32(amax))
 
 
-SOURCES = [
-    recipes.DelayedScaling(),
-    recipes.DelayedScaling(amax_history_length=1),
-    recipes.DelayedScaling(amax_history_length=5, margin=3),
-    recipes.DelayedScaling(amax_history_length=16, amax_compute="most_recent"),
-    recipes.DelayedScaling(amax_history_length=4, initial_scale=1.0),
-]
-
-
-def states_of(source, rng):
-    """Settled states, one that was never observed, and one that was moved."""
-    rows, width = source.state_shape
-    state = torch.zeros(rows, width)
-    state[:, 0] = -1.0
-    yield state.clone()
-    history = rng.random((rows, width - 2 - SLOTS)).astype("float32")
-    history[2] = 0.0
-    state[:, 2 + SLOTS :] = torch.tensor(history)
-    yield state.clone()
-    state[0, 1 + SLOTS] = 0.37
-    yield state.clone()
-    state[1, 0] = -1.5
-    yield state
-
-
-def values_of(source, rng):
-    """What may be assigned to a state."""
-    rows, width = source.state_shape
-    yield torch.zeros(rows, width)
-    for slots in ([0], [0, 1, 2], [7]):
-        value = torch.zeros(rows, width)
-        kernel = rng.random()  # which is the same in all uses of a step
-        for slot in slots:
-            amaxes = torch.tensor(rng.random(rows).astype("float32"))
-            amaxes[1] = kernel
-            value = value + source.layout.observation(amaxes, slot)
-        yield value
-        yield value * 0.5
-        value = value.clone()
-        value[0, 1], value[2, 3] = torch.inf, torch.nan
-        yield value
-    yield from states_of(source, rng)
-
-
 @pytest.mark.parametrize("slot", [0, 3, 7, 9])
 def test_an_observation_is_that_of_the_source(slot):
     source = source_of(recipes.DelayedScaling(amax_history_length=3))
@@ -194,7 +150,7 @@ def fused(monkeypatch):
     engine = dataclasses.replace(
         engines.engine(),
         both_layouts=TritonCasts(interpreted=True),
-        states=TritonStates(interpreted=True),
+        states=(TritonStates(interpreted=True),),
     )
     monkeypatch.setitem(engines._loaded, "torch", engine)
 
@@ -271,9 +227,7 @@ def test_a_model_trains_the_same(fused, monkeypatch):
         return losses, model.get_weights()
 
     losses, weights = trained()
-    plain = dataclasses.replace(
-        engines.engine(), both_layouts=None, states=None
-    )
+    plain = dataclasses.replace(engines.engine(), both_layouts=None, states=())
     monkeypatch.setitem(engines._loaded, "torch", plain)
     expected, expected_weights = trained()
     assert losses == expected

@@ -150,7 +150,8 @@ class Engine:
         widen: Takes numbers in a float8 dtype; returns them in float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
             where casting and transposing are left to the framework.
-        states: The arithmetic of states as kernels of its own, likewise.
+        states: The arithmetic of states as kernels of its own, the best
+            first; that of the source in `keras.ops` follows.
     """
 
     name: str
@@ -161,7 +162,7 @@ class Engine:
     narrow_cast: Cast
     widen: Callable[[Tensor], Tensor]
     both_layouts: BothLayouts | None = None
-    states: StateKernels | None = None
+    states: tuple[StateKernels, ...] = ()
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """The first kernel that supports a matmul, and why it is that one.

@@ -26,8 +26,8 @@ def engine() -> Engine:
 
 
 def states_for(source: Any, state: Any) -> StateKernels | None:
-    """The kernels for a state of a source; None where there are none."""
-    states = engine().states
-    if states is None or states.supports(source, state) is not None:
-        return None
-    return states
+    """The first kernels that support a state of a source; None if none do."""
+    for states in engine().states:
+        if states.supports(source, state) is None:
+            return states
+    return None

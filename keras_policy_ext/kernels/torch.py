@@ -22,6 +22,7 @@ from keras_policy_ext.kernels.scaled_products import (
     unscaled,
 )
 from keras_policy_ext.kernels.torch_convolutions import TorchConvolutions
+from keras_policy_ext.kernels.torch_cpu_states import CpuStates
 from keras_policy_ext.numerics.quantized import Quantized
 
 Tensor = Any
@@ -95,7 +96,7 @@ ENGINE = Engine(
     narrow_cast=torch_casts.narrow_cast,
     widen=torch_casts.widen,
     both_layouts=torch_fused.TritonCasts(),
-    states=torch_fused.TritonStates(),
+    states=(torch_fused.TritonStates(), CpuStates()),
 )
 
 

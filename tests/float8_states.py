@@ -1,0 +1,49 @@
+"""States of delayed scaling, and what may be assigned to them."""
+
+import torch
+
+from keras_policy_ext import recipes
+from keras_policy_ext.numerics.observations import SLOTS
+
+SOURCES = [
+    recipes.DelayedScaling(),
+    recipes.DelayedScaling(amax_history_length=1),
+    recipes.DelayedScaling(amax_history_length=5, margin=3),
+    recipes.DelayedScaling(amax_history_length=16, amax_compute="most_recent"),
+    recipes.DelayedScaling(amax_history_length=4, initial_scale=1.0),
+]
+
+
+def states_of(source, rng):
+    """Settled states, one that was never observed, and one that was moved."""
+    rows, width = source.state_shape
+    state = torch.zeros(rows, width)
+    state[:, 0] = -1.0
+    yield state.clone()
+    history = rng.random((rows, width - 2 - SLOTS)).astype("float32")
+    history[2] = 0.0
+    state[:, 2 + SLOTS :] = torch.tensor(history)
+    yield state.clone()
+    state[0, 1 + SLOTS] = 0.37
+    yield state.clone()
+    state[1, 0] = -1.5
+    yield state
+
+
+def values_of(source, rng):
+    """What may be assigned to a state."""
+    rows, width = source.state_shape
+    yield torch.zeros(rows, width)
+    for slots in ([0], [0, 1, 2], [7]):
+        value = torch.zeros(rows, width)
+        kernel = rng.random()  # which is the same in all uses of a step
+        for slot in slots:
+            amaxes = torch.tensor(rng.random(rows).astype("float32"))
+            amaxes[1] = kernel
+            value = value + source.layout.observation(amaxes, slot)
+        yield value
+        yield value * 0.5
+        value = value.clone()
+        value[0, 1], value[2, 3] = torch.inf, torch.nan
+        yield value
+    yield from states_of(source, rng)

@@ -1,0 +1,82 @@
+"""The arithmetic of states in NumPy is that of the source."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip(
+        f"PyTorch's states; the backend is {keras.backend.backend()}",
+        allow_module_level=True,
+    )
+
+import torch
+
+from float8_states import SOURCES, states_of, values_of
+from keras_policy_ext import recipes
+from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels.torch_cpu_states import CpuStates
+from keras_policy_ext.numerics.scale_sources import CurrentSource, source_of
+
+
+@pytest.mark.parametrize("recipe", SOURCES, ids=repr)
+def test_states_settle_as_in_the_source(recipe):
+    source, rng = source_of(recipe), np.random.default_rng(0)
+    states = CpuStates()
+    for previous in states_of(source, rng):
+        expected = source.history_scales(previous)
+        found = states.history_scales(source, previous)
+        np.testing.assert_array_equal(found.scales, expected.scales)
+        if expected.unseen is None:
+            assert found.unseen is None
+        else:
+            np.testing.assert_array_equal(found.unseen, expected.unseen)
+        for value in values_of(source, rng):
+            before = value.clone(), previous.clone()
+            expected = source.settle(value, previous)
+            settled = states.settle(source, value, previous)
+            np.testing.assert_array_equal(settled, expected)
+            assert torch.equal(previous, before[1])
+            assert torch.equal(value.nan_to_num(), before[0].nan_to_num())
+
+
+@pytest.mark.parametrize("uses", range(1, 9))
+def test_amaxes_of_many_uses_are_added_up_in_the_same_order(uses):
+    source = source_of(recipes.DelayedScaling(amax_history_length=2))
+    previous = torch.zeros(source.state_shape)
+    previous[:, 0] = -1.0
+    for amax in np.random.default_rng(0).random(200).astype("float32"):
+        amaxes = [torch.tensor(amax)] * 3
+        value = sum(source.observation(amaxes, i) for i in range(uses))
+        expected = source.settle(value, previous)
+        found = CpuStates().settle(source, value, previous)
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("slot", [0, 3, 7, 9])
+def test_an_observation_is_that_of_the_source(slot):
+    source = source_of(recipes.DelayedScaling(amax_history_length=3))
+    amaxes = [torch.tensor(x) for x in (0.5, torch.inf, torch.nan)]
+    found = CpuStates().observation(source, amaxes, slot)
+    np.testing.assert_array_equal(found, source.observation(amaxes, slot))
+
+
+@pytest.mark.parametrize("amax", [1e-45, 2.0**-126, 3e-38, 448.0, 3e38])
+def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
+    source = source_of(recipes.DelayedScaling(amax_history_length=2))
+    state = torch.zeros(source.state_shape)
+    state[:, 0], state[:, -1] = -1.0, amax
+    found = CpuStates().history_scales(source, state)
+    expected = source.history_scales(state)
+    np.testing.assert_array_equal(found.scales, expected.scales)
+    np.testing.assert_array_equal(found.unseen, expected.unseen)
+
+
+def test_it_is_chosen_for_float32_on_a_cpu():
+    source = source_of(recipes.DelayedScaling())
+    state = torch.zeros(source.state_shape)
+    assert isinstance(engines.states_for(source, state), CpuStates)
+    assert engines.states_for(source, state.bfloat16()) is None
+    assert engines.states_for(source, state.to("meta").float()) is None
+    current = CurrentSource(recipes.CurrentScaling())
+    assert engines.states_for(current, state) is None
