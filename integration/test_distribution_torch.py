@@ -71,6 +71,11 @@ def distributed(model, **options):
     )
 
 
+def compiled(model):
+    # Dynamo's graph; a C++ compiler would add nothing here.
+    return torch.compile(model, backend="aot_eager")
+
+
 def loss_of(model, x, y, *args):
     return torch.mean((model(x, *args) - y) ** 2)
 
@@ -170,6 +175,14 @@ for step in range(3):
     loss_of(wrapped, mine(x[step]), mine(y[step])).backward()
     optimizer.step()
     record(f"zero/{step}", model)
+
+# Compiled, inside and outside of the exchange of gradients.
+for where, around in (
+    ("compiled", lambda model: distributed(compiled(model))),
+    ("around", lambda model: compiled(distributed(model))),
+):
+    model = Branches()
+    native_loop(where, model, around(model))
 results["x"] = x.numpy()
 np.savez(folder / f"{rank}.npz", **results)
 dist.destroy_process_group()
@@ -236,7 +249,10 @@ def test_amaxes_are_those_of_the_whole_batch(ranks):
         assert newest == np.abs(ranks[0]["x"][step]).max()
 
 
-@pytest.mark.parametrize("loop", ["native", "unmodified", "views", "zero"])
+@pytest.mark.parametrize(
+    "loop",
+    ["native", "unmodified", "views", "zero", "compiled", "around"],
+)
 def test_a_native_loop_has_the_bits_of_a_keras_one(loop, ranks):
     names = [name for name in ranks[0] if name.startswith("keras/")]
     assert len(names) == 18

@@ -180,12 +180,33 @@ def know_replicas(parameter: Tensor) -> None:
     Args:
         parameter: That of a state in use.
     """
-    module = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    module = _active_module()
     state = _STATES.get(id(parameter))
-    if module is None or state is None or state.observed.group is not None:
-        return
+    if module is not None and state is not None:
+        _know_replicas(module, state)
+
+
+def know_replicas_in_graph() -> None:
+    """`know_replicas`, where a compiler has put another tensor in its place."""
+    module = _active_module()
+    parameters = () if module is None else module.parameters()
+    for each in parameters:
+        state = _STATES.get(id(each))
+        if state is not None:
+            # All of the module learn it together.
+            _know_replicas(module, state)
+            return
+
+
+def _active_module() -> Any:
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+def _know_replicas(module: Any, state: Any) -> None:
+    """Let the states of a module know its replicas, if one of them does not."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
-    if joining or module.process_group.size() == 1:
+    known = state.observed.group is not None
+    if known or joining or module.process_group.size() == 1:
         return
     for each in module.parameters():
         state = _STATES.get(id(each))

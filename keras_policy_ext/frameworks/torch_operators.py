@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Operation
 
 Tensor = Any
@@ -77,6 +78,8 @@ def _forward(
     """The outputs and, if they are kept for a gradient, the residuals."""
     operation = _OPERATIONS[name]
     observe = keep and operation.training is not False
+    if keep and state is not None:
+        torch_observations.know_replicas_in_graph()
     with _no_autocast(inputs):
         outputs, residuals = operation.forward(
             inputs, kernel, _listed(state), observe
