@@ -158,7 +158,7 @@ def _run(
     _refuse_onnx()
     operation = operation.resolved()
     tensors = (inputs, kernel, *state)
-    with _no_autocast(inputs):
+    with torch_operators.no_autocast(inputs):
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in tensors
         ):
@@ -199,7 +199,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # to be asked for once only
         state, leaves = saved[: ctx.uses_state], saved[ctx.uses_state :]
-        with torch.no_grad(), _no_autocast(outputs_grad):
+        with torch.no_grad(), torch_operators.no_autocast(outputs_grad):
             inputs_grad, kernel_grad, state_grad = ctx.operation.backward(
                 ctx.operation.residuals(leaves, ctx.shapes),
                 outputs_grad,
@@ -236,8 +236,3 @@ def _no_view(x: Tensor) -> Tensor:
     it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
     """
     return x.new_empty(0).set_(x) if x._is_view() else x
-
-
-def _no_autocast(x: Tensor) -> Any:
-    """Keeps `torch.autocast` from narrowing unscaled products."""
-    return torch.autocast(x.device.type, enabled=False)

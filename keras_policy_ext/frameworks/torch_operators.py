@@ -80,7 +80,7 @@ def _forward(
     observe = keep and operation.training is not False
     if keep and state is not None:
         torch_observations.know_replicas_in_graph()
-    with _no_autocast(inputs):
+    with no_autocast(inputs):
         outputs, residuals = operation.forward(
             inputs, kernel, _listed(state), observe
         )
@@ -125,7 +125,7 @@ def _backward(
     operation = _OPERATIONS[name]
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
     residuals = operation.residuals(leaves, sizes)
-    with _no_autocast(outputs_grad):
+    with no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grad = operation.backward(
             residuals, outputs_grad, _listed(state), (needed[0], needed[1])
         )
@@ -202,6 +202,6 @@ def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     return tensor.clone() if shared else tensor
 
 
-def _no_autocast(x: Tensor) -> Any:
+def no_autocast(x: Tensor) -> Any:
     """Keeps `torch.autocast` from narrowing unscaled products."""
     return torch.autocast(x.device.type, enabled=False)

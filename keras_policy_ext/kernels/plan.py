@@ -186,7 +186,8 @@ class Plan:
         (x, x_scale, w, w_scale), rest = leaves[:4], leaves[4:]
         known = None
         if self.source.state_shape is not None:
-            known = HistoryScales.of(rest, self.source.starts_from_current)
+            # Amaxes are two or none: an even number has the flags among them.
+            known = HistoryScales.of(rest, with_unseen=len(rest) % 2 == 0)
             rest = rest[len(known.leaves()) :]
         return Residuals(
             Quantized(x, x_scale, self.kept["inputs"]),

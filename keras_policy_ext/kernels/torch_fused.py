@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 from typing import Any
@@ -112,9 +111,12 @@ def lacking() -> str | None:
     """
     if not HAS_TRITON:
         return "Triton is not installed"
-    with contextlib.suppress(Exception):
+    try:
         if _gives_our_codes():
             return None
+    # Whatever a compiler raises on a device nobody has tried: it is told.
+    except Exception as error:
+        return f"Triton fails here: {type(error).__name__}: {error}"
     return "Triton does not cast here as PyTorch does"
 
 

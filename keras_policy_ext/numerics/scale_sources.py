@@ -98,14 +98,11 @@ class ScaleSource(Protocol):
     Attributes:
         recipe: The recipe.
         state_shape: Of the state of a kernel; None for a source without.
-        starts_from_current: Whether an operand that was never observed has
-            the scale of its own amax.
         rule: How scales come from amaxes; None for one of another kind.
     """
 
     recipe: Any
     state_shape: tuple[int, int] | None
-    starts_from_current: bool
     rule: ScaleRule | None
 
     def history_scales(self, state: Tensor) -> HistoryScales:
@@ -138,7 +135,6 @@ class CurrentSource:
     def __init__(self, recipe: Any):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
-        self.starts_from_current = True
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
     def history_scales(self, state: Tensor) -> HistoryScales:

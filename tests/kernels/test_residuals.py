@@ -53,14 +53,14 @@ def normal(seed, shape):
     return ops.convert_to_tensor(x.astype("float32"))
 
 
-def forward(contraction, recipe, x, w):
+def forward(contraction, recipe, x, w, observe=True):
     plan = kernels.make_plan(contraction, recipe, "float32", "float32", True)
     state = ()
     if recipe.history_length:
         matrix = np.zeros(source_of(recipe).state_shape, "float32")
         matrix[:, 0] = -1.0
         state = (ops.convert_to_tensor(matrix),)
-    return plan, *plan.forward(x, w, state, observe=True), state
+    return plan, *plan.forward(x, w, state, observe), state
 
 
 def flat(gradients):
@@ -162,3 +162,18 @@ def test_convolutions_keep_one_byte_too():
         np.testing.assert_array_equal(one, other)
     kept = residuals.leaves()[0]
     assert keras.backend.standardize_dtype(kept.dtype) == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+@pytest.mark.parametrize("observe", [False, True])
+def test_what_a_state_says_is_found_again_among_the_leaves(unseen, observe):
+    x, w = normal(0, (6, 5)), normal(1, (5, 4))
+    contraction = kernels.Einsum("ab,bc->ac")
+    recipe = RECIPES[0] if unseen else RECIPES[1]
+    plan, _, residuals, _ = forward(contraction, recipe, x, w, observe)
+    again = plan.residuals(residuals.leaves(), residuals.shapes)
+    assert (again.known.unseen is not None) == unseen
+    assert (again.amaxes is not None) == observe
+    np.testing.assert_array_equal(
+        array(again.known.scales), array(residuals.known.scales)
+    )

@@ -257,3 +257,22 @@ def test_what_tensorflow_does_not_offer_is_done_without(monkeypatch):
     monkeypatch.setattr(framework, "control_flow_util", None)
     _, _, choice = gradients(layer, x, "native")
     assert choice.kind == "emulated"
+
+
+def test_lists_of_tensorflow_still_cannot_hold_float8():
+    """Else `_in_a_loop` and bfloat16 for what a loop keeps can go."""
+
+    @tf.function
+    def through_a_list(x):
+        items = tf.raw_ops.EmptyTensorList(
+            element_shape=[2], max_num_elements=-1, element_dtype=x.dtype
+        )
+        items = tf.raw_ops.TensorListPushBack(input_handle=items, tensor=x)
+        return tf.raw_ops.TensorListPopBack(
+            input_handle=items, element_shape=[2], element_dtype=x.dtype
+        ).tensor
+
+    narrow = tf.dtypes.experimental.float8_e4m3fn
+    np.testing.assert_array_equal(through_a_list(tf.ones(2)), [1.0, 1.0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="FLOAT8"):
+        through_a_list(tf.cast(tf.ones(2), narrow))

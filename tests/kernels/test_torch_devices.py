@@ -17,7 +17,7 @@ if keras.backend.backend() != "torch":
 import numpy as np
 import torch
 
-from keras_policy_ext.kernels import torch_casts, torch_devices
+from keras_policy_ext.kernels import torch_casts, torch_devices, torch_fused
 
 FORWARD = kernels.Einsum("ab,bc->ac")
 
@@ -110,3 +110,16 @@ def test_what_is_kept_on_apple_s_gpus_is_no_float8():
     assert kept("mps") == "bfloat16"
     assert kept("cpu") == "float32"
     assert kept("cuda") == formats.names()[0]
+
+
+def test_why_triton_does_not_cast_is_told(monkeypatch):
+    def fails():
+        raise RuntimeError("no compiler on this machine")
+
+    torch_fused.lacking.cache_clear()
+    monkeypatch.setattr(torch_fused, "HAS_TRITON", True)
+    monkeypatch.setattr(torch_fused, "_gives_our_codes", fails)
+    try:
+        assert "no compiler on this machine" in torch_fused.lacking()
+    finally:
+        torch_fused.lacking.cache_clear()
