@@ -1,5 +1,6 @@
 """States of delayed scaling, and what may be assigned to them."""
 
+import numpy as np
 import torch
 
 from keras_policy_ext import recipes
@@ -47,3 +48,27 @@ def values_of(source, rng):
         value[0, 1], value[2, 3] = torch.inf, torch.nan
         yield value
     yield from states_of(source, rng)
+
+
+def assert_settles_as_the_source(states, source):
+    """That kernels for states compute what the source does.
+
+    Args:
+        states: A `StateKernels`.
+        source: A source of delayed scaling.
+    """
+    rng = np.random.default_rng(0)
+    for previous in states_of(source, rng):
+        expected = source.history_scales(previous)
+        found = states.history_scales(source, previous)
+        np.testing.assert_array_equal(found.scales, expected.scales)
+        assert (found.unseen is None) == (expected.unseen is None)
+        if expected.unseen is not None:
+            np.testing.assert_array_equal(found.unseen, expected.unseen)
+        for value in values_of(source, rng):
+            given = value.clone().nan_to_num(), previous.clone()
+            expected = source.settle(value, previous)
+            settled = states.settle(source, value, previous)
+            np.testing.assert_array_equal(settled, expected)
+            assert torch.equal(value.nan_to_num(), given[0])
+            assert torch.equal(previous, given[1])

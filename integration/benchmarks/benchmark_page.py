@@ -9,10 +9,10 @@ writes nothing, and fails where the page is another.
 import collections
 import json
 import pathlib
-import sys
 import textwrap
 
 import estimates
+from generated import write_or_check
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 ROOT = pathlib.Path(__file__).parents[2]
@@ -237,11 +237,7 @@ def _not_measured(results):
 
 def main():
     text = page()
-    if sys.argv[1:] == ["--check"]:
-        if PAGE.read_text("utf-8") != text:
-            sys.exit(f"{PAGE.name} is not what {__file__} would write.")
-        return
-    PAGE.write_text(text, encoding="utf-8")
+    write_or_check(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ where the table is another.
 import itertools
 import json
 import pathlib
-import sys
 
 import estimates
+from generated import write_or_check
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[2] / "keras_policy_ext"
@@ -121,11 +121,7 @@ def _place(row):
 
 def main():
     text = json.dumps(table(), indent=1, ensure_ascii=False) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        if TABLE.read_text("utf-8") != text:
-            sys.exit(f"{TABLE.name} is not what {__file__} would write.")
-        return
-    TABLE.write_text(text, encoding="utf-8")
+    write_or_check(TABLE, text)
 
 
 if __name__ == "__main__":

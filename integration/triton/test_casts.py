@@ -20,7 +20,7 @@ if keras.backend.backend() != "torch" or not importlib.util.find_spec("triton"):
 import torch
 
 import keras_policy_ext as kpe
-from float8_states import SOURCES, states_of, values_of
+from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.kernels import (
     engines,
@@ -129,19 +129,9 @@ def test_an_observation_is_that_of_the_source(slot):
 
 @pytest.mark.parametrize("recipe", SOURCES, ids=repr)
 def test_states_settle_as_in_the_source(recipe):
-    source, rng = source_of(recipe), np.random.default_rng(0)
-    for previous in states_of(source, rng):
-        expected = source.history_scales(previous)
-        found = torch_triton_scales.history_scales(source, previous)
-        np.testing.assert_array_equal(found.scales, expected.scales)
-        if expected.unseen is None:
-            assert found.unseen is None
-        else:
-            np.testing.assert_array_equal(found.unseen, expected.unseen)
-        for value in values_of(source, rng):
-            expected = source.settle(value, previous)
-            settled = torch_triton_scales.settle(source, value, previous)
-            np.testing.assert_array_equal(settled, expected)
+    assert_settles_as_the_source(
+        TritonStates(interpreted=True), source_of(recipe)
+    )
 
 
 @pytest.fixture

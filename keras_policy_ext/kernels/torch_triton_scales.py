@@ -79,9 +79,7 @@ def constants(source: Any) -> dict[str, Any]:
     width = source.layout.width
     tops = [limit / 2.0**source.rule.margin for limit in source.limits]
     return {
-        "TOP_0": tops[0],
-        "TOP_1": tops[1],
-        "TOP_2": tops[2],
+        "TOPS": tuple(tops),
         "INITIAL": source.initial,
         "NEWEST_ONLY": source.recipe.amax_compute == "most_recent",
         "FROM_CURRENT": source.starts_from_current,
@@ -128,9 +126,7 @@ def _scale_before(
     state,
     row,
     place,
-    TOP_0: tl.constexpr,
-    TOP_1: tl.constexpr,
-    TOP_2: tl.constexpr,
+    TOPS: tl.constexpr,
     INITIAL: tl.constexpr,
     NEWEST_ONLY: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -147,7 +143,7 @@ def _scale_before(
     stored = tl.where(intact, tl.load(start + FIRST - 1), 0.0)
     reduced = tl.where(intact, reduced, 0.0)
     known = stored > 0.0
-    top = tl.where(row == 0, TOP_0, tl.where(row == 1, TOP_1, TOP_2))
+    top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
     previous = tl.where(known, stored, INITIAL)
     scale = scale_of(reduced, previous, top, True, False)
     return scale, stored, known | _positive_finite(reduced)
@@ -158,9 +154,7 @@ def history_kernel(
     state,
     scales,
     unseen,
-    TOP_0: tl.constexpr,
-    TOP_1: tl.constexpr,
-    TOP_2: tl.constexpr,
+    TOPS: tl.constexpr,
     INITIAL: tl.constexpr,
     NEWEST_ONLY: tl.constexpr,
     FROM_CURRENT: tl.constexpr,
@@ -171,16 +165,7 @@ def history_kernel(
     """See `history_scales`; a program for each operand."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     scale, _stored, seen = _scale_before(
-        state,
-        row,
-        place,
-        TOP_0,
-        TOP_1,
-        TOP_2,
-        INITIAL,
-        NEWEST_ONLY,
-        WIDTH,
-        FIRST,
+        state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
     tl.store(scales + row, scale)
     tl.store(unseen + row, seen == 0)
@@ -210,13 +195,48 @@ def observation_kernel(
 
 
 @triton.jit
+def _entered(
+    given,
+    previous,
+    row,
+    place,
+    KERNEL_ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The history with the newest amax, where all amaxes are finite."""
+    start = previous + row * WIDTH
+    amaxes = tl.where((place > 0) & (place < WIDTH), given, 0.0)
+    bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = tl.max(bits, 0) < 0x7F800000
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
+    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0))
+    # The ring turns left: see `observations._roll`.
+    older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
+    turned = tl.load(start + older, mask=place > FIRST, other=0.0)
+    before = tl.load(start + place, mask=place < WIDTH, other=0.0)
+    intact = tl.load(start) == -1.0
+    turned = tl.where(intact, turned, 0.0)
+    rolled = tl.where(place == FIRST, newest, turned)
+    return tl.where(finite, rolled, tl.where(intact, before, 0.0))
+
+
+@triton.jit
+def _is_observation(given, place):
+    """See `Layout._is_observation`."""
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    seen = tl.where((place > 0) & (given != 0.0), 1.0, 0.0)
+    whole = uses == tl.floor(uses)
+    return whole & (uses >= tl.sum(seen, 0)) & (uses > 0.0)
+
+
+@triton.jit
 def settle_kernel(
     value,
     previous,
     settled,
-    TOP_0: tl.constexpr,
-    TOP_1: tl.constexpr,
-    TOP_2: tl.constexpr,
+    TOPS: tl.constexpr,
     INITIAL: tl.constexpr,
     NEWEST_ONLY: tl.constexpr,
     FROM_CURRENT: tl.constexpr,
@@ -231,53 +251,20 @@ def settle_kernel(
     inside = place < WIDTH
     given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
     before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
-    uses = tl.load(value + row * WIDTH)
-    amaxes = tl.where(place > 0, given, 0.0)
-
-    scale, stored, seen = _scale_before(
-        previous,
-        row,
-        place,
-        TOP_0,
-        TOP_1,
-        TOP_2,
-        INITIAL,
-        NEWEST_ONLY,
-        WIDTH,
-        FIRST,
+    used, stored, seen = _scale_before(
+        previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
-    used = scale
     if FROM_CURRENT:
-        used = tl.where(seen, scale, stored)
-
-    # The newest amax, entered where all are finite, in a row that is intact.
-    magnitudes = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    finite = tl.max(magnitudes, 0) < 0x7F800000
-    mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
-    largest = tl.max(tl.where(inside & (place > 0), given, -float("inf")), 0)
-    newest = tl.where(row == KERNEL_ROW, mean, largest)
-    intact = tl.load(previous + row * WIDTH) == -1.0
-    older = place + 1
-    older = tl.where(older >= WIDTH, FIRST, older)
-    turned = tl.load(
-        previous + row * WIDTH + older, mask=place > FIRST, other=0.0
-    )
-    turned = tl.where(intact, turned, 0.0)
-    rolled = tl.where(place == FIRST, newest, turned)
-    kept = tl.where(intact, before, 0.0)
-    history = tl.where(finite, rolled, kept)
-
+        used = tl.where(seen, used, stored)
+    history = _entered(given, previous, row, place, KERNEL_ROW, WIDTH, FIRST)
     observed = tl.where(place >= FIRST, history, 0.0)
     observed = tl.where(place == FIRST - 1, used, observed)
     observed = tl.where(place == 0, -1.0, observed)
 
     # A state that is assigned is sealed; anything else leaves what was.
-    rounded = tl.abs(uses + 1.0) <= ROUNDING
-    seal = tl.where(rounded, -1.0, uses)
+    uses = tl.load(value + row * WIDTH)
+    seal = tl.where(tl.abs(uses + 1.0) <= ROUNDING, -1.0, uses)
     state = tl.where(place == 0, seal, given)
     other = tl.where(uses < 0.0, state, before)
-
-    count = tl.sum(tl.where(amaxes != 0.0, 1.0, 0.0), 0)
-    counted = (uses == tl.floor(uses)) & (uses >= count) & (uses > 0.0)
-    found = tl.where(counted, observed, other)
+    found = tl.where(_is_observation(given, place), observed, other)
     tl.store(settled + row * WIDTH + place, found, mask=inside)

@@ -12,7 +12,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from float8_states import SOURCES, states_of, values_of
+from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import recipes
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.torch_cpu_states import CpuStates
@@ -21,23 +21,7 @@ from keras_policy_ext.numerics.scale_sources import CurrentSource, source_of
 
 @pytest.mark.parametrize("recipe", SOURCES, ids=repr)
 def test_states_settle_as_in_the_source(recipe):
-    source, rng = source_of(recipe), np.random.default_rng(0)
-    states = CpuStates()
-    for previous in states_of(source, rng):
-        expected = source.history_scales(previous)
-        found = states.history_scales(source, previous)
-        np.testing.assert_array_equal(found.scales, expected.scales)
-        if expected.unseen is None:
-            assert found.unseen is None
-        else:
-            np.testing.assert_array_equal(found.unseen, expected.unseen)
-        for value in values_of(source, rng):
-            before = value.clone(), previous.clone()
-            expected = source.settle(value, previous)
-            settled = states.settle(source, value, previous)
-            np.testing.assert_array_equal(settled, expected)
-            assert torch.equal(previous, before[1])
-            assert torch.equal(value.nan_to_num(), before[0].nan_to_num())
+    assert_settles_as_the_source(CpuStates(), source_of(recipe))
 
 
 @pytest.mark.parametrize("uses", range(1, 9))
