@@ -361,6 +361,7 @@ class Float8Mixin(
         self._recipe_of_activations: Any = (
             policy.recipe.for_activations if follows else None
         )
+        self._has_state = follows and has_state(policy.recipe)
         self._float8_policy_path = self.path
 
     def _kernels_to_contract(self) -> list[keras.Variable]:
@@ -393,7 +394,7 @@ class Float8Mixin(
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
-        state, slot = self._state_of(kernel, policy, training)
+        state, slot = self._state_of(kernel, training)
         value = variable_values.value_without_autocast(kernel)
         plan = kernels.make_plan(
             contraction,
@@ -409,9 +410,9 @@ class Float8Mixin(
         return kernels.run(plan, inputs, value, *state)
 
     def _state_of(
-        self, kernel: Any, policy: Float8DTypePolicy, training: bool | None
+        self, kernel: Any, training: bool | None
     ) -> tuple[tuple[Tensor, ...], int]:
-        if not has_state(policy.recipe):
+        if not self._has_state:
             return (), 0
         variable = self.float8_state.of(kernel)
         if variable is None:
