@@ -37,11 +37,12 @@ def hadamard(x: ArrayLike) -> Array:
     values = float32(x)
     padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % SIZE)]
     padded = np.pad(values, padding)
-    runs = padded.reshape(*padded.shape[:-1], -1, SIZE) * SIGNS
+    count = padded.size // SIZE
+    runs = padded.reshape(count, SIZE) * SIGNS
     with np.errstate(over="ignore", invalid="ignore"):
         for distance in (1, 2, 4, 8):
-            pairs = runs.reshape(*runs.shape[:-1], -1, 2, distance)
-            low, high = pairs[..., 0, :], pairs[..., 1, :]
-            both = np.stack([low + high, low - high], axis=-2)
-            runs = both.reshape(runs.shape)
+            pairs = runs.reshape(count, SIZE // distance // 2, 2, distance)
+            low, high = pairs[:, :, 0], pairs[:, :, 1]
+            both = np.stack([low + high, low - high], axis=2)
+            runs = both.reshape(count, SIZE)
     return (runs * np.float32(0.25)).reshape(padded.shape)
