@@ -204,6 +204,14 @@ def test_stochastic_values_that_are_quantized_once_have_one_set_of_bits():
     assert np.any(two.codes[0] != one.codes[0].T)
 
 
+def test_a_transform_before_each_matmul_is_along_the_axis_that_it_sums():
+    q = Quantization(format=E4M3, tile=Tile(16, 16), hadamard=16)
+    result = reference.linear(*tensors(), Own(q))
+    shapes = {k: v.codes.shape[1:] for k, v in result.matrices.items()}
+    assert shapes["kernel", "forward"] == (50, 48)
+    assert shapes["kernel", "inputs_grad"] == (33, 64)
+
+
 def test_every_operand_of_rowwise_has_scales_along_the_axis_that_is_summed():
     result = reference.linear(*tensors(), RowwiseScaling())
     shapes = {k: v.scales.shape for k, v in result.matrices.items()}

@@ -34,6 +34,7 @@ from keras_policy_ext.reference.matrices import (
     Quantized,
     quantize_matrices,
 )
+from keras_policy_ext.reference.packing import pack, unpack
 from keras_policy_ext.reference.randomness import (
     matmul_key,
     random_bits,
@@ -67,6 +68,7 @@ __all__ = [
     "hadamard",
     "linear",
     "matmul_key",
+    "pack",
     "quantize",
     "quantize_block",
     "quantize_dequantize",
@@ -81,5 +83,6 @@ __all__ = [
     "stochastic_cast",
     "stochastic_round",
     "underflow_fraction",
+    "unpack",
     "update_history",
 ]
