@@ -80,8 +80,8 @@ class Format:
 
         Its own where the framework computes with it, and `"uint8"`, for its
         codes, elsewhere. TensorFlow has kernels for few operations on float8,
-        and none in loops. No two frameworks make the same e8m0 of 0, and few
-        have casts to formats of four bits.
+        and none in loops. JAX and PyTorch do not agree on the e8m0 of 0, and
+        JAX alone has casts to four bits.
         """
         own = self.name if self.has_sign and self.bits == 8 else "uint8"
         return {"jax": own, "torch": own, "tensorflow": "uint8"}

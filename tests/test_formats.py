@@ -1,9 +1,11 @@
 import dataclasses
+import inspect
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import formats_page
 from keras_policy_ext import formats, reference
 
 pytestmark = pytest.mark.any_backend
@@ -182,3 +184,27 @@ def test_packed_codes_come_back(name):
     back = reference.unpack(packed, name)
     np.testing.assert_array_equal(back.view(np.uint8), codes.view(np.uint8))
     assert back.dtype == codes.dtype
+
+
+# The page
+
+
+def test_the_page_is_that_of_the_formats():
+    found = formats_page.PAGE.read_text("utf-8")
+    assert found == formats_page.page(), "run python tests/formats_page.py"
+
+
+def test_the_page_tells_every_fact():
+    """So that a new attribute of formats finds its line."""
+    source = inspect.getsource(formats_page)
+    told = {f.name for f in dataclasses.fields(formats.Format)}
+    missing = {name for name in told - {"name", "dtype"} if name not in source}
+    assert missing == set()
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(448.0, "448"), (2.0**-9, "2⁻⁹"), (2.0**127, "2¹²⁷"), (0.5, "0.5")],
+)
+def test_powers_of_two_are_written_as_such(x, text):
+    assert formats_page.number(x) == text
