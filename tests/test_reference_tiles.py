@@ -232,6 +232,36 @@ def test_what_is_dequantized_is_near_what_there_was(options, x, tile):
     assert np.all(error[known] <= room * wide[known])
 
 
+# Two levels
+
+
+@pytest.mark.parametrize(
+    ("tensor", "block", "scale"),
+    [
+        (2.8309741020202637, 1.3649338483810425, 208.0),
+        (5.615790843963623, 0.10654961317777634, 8.0),
+        (7.517950057983398, 4.564469814300537, 256.0),
+    ],
+)
+def test_the_scale_of_a_block_is_its_amax_times_a_quotient(
+    tensor, block, scale
+):
+    """Where another order of the same operations has another scale."""
+    found = asked([[tensor, block]], tile=Tile(1, 1), **NVFP4)
+    assert found.scales[0, 0].astype(np.float32).tolist() == [448.0, scale]
+
+
+def test_a_block_whose_scale_rounds_to_zero_has_codes_of_one_size():
+    x = [[2688.0, 0.0, 1e-3, -1e-3]]
+    found = asked(x, tile=Tile(1, 2), **NVFP4)
+    assert found.scales[0, 0].astype(np.float32).tolist() == [448.0, 0.0]
+    assert found.codes[0, 0].view(np.uint8).tolist() == [7, 0, 7, 15]
+    x = [[2688.0, 0.0, 1e-3, 0.0]]
+    found = asked(x, tile=Tile(1, 2), **NVFP4)
+    assert found.codes[0, 0].view(np.uint8).tolist() == [7, 0, 7, 0]
+    same(found.dequantize()[0, 0], [2688.0, 0.0, 0.0, 0.0])
+
+
 # Not finite
 
 
