@@ -186,7 +186,7 @@ class Conv:
 
 def in_one_scale(asked: Quantization | None) -> bool:
     """Whether an operand is quantized without regard to its axes."""
-    return asked is None or asked.tile.is_whole
+    return asked is None or asked.keeps_axes
 
 
 _WORDS = {

@@ -92,7 +92,11 @@ def product_scale(a: Quantized, b: Quantized) -> Tensor:
         each.spread_scale if each.tile.contracted is None else one
         for each in (a, b)
     )
-    return rows * ops.swapaxes(columns, 1, 2)
+    scale = rows * ops.swapaxes(columns, 1, 2)
+    for each in (a, b):
+        if each.tensor_scale is not None:
+            scale = scale * each.tensor_scale
+    return scale
 
 
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:

@@ -133,10 +133,14 @@ class Quantization:
         )
 
     @property
+    def by_place(self) -> bool:
+        """Whether equal numbers of one tile may become different ones."""
+        return self.hadamard is not None or self.rounding == "stochastic"
+
+    @property
     def keeps_axes(self) -> bool:
         """Whether what becomes of a number does not depend on its place."""
-        by_place = self.hadamard is not None or self.rounding == "stochastic"
-        return self.tile.is_whole and not by_place
+        return self.tile.is_whole and not self.by_place
 
     @property
     def has_tensor_scale(self) -> bool:
