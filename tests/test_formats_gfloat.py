@@ -38,6 +38,13 @@ FORMATS = {
 SIGNED = [name for name, info in FORMATS.items() if info.is_signed]
 
 
+BLOCKS = {
+    "float8_e4m3fn": known.format_info_mxfp8_e4m3,
+    "float8_e5m2": known.format_info_mxfp8_e5m2,
+    "float4_e2m1fn": known.format_info_mxfp4_e2m1,
+}
+
+
 def test_it_knows_all_formats():
     assert set(FORMATS) == set(formats.names())
 
@@ -93,3 +100,25 @@ def test_random_bits_round_the_same(name):
             srnumbits=16,
         )
         assert number == expected
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_mx_have_the_same_scales_and_values(name):
+    """OCP MX 1.0; what is beyond the largest number it does not saturate."""
+    x = np.float32(np.random.default_rng(0).normal(size=(60, 32)))
+    x *= 2.0 ** np.arange(-30, 30)[:, None]
+    found = reference.quantize_mx(x, name, rounding="floor")
+    scales = found.scales.astype(np.float64)
+    values = found.codes.astype(np.float64) * scales
+    top, beyond = formats.get(name).max, 0
+    for row, scale, ours in zip(x, scales[:, 0], values, strict=True):
+        wide = row.astype(np.float64)
+        emax = BLOCKS[name].etype.emax
+        assert scale == gfloat.compute_scale_amax(emax, wide)
+        clipped = np.clip(wide, -top * scale, top * scale)
+        beyond += np.any(wide != clipped)
+        theirs = gfloat.quantize_block(
+            BLOCKS[name], clipped, lambda _, __, s=scale: s
+        )
+        np.testing.assert_array_equal(ours, theirs)
+    assert beyond > 5

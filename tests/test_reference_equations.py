@@ -162,6 +162,21 @@ def test_rows_are_in_the_order_of_the_result_in_all_three_matmuls():
     np.testing.assert_array_equal(result.kernel_grad, flat.kernel_grad)
 
 
+def test_columns_are_in_the_order_of_the_result_too():
+    q = Quantization(format="float8_e4m3fn", tile=Tile(4, 4))
+    x, kernel, g = operands("abd,dhk->abkh")
+    result = reference.einsum("abd,dhk->abkh", x, kernel, g, Own(q))
+    flat = reference.linear(
+        x.reshape(12, 6),
+        kernel.transpose(0, 2, 1).reshape(6, 14),
+        g.reshape(12, 14),
+        Own(q),
+    )
+    np.testing.assert_array_equal(result.y.reshape(12, 14), flat.y)
+    dw = result.kernel_grad.transpose(0, 2, 1).reshape(6, 14)
+    np.testing.assert_array_equal(dw, flat.kernel_grad)
+
+
 def test_contracted_axes_are_in_the_order_of_the_inputs():
     q = Quantization(format="float8_e4m3fn", tile=Tile(1, 4))
     x, kernel, g = operands("abhk,khd->abd")
