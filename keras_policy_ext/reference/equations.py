@@ -19,8 +19,8 @@ Array = np.ndarray[Any, Any]
 class Form(NamedTuple):
     """The letters of an equation, by operand and by group.
 
-    Batch, rows and columns are in the order of the result, and contracted
-    letters in that of the inputs. So merged axes count as one in all three
+    Rows and contracted letters are in the order of the inputs, batch and
+    columns in that of the result. So merged axes count as one in all three
     matmuls, and in the same order.
     """
 
@@ -65,7 +65,7 @@ def form_of(equation: str) -> Form:
     return Form(
         *(first, second, result),
         batch="".join(c for c in result if c in shared),
-        rows="".join(c for c in result if c not in second),
+        rows="".join(c for c in first if c in result and c not in second),
         columns="".join(c for c in result if c not in first),
         contracted="".join(c for c in first if c in shared - set(result)),
     )
