@@ -668,7 +668,16 @@ def test_mx_round_up_bytes_of_special_blocks(amax, byte):
 
 @pytest.mark.parametrize(
     ("amax", "byte"),
-    [(0.0, 0), (np.inf, 254), (np.nan, 255), (256.0, 127), (511.0, 127)],
+    [
+        (0.0, 0),
+        (np.inf, 254),
+        (np.nan, 255),
+        (256.0, 127),
+        (511.0, 127),
+        (2.0**-118, 1),
+        (2.0**-120, 0),
+        (1e-42, 0),
+    ],
 )
 def test_mx_floor_bytes_of_special_blocks(amax, byte):
     x = np.full((1, 32), amax, np.float32)
