@@ -211,6 +211,9 @@ class Contraction(Hashable, Protocol):
             asked: What becomes of it; None if nothing does.
         """
 
+    def lies_across(self, name: str) -> bool:
+        """Whether an operand lies in memory as the transpose of its matrix."""
+
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """What the first matmul reads of what was quantized."""
 

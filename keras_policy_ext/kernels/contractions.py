@@ -61,6 +61,10 @@ class Einsum:
         x = self.form.summed(name, x)
         return x if in_one_scale(asked) else self.form.matrix(name, x)
 
+    def lies_across(self, name: str) -> bool:
+        """See `Contraction.lies_across`."""
+        return self.form.lies_across(name)
+
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: the home matrix."""
         if not in_one_scale(quantized.quantization):
@@ -155,6 +159,10 @@ class Conv:
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`: the tensor as it is."""
         return x
+
+    def lies_across(self, name: str) -> bool:
+        """See `Contraction.lies_across`: it is read as it lies."""
+        return False
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: as it is."""

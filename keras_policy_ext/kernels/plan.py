@@ -9,7 +9,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels import engines, scaled_products
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
     Reads,
@@ -111,19 +111,39 @@ class Plan:
         }
 
     @functools.cached_property
-    def kept(self) -> dict[str, Quantization | None]:
-        """What became of the operands that the backward pass reads.
+    def turned(self) -> dict[tuple[str, str], bool]:
+        """Whether a matmul's operand is quantized as the transposed matrix.
 
-        Either is kept in its home matrix, as the forward pass made it.
+        So it is where that is how it lies in memory, as most kernels do: a
+        compiler that scales and transposes at once reads against the order of
+        memory (up to ten times as slow, JAX 0.10, CPU).
         """
-        found = {}
-        for operand in ("inputs", "kernel"):
-            first, second = matmuls_of(operand)
-            asked = self.asked[operand, second]
-            across = None if asked is None else asked.transposed
-            once = self.read_once[operand]
-            found[operand] = self.asked[operand, first] if once else across
-        return found
+        return {
+            (operand, matmul): asked is not None
+            and not asked.keeps_axes
+            and self.contraction.lies_across(operand)
+            for (operand, matmul), asked in self.asked.items()
+        }
+
+    def is_across(self, operand: str, matmul: str) -> bool:
+        """Whether a matmul reads the transpose of what was quantized."""
+        is_second = matmul != matmuls_of(operand)[0]
+        return is_second != self.turned[operand, matmul]
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Quantization | None]:
+        """What became of the operands that the backward pass reads."""
+        return {
+            operand: self._quantized_as(operand, matmuls_of(operand)[1])
+            for operand in ("inputs", "kernel")
+        }
+
+    def _quantized_as(self, operand: str, matmul: str) -> Quantization | None:
+        """What becomes of an operand of a matmul, as it lies in memory."""
+        asked = self.asked[operand, matmul]
+        if asked is None or not self.is_across(operand, matmul):
+            return asked
+        return asked.transposed
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
@@ -281,12 +301,12 @@ class Plan:
         self, operand: str, matmul: str, read: Quantized, choice: Choice
     ) -> Quantized:
         """An operand as a matmul reads it."""
+        across = self.is_across(operand, matmul)
         if not choice.native:
             # Before it is transposed, which then costs nothing.
             read = read.widened(engines.engine().widen)
-        if matmul == matmuls_of(operand)[0]:
-            return read
-        return self.contraction.transposed(read)
+            read = scaled_products.folded(read, across)
+        return self.contraction.transposed(read) if across else read
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""
@@ -305,8 +325,7 @@ class Plan:
 
         It is quantized once where the second matmul can read the transpose
         of what the first one reads, and otherwise twice, from its own
-        numbers. Either is in the home matrix; the second is read transposed,
-        so that its tiles lie across.
+        numbers.
         """
         both = self._both_layouts(operand, x, chosen)
         if both is not None:
@@ -377,32 +396,26 @@ class Plan:
         """What a matmul reads: as the forward pass does, and as gradients do.
 
         The outputs are those of saturated operands; where one was not finite
-        and no state tells of it, the gradients do. Either is in the home
-        matrix, across which the tiles of the second matmul lie.
+        and no state tells of it, the gradients do. Either is as it lies in
+        memory: see `turned`.
         """
         asked, read = self.asked[operand, matmul], self.contraction.read
         if asked is None:
             plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
             plain = read(operand, plain)
             return plain, plain
-        across = matmul == matmuls_of(operand)[1]
-        # What depends on the place of a number counts as the matmul does.
-        turned = across and asked.by_place
-        if turned:
+        if self.turned[operand, matmul]:
             home = quantized.swapped(home)
-        elif across:
-            asked = asked.transposed
         whole, amaxes = quantized.quantize(
             home,
-            asked,
+            self._quantized_as(operand, matmul) or asked,
             self.source.scale(operand, asked, amax, known),
             cast,
             _amax_of(operand),
             self._key(asked, matmul, amax, known),
+            self.is_across(operand, matmul),
         )
         marked = whole if amaxes is None else whole.marked(amaxes)
-        if turned:
-            whole, marked = whole.transposed, marked.transposed
         return read(operand, whole), read(operand, marked)
 
     def _key(

@@ -18,7 +18,7 @@ class Residuals:
     """What the backward pass needs of the forward pass.
 
     Attributes:
-        inputs: What `kernel_grad` reads, in the home matrix; a transposed
+        inputs: What `kernel_grad` reads, as it was quantized; a transposed
             copy would be one more tensor.
         kernel: What `inputs_grad` reads, likewise.
         known: What the state said; None for a recipe without.

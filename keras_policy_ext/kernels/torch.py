@@ -122,11 +122,15 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
     return (
         dtype == "bfloat16"
         and a.values.dtype == torch.float32
-        and a.tile.is_whole
-        and b.tile.is_whole
+        and all(_in_one_scale(each) for each in (a, b))
         and is_known(a.scale)
         and _multiplies_bfloat16()
     )
+
+
+def _in_one_scale(operand: Quantized) -> bool:
+    asked = operand.quantization
+    return asked is not None and asked.keeps_axes
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_policy_ext import formats
 from keras_policy_ext.numerics import (
     casting,
     codes,
@@ -76,18 +77,20 @@ class Quantized:
         is, and so is what is narrow.
 
         Args:
-            dtype: Float32 for no change, bfloat16, that of the format, or
-                uint8 for codes.
+            dtype: Float32 for no change, uint8 for codes, or that of the
+                format, in place of which codes are held where it has fewer
+                bits. Scales that are numbers of eight bits are codes then.
         """
         asked = self.quantization
         if asked is None or dtype == "float32" or not is_wide(self.values):
             return self
-        if dtype != "uint8":
-            return self.with_values(ops.cast(self.values, dtype))
+        if dtype == "uint8" or formats.get(asked.format).bits < 8:
+            values = codes.encode(self.values, asked.format)
+        else:
+            values = ops.cast(self.values, dtype)
         scale = self.scale
         if asked.scale_format != "float32":
             scale = codes.encode_scales(scale, asked.scale_format)
-        values = codes.encode(self.values, asked.format)
         return dataclasses.replace(self, values=values, scale=scale)
 
     def widened(self, widen: Any = casting.widen) -> Quantized:
@@ -96,15 +99,15 @@ class Quantized:
         Args:
             widen: Takes numbers in a float8 dtype, returns them in float32.
         """
-        asked = self.quantization
-        if asked is None or is_wide(self.values):
+        asked, values, scale = self.quantization, self.values, self.scale
+        if asked is None:
             return self
-        if not _is_code(self.values):
-            return self.with_values(widen(self.values))
-        scale = self.scale
-        if asked.scale_format != "float32":
+        if _is_code(values):
+            values = codes.decode(values, asked.format)
+        elif not is_wide(values):
+            values = widen(values)
+        if _is_code(scale):
             scale = codes.decode_scales(scale, asked.scale_format)
-        values = codes.decode(self.values, asked.format)
         return dataclasses.replace(self, values=values, scale=scale)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
@@ -165,6 +168,7 @@ def quantize(
     cast: Any = casting.quantize_float32,
     whole_amax: Any = scaling.amax,
     key: Tensor | None = None,
+    across: bool = False,
 ) -> tuple[Quantized, Tensor | None]:
     """Quantize an operand.
 
@@ -178,13 +182,17 @@ def quantize(
             numbers as the matmul is going to read them.
         whole_amax: Finds the amax of a tensor that has one scale.
         key: Int32 scalar, for what is rounded at random.
+        across: Whether the matmul reads the transpose, so that the axis which
+            it sums is the second and not the last one.
 
     Returns:
         The quantized tensor, and the amaxes of its tiles where they were
         found here. Under a Hadamard transform its contracted axis is padded.
     """
     if quantization.hadamard is not None:
-        x = hadamard.hadamard(hadamard.padded(ops.cast(x, "float32")))
+        axis = 1 if across else 2
+        x = hadamard.padded(ops.cast(x, "float32"), axis)
+        x = hadamard.hadamard(x, axis)
     tile, amax = quantization.tile, None
     found = Scales(scale)
     if scale is None:
@@ -195,7 +203,8 @@ def quantize(
     if not tile.is_whole:
         each = tiles.spread(each, tile, x)
     if quantization.rounding == "stochastic":
-        values = _at_random(x, each, quantization.format, is_factor, key)
+        wide = casting.scaled(x, each, quantization.format, is_factor)
+        values = _at_random(wide, quantization.format, key, across)
     else:
         values = cast(x, each, quantization.format, is_factor)
     scale = found.scale
@@ -205,7 +214,7 @@ def quantize(
 
 
 def _at_random(
-    x: Tensor, scale: Tensor, format_name: str, is_factor: bool, key: Any
+    x: Tensor, format_name: str, key: Tensor | None, across: bool
 ) -> Tensor:
     """Numbers of a format in float32, rounded to either neighbour."""
     if key is None:
@@ -214,9 +223,8 @@ def _at_random(
             "int32 scalar, by which the bits are the same on every backend. "
             "Pass key=."
         )
-    wide = casting.scaled(x, scale, format_name, is_factor)
-    bits = random_bits(ops.shape(wide), key)
-    return round_to_neighbour(wide, bits, format_name)
+    bits = random_bits(ops.shape(x), key, across)
+    return round_to_neighbour(x, bits, format_name)
 
 
 def _is_code(values: Tensor) -> bool:

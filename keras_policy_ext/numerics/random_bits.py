@@ -6,7 +6,6 @@ in a layer fails where JAX or PyTorch runs it again for its gradient.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from keras import ops
@@ -27,20 +26,30 @@ def mix(x: Tensor) -> Tensor:
     return ops.bitwise_xor(x, shifted_right(x, 16))
 
 
-def random_bits(shape: Any, key: Tensor) -> Tensor:
-    """Sixteen random bits for each number of a tensor.
+def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
+    """Sixteen random bits for each number of a matrix.
+
+    They depend on the place of a number, counted in rows of the matrix that
+    a matmul reads.
 
     Args:
-        shape: Of the tensor; scalars for sizes that a graph does not know.
+        shape: (b, m, k); scalars for sizes that a graph does not know.
         key: Int32 scalar; equal keys give equal bits.
+        across: Whether the matmul reads the transpose of these matrices.
 
     Returns:
         Int32 tensor of that shape, from 0 to 2^16 - 1.
     """
-    index = ops.arange(math.prod(shape), dtype="int32")
+    b, m, k = shape
+    steps = (m * k, 1, m) if across else (m * k, k, 1)
+    index: Any = 0
+    for axis, (size, step) in enumerate(zip(shape, steps, strict=True)):
+        places = ops.arange(size, dtype="int32") * step
+        index = index + ops.reshape(
+            places, [-1 if i == axis else 1 for i in range(3)]
+        )
     second = key * _wrapped(0x9E3779B9)
-    bits = shifted_right(mix(ops.bitwise_xor(mix(index + key), second)), 16)
-    return ops.reshape(bits, shape)
+    return shifted_right(mix(ops.bitwise_xor(mix(index + key), second)), 16)
 
 
 def key_of_use(step: Tensor, seed: int, slot: int) -> Tensor:
