@@ -40,7 +40,7 @@ def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
     Returns:
         Int32 tensor of that shape, from 0 to 2^16 - 1.
     """
-    b, m, k = shape
+    _, m, k = shape
     steps = (m * k, 1, m) if across else (m * k, k, 1)
     index: Any = 0
     for axis, (size, step) in enumerate(zip(shape, steps, strict=True)):

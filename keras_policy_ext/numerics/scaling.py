@@ -56,9 +56,9 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         magnitude = ops.maximum(ops.abs(largest), ops.abs(smallest))
         return ops.cast(magnitude, "float32")
     magnitude = ops.abs(x)
-    if keras.backend.backend() == "tensorflow" and _is_floating(x):
-        # XLA as TensorFlow configures it on a CPU drops NaN from a maximum
-        # (TF 2.21 with jit_compile=True; JAX configures it otherwise).
+    if _is_floating(x):
+        # XLA drops NaN from a maximum on a CPU (TensorFlow 2.21 with
+        # jit_compile=True; JAX 0.10, of 4096 numbers and more).
         is_nan = ops.isnan(magnitude)
         magnitude = ops.where(is_nan, float("inf"), magnitude)
     largest = ops.max(magnitude, axis=axis, keepdims=keepdims)

@@ -320,3 +320,12 @@ def test_nothing_underflows_where_there_is_nothing(dtype):
     for x in (np.zeros(4, "float32"), np.zeros(0, "float32")):
         x = ops.convert_to_tensor(x)
         assert float(kpe.numerics.underflow_fraction(x, 1.0, dtype)) == 0
+
+
+@pytest.mark.parametrize("axis", [None, 1, (0, 1)])
+def test_one_nan_among_many_numbers_is_not_lost(axis):
+    """XLA leaves it out of a maximum of 4096 numbers and more."""
+    x = np.ones((2, 5000), "float32")
+    x[1, 4321] = np.nan
+    found = scaling.amax(ops.convert_to_tensor(x), axis=axis)
+    assert not np.isfinite(ops.convert_to_numpy(found)).all()
