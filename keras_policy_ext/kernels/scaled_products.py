@@ -95,6 +95,12 @@ def product_scale(a: Quantized, b: Quantized) -> Tensor:
     return rows * ops.swapaxes(columns, 1, 2)
 
 
+def are_powers_of_two(*operands: Quantized) -> bool:
+    """Whether all scales are, so that multiplying by them rounds nothing."""
+    asked = [each.quantization for each in operands]
+    return all(q is not None and q.scale_rounding != "nearest" for q in asked)
+
+
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
     """Apply both scales in float32, then cast to `dtype`."""
     return ops.cast(ops.multiply(product, product_scale(a, b)), dtype)
