@@ -110,22 +110,28 @@ class Float8DotOfRows(Float8Dot):
     ) -> Tensor:
         """See `MatmulKernel.multiply`.
 
-        A product by a power of two is rounded to bfloat16 as what it is made
-        of, so that XLA for CUDA may write that: half of what it moves.
+        XLA for CUDA reads float8 where it is cast to bfloat16 as well, and
+        small matmuls, for which it casts, are then none of float16. A number
+        times a power of two is rounded to bfloat16 as the number is, so it
+        may write that: half of what it moves.
         """
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
+        written = jnp.bfloat16 if narrow else jnp.float32
 
-        def product(written: Any) -> Tensor:
-            sums = _product(a.values, b.values, precision, written)
-            sums = sums.astype(jnp.float32)
-            return (sums * product_scale(a, b)).astype(dtype)
+        def direct() -> Tensor:
+            return _product(a.values, b.values, precision)
 
-        if dtype != "bfloat16" or not are_powers_of_two(a, b):
-            return product(jnp.float32)
-        return lax.platform_dependent(
-            cuda=lambda: product(jnp.bfloat16),
-            default=lambda: product(jnp.float32),
-        )
+        def cast() -> Tensor:
+            x, y = (each.values.astype(jnp.bfloat16) for each in (a, b))
+            return _product(x, y, precision, written).astype(jnp.float32)
+
+        if 1 in (*a.values.shape[1:], *b.values.shape[1:]):
+            # XLA makes no matmul of vectors, and sums what it is to write.
+            sums = direct()
+        else:
+            sums = lax.platform_dependent(cuda=cast, default=direct)
+        return (sums * product_scale(a, b)).astype(dtype)
 
 
 def _dequantized_product(

@@ -130,11 +130,13 @@ class XlaMatmulOfRows(XlaMatmul):
     ) -> Tensor:
         """See `MatmulKernel.multiply`.
 
-        A product by a power of two is rounded to bfloat16 as what it is made
-        of, so that a GPU may write that: half of what it moves.
+        A number times a power of two is rounded to bfloat16 as the number is,
+        so that a GPU may write that: half of what it moves.
         """
         narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
-        if not narrow or not _has_float8_gpu():
+        # XLA makes no matmul of vectors, and sums what it is to write.
+        vectors = 1 in (*a.values.shape[1:], *b.values.shape[1:])
+        if not narrow or vectors or not _has_float8_gpu():
             return super().multiply(a, b, dtype, fast)
         product = _product if fast else _exact_product
         sums = product(*(tf.cast(x.values, dtype) for x in (a, b)))

@@ -157,7 +157,7 @@ def test_what_the_scaled_product_is_not_for(monkeypatch):
     assert "no scaled_dot" in select(MX, MX)[1].reason
 
 
-def lowered(a, b, dtype, platform, terms=40):
+def lowered(a, b, dtype, platform, terms=40, rows=6):
     """The program of a product, before XLA sees it."""
 
     def multiply(x, y, scales):
@@ -174,7 +174,7 @@ def lowered(a, b, dtype, platform, terms=40):
         values = jax.ShapeDtypeStruct((1, rows, terms), E4M3)
         return values, jax.ShapeDtypeStruct(shape, "float32")
 
-    (x, scale), (y, other) = shaped(a, 6), shaped(b, 7)
+    (x, scale), (y, other) = shaped(a, rows), shaped(b, 7)
     traced = jax.jit(multiply).trace(x, y, (scale, other))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
@@ -200,8 +200,17 @@ def test_what_a_matmul_writes_that_is_scaled_after(
     (product,) = [x for x in program.splitlines() if "dot_general" in x]
     assert product.rpartition("->")[2].strip().endswith(f"7x{written}>")
     if pair[0] is ROW:
-        assert product.count("xf8E4M3FN") == 2
+        read = "xbf16" if platform == "cuda" else "xf8E4M3FN"
+        assert product.rpartition("->")[0].count(read) == 2
         assert "[HIGHEST, HIGHEST]" in product
+
+
+@pytest.mark.parametrize(("rows", "terms"), [(1, 40), (6, 1)])
+def test_products_of_vectors_are_summed_in_float32(rows, terms):
+    program = lowered(ROW, ROW, "bfloat16", "cuda", terms, rows)
+    (product,) = [x for x in program.splitlines() if "dot_general" in x]
+    assert product.count("xf8E4M3FN") == 2
+    assert product.endswith("7xf32>")
 
 
 @pytest.mark.parametrize("terms", [1, 32, 128, 130])
