@@ -197,9 +197,9 @@ print(json.dumps(found))
 """
 
 
-def mx_programs(kind, folder, flags="", more=""):
+def mx_programs(kind, folder, flags=""):
     # XLA reads its flags when JAX makes the first array.
-    code = SETTINGS + FLAGS + LAYERS + more + TRACE_WITH_JAX + MX
+    code = SETTINGS + FLAGS + LAYERS + TRACE_WITH_JAX + MX
     printed = run("jax", code, kind, folder, flags)
     found = json.loads(printed.splitlines()[-1])
     assert len(found) == 4
@@ -220,23 +220,10 @@ def test_a_hopper_does_not(tmp_path):
         assert program == expected, name
 
 
-WITHOUT_TRITON = "--xla_gpu_enable_triton_gemm=false"
-
-
-def test_without_triton_products_are_emulated(tmp_path):
-    for program in mx_programs("B200", tmp_path, WITHOUT_TRITON).values():
-        assert (program["products"], program["by blocks"]) == (0, 0)
-
-
 def test_without_triton_a_scaled_product_does_not_compile(tmp_path):
-    """Which is why they are emulated."""
-    more = """
-from keras_policy_ext.kernels import jax_devices
-
-jax_devices.lacking_triton = lambda: None
-"""
-    found = mx_programs("B200", tmp_path, WITHOUT_TRITON, more)
-    for program in found.values():
+    """That is why it is tried on the device before it is used."""
+    flags = "--xla_gpu_enable_triton_gemm=false"
+    for program in mx_programs("B200", tmp_path, flags).values():
         assert "Unsupported instruction opcode: scaled-dot" in program
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Any
 
 import jax
@@ -12,8 +10,6 @@ from keras_policy_ext.kernels.contract import HOPPER_OR_ADA
 
 BLACKWELL = 10
 """Major number of the compute capability of its data center cards."""
-
-WITHOUT_TRITON = re.compile(r"--xla_gpu_enable_triton_gemm=(false|0)\b")
 
 
 def lacking() -> str | None:
@@ -36,16 +32,6 @@ def lacking_mx() -> str | None:
     if capability is not None and capability[0] == BLACKWELL:
         return None
     return f"{_named(device)} is no Blackwell that scales MX blocks (10.x)"
-
-
-def lacking_triton() -> str | None:
-    """Why XLA compiles no `lax.scaled_dot` for a GPU, or None if it does.
-
-    Without Triton that fails with "Unsupported instruction opcode" (JAX 0.10).
-    """
-    if WITHOUT_TRITON.search(os.environ.get("XLA_FLAGS", "")):
-        return "XLA_FLAGS leaves out Triton, which has the scaled product"
-    return None
 
 
 def _capability(device: Any) -> tuple[int, ...] | None:

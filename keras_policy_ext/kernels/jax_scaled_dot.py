@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from keras_policy_ext.kernels import jax_devices
@@ -42,10 +44,8 @@ class ScaledDot:
             return "the scales of MX blocks are powers of two"
         if not hasattr(lax, "scaled_dot"):
             return f"jax {jax.__version__} has no scaled_dot"
-        lacking = jax_devices.lacking_triton()
-        if lacking or request.prefer == "native":
-            return lacking
-        return jax_devices.lacking_mx()
+        wanted = request.prefer == "native"
+        return (None if wanted else jax_devices.lacking_mx()) or failing()
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
@@ -57,27 +57,68 @@ class ScaledDot:
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         """See `MatmulKernel.multiply`; there is one way to accumulate."""
-        first, second = (_padded(x.values, TERMS) for x in (a, b))
-        scales = [
-            _padded(exponent_bytes(x.scale), TERMS // MX_BLOCK) for x in (a, b)
-        ]
-
-        def product(written: Any) -> Tensor:
-            return lax.scaled_dot(
-                first,
-                second,
-                lhs_scale=_as_exponents(scales[0]),
-                rhs_scale=_as_exponents(scales[1]),
-                dimension_numbers=(((2,), (2,)), ((0,), (0,))),
-                preferred_element_type=written,
-            ).astype(dtype)
-
+        read = a.values, a.scale, b.values, b.scale
         if dtype != "bfloat16":
-            return product(jnp.float32)
+            return _product(*read).astype(dtype)
         return lax.platform_dependent(
-            cuda=lambda: product(jnp.bfloat16),
-            default=lambda: product(jnp.float32),
+            cuda=lambda: _product(*read, jnp.bfloat16),
+            default=lambda: _product(*read).astype(dtype),
         )
+
+
+@functools.cache
+def failing() -> str | None:
+    """Why `lax.scaled_dot` is not to be used on this device, or None.
+
+    Asked once for a process, with numbers: for a GPU XLA compiles it by way of
+    Triton alone, which may be left out or not know the device.
+    """
+    try:
+        with jax.ensure_compile_time_eval():
+            if _gives_our_numbers():
+                return None
+    # Whatever a compiler raises on a device nobody has tried: it is told.
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        return f"lax.scaled_dot fails here: {type(error).__name__}: {told}"
+    return "lax.scaled_dot does not multiply here as it should"
+
+
+def _gives_our_numbers() -> bool:
+    """Whether a product is right in which each block has its own scale."""
+    rng = np.random.default_rng(0)
+    operands, exact = [], []
+    for rows in (136, 72):
+        values = rng.integers(-8, 9, (1, rows, 256)).astype("float32")
+        scale = 2.0 ** rng.integers(-4, 5, (1, rows, 256 // MX_BLOCK))
+        operands += [jnp.asarray(values, "float8_e4m3fn"), jnp.float32(scale)]
+        exact.append((values * np.repeat(scale, MX_BLOCK, 2))[0])
+    found = np.asarray(jax.jit(_product)(*operands))[0]
+    expected = exact[0] @ exact[1].T
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    return bool(error < 2.0**-10)
+
+
+def _product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: Any = jnp.float32,
+) -> Tensor:
+    """(b, m, k) and (b, n, k) to (b, m, n)."""
+    scales = [
+        _as_exponents(_padded(exponent_bytes(each), TERMS // MX_BLOCK))
+        for each in (a_scale, b_scale)
+    ]
+    return lax.scaled_dot(
+        _padded(a, TERMS),
+        _padded(b, TERMS),
+        lhs_scale=scales[0],
+        rhs_scale=scales[1],
+        dimension_numbers=(((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=dtype,
+    )
 
 
 def exponent_bytes(scale: Tensor) -> Tensor:

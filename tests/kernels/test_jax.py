@@ -15,8 +15,10 @@ import ml_dtypes
 import numpy as np
 
 import keras_policy_ext as kpe
+from conftest import visible_gpus
 from finer_scales import ANY_ROW, E4M3, MX, ROW, THIN, WHOLE, asked
 from keras_policy_ext import kernels
+from keras_policy_ext.kernels import jax_scaled_dot
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.kernels.jax import ENGINE
 from keras_policy_ext.kernels.jax_scaled_dot import exponent_bytes
@@ -147,14 +149,50 @@ def test_what_the_scaled_product_is_not_for(monkeypatch):
     nearest = asked(MX.tile, scale_rounding="nearest")
     assert "powers of two" in select(MX, nearest)[1].reason
     assert "kernels.prefer" in select(MX, MX, "emulated")[1].reason
-    flags = "--xla_dump_to=a --xla_gpu_enable_triton_gemm=false --xla_b=1"
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    for prefer in ("auto", "native"):
-        assert "Triton" in select(MX, MX, prefer)[1].reason
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert select(MX, MX)[1].native
     monkeypatch.delattr(jax.lax, "scaled_dot")
     assert "no scaled_dot" in select(MX, MX)[1].reason
+
+
+@pytest.fixture
+def unchecked():
+    jax_scaled_dot.failing.cache_clear()
+    yield
+    jax_scaled_dot.failing.cache_clear()
+
+
+def fails(*operands):
+    raise RuntimeError("Unsupported instruction\nand more")
+
+
+def wrong(a, a_scale, b, b_scale):
+    return jnp.einsum("bmk,bnk->bmn", a.astype("float32"), b.astype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("product", "why"),
+    [
+        (fails, "lax.scaled_dot fails here: RuntimeError: Unsupported inst"),
+        (wrong, "does not multiply here as it should"),
+    ],
+)
+def test_a_scaled_product_that_fails_is_not_used(
+    monkeypatch, unchecked, product, why
+):
+    """It is tried once, also where a compiler traces a step."""
+    monkeypatch.setattr(jax_scaled_dot, "_product", product)
+    choices = []
+
+    @jax.jit
+    def step(x):
+        choices.extend(select(MX, MX, p)[1] for p in ("native", "auto"))
+        return x
+
+    step(1.0)
+    native, auto = choices
+    assert not native.native
+    assert why in native.reason
+    assert "instruction\n" not in native.reason
+    assert "for a CPU" in auto.reason or visible_gpus()
 
 
 def lowered(a, b, dtype, platform, terms=40, rows=6):
