@@ -1,7 +1,8 @@
 """Number formats as data: what a float8 or float4 number is.
 
-Every constant is derived from `ml_dtypes.finfo`; nothing here is typed in by
-hand. This module imports neither keras nor a framework.
+Every constant is derived from `ml_dtypes`, from its `finfo` and from all codes
+of a format; nothing here is typed in by hand, and `docs/formats.md` lists it.
+This module imports neither keras nor a framework.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ _NAMES = (
     "float8_e5m2",
     "float8_e8m0fnu",
     "float4_e2m1fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
 )
 
 #: Short names that recipe strings may use. Code uses the exact names.
@@ -38,6 +41,16 @@ class Format:
         has_inf: Whether the format has infinities. Casts saturate whether
             it has them or not.
         mantissa_bits: Stored significand bits, the leading one not counted.
+        exponent_bits: Bits of the exponent.
+        exponent_bias: What is subtracted from the exponent of a code: a
+            normal number is `2**(exponent - exponent_bias)` times a
+            significand from 1 to 2.
+        has_sign: Whether there are negative numbers.
+        has_negative_zero: Whether the sign of 0 is kept.
+        nan_codes: The codes that are NaN, none or several.
+        nan_code: The one that a cast makes of NaN without a sign; None
+            where there is none.
+        finite_count: How many finite numbers there are; 0 counts once.
     """
 
     name: str
@@ -48,6 +61,30 @@ class Format:
     smallest_subnormal: float
     has_inf: bool
     mantissa_bits: int
+    exponent_bits: int
+    exponent_bias: int
+    has_sign: bool
+    has_negative_zero: bool
+    nan_codes: tuple[int, ...]
+    nan_code: int | None
+    finite_count: int
+
+    @property
+    def numbers_per_byte(self) -> int:
+        """2 for formats of four bits, the first in the low four; else 1."""
+        return 8 // self.bits
+
+    @property
+    def storage(self) -> dict[str, str]:
+        """The dtype in which a framework holds it, by name of the framework.
+
+        Its own where the framework computes with it, and `"uint8"`, for its
+        codes, elsewhere. TensorFlow has kernels for few operations on float8,
+        and none in loops. JAX and PyTorch do not agree on the e8m0 of 0, and
+        JAX alone has casts to four bits.
+        """
+        own = self.name if self.has_sign and self.bits == 8 else "uint8"
+        return {"jax": own, "torch": own, "tensorflow": "uint8"}
 
 
 def names() -> tuple[str, ...]:
@@ -99,18 +136,30 @@ def _unknown(identifier: object, name: str) -> str:
 def _derive(name: str) -> Format:
     dtype = np.dtype(getattr(ml_dtypes, name))
     info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    bits, mantissa_bits = int(info.bits), int(info.nmant)
+    values = np.arange(2**bits, dtype=np.uint8).view(dtype).astype(np.float64)
+    has_sign = bool((values < 0).any())
+    # The exponent of 1 is 0, so that its code has the bias and nothing else.
+    bias = int(np.flatnonzero(values == 1)[0]) >> mantissa_bits
+    nan_codes = tuple(int(code) for code in np.flatnonzero(np.isnan(values)))
     return Format(
         name=name,
         dtype=dtype,
-        bits=int(info.bits),
+        bits=bits,
         max=float(info.max),
         smallest_normal=float(info.smallest_normal),
         smallest_subnormal=float(info.smallest_subnormal),
-        has_inf=_has_inf(dtype, int(info.bits)),
-        mantissa_bits=int(info.nmant),
+        has_inf=bool(np.isinf(values).any()),
+        mantissa_bits=mantissa_bits,
+        exponent_bits=bits - mantissa_bits - has_sign,
+        exponent_bias=bias,
+        has_sign=has_sign,
+        has_negative_zero=bool(np.signbit(values[values == 0]).any()),
+        nan_codes=nan_codes,
+        nan_code=_code_of_nan(dtype) if nan_codes else None,
+        finite_count=np.unique(values[np.isfinite(values)]).size,
     )
 
 
-def _has_inf(dtype: np.dtype[Any], bits: int) -> bool:
-    codes = np.arange(2**bits, dtype=np.uint8)
-    return bool(np.isinf(codes.view(dtype).astype(np.float32)).any())
+def _code_of_nan(dtype: np.dtype[Any]) -> int:
+    return int(np.array(np.nan, np.float32).astype(dtype).view(np.uint8))

@@ -103,11 +103,3 @@ def test_each_name_that_an_error_lists_is_accepted(what):
 def test_a_convolution_that_there_is_not_is_refused(changes):
     with pytest.raises(ValueError, match="Allowed"):
         conv(**changes)
-
-
-def test_what_is_planned_is_not_listed():
-    for name in kpe.recipes.PLANNED:
-        with pytest.raises(ValueError, match="planned") as error:
-            kpe.recipes.get(name)
-        listed = allowed_names(str(error.value))
-        assert listed == list(kpe.recipes.names())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import policies, recipes
+from keras_policy_ext import policies
 from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import Float8DTypePolicy, get
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
@@ -293,14 +293,6 @@ def test_mixed_float8_is_an_alias():
 def test_malformed_full_names_are_value_errors(name):
     with pytest.raises(ValueError):
         get(name)
-
-
-@pytest.mark.parametrize("name", recipes.PLANNED)
-def test_recipes_of_the_future_are_named_as_such(name):
-    if name in recipes.names():
-        pytest.skip(f"{name} is no longer only planned")
-    with pytest.raises(ValueError, match="this version"):
-        get(f"float8/{name}_from_mixed_bfloat16")
 
 
 def test_repr_is_readable_and_can_be_evaluated():

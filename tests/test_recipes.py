@@ -192,14 +192,6 @@ def test_unknown_names_are_answered_with_the_known_ones(name):
         recipes.get(name)
 
 
-@pytest.mark.parametrize("name", recipes.PLANNED)
-def test_planned_names_say_that_this_version_lacks_them(name):
-    if name in recipes.names():
-        pytest.skip(f"{name} is no longer only planned")
-    with pytest.raises(ValueError, match="this version"):
-        recipes.get(name)
-
-
 @pytest.mark.parametrize("value", [np.int64(4), np.int8(4), np.uint32(4), 4])
 def test_numpy_integers_become_python_integers(value):
     recipe = DelayedScaling(amax_history_length=value, margin=value)

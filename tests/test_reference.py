@@ -14,8 +14,9 @@ from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 pytestmark = pytest.mark.any_backend
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
-SIGNED = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 FLOAT8 = ["float8_e4m3fn", "float8_e5m2"]
+FNUZ = ["float8_e4m3fnuz", "float8_e5m2fnuz"]
+SIGNED = [*FLOAT8, "float4_e2m1fn", *FNUZ]
 OPERANDS = recipes.OPERANDS
 
 float32s = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -107,12 +108,37 @@ def test_cast_and_exact_rounding_agree_on_random_floats(dtype):
 
 
 @signed
+def test_every_bfloat16_number_is_rounded_exactly(dtype):
+    x = np.arange(2**16, dtype=np.uint32) << 16
+    x = x.astype(np.uint32).view(np.float32)
+    if not formats.get(dtype).nan_codes:
+        x = x[~np.isnan(x)]
+    found = reference.cast(x, dtype).astype(np.float64)
+    exact = np.array([reference.round_scalar(float(v), dtype) for v in x])
+    np.testing.assert_array_equal(found, exact)
+    signs = np.signbit(found) == np.signbit(exact)
+    assert np.all(signs | np.isnan(exact))
+
+
+@pytest.mark.parametrize("dtype", FNUZ)
+def test_formats_with_one_zero_and_one_nan_have_no_other(dtype):
+    x = np.float32([np.nan, -np.nan, -0.0, -1e-30, 0.0])
+    codes = [0x80, 0x80, 0, 0, 0]
+    assert reference.cast(x, dtype).view(np.uint8).tolist() == codes
+    bits = 2**16 - 1
+    found = reference.stochastic_cast(x, bits, dtype).view(np.uint8)
+    assert found[[0, 1, 2, 4]].tolist() == [0x80, 0x80, 0, 0]
+    below = reference.stochastic_cast(x, 0, dtype).view(np.uint8)
+    assert below.tolist() == codes
+
+
+@signed
 def test_cast_saturates_and_keeps_nan(dtype):
     top = formats.get(dtype).max
     x = np.array([np.inf, -np.inf, 3e38, -3e38, top * 1.04], np.float32)
     expected = [top, -top, top, -top, top]
     assert reference.cast(x, dtype).astype(np.float64).tolist() == expected
-    if dtype in FLOAT8:  # e2m1 has no NaN.
+    if dtype != "float4_e2m1fn":  # Which has no NaN.
         assert np.isnan(reference.cast(np.nan, dtype).astype(np.float32))
 
 
@@ -642,7 +668,16 @@ def test_mx_round_up_bytes_of_special_blocks(amax, byte):
 
 @pytest.mark.parametrize(
     ("amax", "byte"),
-    [(0.0, 0), (np.inf, 254), (np.nan, 255), (256.0, 127), (511.0, 127)],
+    [
+        (0.0, 0),
+        (np.inf, 254),
+        (np.nan, 255),
+        (256.0, 127),
+        (511.0, 127),
+        (2.0**-118, 1),
+        (2.0**-120, 0),
+        (1e-42, 0),
+    ],
 )
 def test_mx_floor_bytes_of_special_blocks(amax, byte):
     x = np.full((1, 32), amax, np.float32)

@@ -79,7 +79,8 @@ def calibrate(
     _check_steps(steps)
     layers = _layers_with_state(model)
     _check_call(model, call)
-    states = [v for layer in layers for v in layer.float8_state.matrices]
+    matrices = [v for layer in layers for v in layer.float8_state.matrices]
+    states = [variable for variable in matrices if variable.observes_amaxes]
     variables = [*states, *model.non_trainable_variables]
     batches = itertools.islice(_batches(model, data, call is None), steps)
     with unchanged_on_error(training.parts(model), variables):
@@ -176,7 +177,9 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
     state, filled = layer.float8_state, False
     for kernel in layer.float8_contracted:
         variable = state.of(kernel)
-        if variable is None or id(variable) not in seen:
+        if variable is None or not variable.observes_amaxes:
+            continue
+        if id(variable) not in seen:
             continue
         for amax in seen[id(variable)]:
             variable.observe("inputs", amax)

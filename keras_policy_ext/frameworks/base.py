@@ -183,9 +183,9 @@ class Framework:
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """In what dtype numbers of a format are kept for a backward pass.
 
-        Float32 on a CPU, which has memory rather than time: a step of a
-        512-2048-512 MLP takes 25 % longer with one byte on JAX 0.10 and 5 to
-        10 % on PyTorch 2.13.
+        Float32 on a CPU, where what is not compiled has time rather than
+        memory to lose: a step of a 512-2048-512 MLP takes 5 to 10 % longer
+        with one byte (PyTorch 2.13). Uint8 stands for codes.
         """
         return "float32" if self.on_cpu(x) else format_name
 

@@ -60,11 +60,13 @@ class TensorFlowFramework(Framework):
         return not _other_devices()
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """See `Framework.kept_dtype`; bfloat16, likewise exact, in a loop."""
+        """See `Framework.kept_dtype`; codes in a loop and under XLA."""
         dtype = super().kept_dtype(x, format_name)
-        if tf.executing_eagerly() or self.traces_for_xla():
+        if self.traces_for_xla():
+            return "uint8" if dtype == "float32" else dtype
+        if tf.executing_eagerly() or dtype == "float32":
             return dtype
-        return "bfloat16" if dtype == format_name and _in_a_loop() else dtype
+        return "uint8" if _in_a_loop() else dtype
 
     @contextlib.contextmanager
     def functions_step_by_step(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class TorchFramework(Framework):
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """See `Framework.kept_dtype`; Apple's GPUs have no float8 dtype."""
         dtype = super().kept_dtype(x, format_name)
-        return "bfloat16" if x.device.type == "mps" else dtype
+        return "uint8" if x.device.type == "mps" else dtype
 
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""

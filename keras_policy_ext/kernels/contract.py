@@ -13,7 +13,7 @@ from keras_policy_ext.recipes import Quantization, Tile
 
 Tensor = Any
 Shapes = tuple[Any, Any]
-Cast = Callable[[Tensor, Tensor, str], Tensor]
+Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
 
 HOPPER_OR_ADA = (8, 9)
 """Smallest compute capability of NVIDIA's devices with float8 matmuls."""
@@ -160,8 +160,9 @@ class Engine:
             everything.
         plain: Multiplies what is not quantized.
         convolutions: Those of the framework.
-        cast: Takes a tensor, the scale of each number and the name of a
-            format; returns numbers of the format, in float32.
+        cast: Takes a tensor, the scale of each number, the name of a format,
+            and whether to multiply by the scale instead of dividing by it;
+            returns numbers of the format, in float32.
         narrow_cast: The same, in the dtype of the format.
         widen: Takes numbers in a float8 dtype; returns them in float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
@@ -228,6 +229,9 @@ class Contraction(Hashable, Protocol):
             x: The operand.
             asked: What becomes of it; None if nothing does.
         """
+
+    def lies_across(self, name: str) -> bool:
+        """Whether an operand lies in memory as the transpose of its matrix."""
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """What the first matmul reads of what was quantized."""

@@ -61,6 +61,10 @@ class Einsum:
         x = self.form.summed(name, x)
         return x if in_one_scale(asked) else self.form.matrix(name, x)
 
+    def lies_across(self, name: str) -> bool:
+        """See `Contraction.lies_across`."""
+        return self.form.lies_across(name)
+
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: the home matrix."""
         if not in_one_scale(quantized.quantization):
@@ -156,6 +160,10 @@ class Conv:
         """See `Contraction.operand`: the tensor as it is."""
         return x
 
+    def lies_across(self, name: str) -> bool:
+        """See `Contraction.lies_across`: it is read as it lies."""
+        return False
+
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: as it is."""
         return quantized
@@ -186,7 +194,7 @@ class Conv:
 
 def in_one_scale(asked: Quantization | None) -> bool:
     """Whether an operand is quantized without regard to its axes."""
-    return asked is None or asked.tile.is_whole
+    return asked is None or asked.keeps_axes
 
 
 _WORDS = {

@@ -86,6 +86,17 @@ class Form(NamedTuple):
         shape = [_product(size, group) for group in groups]
         return frameworks.current().reshape(x, shape)
 
+    def lies_across(self, operand: str) -> bool:
+        """Whether an operand lies in memory as the transpose of its matrix.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        """
+        term, free, summed = self._home(operand)
+        order = self.batch + summed + free
+        kept = "".join(c for c in term if c in order)
+        return kept == order and bool(free) and bool(summed)
+
     def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
         """The outputs, from (B, R, C)."""
         return self._tensor(

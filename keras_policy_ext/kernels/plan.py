@@ -9,7 +9,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels import engines, scaled_products
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
     Reads,
@@ -23,7 +23,7 @@ from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import (
     Amax,
-    HistoryScales,
+    Known,
     source_of,
 )
 from keras_policy_ext.recipes import (
@@ -111,19 +111,39 @@ class Plan:
         }
 
     @functools.cached_property
-    def kept(self) -> dict[str, Quantization | None]:
-        """What became of the operands that the backward pass reads.
+    def turned(self) -> dict[tuple[str, str], bool]:
+        """Whether a matmul's operand is quantized as the transposed matrix.
 
-        Either is kept in its home matrix, as the forward pass made it.
+        So it is where that is how it lies in memory, as most kernels do: a
+        compiler that scales and transposes at once reads against the order of
+        memory (up to ten times as slow, JAX 0.10, CPU).
         """
-        found = {}
-        for operand in ("inputs", "kernel"):
-            first, second = matmuls_of(operand)
-            asked = self.asked[operand, second]
-            across = None if asked is None else asked.transposed
-            once = self.read_once[operand]
-            found[operand] = self.asked[operand, first] if once else across
-        return found
+        return {
+            (operand, matmul): asked is not None
+            and not asked.keeps_axes
+            and self.contraction.lies_across(operand)
+            for (operand, matmul), asked in self.asked.items()
+        }
+
+    def is_across(self, operand: str, matmul: str) -> bool:
+        """Whether a matmul reads the transpose of what was quantized."""
+        is_second = matmul != matmuls_of(operand)[0]
+        return is_second != self.turned[operand, matmul]
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Quantization | None]:
+        """What became of the operands that the backward pass reads."""
+        return {
+            operand: self._quantized_as(operand, matmuls_of(operand)[1])
+            for operand in ("inputs", "kernel")
+        }
+
+    def _quantized_as(self, operand: str, matmul: str) -> Quantization | None:
+        """What becomes of an operand of a matmul, as it lies in memory."""
+        asked = self.asked[operand, matmul]
+        if asked is None or not self.is_across(operand, matmul):
+            return asked
+        return asked.transposed
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
@@ -162,7 +182,7 @@ class Plan:
         """
         history = self._history(state)
         known = settled(history)
-        observe = observe and bool(state)
+        observe = observe and bool(state) and self.source.observes_amaxes
         chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
         x, x_kept, x_amax = self._reads(
             "inputs", inputs, known, observe, chosen
@@ -183,25 +203,18 @@ class Plan:
             leaves: The tensors.
             shapes: Of the inputs and the kernel.
         """
-        (x, x_scale, w, w_scale), rest = leaves[:4], leaves[4:]
-        known = None
-        if self.source.state_shape is not None:
-            # Amaxes are two or none: an even number has the flags among them.
-            known = HistoryScales.of(rest, with_unseen=len(rest) % 2 == 0)
-            rest = rest[len(known.leaves()) :]
-        return Residuals(
-            Quantized(x, x_scale, self.kept["inputs"]),
-            Quantized(w, w_scale, self.kept["kernel"]),
-            known,
-            (rest[0], rest[1]) if rest else None,
-            shapes,
-        )
+        found = iter(leaves)
+        x = quantized.of_leaves(found, self.kept["inputs"])
+        w = quantized.of_leaves(found, self.kept["kernel"])
+        known, rest = self.source.known_of(list(found))
+        amaxes = (rest[0], rest[1]) if rest else None
+        return Residuals(x, w, known, amaxes, shapes)
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
         """Residuals of a forward pass that did not observe, observed."""
-        if residuals.known is None:
+        if not self.source.observes_amaxes:
             return residuals
         x, w = (
             Amax(self._operand(name, value), wanted=True).known
@@ -229,6 +242,7 @@ class Plan:
         """
         amaxes, shapes = residuals.amaxes, residuals.shapes
         known, observe = settled(residuals.known), amaxes is not None
+        counts = self.training is not False and not self.source.observes_amaxes
         chosen = {m: self.choose(m) for m in matmuls_of("outputs_grad")}
         g, g_again, g_amax = self._reads(
             "outputs_grad", outputs_grad, known, observe, chosen
@@ -243,27 +257,28 @@ class Plan:
             kernel_grad = ops.cast(kernel_grad, self.kernel_dtype)
         if not state:
             return inputs_grad, kernel_grad, ()
-        if amaxes is None:
+        if not observe and not counts:
             return inputs_grad, kernel_grad, (ops.zeros_like(state[0]),)
-        observed = self._observation([*amaxes, g_amax], *state)
+        numbers = self.source.observed(known, [*(amaxes or ()), g_amax])
+        observed = self._observation(numbers, *state)
         return inputs_grad, kernel_grad, (observed,)
 
-    def _history(self, state: tuple[Tensor, ...]) -> HistoryScales | None:
+    def _history(self, state: tuple[Tensor, ...]) -> Known | None:
         """What the state says before the step; None where there is none."""
         if not state:
             return None
         states = engines.states_for(self.source, *state)
         if states is not None:
             return states.history_scales(self.source, *state)
-        found: HistoryScales = self.source.history_scales(*state)
+        found: Known = self.source.history_scales(*state)
         return found
 
-    def _observation(self, amaxes: list[Tensor], state: Tensor) -> Tensor:
+    def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
         """The gradient of the state."""
         states = engines.states_for(self.source, state)
         if states is not None:
-            return states.observation(self.source, amaxes, self.slot)
-        return self.source.observation(amaxes, self.slot)
+            return states.observation(self.source, numbers, self.slot)
+        return self.source.observation(numbers, self.slot)
 
     def _product(
         self,
@@ -286,13 +301,12 @@ class Plan:
         self, operand: str, matmul: str, read: Quantized, choice: Choice
     ) -> Quantized:
         """An operand as a matmul reads it."""
-        wide = read.quantization is None or quantized.is_wide(read.values)
-        if not choice.native and not wide:
+        across = self.is_across(operand, matmul)
+        if not choice.native:
             # Before it is transposed, which then costs nothing.
-            read = read.with_values(engines.engine().widen(read.values))
-        if matmul == matmuls_of(operand)[0]:
-            return read
-        return self.contraction.transposed(read)
+            read = read.widened(engines.engine().widen)
+            read = scaled_products.folded(read, across)
+        return self.contraction.transposed(read) if across else read
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""
@@ -303,7 +317,7 @@ class Plan:
         self,
         operand: str,
         x: Tensor,
-        known: HistoryScales | None,
+        known: Known | None,
         observe: bool,
         chosen: Chosen,
     ) -> Reads:
@@ -311,25 +325,28 @@ class Plan:
 
         It is quantized once where the second matmul can read the transpose
         of what the first one reads, and otherwise twice, from its own
-        numbers. Either is in the home matrix; the second is read transposed,
-        so that its tiles lie across.
+        numbers.
         """
         both = self._both_layouts(operand, x, chosen)
         if both is not None:
             return self._read_both(both, operand, x, known, observe)
         first, second = matmuls_of(operand)
-        asked = self.asked[operand, first]
         home = self._operand(operand, x)
-        amax = Amax(home, observe, _amax_of(operand))
-        cast = _cast(chosen[first], chosen[second])
-        saturated, marked = self._read(operand, home, asked, amax, known, cast)
+        wanted = observe or self._is_stochastic(operand)
+        amax = Amax(home, wanted, _amax_of(operand))
+        how = amax, known, _cast(chosen[first], chosen[second])
+        saturated, marked = self._read(operand, first, home, *how)
         read = saturated if first == "forward" else marked
         if not self.read_once[operand]:
             asked = self.asked[operand, second]
-            across = None if asked is None else asked.transposed
             home = self.contraction.operand(operand, x, asked)
-            _, marked = self._read(operand, home, across, amax, known, cast)
-        return Reads(read, marked, amax.known)
+            _, marked = self._read(operand, second, home, *how)
+        return Reads(read, marked, amax.known if observe else None)
+
+    def _is_stochastic(self, operand: str) -> bool:
+        """Whether a matmul reads an operand that is rounded at random."""
+        asked = (self.asked[operand, m] for m in matmuls_of(operand))
+        return any(q is not None and q.rounding == "stochastic" for q in asked)
 
     def _both_layouts(
         self, operand: str, x: Tensor, chosen: Chosen
@@ -341,7 +358,7 @@ class Plan:
         if (
             both is None
             or asked is None
-            or not asked.tile.is_whole
+            or not asked.keeps_axes
             or not self.read_once[operand]
             or not self.contraction.reads_what_is_quantized
             or self.source.rule is None
@@ -356,7 +373,7 @@ class Plan:
         both: BothLayouts,
         operand: str,
         x: Tensor,
-        known: HistoryScales | None,
+        known: Known | None,
         observe: bool,
     ) -> Reads:
         """`_reads`, each in the layout that its matmul wants."""
@@ -364,35 +381,50 @@ class Plan:
         home = Quantized(self._operand(operand, x), None, asked)
         matrix = self.contraction.read(operand, home).values
         rule = self.source.rule
-        return read_both(both, matrix, operand, asked, rule, known, observe)
+        history: Any = known
+        return read_both(both, matrix, operand, asked, rule, history, observe)
 
     def _read(
         self,
         operand: str,
+        matmul: str,
         home: Tensor,
-        asked: Quantization | None,
         amax: Amax,
-        known: HistoryScales | None,
+        known: Known | None,
         cast: Any,
     ) -> tuple[Quantized, Quantized]:
         """What a matmul reads: as the forward pass does, and as gradients do.
 
         The outputs are those of saturated operands; where one was not finite
-        and no state tells of it, the gradients do.
+        and no state tells of it, the gradients do. Either is as it lies in
+        memory: see `turned`.
         """
-        read = self.contraction.read
+        asked, read = self.asked[operand, matmul], self.contraction.read
         if asked is None:
             plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
             plain = read(operand, plain)
             return plain, plain
-        scale = self.source.scale(operand, asked, amax, known)
+        if self.turned[operand, matmul]:
+            home = quantized.swapped(home)
         whole, amaxes = quantized.quantize(
-            home, asked, scale, cast, _amax_of(operand)
+            home,
+            self._quantized_as(operand, matmul) or asked,
+            self.source.scale(operand, asked, amax, known),
+            cast,
+            _amax_of(operand),
+            self._key(asked, matmul, amax, known),
+            self.is_across(operand, matmul),
         )
-        saturated = read(operand, whole)
-        if amaxes is None:
-            return saturated, saturated
-        return saturated, saturated.marked(amaxes)
+        marked = whole if amaxes is None else whole.marked(amaxes)
+        return read(operand, whole), read(operand, marked)
+
+    def _key(
+        self, asked: Quantization, matmul: str, amax: Amax, known: Known | None
+    ) -> Tensor | None:
+        """By what an operand is rounded at random; None for to nearest."""
+        if asked.rounding == "nearest":
+            return None
+        return self.source.key(known, self.slot, amax, matmul)
 
 
 def _amax_of(operand: str) -> Any:

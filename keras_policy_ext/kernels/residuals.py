@@ -8,7 +8,7 @@ from typing import Any
 from keras_policy_ext import frameworks
 from keras_policy_ext.kernels.contract import Shapes
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_sources import HistoryScales, Known
 
 Tensor = Any
 
@@ -18,7 +18,7 @@ class Residuals:
     """What the backward pass needs of the forward pass.
 
     Attributes:
-        inputs: What `kernel_grad` reads, in the home matrix; a transposed
+        inputs: What `kernel_grad` reads, as it was quantized; a transposed
             copy would be one more tensor.
         kernel: What `inputs_grad` reads, likewise.
         known: What the state said; None for a recipe without.
@@ -29,7 +29,7 @@ class Residuals:
 
     inputs: Quantized
     kernel: Quantized
-    known: HistoryScales | None
+    known: Known | None
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
 
@@ -52,9 +52,9 @@ class Residuals:
         return [*kept, *known, *(self.amaxes or ())]
 
 
-def settled(known: HistoryScales | None) -> HistoryScales | None:
+def settled(known: Known | None) -> Known | None:
     """What the state says, or less where a choice is already made."""
-    if known is None or known.unseen is None:
+    if not isinstance(known, HistoryScales) or known.unseen is None:
         return known
     any_unseen = frameworks.current().known_any(known.unseen)
     return HistoryScales(known.scales, None) if any_unseen is False else known

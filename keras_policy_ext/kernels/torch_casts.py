@@ -15,19 +15,23 @@ from keras_policy_ext.numerics import casting
 Tensor = Any
 
 
-def narrow_cast(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def narrow_cast(
+    x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
+) -> Tensor:
     """`casting.quantize`."""
-    return _clipped(x, scale, dtype).to(getattr(torch, dtype))
+    return _clipped(x, scale, dtype, is_factor).to(getattr(torch, dtype))
 
 
-def cast(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def cast(
+    x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
+) -> Tensor:
     """`casting.quantize_float32`, in what is compiled and exported too."""
     if torch.compiler.is_exporting():
-        values = _round_to_format(_clipped(x, scale, dtype), dtype)
-        return values.copysign(x)
+        values = _clipped(x, scale, dtype, is_factor)
+        return _round_to_format(values, dtype).copysign(x)
     if torch.compiler.is_compiling():
-        return _rounded_in_graph(x, scale, dtype)
-    return _rounded(x, scale, dtype)
+        return _rounded_in_graph(x, scale, dtype, is_factor)
+    return _rounded(x, scale, dtype, is_factor)
 
 
 def widen(q: Tensor) -> Tensor:
@@ -50,33 +54,36 @@ def _numbers_of(dtype: torch.dtype) -> Tensor:
         return torch.arange(256).to(torch.uint8).view(dtype).float()
 
 
-def _clipped(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
     limit = formats.get(dtype).max
-    return (x.float() / scale).clamp_(-limit, limit)
+    wide = x.float()
+    wide = wide * scale if is_factor else wide / scale
+    return wide.clamp_(-limit, limit)
 
 
-def _rounded(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
     """The quantized numbers, in float32."""
-    values = _clipped(x, scale, dtype)
-    if torch_devices.casts_to_float8(values.device):
+    values = _clipped(x, scale, dtype, is_factor)
+    castable = dtype in casting.CASTABLE
+    if castable and torch_devices.casts_to_float8(values.device):
         return values.to(getattr(torch, dtype)).float()
     return _round_to_format(values, dtype).copysign_(x)
 
 
 @torch.library.custom_op("keras_policy_ext::rounded", mutates_args=())
 def _rounded_in_graph(
-    x: torch.Tensor, scale: torch.Tensor, dtype: str
+    x: torch.Tensor, scale: torch.Tensor, dtype: str, is_factor: bool
 ) -> torch.Tensor:
     """`_rounded` as one operation that a compiler cannot look into.
 
     Inductor computes in float32 throughout and drops a cast to float8 and
     back (torch 2.13): nothing would be quantized.
     """
-    return _rounded(x, scale, dtype)
+    return _rounded(x, scale, dtype, is_factor)
 
 
 @_rounded_in_graph.register_fake
-def _(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def _(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
     return torch.empty_like(x, dtype=torch.float32)
 
 

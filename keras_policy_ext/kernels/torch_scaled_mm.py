@@ -122,7 +122,7 @@ class ScaledMMOfBlocks:
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`; PyTorch tests it with exact sums only."""
+        """See `MatmulKernel.multiply`; PyTorch tests exact sums only."""
         x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
         if b.tile.free == BLOCK:
             # The blocks of 128 rows one after another, 4 scales or more each.

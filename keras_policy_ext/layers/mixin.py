@@ -29,7 +29,7 @@ from keras_policy_ext.layers.operands import (
 )
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.layers.saved_weights import SavedWeights
-from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state import Float8State, has_state
 from keras_policy_ext.layers.stock_calls import StockCalls
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import SourceMap
@@ -339,7 +339,7 @@ class Float8Mixin(
             )
         state, recipe = self.float8_state, policy.recipe
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
-        if (lacks and recipe.history_length) or not state.fits(recipe):
+        if (lacks and has_state(recipe)) or not state.fits(recipe):
             raise ValueError(
                 f"The kernels of layer {self.name!r} are made, and their "
                 "float8 state does not fit this policy. Received: "
@@ -361,6 +361,7 @@ class Float8Mixin(
         self._recipe_of_activations: Any = (
             policy.recipe.for_activations if follows else None
         )
+        self._has_state = follows and has_state(policy.recipe)
         self._float8_policy_path = self.path
 
     def _kernels_to_contract(self) -> list[keras.Variable]:
@@ -393,7 +394,7 @@ class Float8Mixin(
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
-        state, slot = self._state_of(kernel, policy, training)
+        state, slot = self._state_of(kernel, training)
         value = variable_values.value_without_autocast(kernel)
         plan = kernels.make_plan(
             contraction,
@@ -409,9 +410,9 @@ class Float8Mixin(
         return kernels.run(plan, inputs, value, *state)
 
     def _state_of(
-        self, kernel: Any, policy: Float8DTypePolicy, training: bool | None
+        self, kernel: Any, training: bool | None
     ) -> tuple[tuple[Tensor, ...], int]:
-        if not policy.recipe.history_length:
+        if not self._has_state:
             return (), 0
         variable = self.float8_state.of(kernel)
         if variable is None:

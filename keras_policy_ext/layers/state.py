@@ -22,12 +22,21 @@ from keras_policy_ext.layers.state_files import (
     entries_of,
     matrices_from,
 )
-from keras_policy_ext.layers.state_variable import SUFFIX, StateVariable
+from keras_policy_ext.layers.state_variable import (
+    STEPS_SUFFIX,
+    SUFFIX,
+    StateVariable,
+)
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Recipe
 
 _Take = Callable[[dict[str, np.ndarray]], None]
+
+
+def has_state(recipe: Recipe) -> bool:
+    """Whether a kernel has a state under a recipe."""
+    return source_of(recipe).state_shape is not None
 
 
 class LastCall:
@@ -76,7 +85,7 @@ class Float8State(keras.layers.Layer):
         Raises:
             ValueError: If there is a kernel of this path already.
         """
-        if source_of(recipe).state_shape is None:
+        if not has_state(recipe):
             return
         if kernel.path in self._owners:
             raise ValueError(
@@ -84,7 +93,8 @@ class Float8State(keras.layers.Layer):
                 f"they would share one state. Received: {kernel.path!r} "
                 "twice. Allowed: any other name. Pass `name=` to `add_weight`."
             )
-        name = kernel.name + SUFFIX
+        amaxes = source_of(recipe).observes_amaxes
+        name = kernel.name + (SUFFIX if amaxes else STEPS_SUFFIX)
         # Beside the kernel, wherever this is called. So the paths of states
         # are as distinct as those of their kernels, which PyTorch needs: it
         # keeps parameters by path.
@@ -101,7 +111,7 @@ class Float8State(keras.layers.Layer):
         """Enter the amax of each kernel that has a state."""
         for kernel in kernels:
             variable = self.of(kernel)
-            if variable is not None:
+            if variable is not None and variable.observes_amaxes:
                 value = variable_values.value_without_autocast(kernel)
                 variable.observe("kernel", scaling.amax(value))
 
@@ -129,7 +139,7 @@ class Float8State(keras.layers.Layer):
 
     def follow(self, recipe: Recipe) -> None:
         """Go on under another recipe, one that `fits`."""
-        if source_of(recipe).state_shape is not None:
+        if has_state(recipe):
             for variable in self.matrices:
                 variable.recipe = recipe
 

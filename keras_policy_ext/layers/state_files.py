@@ -12,6 +12,12 @@ stock layers don't look at. For the kernel that was made as number `i`:
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
 | `i.observed` | as in memory | of micro-batches before the next step, if any |
 
+Under a recipe that rounds at random it has, in place of scales and amaxes:
+
+| key | shape | value |
+|---|---|---|
+| `i.steps` | () | how many steps there were, an integer |
+
 The ring is that of `numerics.observations`. `policy` is a full name in UTF-8:
 by it `load_model` knows a layer again that was made as a stock one. Kernels
 have numbers and not names, as weights have in Keras: a weight that was not
@@ -34,7 +40,7 @@ from keras_policy_ext.layers.state_variable import (
     never_observed,
     newest_first,
 )
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import MOST_STEPS, source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1
@@ -47,6 +53,8 @@ POLICY_KEY = "policy"
 
 ATTENTION_KEY = "attention"
 
+STEPS = "steps"
+
 
 def entries_for_file(
     number: int, variable: StateVariable
@@ -54,6 +62,9 @@ def entries_for_file(
     """What a file gets to know of a state."""
     layout = source_of(variable.recipe).layout
     matrix = variable.trusted()
+    if not variable.observes_amaxes:
+        steps = layout.history(matrix)[0, 0].astype("int32")
+        return {f"{number}.{STEPS}": steps}
     entries = {}
     for row, operand in enumerate(OPERANDS):
         prefix = f"{number}.{operand}"
@@ -147,6 +158,10 @@ def _matrix(
 ) -> np.ndarray:
     source = source_of(recipe)
     matrix = never_observed(source.state_shape)
+    if not source.observes_amaxes:
+        steps = _steps_in(number, entries, path)
+        source.layout.history(matrix)[0, 0] = steps
+        return matrix
     names = [
         f"{n}.{kind}" for n in OPERANDS for kind in ("scale", "amax_history")
     ]
@@ -165,6 +180,19 @@ def _matrix(
         scales[row] = amaxes_in(entries, f"{prefix}.scale", damaged)
         histories[row] = _resized(ring, layout.length)
     return matrix
+
+
+def _steps_in(
+    number: int, entries: dict[str, np.ndarray], path: str
+) -> np.ndarray:
+    """A count of steps; 0 where the file has none."""
+    key = f"{number}.{STEPS}"
+    steps = entries.get(key, np.array(0, "int32"))
+    is_count = not steps.shape and steps.dtype.kind in "iu"
+    if not is_count or not 0 <= steps < MOST_STEPS:
+        raise ValueError(_damaged(path, f"{key!r} is {steps!r}"))
+    _check_earlier(number, entries, path)
+    return steps
 
 
 def amaxes_in(
@@ -218,7 +246,8 @@ def _damaged(path: str, found: str) -> str:
         f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r}, "
         f"{POLICY_KEY!r} and {ATTENTION_KEY!r} (UTF-8, may be missing), and, "
         f"for each kernel i and each of {', '.join(OPERANDS)}, a float "
-        f"scalar and a float vector ({keys}), finite and >= 0. Save the "
+        f"scalar and a float vector ({keys}), finite and >= 0, or an integer "
+        f"(i.{STEPS}), from 0 to {MOST_STEPS - 1:.0f}. Save the "
         "model again, or delete the group from the file: the state then "
         "starts anew."
     )

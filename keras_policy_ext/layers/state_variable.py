@@ -34,6 +34,9 @@ _MOVED = (
 SUFFIX = "_amax"
 """Ends the name of a state variable: a LayoutMap for kernels won't match."""
 
+STEPS_SUFFIX = "_steps"
+"""The same for a state that counts steps."""
+
 
 def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
     """The settled state of what was never observed."""
@@ -195,12 +198,19 @@ class StateVariable(
             matrix[row, :2] = 1.0, amax
         self.assign(matrix)
 
+    @property
+    def observes_amaxes(self) -> bool:
+        """Whether this state is one of amaxes, and not a count of steps."""
+        return bool(source_of(self.recipe).observes_amaxes)
+
     def rows(self) -> dict[str, tuple[np.float32, np.ndarray]]:
         """For each operand its last scale and its amaxes, newest first.
 
         The scale is 0 where none came from a history yet, and the amaxes are
-        0 as far as nothing was observed.
+        0 as far as nothing was observed. Empty for a count of steps.
         """
+        if not self.observes_amaxes:
+            return {}
         layout = source_of(self.recipe).layout
         matrix = self.trusted()
         return {

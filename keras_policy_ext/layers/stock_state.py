@@ -104,7 +104,8 @@ class _View:
             return self
         matrices = getattr(layer, "float8_state", None)
         matrices = [] if matrices is None else matrices.matrices
-        if layer.float8_policy is None or not matrices:
+        known = bool(matrices) and matrices[0].observes_amaxes
+        if layer.float8_policy is None or not known:
             raise AttributeError(
                 f"Layer {layer.name!r} has no {self.name!r}: it keeps no "
                 f"amaxes. Received: the policy {layer.dtype_policy!r}. "

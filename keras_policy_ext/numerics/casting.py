@@ -45,13 +45,16 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     return _cast(ops.clip(ops.cast(x, "float32"), -limit, limit), dtype)
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def quantize(
+    x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
+) -> Tensor:
     """Divide by the scale in float32, then `cast`.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
         scale: Dequantizing scale, float32, broadcastable to `x`.
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        is_factor: Whether to multiply by `scale` instead of dividing by it.
 
     Returns:
         `cast(float32(x) / scale)`, of the shape of `x`.
@@ -59,10 +62,13 @@ def quantize(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     Raises:
         ValueError: If `dtype` is not a float8 format that can be stored.
     """
-    return _cast(_scaled(x, scale, dtype), dtype)
+    _limit(dtype)
+    return _cast(scaled(x, scale, dtype, is_factor), dtype)
 
 
-def quantize_float32(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+def quantize_float32(
+    x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
+) -> Tensor:
     """The numbers that `quantize` gives, held in float32.
 
     Without a float8 dtype on the way, which costs a CPU most of the time and
@@ -71,15 +77,13 @@ def quantize_float32(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     Args:
         x: Tensor of any shape and real dtype; read as float32.
         scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        dtype: Name of a format of four or eight bits, with a sign.
+        is_factor: Whether to multiply by `scale` instead of dividing by it.
 
     Returns:
         Float32 tensor of the shape of `x`.
-
-    Raises:
-        ValueError: If `dtype` is not a float8 format that can be stored.
     """
-    return round_to_format(_scaled(x, scale, dtype), dtype)
+    return round_to_format(scaled(x, scale, dtype, is_factor), dtype)
 
 
 def round_to_format(x: Tensor, dtype: str) -> Tensor:
@@ -189,9 +193,21 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
     return ops.view(ops.where(ops.isnan(x), quiet, bits), dtype)
 
 
-def _scaled(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
-    limit = _limit(dtype)
+def scaled(
+    x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
+) -> Tensor:
+    """What is to be rounded: `x / scale` in float32, within the range.
+
+    Args:
+        x: Tensor of any shape and real dtype; read as float32.
+        scale: Dequantizing scale, float32, broadcastable to `x`.
+        dtype: Name of a format, for its range.
+        is_factor: Whether to multiply by `scale` instead of dividing by it.
+    """
+    limit = formats.get(dtype).max
     x = ops.cast(x, "float32")
+    if is_factor:
+        return ops.clip(ops.multiply(x, scale), -limit, limit)
     # XLA turns a division by a broadcast scalar into a multiplication by its
     # reciprocal, off by one ulp in a quarter of the cases (JAX 0.10). This
     # divisor is no broadcast to it, and the quotient the same.

@@ -57,9 +57,11 @@ class Layout:
 
     Attributes:
         length: Length of the amax history.
+        constant: Of each row, whether all uses of a step observe the same.
     """
 
     length: int
+    constant: tuple[bool, ...] = tuple(o == "kernel" for o in OPERANDS)
 
     @property
     def width(self) -> int:
@@ -157,7 +159,7 @@ class Layout:
     def _newest(self, uses: Tensor, amaxes: Tensor) -> Tensor:
         mean = ops.sum(amaxes, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
         largest = ops.max(amaxes, axis=1, keepdims=True)
-        constant = np.array([[operand == "kernel"] for operand in OPERANDS])
+        constant = np.array(self.constant)[:, np.newaxis]
         return ops.where(constant, mean, largest)
 
 

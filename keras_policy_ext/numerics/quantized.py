@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext.numerics import casting, scaling, tiles
+from keras_policy_ext.numerics import (
+    casting,
+    codes,
+    hadamard,
+    scaling,
+    tiles,
+)
+from keras_policy_ext.numerics.random_bits import random_bits
+from keras_policy_ext.numerics.stochastic import round_to_neighbour
+from keras_policy_ext.numerics.tile_scales import Scales, scales_of
 from keras_policy_ext.recipes import WHOLE, Quantization, Tile
 
 Tensor = Any
@@ -22,17 +32,21 @@ class Quantized:
     Operands of convolutions keep their own axes; one scale is that of all.
 
     Attributes:
-        values: (b, m, k), numbers of a float8 format: in that dtype where
+        values: (b, m, k), numbers of a narrow format: in that dtype where
             the matmul reads float8 itself, in float32 where it is emulated.
+            Kept for a backward pass they may be codes, in uint8.
         scale: Float32 (b, m', k'), one for each tile; (1, 1, 1) for a whole
-            tensor.
+            tensor. Codes have scales in a narrow format as codes.
         quantization: What was asked for; None for values that stand for
             themselves, with a scale of 1.
+        tensor_scale: Float32 scalar, which values and scales are to be
+            multiplied by; None where there is none.
     """
 
     values: Tensor
     scale: Tensor
     quantization: Quantization | None
+    tensor_scale: Tensor | None = None
 
     @property
     def tile(self) -> Tile:
@@ -43,13 +57,12 @@ class Quantized:
     def transposed(self) -> Quantized:
         """The same for a matmul that sums over the other axis."""
         if self.tile.is_whole:
-            return Quantized(
-                _swapped(self.values), self.scale, self.quantization
-            )
-        return Quantized(
-            _swapped(self.values),
-            _swapped(self.scale),
-            self.quantization and self.quantization.transposed,
+            return self.with_values(swapped(self.values))
+        return dataclasses.replace(
+            self,
+            values=swapped(self.values),
+            scale=swapped(self.scale),
+            quantization=self.quantization and self.quantization.transposed,
         )
 
     @property
@@ -62,15 +75,43 @@ class Quantized:
 
         What is kept for a backward pass. What is not quantized stays as it
         is, and so is what is narrow.
+
+        Args:
+            dtype: Float32 for no change, uint8 for codes, or that of the
+                format, in place of which codes are held where it has fewer
+                bits. Scales that are numbers of eight bits are codes then.
         """
-        if self.quantization is None or not is_wide(self.values):
+        asked = self.quantization
+        if asked is None or dtype == "float32" or not is_wide(self.values):
             return self
-        if dtype == "float32":
+        if dtype == "uint8" or formats.get(asked.format).bits < 8:
+            values = codes.encode(self.values, asked.format)
+        else:
+            values = ops.cast(self.values, dtype)
+        scale = self.scale
+        if asked.scale_format != "float32":
+            scale = codes.encode_scales(scale, asked.scale_format)
+        return dataclasses.replace(self, values=values, scale=scale)
+
+    def widened(self, widen: Any = casting.widen) -> Quantized:
+        """The same, with values and scales in float32.
+
+        Args:
+            widen: Takes numbers in a float8 dtype, returns them in float32.
+        """
+        asked, values, scale = self.quantization, self.values, self.scale
+        if asked is None:
             return self
-        return self.with_values(ops.cast(self.values, dtype))
+        if _is_code(values):
+            values = codes.decode(values, asked.format)
+        elif not is_wide(values):
+            values = widen(values)
+        if _is_code(scale):
+            scale = codes.decode_scales(scale, asked.scale_format)
+        return dataclasses.replace(self, values=values, scale=scale)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
-        """What the values stand for.
+        """What the values stand for, but for the scale of the tensor.
 
         Args:
             dtype: Of the result.
@@ -84,19 +125,30 @@ class Quantized:
         """With a scale of NaN for each tile whose amax is not finite.
 
         A saturating cast turns an infinite operand into a finite one. A
-        recipe with state carries the infinity out in its observation; one
+        recipe with history carries the infinity out in its observation; one
         without has only the gradients to tell a loss scaler to skip the step.
         """
         mark = amax * 0.0 + 1.0
-        return Quantized(self.values, self.scale * mark, self.quantization)
+        return dataclasses.replace(self, scale=self.scale * mark)
 
     def with_values(self, values: Tensor) -> Quantized:
-        """The same scale of other values."""
-        return Quantized(values, self.scale, self.quantization)
+        """The same scales of other values."""
+        return dataclasses.replace(self, values=values)
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""
-        return [self.values, self.scale]
+        above = [] if self.tensor_scale is None else [self.tensor_scale]
+        return [self.values, self.scale, *above]
+
+
+def of_leaves(
+    leaves: Iterator[Tensor], quantization: Quantization | None
+) -> Quantized:
+    """A quantized tensor of the next of these tensors, as `leaves` has them."""
+    values, scale = next(leaves), next(leaves)
+    above = quantization is not None and quantization.has_tensor_scale
+    tensor_scale = next(leaves) if above else None
+    return Quantized(values, scale, quantization, tensor_scale)
 
 
 def is_wide(values: Tensor) -> bool:
@@ -109,24 +161,14 @@ def unquantized(x: Tensor) -> Quantized:
     return Quantized(x, ops.ones((1, 1, 1), "float32"), None)
 
 
-def scale_of(amax: Tensor, quantization: Quantization) -> Tensor:
-    """The scales of tiles with these amaxes; 1 where an amax says nothing.
-
-    Args:
-        amax: Float32 tensor of any shape, not negative.
-        quantization: What is asked for.
-    """
-    limit = formats.get(quantization.format).max
-    up = quantization.scale_rounding == "up"
-    return scaling.scale_for_limit(amax, limit, power_of_two=up)
-
-
 def quantize(
     x: Tensor,
     quantization: Quantization,
     scale: Tensor | None = None,
     cast: Any = casting.quantize_float32,
     whole_amax: Any = scaling.amax,
+    key: Tensor | None = None,
+    across: bool = False,
 ) -> tuple[Quantized, Tensor | None]:
     """Quantize an operand.
 
@@ -135,30 +177,61 @@ def quantize(
             scale of all.
         quantization: What becomes of it.
         scale: Float32 scale of the tensor; None to find those of the tiles.
-        cast: Takes `x`, a scale for each number, and the name of the format;
-            returns the numbers as the matmul is going to read them.
+        cast: Takes `x`, a scale for each number, the name of the format, and
+            whether to multiply by that scale instead of dividing; returns the
+            numbers as the matmul is going to read them.
         whole_amax: Finds the amax of a tensor that has one scale.
+        key: Int32 scalar, for what is rounded at random.
+        across: Whether the matmul reads the transpose, so that the axis which
+            it sums is the second and not the last one.
 
     Returns:
         The quantized tensor, and the amaxes of its tiles where they were
-        found here.
+        found here. Under a Hadamard transform its contracted axis is padded.
     """
-    amax = None
+    if quantization.hadamard is not None:
+        axis = 1 if across else 2
+        x = hadamard.padded(ops.cast(x, "float32"), axis)
+        x = hadamard.hadamard(x, axis)
+    tile, amax = quantization.tile, None
+    found = Scales(scale)
     if scale is None:
-        if quantization.tile.is_whole:
-            amax = whole_amax(x)
-        else:
-            amax = tiles.tile_amax(x, quantization.tile)
-        scale = scale_of(amax, quantization)
-    if quantization.tile.is_whole:
-        values = cast(x, scale, quantization.format)
-        return Quantized(values, scale[None, None, None], quantization), amax
-    spread = tiles.spread(scale, quantization.tile, x)
-    values = cast(x, spread, quantization.format)
-    return Quantized(values, scale, quantization), amax
+        amax = whole_amax(x) if tile.is_whole else tiles.tile_amax(x, tile)
+        found = scales_of(amax, quantization)
+    is_factor = found.factor is not None
+    each = found.factor if is_factor else found.scale
+    if not tile.is_whole:
+        each = tiles.spread(each, tile, x)
+    if quantization.rounding == "stochastic":
+        wide = casting.scaled(x, each, quantization.format, is_factor)
+        values = _at_random(wide, quantization.format, key, across)
+    else:
+        values = cast(x, each, quantization.format, is_factor)
+    scale = found.scale
+    if tile.is_whole:
+        scale = scale[None, None, None]
+    return Quantized(values, scale, quantization, found.tensor_scale), amax
 
 
-def _swapped(matrix: Tensor) -> Tensor:
+def _at_random(
+    x: Tensor, format_name: str, key: Tensor | None, across: bool
+) -> Tensor:
+    """Numbers of a format in float32, rounded to either neighbour."""
+    if key is None:
+        raise ValueError(
+            "An operand is rounded at random. Received: no key. Allowed: an "
+            "int32 scalar, by which the bits are the same on every backend. "
+            "Pass key=."
+        )
+    bits = random_bits(ops.shape(x), key, across)
+    return round_to_neighbour(x, bits, format_name)
+
+
+def _is_code(values: Tensor) -> bool:
+    return bool(keras.backend.standardize_dtype(values.dtype) == "uint8")
+
+
+def swapped(matrix: Tensor) -> Tensor:
     """(b, m, k) to (b, k, m)."""
     if keras.backend.backend() == "torch":
         # A tenth of the time that the operation takes in an eager call.

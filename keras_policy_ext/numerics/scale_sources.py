@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import keras
 from keras import ops
@@ -19,7 +19,9 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import Layout
+from keras_policy_ext.numerics.random_bits import key_of_matmul, key_of_use
 from keras_policy_ext.recipes import (
+    MATMULS,
     OPERANDS,
     CurrentScaling,
     DelayedScaling,
@@ -29,6 +31,9 @@ from keras_policy_ext.recipes import (
 )
 
 Tensor = Any
+
+MOST_STEPS = 2.0**23
+"""Where the count of steps starts anew, so that float32 holds it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +53,26 @@ class HistoryScales:
         """The tensors, in a fixed order."""
         return [x for x in (self.scales, self.unseen) if x is not None]
 
-    @classmethod
-    def of(cls, leaves: Sequence[Tensor], with_unseen: bool) -> HistoryScales:
-        """From a list that starts with these tensors."""
-        return cls(leaves[0], leaves[1] if with_unseen else None)
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the state of a recipe that rounds at random says.
+
+    Attributes:
+        number: Float32 scalar, how many steps there were.
+    """
+
+    number: Tensor
+
+    unseen: ClassVar[None] = None
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+        return [self.number]
+
+
+Known = HistoryScales | Step
+"""What a state says before the step."""
 
 
 class Amax:
@@ -99,21 +120,30 @@ class ScaleSource(Protocol):
         recipe: The recipe.
         state_shape: Of the state of a kernel; None for a source without.
         rule: How scales come from amaxes; None for one of another kind.
+        observes_amaxes: Whether the state is told the amaxes of operands.
     """
 
     recipe: Any
     state_shape: tuple[int, int] | None
     rule: ScaleRule | None
+    observes_amaxes: bool
 
-    def history_scales(self, state: Tensor) -> HistoryScales:
+    def history_scales(self, state: Tensor) -> Known:
         """What a state says before the step."""
+
+    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+        """What a state said, from tensors that start with its leaves.
+
+        Returns:
+            That, None for a source without state; and the other tensors.
+        """
 
     def scale(
         self,
         operand: str,
         quantization: Quantization,
         amax: Amax,
-        known: HistoryScales | None,
+        known: Known | None,
     ) -> Tensor | None:
         """The scale of an operand.
 
@@ -128,16 +158,34 @@ class ScaleSource(Protocol):
             tensor itself.
         """
 
+    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+        """What a use of a kernel tells its state, a number for each row.
+
+        Args:
+            known: What the state said.
+            amaxes: Of the operands, in the order of `OPERANDS`.
+        """
+
 
 class CurrentSource:
     """Scales from the tensor itself; no state."""
+
+    observes_amaxes = False
 
     def __init__(self, recipe: Any):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
-    def history_scales(self, state: Tensor) -> HistoryScales:
+    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+        """See `ScaleSource.known_of`."""
+        return None, leaves
+
+    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+        """See `ScaleSource.observed`; nothing, without a state."""
+        return []
+
+    def history_scales(self, state: Tensor) -> Known:
         """There is no state to ask."""
         raise ValueError(
             f"Recipe {self.recipe!r} has no state. Received: one. Allowed: "
@@ -149,7 +197,7 @@ class CurrentSource:
         operand: str,
         quantization: Quantization,
         amax: Amax,
-        known: HistoryScales | None,
+        known: Any,
     ) -> Tensor | None:
         """See `ScaleSource.scale`."""
         return None
@@ -157,6 +205,8 @@ class CurrentSource:
 
 class DelayedSource:
     """One scale per tensor, from the amaxes of the steps before."""
+
+    observes_amaxes = True
 
     def __init__(self, recipe: Any):
         self.recipe = recipe
@@ -177,7 +227,7 @@ class DelayedSource:
         operand: str,
         quantization: Quantization,
         amax: Amax,
-        known: HistoryScales | None,
+        known: Any,
     ) -> Tensor | None:
         """See `ScaleSource.scale`; the amax is computed only if needed.
 
@@ -202,6 +252,20 @@ class DelayedSource:
         return ops.cond(
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
+
+    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+        """See `ScaleSource.known_of`.
+
+        The amaxes that follow are two or none: of an even number of tensors
+        one says what was never observed.
+        """
+        count = 1 + (len(leaves) % 2 == 0)
+        unseen = leaves[1] if count == 2 else None
+        return HistoryScales(leaves[0], unseen), leaves[count:]
+
+    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+        """See `ScaleSource.observed`: the amaxes."""
+        return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
         """The gradient of the state: see `observations`.
@@ -261,6 +325,59 @@ class DelayedSource:
         return ops.where(intact, reduced, 0.0)
 
 
+class CountingSource(CurrentSource):
+    """Scales from the tensor itself; the state counts steps.
+
+    By the count operands are rounded at random: a use of a kernel in a step
+    tells the number of the next one. One more method than a `ScaleSource`
+    says how: `key`.
+    """
+
+    def __init__(self, recipe: Any):
+        super().__init__(recipe)
+        self.layout = Layout(length=1, constant=(True,))
+        self.state_shape = (1, self.layout.width)
+        self.seed = int(getattr(recipe, "seed", 0))
+
+    def history_scales(self, state: Tensor) -> Step:
+        """See `ScaleSource.history_scales`."""
+        steps = self.layout.history(state)[:, 0]
+        return Step(ops.where(self.layout.is_intact(state), steps, 0.0)[0])
+
+    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+        """See `ScaleSource.known_of`."""
+        return Step(leaves[0]), leaves[1:]
+
+    def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
+        """By what an operand is rounded at random in a matmul.
+
+        Args:
+            known: What the state says.
+            slot: Which use of the kernel in this step this is.
+            amax: That of the operand.
+            matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
+
+        Returns:
+            Int32 scalar.
+        """
+        step = ops.cast(known.number, "int32")
+        key = key_of_use(step, self.seed, slot)
+        return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
+
+    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+        """See `ScaleSource.observed`: the number of the next step."""
+        following = known.number + 1.0
+        return [ops.where(following < MOST_STEPS, following, 0.0)]
+
+    def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
+        """The gradient of the state; see `DelayedSource.observation`."""
+        return self.layout.observation(ops.stack(numbers), slot)
+
+    def settle(self, value: Tensor, previous: Tensor) -> Tensor:
+        """What the state becomes; see `DelayedSource.settle`."""
+        return self.layout.settle(value, previous, ops.zeros((1,), "float32"))
+
+
 _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {
     Recipe: CurrentSource,
     CurrentScaling: CurrentSource,
@@ -291,6 +408,8 @@ def source_of(recipe: Recipe) -> Any:
             "what `recipes.get` returns."
         )
     check(recipe)
+    if recipe.is_stochastic:
+        return CountingSource(recipe)
     found = next(b for b in type(recipe).__mro__ if b in _SOURCES)
     source = _SOURCES[found](recipe)
     if recipe.history_length and source.state_shape is None:

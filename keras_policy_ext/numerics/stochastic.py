@@ -7,7 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext.numerics.casting import view
+from keras_policy_ext import formats
+from keras_policy_ext.numerics.casting import SIGN_BIT, grid_constants, view
 
 Tensor = Any
 
@@ -102,6 +103,35 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     )
     signed = ops.where(ops.less(raw, 0), code - _SIGN, code)
     return view(ops.cast(signed, "int16"), dtype)
+
+
+def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
+    """Round down or up to a number of a narrow format, as 16 bits say.
+
+    Up, away from 0, where the position between the two neighbours, plus
+    `bits * 2^-16`, reaches 1. Numbers of the format stay as they are.
+
+    Args:
+        x: Float32 tensor, no larger than the largest number of the format.
+        bits: Int32 tensor of its shape, from 0 to 2^16 - 1.
+        format_name: The ml_dtypes name of a format of four or eight bits.
+
+    Returns:
+        Float32 tensor of the shape of `x`.
+    """
+    fmt = formats.get(format_name)
+    lowest, _ = grid_constants(format_name)
+    raw = view(x, "int32")
+    magnitude = view(ops.bitwise_and(raw, _MAGNITUDE), "float32")
+    exponent = ops.maximum(ops.bitwise_and(raw, _INFINITY), lowest)
+    # Both are powers of two, so that nothing is rounded here.
+    spacing = exponent - (fmt.mantissa_bits << 23)
+    steps = magnitude * view((254 << 23) - spacing, "float32")
+    steps = ops.floor(steps + ops.cast(bits, "float32") * 2.0**-RANDOM_BITS)
+    rounded = ops.minimum(steps * view(spacing, "float32"), fmt.max)
+    rounded = ops.where(ops.isnan(x), x, rounded)
+    sign = ops.bitwise_and(raw, SIGN_BIT)
+    return view(ops.bitwise_or(view(rounded, "int32"), sign), "float32")
 
 
 def check_roundable(dtype: str) -> None:

@@ -12,11 +12,25 @@ in policy names. A recipe with another way to find scales than from the tensor
 itself registers a scale source (`numerics.scale_sources`).
 """
 
-# The default comes first in the list of names.
+# In the order of the list of names, of which the default is the first.
 from keras_policy_ext.recipes.delayed import LARGEST_MARGIN, DelayedScaling
 
 # isort: split
 from keras_policy_ext.recipes.current import CurrentScaling
+
+# isort: split
+from keras_policy_ext.recipes.rowwise import RowwiseScaling
+
+# isort: split
+from keras_policy_ext.recipes.block import BlockScaling
+
+# isort: split
+from keras_policy_ext.recipes.mxfp8 import MXFP8Scaling
+
+# isort: split
+from keras_policy_ext.recipes.nvfp4 import NVFP4Scaling
+
+# isort: split
 from keras_policy_ext.recipes.quantization import (
     MATMULS,
     OPERANDS,
@@ -28,7 +42,6 @@ from keras_policy_ext.recipes.quantization import (
 )
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, check
 from keras_policy_ext.recipes.spec import (
-    PLANNED,
     deserialize,
     get,
     names,
@@ -40,13 +53,16 @@ __all__ = [
     "LARGEST_MARGIN",
     "MATMULS",
     "OPERANDS",
-    "PLANNED",
     "REGISTRY",
     "WHOLE",
+    "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "MXFP8Scaling",
+    "NVFP4Scaling",
     "Quantization",
     "Recipe",
+    "RowwiseScaling",
     "Tile",
     "check",
     "deserialize",

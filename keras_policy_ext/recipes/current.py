@@ -21,7 +21,7 @@ class CurrentScaling(Recipe):
     """One scale per tensor, from this tensor's own amax. No state.
 
     Source: Transformer Engine's `Float8CurrentScaling`, torchao's
-    `tensorwise`.
+    `tensorwise`. See `Recipe` for the fields that all recipes have.
 
     Attributes:
         fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
@@ -50,7 +50,7 @@ class CurrentScaling(Recipe):
             for matmul, operands in MATMULS.items()
             for operand in operands
         ]
-        whole = all(q is not None and q.tile.is_whole for q in asked)
+        whole = all(q is None or q.keeps_axes for q in asked)
         return self if whole else super().for_activations
 
     @property
@@ -60,5 +60,7 @@ class CurrentScaling(Recipe):
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """See `Recipe.quantization`; the same in both matmuls."""
+        if self.in_high_precision(matmul):
+            return None
         rounding = "up" if self.power_of_two else "nearest"
         return tensorwise(self.fp8_format, operand, rounding)

@@ -30,7 +30,8 @@ LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amax of the steps before this one.
 
-    Source: Transformer Engine's `DelayedScaling`, Flax's `fp8_ops`.
+    Source: Transformer Engine's `DelayedScaling`, Flax's `fp8_ops`. See
+    `Recipe` for the fields that all recipes have.
 
     Attributes:
         amax_history_length: How many steps are remembered (int >= 1).
@@ -90,6 +91,8 @@ class DelayedScaling(Recipe):
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """See `Recipe.quantization`; the same in both matmuls."""
+        if self.in_high_precision(matmul):
+            return None
         return tensorwise(self.fp8_format, operand)
 
 

@@ -68,10 +68,12 @@ class Quantization:
         scale_format: `"float32"`, `"float8_e8m0fnu"` (powers of two), or
             `"float8_e4m3fn"`, which has a scale of the tensor above it.
         scale_rounding: `"nearest"` in the format of the scale; to powers of
-            two `"up"`, or `"floor"` (OCP MX 1.0: of the amax's exponent).
+            two `"up"`, or `"floor"` (OCP MX 1.0: the exponent of the amax
+            less that of the largest number of the format).
         rounding: Of the values: `"nearest"` or `"stochastic"`.
         hadamard: The size of a Hadamard transform along the contracted axis,
-            a multiple of `tile.contracted`; None for none.
+            a multiple of `tile.contracted`; None for none. Both operands of a
+            matmul have the same, so that it leaves the product as it is.
 
     Raises:
         ValueError: If one of them is something else, or they do not go
@@ -97,6 +99,14 @@ class Quantization:
             raise ValueError(
                 self._wrong("scale_rounding", "up or floor, for e8m0 scales")
             )
+        if self.tile.is_whole and self.scale_format != "float32":
+            raise ValueError(
+                self._wrong("scale_format", "float32, for a whole tensor")
+            )
+        if self.scale_format == "float8_e4m3fn" and not self._to_nearest:
+            raise ValueError(
+                self._wrong("scale_rounding", "nearest, for e4m3 scales")
+            )
         if self.hadamard and self.hadamard % (self.tile.contracted or 1):
             raise ValueError(
                 self._wrong("hadamard", "a multiple of tile.contracted")
@@ -109,8 +119,33 @@ class Quantization:
 
     @property
     def tensorwise(self) -> Quantization:
-        """The same with one scale for a tensor."""
-        return dataclasses.replace(self, tile=WHOLE)
+        """As near to this as one scale for a tensor is, for a convolution.
+
+        Numbers of four bits need a scale for a few of them: with one for a
+        tensor they are numbers of e4m3fn.
+        """
+        if self.keeps_axes:
+            return self
+        narrow = formats.get(self.format).bits < 8
+        return Quantization(
+            format=formats.ALIASES["e4m3"] if narrow else self.format,
+            scale_rounding="nearest" if self._to_nearest else "up",
+        )
+
+    @property
+    def by_place(self) -> bool:
+        """Whether equal numbers of one tile may become different ones."""
+        return self.hadamard is not None or self.rounding == "stochastic"
+
+    @property
+    def keeps_axes(self) -> bool:
+        """Whether what becomes of a number does not depend on its place."""
+        return self.tile.is_whole and not self.by_place
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether there is a scale of the tensor above those of the tiles."""
+        return self.scale_format == "float8_e4m3fn"
 
     @property
     def scale_leaves_sum(self) -> bool:
@@ -120,9 +155,12 @@ class Quantization:
     @property
     def exact_in_bfloat16(self) -> bool:
         """Whether what is multiplied fits bfloat16 without rounding."""
-        powers_of_two = self.scale_rounding != "nearest"
         narrow = self.scale_format != "float32"
-        return self.scale_leaves_sum or powers_of_two or narrow
+        return self.scale_leaves_sum or narrow or not self._to_nearest
+
+    @property
+    def _to_nearest(self) -> bool:
+        return self.scale_rounding == "nearest"
 
     def _wrong(self, name: str, allowed: str) -> str:
         return (

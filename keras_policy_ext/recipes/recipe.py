@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from keras_policy_ext import formats
-from keras_policy_ext.recipes import quantization as data
 from keras_policy_ext.recipes.quantization import (
     MATMULS,
     OPERANDS,
@@ -18,9 +17,13 @@ from keras_policy_ext.recipes.quantization import (
 REGISTRY: dict[str, type[Recipe]] = {}
 """The recipes by name, in the order of their definition."""
 
+HIGH_PRECISION = "high_precision"
+"""Says of a matmul that it is done in the compute dtype."""
+
 _R = TypeVar("_R", bound="Recipe")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Base of all recipes.
 
@@ -33,14 +36,22 @@ class Recipe:
         name: The name used in strings, e.g. `"delayed"`.
         granularity: What one scale belongs to: `"tensorwise"`, `"rowwise"` or
             `"blockwise"`.
+        forward: `"float8"`, or `"high_precision"` to do this matmul in the
+            compute dtype.
+        inputs_grad: Likewise.
+        kernel_grad: Likewise.
 
     Raises:
         ValueError: If the quantizations of a recipe do not go together, or
-            this version cannot carry them out.
+            cannot be carried out.
     """
 
     name: ClassVar[str]
     granularity: ClassVar[str] = "tensorwise"
+
+    forward: str = "float8"
+    inputs_grad: str = "float8"
+    kernel_grad: str = "float8"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,7 +59,25 @@ class Recipe:
             _register(cls)
 
     def __post_init__(self) -> None:
+        defaults = {each.name: each.default for each in fields_of(type(self))}
+        for matmul in MATMULS:
+            allowed = (str(defaults[matmul]), HIGH_PRECISION)
+            if getattr(self, matmul) not in allowed:
+                raise ValueError(
+                    f"Wrong {matmul} of {type(self).__name__}. Received: "
+                    f"{getattr(self, matmul)!r}. Allowed: "
+                    f"{' or '.join(map(repr, allowed))}. Leave it out for the "
+                    f"default {allowed[0]!r}."
+                )
         check(self)
+
+    def in_high_precision(self, matmul: str) -> bool:
+        """Whether a field of the recipe takes a matmul out of float8.
+
+        Args:
+            matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
+        """
+        return bool(getattr(self, matmul) == HIGH_PRECISION)
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """What becomes of an operand in a matmul.
@@ -62,7 +91,21 @@ class Recipe:
             The quantization; None for both operands of a matmul that is to be
             done in the compute dtype. Here: whole tensors in e4m3fn.
         """
+        if self.in_high_precision(matmul):
+            return None
         return Quantization(format=formats.ALIASES["e4m3"])
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether an operand is rounded at random.
+
+        The bits come from a field `seed`, 0 without one, and from a counter
+        of the steps that is the state of a kernel.
+        """
+        return any(
+            asked is not None and asked.rounding == "stochastic"
+            for asked in _all_asked(self)
+        )
 
     @property
     def history_length(self) -> int:
@@ -78,11 +121,20 @@ class Recipe:
     def for_activations(self) -> Recipe:
         """The recipe for products without a kernel, which have no state.
 
-        Each tensor is scaled by its own amax, in the formats of this recipe.
+        Each tensor is scaled by its own amax, in float8, with output
+        gradients in e5m2 where this recipe has them so. A matmul that is not
+        quantized under this recipe is not there either.
         """
-        wide = self.format_of("outputs_grad") != self.format_of("inputs")
+        wide = self.format_of("outputs_grad") == formats.ALIASES["e5m2"]
+        left_out = {
+            matmul: HIGH_PRECISION
+            for matmul, (first, _) in MATMULS.items()
+            if self.quantization(first, matmul) is None
+        }
         current: Any = REGISTRY["current"]
-        recipe: Recipe = current(fp8_format="hybrid" if wide else "e4m3")
+        recipe: Recipe = current(
+            fp8_format="hybrid" if wide else "e4m3", **left_out
+        )
         return recipe
 
     def format_of(self, operand: str) -> str:
@@ -153,17 +205,15 @@ def check(recipe: Recipe) -> None:
     """Raise if a recipe asks for what cannot be carried out.
 
     Raises:
-        ValueError: If one operand of a matmul is in float8 and the other is
-            not, both are in e5m2, they have two Hadamard sizes, a recipe
-            with a history has finer tiles than whole tensors, or a
-            quantization is one that this version does not compute.
+        ValueError: If one operand of a matmul is quantized and the other is
+            not, a field takes a matmul out of float8 and `quantization` does
+            not, both operands are in e5m2, they have two Hadamard sizes, a
+            recipe with a history has finer tiles than whole tensors or rounds
+            at random, or a quantization is one that is not computed.
     """
     for matmul, operands in MATMULS.items():
         first, second = (recipe.quantization(o, matmul) for o in operands)
-        fault = _fault(first, second)
-        asked = (q for q in (first, second) if q is not None)
-        if recipe.history_length and not all(q.tile.is_whole for q in asked):
-            fault = "a history has one amax for a tensor: Tile() only"
+        fault = _fault(first, second) or _unfit(recipe, matmul, first, second)
         if fault:
             raise ValueError(
                 f"Recipe {recipe!r} cannot be carried out: {fault}. Received "
@@ -174,6 +224,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _fault(first: Quantization | None, second: Quantization | None) -> str:
+    """Why two operands do not go together."""
     if first is None or second is None:
         both = first is None and second is None
         return "" if both else "one operand is in float8 and the other is not"
@@ -185,22 +236,29 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
     return next(filter(None, unknown), "")
 
 
+def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
+    """Why quantizations are not those of this recipe."""
+    quantized = [each for each in asked if each is not None]
+    if recipe.in_high_precision(matmul) and quantized:
+        return f"its `quantization` does not follow {matmul}='high_precision'"
+    if recipe.history_length and not all(q.keeps_axes for q in quantized):
+        return "a history has one amax for a tensor: Tile(), to nearest"
+    return ""
+
+
 _COMPUTED: dict[str, tuple[Any, ...]] = {
-    "format": tuple(formats.ALIASES.values()),
-    "scale_format": data.SCALE_FORMATS[:1],
-    "scale_rounding": data.SCALE_ROUNDINGS[:2],
-    "rounding": data.ROUNDINGS[:1],
-    "hadamard": (None,),
+    "format": ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+    "hadamard": (None, 16),
 }
-"""The quantizations that this version computes, by attribute."""
+"""The quantizations that are computed, by attribute."""
 
 
 def _not_computed(asked: Quantization) -> str:
-    """What of a quantization this version cannot compute."""
+    """What of a quantization is not computed."""
     for name, allowed in _COMPUTED.items():
         if getattr(asked, name) not in allowed:
             words = " or ".join(map(str, allowed))
-            return f"this version computes {name} {words} and no other"
+            return f"{name} can be {words} and nothing else"
     return ""
 
 
@@ -209,6 +267,14 @@ def _computed_words() -> str:
         f"{name} {' or '.join(map(str, allowed))}"
         for name, allowed in _COMPUTED.items()
     )
+
+
+def _all_asked(recipe: Recipe) -> list[Quantization | None]:
+    return [
+        recipe.quantization(operand, matmul)
+        for matmul, operands in MATMULS.items()
+        for operand in operands
+    ]
 
 
 def _register(cls: type[Recipe]) -> None:
@@ -229,7 +295,7 @@ def _register(cls: type[Recipe]) -> None:
 
 def fields_of(cls: type[Recipe]) -> tuple[dataclasses.Field[Any], ...]:
     """The fields of a recipe, in order."""
-    return dataclasses.fields(cls)  # type: ignore[arg-type]
+    return dataclasses.fields(cls)
 
 
 def no_recipe(identifier: object) -> str:

@@ -10,10 +10,6 @@ from typing import Any
 from keras_policy_ext.recipes.delayed import DelayedScaling
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
 
-#: Names that are decided on but not in this version.
-PLANNED = ("rowwise", "block", "mxfp8", "nvfp4")
-
-
 _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
@@ -148,11 +144,6 @@ def _class(name: object) -> type[Recipe]:
     if isinstance(name, str) and name in REGISTRY:
         return REGISTRY[name]
     known = f"Allowed: {', '.join(REGISTRY)}."
-    if name in PLANNED:
-        raise ValueError(
-            f"Recipe {name!r} is planned, but this version of "
-            f"keras_policy_ext doesn't have it. {known} Use one of these."
-        )
     raise ValueError(
         f"Unknown recipe. Received: {name!r}. {known} Use one of these, or "
         "derive a dataclass from recipes.Recipe to add your own."

@@ -20,12 +20,25 @@ from keras_policy_ext.reference.casting import (
     round_scalar,
     stochastic_round,
 )
-from keras_policy_ext.reference.errors import sqnr_db, underflow_fraction
-from keras_policy_ext.reference.linear_layer import (
-    DelayedLinear,
+from keras_policy_ext.reference.contraction import (
     Linear,
     Scaling,
+    einsum,
     linear,
+)
+from keras_policy_ext.reference.delayed_linear import DelayedLinear
+from keras_policy_ext.reference.errors import sqnr_db, underflow_fraction
+from keras_policy_ext.reference.hadamard_transform import hadamard
+from keras_policy_ext.reference.matrices import (
+    Asked,
+    Quantized,
+    quantize_matrices,
+)
+from keras_policy_ext.reference.packing import pack, unpack
+from keras_policy_ext.reference.randomness import (
+    matmul_key,
+    random_bits,
+    stochastic_cast,
 )
 from keras_policy_ext.reference.scales import (
     LARGEST_SCALE,
@@ -40,26 +53,36 @@ from keras_policy_ext.reference.scales import (
 __all__ = [
     "LARGEST_SCALE",
     "SMALLEST_SCALE",
+    "Asked",
     "BlockQuantized",
     "DelayedLinear",
     "Linear",
     "NVFP4Quantized",
+    "Quantized",
     "Scaling",
     "amax",
     "cast",
     "delayed_scale",
     "dequantize",
+    "einsum",
+    "hadamard",
     "linear",
+    "matmul_key",
+    "pack",
     "quantize",
     "quantize_block",
     "quantize_dequantize",
+    "quantize_matrices",
     "quantize_mx",
     "quantize_nvfp4",
+    "random_bits",
     "round_scalar",
     "scale_from_amax",
     "scale_of_multiplier",
     "sqnr_db",
+    "stochastic_cast",
     "stochastic_round",
     "underflow_fraction",
+    "unpack",
     "update_history",
 ]

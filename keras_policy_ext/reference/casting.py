@@ -22,7 +22,9 @@ def cast(x: ArrayLike, dtype: str) -> Array:
 
     Args:
         x: Array of any shape, read as float32.
-        dtype: A signed narrow format.
+        dtype: A signed narrow format. Those without a negative zero make 0
+            of what rounds to it; `float4_e2m1fn` has no NaN and makes a 0
+            of it.
 
     Returns:
         Array of that dtype and of x's shape.
@@ -49,21 +51,25 @@ def round_scalar(x: float, dtype: str) -> float:
         dtype: A signed narrow format.
 
     Returns:
-        The nearest number of the format, ties to even, saturating.
+        The nearest number of the format, ties to even, saturating; NaN of
+        NaN, though e2m1fn has none.
 
     Raises:
         ValueError: As for `cast`.
     """
     target = signed_format(dtype)
-    if math.isnan(x) or x == 0:
+    if math.isnan(x):
         return x
     if math.isinf(x):
         return math.copysign(target.max, x)
+    if x == 0:
+        return x if target.has_negative_zero else 0.0
     exponent = math.frexp(abs(x))[1] - 1
     lowest = math.frexp(target.smallest_normal)[1] - 1
     spacing = Fraction(2) ** (max(exponent, lowest) - target.mantissa_bits)
     steps = round(Fraction(abs(x)) / spacing)  # Ties go to the even integer.
-    return math.copysign(min(float(steps * spacing), target.max), x)
+    rounded = math.copysign(min(float(steps * spacing), target.max), x)
+    return rounded if rounded or target.has_negative_zero else 0.0
 
 
 def stochastic_round(

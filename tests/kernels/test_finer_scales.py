@@ -274,12 +274,11 @@ def asked(**fields):
 REFUSED = {
     "one operand is in float8": lambda o, m: None if o == "kernel" else asked(),
     "no hardware multiplies e5m2": lambda o, m: asked(format=E5M2),
-    "computes rounding": lambda o, m: asked(rounding="stochastic"),
-    "computes hadamard": lambda o, m: asked(hadamard=16),
-    "computes scale_format": lambda o, m: asked(
-        scale_format="float8_e8m0fnu", scale_rounding="up"
+    "hadamard can be None or 16": lambda o, m: asked(hadamard=32),
+    "format can be": lambda o, m: asked(format="float8_e8m0fnu"),
+    "cancel only in pairs": lambda o, m: asked(
+        hadamard=16 if o == "inputs" else None
     ),
-    "computes format": lambda o, m: asked(format="float4_e2m1fn"),
 }
 
 
@@ -291,9 +290,18 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused(fault):
         assert word in str(error.value)
 
 
-def test_a_history_goes_with_whole_tensors_only():
+@pytest.mark.parametrize(
+    "fields", [{"tile": Tile(free=1)}, {"rounding": "stochastic"}], ids=str
+)
+def test_a_history_goes_with_whole_tensors_to_nearest_only(fields):
     with pytest.raises(ValueError, match="one amax for a tensor"):
-        recipe_of(lambda o, m: asked(tile=Tile(free=1)), history=4)
+        recipe_of(lambda o, m: asked(**fields), history=4)
+
+
+def test_a_field_that_a_recipe_does_not_follow_is_refused():
+    """Rather than ignored: the matmul would be in float8 after all."""
+    with pytest.raises(ValueError, match="does not follow forward"):
+        PerRow(forward="high_precision")
 
 
 @pytest.mark.parametrize(
@@ -305,6 +313,15 @@ def test_a_history_goes_with_whole_tensors_only():
         ({"scale_format": "float8_e8m0fnu"}, "scale_rounding"),
         ({"tile": Tile(0)}, "tile"),
         ({"tile": Tile(1, 32), "hadamard": 16}, "hadamard"),
+        ({"scale_format": "float8_e4m3fn"}, "scale_format"),
+        (
+            {
+                "tile": Tile(1, 32),
+                "scale_format": "float8_e4m3fn",
+                "scale_rounding": "up",
+            },
+            "scale_rounding",
+        ),
     ],
 )
 def test_a_quantization_that_does_not_exist_is_refused(fields, named):

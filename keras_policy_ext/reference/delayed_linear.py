@@ -1,6 +1,6 @@
-"""A whole linear layer: the three matmuls of quantized operands, in NumPy."""
+"""A linear layer under delayed scaling, step by step, in NumPy."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -9,80 +9,10 @@ from keras_policy_ext.reference.casting import quantize
 from keras_policy_ext.reference.scales import (
     amax,
     delayed_scale,
-    scale_from_amax,
     update_history,
 )
 
 Array = np.ndarray[Any, Any]
-
-
-class Scaling(Protocol):
-    """What the reference asks of a recipe (`recipes.Recipe` has it)."""
-
-    @property
-    def history_length(self) -> int:
-        """Length of the amax history; 0 for stateless recipes."""
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        """Keyword arguments for `scale_from_amax`."""
-
-    def format_of(self, operand: str) -> str:
-        """The ml_dtypes name of an operand's format."""
-
-
-class Linear(NamedTuple):
-    """One float8 linear layer, forward and backward.
-
-    Attributes:
-        y: `(..., out)`, the output.
-        inputs_grad: `(..., in)`.
-        kernel_grad: `(in, out)`.
-        quantized: Codes by operand.
-        scales: Dequantizing scales by operand.
-    """
-
-    y: Array
-    inputs_grad: Array
-    kernel_grad: Array
-    quantized: dict[str, Array]
-    scales: dict[str, Array]
-
-
-def linear(
-    x: ArrayLike, kernel: ArrayLike, g: ArrayLike, recipe: Scaling
-) -> Linear:
-    """A linear layer under tensorwise current scaling.
-
-    `y = x·w`, `inputs_grad = g·wᵀ`, `kernel_grad = xᵀ·g`, all over quantized
-    operands, accumulated in float64 and rounded once to float32.
-
-    Args:
-        x: `(..., in)`.
-        kernel: `(in, out)`.
-        g: `(..., out)`, the gradient of the output.
-        recipe: A stateless tensorwise recipe.
-
-    Returns:
-        A `Linear`.
-
-    Raises:
-        ValueError: If the recipe keeps a history (see `DelayedLinear`).
-    """
-    if recipe.history_length:
-        raise ValueError(
-            "reference.linear keeps no state between steps. Received: "
-            f"{recipe!r}. Allowed: a recipe without history, such as "
-            "CurrentScaling(). Use DelayedLinear."
-        )
-    operands = {"inputs": x, "kernel": kernel, "outputs_grad": g}
-    scales = {
-        operand: scale_from_amax(
-            amax(value), recipe.format_of(operand), **recipe.scale_options
-        )
-        for operand, value in operands.items()
-    }
-    return _linear(operands, scales, recipe)
 
 
 class DelayedLinear:
@@ -157,24 +87,6 @@ class DelayedLinear:
             if history.any():
                 self._known.add(operand)
         return codes, scale
-
-
-def _linear(
-    operands: dict[str, ArrayLike], scales: dict[str, Array], recipe: Scaling
-) -> Linear:
-    codes = {
-        operand: quantize(value, scales[operand], recipe.format_of(operand))
-        for operand, value in operands.items()
-    }
-    x, kernel, g = (codes[o] for o in ("inputs", "kernel", "outputs_grad"))
-    sx, sw, sg = (scales[o] for o in ("inputs", "kernel", "outputs_grad"))
-    return Linear(
-        y=_product(x, kernel, sx, sw),
-        inputs_grad=_product(g, kernel.T, sg, sw),
-        kernel_grad=_product(_rows(x).T, _rows(g), sx, sg),
-        quantized=codes,
-        scales=scales,
-    )
 
 
 def _product(a: Array, b: Array, scale_a: Any, scale_b: Any) -> Array:

@@ -1,0 +1,160 @@
+"""Codes of numbers, and numbers of codes, by integer arithmetic.
+
+The same on every backend and for every format, whether a framework has a
+dtype for it or not. Float8 dtypes are used where they are faster. Nothing is
+cast to or from `float8_e8m0fnu` or a float4 dtype: JAX and PyTorch disagree
+on E8M0 of 0, TensorFlow lacks it, and only JAX casts to float4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import formats
+from keras_policy_ext.numerics.casting import view
+
+Tensor = Any
+
+MAGNITUDE = 0x7FFFFFFF
+MANTISSA = 23
+NAN = 0x7FC00000
+SUBNORMAL_SCALE = 1 << 22
+"""The bits of 2^-127, which byte 0 of E8M0 stands for."""
+
+_EXPONENT_ONES = 0x7F800000
+_BIAS = 127
+
+
+def shifted_right(x: Tensor, count: int) -> Tensor:
+    """Int32 shifted right by some bits, with zeros from the left."""
+    mask = (1 << (32 - count)) - 1
+    return ops.bitwise_and(ops.right_shift(x, count), mask)
+
+
+def encode(values: Tensor, format_name: str) -> Tensor:
+    """The codes of numbers of a format.
+
+    Args:
+        values: Float32 numbers of the format, of any shape.
+        format_name: Its ml_dtypes name; a signed one.
+
+    Returns:
+        Uint8 tensor of that shape. NaN has one code, the one that casts give
+        it; in `float4_e2m1fn`, which has none, that of the largest number.
+        Infinities have theirs, or in a format without that of the largest.
+    """
+    fmt = formats.get(format_name)
+    raw = view(values, "int32")
+    magnitude = ops.bitwise_and(raw, MAGNITUDE)
+    # Below the smallest normal number codes count multiples of the spacing.
+    bounded = ops.minimum(view(magnitude, "float32"), fmt.smallest_normal)
+    small = ops.cast(bounded * (1.0 / fmt.smallest_subnormal), "int32")
+    lowest = _bits(fmt.smallest_normal)
+    normal = ops.right_shift(magnitude, MANTISSA - fmt.mantissa_bits)
+    normal = normal - _offset(fmt)
+    code = ops.where(magnitude < lowest, small, normal)
+    code = ops.minimum(code, _largest_code(fmt) + fmt.has_inf)
+    code = ops.where(magnitude > _EXPONENT_ONES, _nan_code(fmt), code)
+    sign = ops.left_shift(shifted_right(raw, 31), fmt.bits - 1)
+    return ops.cast(ops.bitwise_or(code, sign), "uint8")
+
+
+def decode(codes: Tensor, format_name: str) -> Tensor:
+    """The numbers of codes, as `encode` makes them.
+
+    Args:
+        codes: Uint8 tensor of any shape.
+        format_name: The ml_dtypes name of the format.
+
+    Returns:
+        Float32 tensor of that shape.
+    """
+    fmt = formats.get(format_name)
+    codes = ops.cast(codes, "int32")
+    magnitude = ops.bitwise_and(codes, (1 << (fmt.bits - 1)) - 1)
+    small = ops.cast(magnitude, "float32") * fmt.smallest_subnormal
+    normal = ops.left_shift(
+        magnitude + _offset(fmt), MANTISSA - fmt.mantissa_bits
+    )
+    is_small = magnitude < (1 << fmt.mantissa_bits)
+    bits = ops.where(is_small, view(small, "int32"), normal)
+    beyond = magnitude - _largest_code(fmt)
+    bits = ops.where(beyond > 0, NAN, bits)
+    if fmt.has_inf:
+        bits = ops.where(ops.equal(beyond, 1), _EXPONENT_ONES, bits)
+    sign = ops.left_shift(shifted_right(codes, fmt.bits - 1), 31)
+    return view(ops.bitwise_or(bits, sign), "float32")
+
+
+def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
+    """Scales in their own format, a byte each.
+
+    Args:
+        scale: Float32 numbers of the format, of any shape.
+        scale_format: `"float8_e8m0fnu"` or `"float8_e4m3fn"`.
+    """
+    if scale_format != "float8_e8m0fnu":
+        return encode(scale, scale_format)
+    bits = view(scale, "int32")
+    byte = ops.bitwise_and(shifted_right(bits, MANTISSA), 0xFF)
+    return ops.cast(byte, "uint8")
+
+
+def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
+    """Scales in float32, from `encode_scales`.
+
+    Byte 0 of E8M0 is 2^-127, which a backend that flushes subnormal numbers
+    reads as 0; byte 255 is NaN.
+    """
+    if scale_format != "float8_e8m0fnu":
+        return decode(codes, scale_format)
+    byte = ops.cast(codes, "int32")
+    bits = ops.maximum(ops.left_shift(byte, MANTISSA), SUBNORMAL_SCALE)
+    return view(ops.where(byte > 254, NAN, bits), "float32")
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes of four bits in a byte, the first in the low bits.
+
+    Args:
+        codes: Uint8 (..., n), from 0 to 15; n even.
+
+    Returns:
+        Uint8 (..., n / 2).
+    """
+    low, high = codes[..., 0::2], codes[..., 1::2]
+    return ops.bitwise_or(low, ops.left_shift(high, ops.cast(4, "uint8")))
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The codes in `pack`'s result, uint8 (..., n)."""
+    low = ops.bitwise_and(packed, ops.cast(15, "uint8"))
+    high = ops.right_shift(packed, ops.cast(4, "uint8"))
+    pairs = ops.stack([low, high], axis=-1)
+    *before, _ = packed.shape
+    return ops.reshape(pairs, (*before, -1))
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
+
+
+def _offset(fmt: formats.Format) -> int:
+    """What the bias of float32 adds to a code that is shifted into place."""
+    exponent = _bits(fmt.smallest_normal) >> MANTISSA
+    return (exponent - 1) << fmt.mantissa_bits
+
+
+def _largest_code(fmt: formats.Format) -> int:
+    """That of the largest number, without its sign."""
+    return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
+
+
+def _nan_code(fmt: formats.Format) -> int:
+    """What NaN is cast to; without NaN in the format, its largest code."""
+    quiet = np.array(np.nan, "float32").astype(fmt.dtype).view(np.uint8)
+    is_nan = np.isnan(np.array(np.nan).astype(fmt.dtype).astype("float32"))
+    return int(quiet) & 0x7F if is_nan else _largest_code(fmt)

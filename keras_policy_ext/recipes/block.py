@@ -1,0 +1,57 @@
+"""Block scaling: a scale for 128 numbers, or for 128 times 128 of a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from keras_policy_ext import formats
+from keras_policy_ext.recipes.fields import boolean, put
+from keras_policy_ext.recipes.quantization import Quantization, Tile
+from keras_policy_ext.recipes.recipe import Recipe
+
+BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockScaling(Recipe):
+    """One scale per 128 numbers along the axis that a matmul sums.
+
+    A kernel has one per 128×128, which both of its matmuls read, so that it
+    is quantized once. All in e4m3fn, no state. The last block of an axis may
+    be smaller; no size is asked for.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), Transformer Engine's
+    `Float8BlockScaling`. See `Recipe` for the fields that all recipes have.
+
+    Attributes:
+        power_of_two: Round scales up to powers of two.
+
+    Raises:
+        TypeError, ValueError: If a value has the wrong type or range.
+    """
+
+    name: ClassVar[str] = "block"
+    granularity: ClassVar[str] = "blockwise"
+
+    power_of_two: bool = True
+
+    def __post_init__(self) -> None:
+        put(self, "power_of_two", boolean(self, "power_of_two"))
+        super().__post_init__()
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
+        return {"margin": 0, "power_of_two": self.power_of_two}
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`."""
+        if self.in_high_precision(matmul):
+            return None
+        of_kernel = operand == "kernel"
+        return Quantization(
+            format=formats.ALIASES["e4m3"],
+            tile=Tile(BLOCK if of_kernel else 1, BLOCK),
+            scale_rounding="up" if self.power_of_two else "nearest",
+        )

@@ -1,0 +1,58 @@
+"""MXFP8: a power of two for 32 numbers, in eight bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from keras_policy_ext import formats
+from keras_policy_ext.recipes.fields import choice
+from keras_policy_ext.recipes.quantization import Quantization, Tile
+from keras_policy_ext.recipes.recipe import Recipe
+
+BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8Scaling(Recipe):
+    """One E8M0 scale per 32 numbers along the axis that a matmul sums.
+
+    All in e4m3fn, each operand quantized for each of its matmuls from its own
+    numbers. No state. The last block of an axis may be smaller; no size is
+    asked for.
+
+    Source: the OCP Microscaling specification 1.0, and arXiv 2506.08027 for
+    scales that are rounded up. See `Recipe` for the fields that all recipes
+    have.
+
+    Attributes:
+        rounding: Of scales: `"round_up"`, so that no number saturates, or
+            `"floor"`, as OCP MX 1.0 says: the exponent of the amax less that
+            of the largest number, by which the largest may saturate.
+
+    Raises:
+        ValueError: If a value is something else.
+    """
+
+    name: ClassVar[str] = "mxfp8"
+    granularity: ClassVar[str] = "blockwise"
+
+    rounding: str = "round_up"
+
+    def __post_init__(self) -> None:
+        choice(self, "rounding", tuple(_ROUNDINGS))
+        super().__post_init__()
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`; the same everywhere."""
+        if self.in_high_precision(matmul):
+            return None
+        return Quantization(
+            format=formats.ALIASES["e4m3"],
+            tile=Tile(1, BLOCK),
+            scale_format="float8_e8m0fnu",
+            scale_rounding=_ROUNDINGS[self.rounding],
+        )
+
+
+_ROUNDINGS = {"round_up": "up", "floor": "floor"}

@@ -1,0 +1,66 @@
+"""NVFP4: numbers of four bits, with scales on two levels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from keras_policy_ext.recipes.fields import boolean, integer, put
+from keras_policy_ext.recipes.quantization import Quantization, Tile
+from keras_policy_ext.recipes.recipe import Recipe
+
+BLOCK = 16
+LARGEST_SEED = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4Scaling(Recipe):
+    """Numbers in e2m1fn, an e4m3fn scale per 16, a float32 one per tensor.
+
+    A kernel has a scale per 16×16, which both of its matmuls read. Both
+    operands of `kernel_grad` go through a Hadamard transform, and output
+    gradients are rounded at random, so that their mean is right. The state of
+    a kernel is a counter of steps.
+
+    Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149),
+    Transformer Engine's `NVFP4BlockScaling`. See `Recipe` for the fields that
+    all recipes have; here they are `"float4"` or `"high_precision"`.
+
+    Attributes:
+        hadamard: Whether `kernel_grad` reads transformed operands.
+        stochastic_rounding: Whether output gradients are rounded at random.
+        seed: Of that; runs with equal seeds are equal.
+
+    Raises:
+        TypeError, ValueError: If a value has the wrong type or range.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+    granularity: ClassVar[str] = "blockwise"
+
+    forward: str = "float4"
+    inputs_grad: str = "float4"
+    kernel_grad: str = "float4"
+    hadamard: bool = True
+    stochastic_rounding: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("hadamard", "stochastic_rounding"):
+            put(self, field, boolean(self, field))
+        put(self, "seed", integer(self, "seed", 0, LARGEST_SEED))
+        super().__post_init__()
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`."""
+        if self.in_high_precision(matmul):
+            return None
+        transformed = self.hadamard and matmul == "kernel_grad"
+        at_random = self.stochastic_rounding and operand == "outputs_grad"
+        return Quantization(
+            format="float4_e2m1fn",
+            tile=Tile(BLOCK if operand == "kernel" else 1, BLOCK),
+            scale_format="float8_e4m3fn",
+            rounding="stochastic" if at_random else "nearest",
+            hadamard=BLOCK if transformed else None,
+        )

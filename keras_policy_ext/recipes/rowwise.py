@@ -1,0 +1,60 @@
+"""Rowwise scaling: a scale for each row of what a matmul reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from keras_policy_ext import formats
+from keras_policy_ext.recipes.fields import boolean, put
+from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
+from keras_policy_ext.recipes.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowwiseScaling(Recipe):
+    """One scale per row of each matrix, over the axis that a matmul sums.
+
+    A token has a scale of its own, and so has each output channel of a
+    kernel. In the two gradients other axes are summed, so that every operand
+    is quantized twice, each time from its own numbers. No state.
+
+    With `kernel_grad="high_precision"` that matmul is done in the compute
+    dtype, and the kernel that `inputs_grad` reads has one scale for the
+    tensor. Source: torchao's `rowwise` and `rowwise_with_gw_hp`. See `Recipe`
+    for the fields that all recipes have.
+
+    Attributes:
+        power_of_two: Round scales up to powers of two.
+
+    Raises:
+        TypeError, ValueError: If a value has the wrong type or range.
+    """
+
+    name: ClassVar[str] = "rowwise"
+    granularity: ClassVar[str] = "rowwise"
+
+    power_of_two: bool = True
+
+    def __post_init__(self) -> None:
+        put(self, "power_of_two", boolean(self, "power_of_two"))
+        super().__post_init__()
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
+        return {"margin": 0, "power_of_two": self.power_of_two}
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`."""
+        if self.in_high_precision(matmul):
+            return None
+        # torchao gathers a sharded kernel in float8 for this matmul, which
+        # one scale for all shards allows.
+        whole = (operand, matmul) == ("kernel", "inputs_grad")
+        whole = whole and self.in_high_precision("kernel_grad")
+        return Quantization(
+            format=formats.ALIASES["e4m3"],
+            tile=WHOLE if whole else Tile(free=1),
+            scale_rounding="up" if self.power_of_two else "nearest",
+        )

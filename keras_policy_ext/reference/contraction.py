@@ -1,0 +1,249 @@
+"""A contraction and its two gradients under a recipe, in NumPy."""
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from keras_policy_ext.reference.equations import (
+    Form,
+    form_of,
+    from_matrices,
+    home_matrices,
+    sizes_of,
+)
+from keras_policy_ext.reference.matrices import (
+    Asked,
+    Quantized,
+    quantize_matrices,
+)
+from keras_policy_ext.reference.randomness import matmul_key
+from keras_policy_ext.reference.scales import amax
+
+Array = np.ndarray[Any, Any]
+
+Read = dict[tuple[str, str], Array | Quantized]
+
+_MATMULS = {
+    "forward": ("outputs_grad", "inputs", "kernel"),
+    "inputs_grad": ("inputs", "outputs_grad", "kernel"),
+    "kernel_grad": ("kernel", "outputs_grad", "inputs"),
+}
+"""Whose home matrices a matmul makes, and of which two operands."""
+
+
+class Scaling(Protocol):
+    """What the reference asks of a recipe (`recipes.Recipe` has it)."""
+
+    @property
+    def history_length(self) -> int:
+        """Length of the amax history; 0 for recipes without one."""
+
+    def quantization(self, operand: str, matmul: str) -> Asked | None:
+        """What becomes of an operand in a matmul; None for nothing."""
+
+
+class Linear(NamedTuple):
+    """One linear layer or contraction, forward and backward.
+
+    Attributes:
+        y: The output, of the shape of `outputs_grad`.
+        inputs_grad: Of the shape of the inputs.
+        kernel_grad: Of the shape of the kernel.
+        quantized: Codes by operand, in its shape, for operands that have one
+            scale for the tensor in both their matmuls.
+        scales: Their dequantizing scales, float32 scalars.
+        matrices: By operand and matmul, such as `"inputs", "forward"`: the
+            `Quantized` that this matmul reads, its last axis being summed.
+            Without matmuls that are not quantized.
+    """
+
+    y: Array
+    inputs_grad: Array
+    kernel_grad: Array
+    quantized: dict[str, Array]
+    scales: dict[str, Array]
+    matrices: dict[tuple[str, str], Quantized]
+
+
+def linear(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    g: ArrayLike,
+    recipe: Scaling,
+    key: int | None = None,
+) -> Linear:
+    """A linear layer under a recipe whose scales come from the tensors.
+
+    `y = x·w`, `inputs_grad = g·wᵀ`, `kernel_grad = xᵀ·g`: the `einsum` of
+    `"ab,bc->ac"` after all axes of x but the last are merged.
+
+    Args:
+        x: `(..., in)`.
+        kernel: `(in, out)`.
+        g: `(..., out)`, the gradient of the output.
+        recipe: A recipe without a history.
+        key: The int32 key of the step, if the recipe rounds at random.
+
+    Returns:
+        A `Linear`.
+
+    Raises:
+        ValueError: If the recipe keeps a history (see `DelayedLinear`), or
+            rounds at random and there is no key.
+    """
+    x, g = np.asarray(x), np.asarray(g)
+    rows = einsum("ab,bc->ac", _rows(x), kernel, _rows(g), recipe, key)
+    shapes = {"inputs": x.shape, "outputs_grad": g.shape}
+    return rows._replace(
+        y=rows.y.reshape(g.shape),
+        inputs_grad=rows.inputs_grad.reshape(x.shape),
+        quantized={
+            operand: codes.reshape(shapes.get(operand, codes.shape))
+            for operand, codes in rows.quantized.items()
+        },
+    )
+
+
+def einsum(
+    equation: str,
+    x: ArrayLike,
+    kernel: ArrayLike,
+    g: ArrayLike,
+    recipe: Scaling,
+    key: int | None = None,
+) -> Linear:
+    """A contraction and its gradients under a recipe without a history.
+
+    Each matmul reads what `recipe.quantization` says of its two operands, as
+    matrices whose last axis it sums, each quantized from the operand's own
+    numbers; where the second matmul of an operand asks for the transpose of
+    what the first one does, it reads that. Values are dequantized, multiplied
+    in float64, and rounded once to float32. Without a quantization operands
+    are multiplied as they are.
+
+    Args:
+        equation: Two operands and a result, such as `"abc,cd->abd"`.
+        x: The first operand.
+        kernel: The second operand.
+        g: The gradient of the result.
+        recipe: A recipe without a history.
+        key: The int32 key of the step, if the recipe rounds at random.
+
+    Returns:
+        A `Linear`.
+
+    Raises:
+        ValueError: If the equation or a shape is wrong, the recipe keeps a
+            history (see `DelayedLinear`), or rounds at random and there is
+            no key.
+    """
+    if recipe.history_length:
+        raise ValueError(
+            "reference.linear keeps no state between steps. Received: "
+            f"{recipe!r}. Allowed: a recipe without history, such as "
+            "CurrentScaling(). Use DelayedLinear."
+        )
+    form = form_of(equation)
+    operands = {"inputs": x, "kernel": kernel, "outputs_grad": g}
+    sizes = sizes_of(form, operands)
+    read: Read = {}
+    for operand, value in operands.items():
+        home = home_matrices(form, operand, value)
+        read |= _read(operand, home, recipe, amax(value), key)
+    results = {
+        made: from_matrices(form, made, _multiply(read, matmul), sizes)
+        for matmul, (made, *_) in _MATMULS.items()
+    }
+    tensors = _of_tensors(read, form, sizes)
+    return Linear(
+        results["outputs_grad"],
+        results["inputs"],
+        results["kernel"],
+        {operand: codes for operand, (codes, _) in tensors.items()},
+        {operand: scale for operand, (_, scale) in tensors.items()},
+        {k: v for k, v in read.items() if isinstance(v, Quantized)},
+    )
+
+
+def _readers(operand: str) -> tuple[str, str]:
+    """The matmuls that read an operand: its home matrix, and the transpose."""
+    first, second = (m for m, (_, *two) in _MATMULS.items() if operand in two)
+    return first, second
+
+
+def _read(
+    operand: str,
+    home: Array,
+    recipe: Scaling,
+    observed: np.float32,
+    key: int | None,
+) -> Read:
+    """What the two matmuls of an operand read."""
+
+    def of(matmul: str, matrices: Array) -> Array | Quantized:
+        asked = recipe.quantization(operand, matmul)
+        own = None if key is None else matmul_key(key, observed, matmul)
+        return quantize_matrices(matrices, asked, own) if asked else matrices
+
+    matmuls = _readers(operand)
+    first = of(matmuls[0], home)
+    if isinstance(first, Quantized) and _once(operand, recipe):
+        second: Array | Quantized = first.transposed
+    else:
+        second = of(matmuls[1], home.swapaxes(1, 2))
+    return {
+        (operand, matmul): _marked(matmul, each)
+        for matmul, each in zip(matmuls, (first, second), strict=True)
+    }
+
+
+def _once(operand: str, recipe: Scaling) -> bool:
+    """Whether the second matmul reads the transpose of what the first did."""
+    first, second = (recipe.quantization(operand, m) for m in _readers(operand))
+    if first is None or second is None or first.hadamard is not None:
+        return False
+    return first.transposed == second
+
+
+def _marked(matmul: str, each: Array | Quantized) -> Array | Quantized:
+    """In a gradient, NaN tells of a tile that was not finite."""
+    if isinstance(each, Quantized) and matmul != "forward":
+        return each.marked
+    return each
+
+
+def _multiply(read: Read, matmul: str) -> Array:
+    """The home matrices that a matmul makes, rounded once to float32."""
+    left, right = (_float64(read[o, matmul]) for o in _MATMULS[matmul][1:])
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (left @ right.swapaxes(1, 2)).astype(np.float32)
+
+
+def _float64(each: Array | Quantized) -> Array:
+    if isinstance(each, Quantized):
+        return each.dequantize()
+    return each.astype(np.float64)
+
+
+def _of_tensors(
+    read: Read, form: Form, sizes: dict[str, int]
+) -> dict[str, tuple[Array, Array]]:
+    """Codes and scale of the operands that have one scale for the tensor."""
+    found: dict[str, tuple[Array, Array]] = {}
+    for operand in ("inputs", "kernel", "outputs_grad"):
+        first, second = _readers(operand)
+        home, turned = read[operand, first], read[operand, second]
+        both = [q for q in (home, turned) if isinstance(q, Quantized)]
+        if not both or any(q.tile != (None, None) for q in both):
+            continue
+        codes = (both[0] if both[0] is home else both[0].transposed).codes
+        if codes.size == math.prod(sizes[c] for c in getattr(form, operand)):
+            tensor = from_matrices(form, operand, codes, sizes)
+            found[operand] = tensor, both[0].scales.reshape(())
+    return found
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,192 @@
+"""What a matmul reads of an operand: matrices of codes and scales, in NumPy."""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from keras_policy_ext import formats
+from keras_policy_ext.reference import exponents
+from keras_policy_ext.reference.casting import cast, float32
+from keras_policy_ext.reference.hadamard_transform import SIZE, hadamard
+from keras_policy_ext.reference.randomness import random_bits, stochastic_cast
+from keras_policy_ext.reference.scales import (
+    amax,
+    scale_from_amax,
+    scale_of_multiplier,
+)
+from keras_policy_ext.reference.tiles import Tile, spread, tile_amax
+from keras_policy_ext.reference.two_levels import (
+    BLOCK_SCALE,
+    tensor_scale,
+    two_level_scales,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+class Asked(Protocol):
+    """What becomes of an operand (`recipes.Quantization` says it)."""
+
+    @property
+    def format(self) -> str:
+        """The ml_dtypes name of the format of the values."""
+
+    @property
+    def tile(self) -> Tile:
+        """How far one scale reaches: rows, and columns, which are summed."""
+
+    @property
+    def scale_format(self) -> str:
+        """`"float32"`, `"float8_e8m0fnu"` or `"float8_e4m3fn"`."""
+
+    @property
+    def scale_rounding(self) -> str:
+        """`"nearest"`, or to powers of two `"up"` or `"floor"`."""
+
+    @property
+    def rounding(self) -> str:
+        """Of the values: `"nearest"` or `"stochastic"`."""
+
+    @property
+    def hadamard(self) -> int | None:
+        """The size of a transform along the columns, or None."""
+
+    @property
+    def transposed(self) -> "Asked":
+        """The same with its tile transposed."""
+
+
+class Quantized(NamedTuple):
+    """The matrices of an operand as one of its matmuls reads them.
+
+    Attributes:
+        codes: `(batch, rows, columns)` in the narrow format. The columns are
+            summed; a Hadamard transform lengthens them to a multiple of 16.
+        scales: One per tile, in the format of scales: `(batch, rows /
+            tile[0], columns / tile[1])`, rounded up; `(1, 1, 1)` for one
+            scale of the whole tensor.
+        tensor_scale: float32 scalar above e4m3fn scales; None above others.
+        tile: Rows and columns of a tile; None is all of an axis.
+        finite: Whether the amax of each tile was finite, of scales' shape.
+        nan: Where x was NaN, of codes' shape: e2m1fn has no code for it.
+    """
+
+    codes: Array
+    scales: Array
+    tensor_scale: np.float32 | None
+    tile: Tile
+    finite: Array
+    nan: Array
+
+    @property
+    def transposed(self) -> "Quantized":
+        """What a matmul reads that sums over the other axis."""
+        return self._replace(
+            codes=self.codes.swapaxes(1, 2),
+            scales=self.scales.swapaxes(1, 2),
+            tile=(self.tile[1], self.tile[0]),
+            finite=self.finite.swapaxes(1, 2),
+            nan=self.nan.swapaxes(1, 2),
+        )
+
+    @property
+    def marked(self) -> "Quantized":
+        """For a gradient: scales are NaN where the amax was not finite."""
+        dtype = self.scales.dtype
+        marked = np.where(self.finite, float32(self.scales), np.nan)
+        tensor = self.tensor_scale
+        if tensor is not None and not self.finite.all():
+            tensor = np.float32(np.nan)
+        return self._replace(scales=marked.astype(dtype), tensor_scale=tensor)
+
+    def dequantize(self) -> Array:
+        """The values, float64 `(batch, rows, columns)`, without rounding."""
+        scales = self.scales.astype(np.float64)
+        values = self.codes.astype(np.float64)
+        values = np.where(self.nan, np.nan, values)
+        values = values * spread(scales, self.tile, values.shape)
+        if self.tensor_scale is not None:
+            values = values * np.float64(self.tensor_scale)
+        return values
+
+
+def quantize_matrices(
+    x: ArrayLike, asked: Asked, key: int | None = None
+) -> Quantized:
+    """Quantize the matrices that a matmul reads.
+
+    Where the amax of a tile is not finite, its scale is that of an amax of 0
+    and its values saturate (`Quantized.marked` is what gradients read).
+
+    Args:
+        x: `(batch, rows, columns)`, where the columns are summed. Tiles lie
+            within one matrix, but `(None, None)` is the whole tensor.
+        asked: A `recipes.Quantization`.
+        key: Of the random bits, where values are rounded at random: an int32
+            (see `matmul_key`).
+
+    Returns:
+        A `Quantized`.
+
+    Raises:
+        ValueError: If the transform is of another size than 16, or values
+            are to be rounded at random without a key.
+    """
+    _check(asked, key)
+    values = hadamard(x) if asked.hadamard else float32(x)
+    found = tile_amax(values, asked.tile)
+    finite = np.isfinite(found)
+    usable = np.where(finite, found, np.float32(0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled, scales, above = _scaled(values, usable, finite, asked)
+    if asked.rounding == "stochastic":
+        bits = random_bits(values.shape, key or 0)
+        codes = stochastic_cast(scaled, bits, asked.format)
+    else:
+        codes = cast(scaled, asked.format)
+    return Quantized(codes, scales, above, asked.tile, finite, np.isnan(values))
+
+
+def _scaled(
+    x: Array, usable: Array, finite: Array, asked: Asked
+) -> tuple[Array, Array, np.float32 | None]:
+    """What is cast, the scales, and the scale of the tensor above them."""
+    tile, shape = asked.tile, x.shape
+    if asked.scale_format == exponents.E8M0:
+        rules = {"up": exponents.e8m0_up, "floor": exponents.e8m0_floor}
+        codes = rules[asked.scale_rounding](usable, asked.format)
+        factor = exponents.multiplier(codes)
+        scales = codes.view(formats.get(exponents.E8M0).dtype)
+        return x * spread(factor, tile, shape), scales, None
+    if asked.scale_format == BLOCK_SCALE:
+        whole = amax(usable) if finite.all() else np.float32(0)
+        scales, factor = two_level_scales(usable, whole, asked.format)
+        above = tensor_scale(whole, asked.format)
+        return x * spread(factor, tile, shape), scales, above
+    scales = _float32_scales(usable, asked)
+    return x / spread(scales, tile, shape), scales, None
+
+
+def _float32_scales(usable: Array, asked: Asked) -> Array:
+    if asked.scale_rounding == "up":
+        return scale_from_amax(usable, asked.format, power_of_two=True)
+    if asked.scale_rounding == "floor":
+        return exponents.floor_scale(usable, asked.format)
+    in_blocks = asked.tile[1] is not None
+    rule = scale_of_multiplier if in_blocks else scale_from_amax
+    return rule(usable, asked.format)
+
+
+def _check(asked: Asked, key: int | None) -> None:
+    if asked.hadamard not in (None, SIZE):
+        raise ValueError(
+            "The transform is defined on runs of one size. Received: "
+            f"hadamard={asked.hadamard!r}. Allowed: {SIZE}, or None. Change "
+            "`quantization` of the recipe."
+        )
+    if asked.rounding == "stochastic" and key is None:
+        raise ValueError(
+            "Values are to be rounded at random. Received: key=None. "
+            "Allowed: an int32. Pass the key of the step."
+        )

@@ -1,0 +1,98 @@
+"""Writes docs/formats.md, every fact of it, from the formats themselves.
+
+python tests/formats_page.py
+"""
+
+import math
+import pathlib
+
+from keras_policy_ext import formats
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "formats.md"
+
+HEAD = """# Formats
+
+<!-- Written by tests/formats_page.py: do not edit. -->
+
+What the narrow formats are, derived from `ml_dtypes` and from all their codes.
+`kpe.formats.get(name)` has each line as an attribute.
+
+"""
+
+TAIL = """
+- A normal number is 2 to its exponent less the bias, times a significand from
+  1 to 2. Below the smallest normal number the exponent stays, and the
+  significand runs down to 0. `float8_e8m0fnu` has exponents and nothing else:
+  it holds scales.
+- Casts [saturate](numerics.md#casting), so that none makes an infinity. What
+  rounds to a negative zero is 0 where there is none.
+- Of the codes of NaN, casts of a NaN without a sign make one. `float4_e2m1fn`
+  has none: what is not finite is told by the scale that gradients read.
+- "stored" is the dtype in which a framework holds the numbers: its own, or
+  bytes with the codes. Of four bits, two numbers are in a byte, the first in
+  the low four bits (`kpe.reference.pack`).
+- Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`. The
+  `fnuz` formats are those of other hardware; `kpe.reference` computes with
+  them. `"e4m3"` in the name of a recipe is `float8_e4m3fn`.
+"""
+
+FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
+
+
+def facts(f):
+    """The lines of the column of one format."""
+    nans = [f"0x{code:02X}" for code in f.nan_codes]
+    return {
+        "bits": str(f.bits),
+        "of these sign, exponent, significand": (
+            f"{f.has_sign:d}, {f.exponent_bits}, {f.mantissa_bits}"
+        ),
+        "bias of the exponent": str(f.exponent_bias),
+        "largest": number(f.max),
+        "smallest normal": number(f.smallest_normal),
+        "smallest": number(f.smallest_subnormal),
+        "numbers, 0 once": str(f.finite_count),
+        "infinities": yes(f.has_inf),
+        "negative zero": yes(f.has_negative_zero),
+        "codes of NaN": ", ".join(nans) or "none",
+        "made by casts": "–" if f.nan_code is None else f"0x{f.nan_code:02X}",
+        "numbers in a byte": str(f.numbers_per_byte),
+        **{
+            f"stored on {FRAMEWORKS[name]}": f"`{dtype}`"
+            for name, dtype in f.storage.items()
+        },
+    }
+
+
+def number(x):
+    """A power of two as such, where it is no small integer."""
+    power = round(math.log2(x))
+    if x != 2.0**power or 0.5 <= x < 2**20:
+        return f"{x:g}"
+    return f"2{str(power).translate(SUPERSCRIPTS)}"
+
+
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def yes(fact):
+    return "yes" if fact else "no"
+
+
+def page():
+    """The text of the page."""
+    columns = {name: facts(formats.get(name)) for name in formats.names()}
+    rows = [
+        ["", *(f"`{name}`" for name in columns)],
+        ["---"] * (len(columns) + 1),
+    ]
+    rows += [
+        [line, *(each[line] for each in columns.values())]
+        for line in next(iter(columns.values()))
+    ]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return HEAD + table + TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""Layers give what NumPy says, under each recipe and in each equation."""
+
+import dataclasses
+from typing import ClassVar
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+from keras_policy_ext import recipes, reference
+from keras_policy_ext.recipes import Quantization, Tile
+from steps import gradients, no_grad, numpy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Small(recipes.Recipe):
+    """Tiles so small that the order of merged axes tells."""
+
+    name: ClassVar[str] = "small_tiles_of_a_test"
+    granularity: ClassVar[str] = "blockwise"
+
+    def quantization(self, operand, matmul):
+        return Quantization(format="float8_e4m3fn", tile=Tile(2, 4))
+
+
+class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
+    def __init__(self, equation, shape, **kwargs):
+        super().__init__(**kwargs)
+        self.equation, self.shape = equation, shape
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(name="kernel", shape=self.shape)
+
+    def call(self, inputs, training=None):
+        return self.float8_einsum(self.equation, inputs, self.kernel, training)
+
+
+SIZES = {"a": 3, "b": 5, "c": 33, "d": 40, "g": 2, "k": 18}
+EQUATIONS = [
+    "ac,cd->ad",
+    "abc,cd->abd",
+    "abc,cd->bad",
+    "abc,cdk->abkd",
+    "abck,kcd->abd",
+    "gac,gcd->gad",
+    "abc,cd->ad",
+    "ac,cbd->ad",
+]
+RECIPES = [
+    recipes.CurrentScaling(),
+    recipes.RowwiseScaling(),
+    recipes.RowwiseScaling(power_of_two=False),
+    recipes.RowwiseScaling(kernel_grad="high_precision"),
+    recipes.BlockScaling(),
+    recipes.BlockScaling(power_of_two=False),
+    recipes.MXFP8Scaling(),
+    recipes.MXFP8Scaling(rounding="floor"),
+    recipes.NVFP4Scaling(stochastic_rounding=False),
+    Small(),
+]
+
+
+def operands(equation):
+    """Integers, of which an axis has one sum in any order."""
+    first, second, result = equation.replace("->", ",").split(",")
+    rng = np.random.default_rng(0)
+    return [
+        np.float32(rng.integers(-99, 99, [SIZES[c] for c in term]))
+        for term in (first, second, result)
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.spec)
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_all_three_products_are_those_of_the_reference(equation, recipe):
+    x, w, g = operands(equation)
+    policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
+    layer = Contract(equation, w.shape, dtype=policy)
+    layer.build(x.shape)
+    with no_grad():
+        layer.kernel.assign(w)
+    weights = ops.convert_to_tensor(g)
+    y, dx, (dw, *_) = gradients(
+        layer, x, lambda y: ops.sum(ops.multiply(y, weights)), compiled=True
+    )
+    expected = reference.einsum(equation, x, w, g, recipe)[:3]
+    for got, exact in zip((y, dx, dw), expected, strict=True):
+        found = np.float64(numpy(ops.cast(got, "float32")))
+        noise = np.mean((found - exact) ** 2)
+        # One wrong code of a hundred thousand is more than that.
+        assert np.sqrt(noise / np.mean(np.float64(exact) ** 2)) < 1e-6
