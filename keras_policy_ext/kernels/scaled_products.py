@@ -100,7 +100,9 @@ def folded(operand: Quantized, across: bool) -> Quantized:
     if as_read.scale_leaves_sum:
         return operand
     values = operand.dequantize()
-    return Quantized(values, _ones(), None, operand.tensor_scale)
+    # Numbers of bfloat16, which a kernel may want to know.
+    exact = asked.tensorwise if are_powers_of_two(operand) else None
+    return Quantized(values, _ones(), exact, operand.tensor_scale)
 
 
 def product_scale(a: Quantized, b: Quantized) -> Tensor:

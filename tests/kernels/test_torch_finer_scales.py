@@ -35,8 +35,12 @@ from finer_scales import (
     asked,
     matrix,
 )
+from keras_policy_ext.kernels import (
+    scaled_products,
+    torch_casts,
+    torch_devices,
+)
 from keras_policy_ext.kernels import torch as torch_kernels
-from keras_policy_ext.kernels import torch_casts, torch_devices
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.kernels.torch import ENGINE
 from keras_policy_ext.kernels.torch_scaled_mm import (
@@ -178,6 +182,25 @@ def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
     assert torch.all(error <= allowed)
     # Rounded once: that sums have another order changes few of them.
     assert (found != ideal).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("pair", [*BLOCKS, "MX"])
+def test_scales_of_blocks_in_the_values_are_emulated_alike(monkeypatch, pair):
+    """As a plan hands operands over: their scales are multiplied in."""
+    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    a, b = (
+        scaled_products.folded(x.with_values(x.values.float()), False)
+        for x in operands(pair, (17, 260, 33))[:2]
+    )
+    assert torch_kernels._fits_bfloat16(a, b, "bfloat16")
+    found = EMULATED.multiply(a, b, "bfloat16", fast=True).double()
+    exact = a.values.double() @ b.values.double().mT
+    allowed = exact.abs() * 2.0**-8 + exact.abs().max() * 2.0**-20
+    assert torch.all((found - exact).abs() <= allowed)
+    nearest = asked(Tile(1, 4), scale_rounding="nearest")
+    x = quantize(torch.ones(1, 4, 8), nearest)[0]
+    x = scaled_products.folded(x, False)
+    assert not torch_kernels._fits_bfloat16(x, x, "bfloat16")
 
 
 # Blocks, read as PyTorch documents them
