@@ -51,7 +51,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
         exponent = ops.maximum(_floored_exponent(amax, limit), 1)
         scale = view(ops.left_shift(exponent, codes.MANTISSA), "float32")
         return Scales(ops.where(scaling.is_positive_finite(amax), scale, 1.0))
-    if rounding == "nearest" and quantization.tile.contracted is not None:
+    if rounding == "nearest" and None not in quantization.tile:
         # As Transformer Engine computes the scales of blocks.
         return Scales(scaling.scale_of_multiplier(amax, limit))
     up = rounding == "up"
@@ -113,8 +113,9 @@ def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
 
     wanted = ops.divide(number(largest * limit), ops.where(known, tensor, 1.0))
     encode = ops.where(known, ops.minimum(wanted, _LARGEST), 1.0)
+    divisor = ops.cast(ops.where(encode > 0.0, limit, 1.0), "float32")
     finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
-    blocks = finite * ops.divide(encode, number(limit))
+    blocks = finite * ops.divide(encode, divisor)
     scale = round_to_format(ops.minimum(blocks, largest), _E4M3)
     inverse = scale * ops.divide(number(1.0), encode)
     one = ops.ones_like(inverse)

@@ -95,10 +95,7 @@ class Quantized(NamedTuple):
         """For a gradient: scales are NaN where the amax was not finite."""
         dtype = self.scales.dtype
         marked = np.where(self.finite, float32(self.scales), np.nan)
-        tensor = self.tensor_scale
-        if tensor is not None and not self.finite.all():
-            tensor = np.float32(np.nan)
-        return self._replace(scales=marked.astype(dtype), tensor_scale=tensor)
+        return self._replace(scales=marked.astype(dtype))
 
     def dequantize(self) -> Array:
         """The values, float64 `(batch, rows, columns)`, without rounding."""
@@ -173,7 +170,7 @@ def _float32_scales(usable: Array, asked: Asked) -> Array:
         return scale_from_amax(usable, asked.format, power_of_two=True)
     if asked.scale_rounding == "floor":
         return exponents.floor_scale(usable, asked.format)
-    in_blocks = asked.tile[1] is not None
+    in_blocks = None not in asked.tile
     rule = scale_of_multiplier if in_blocks else scale_from_amax
     return rule(usable, asked.format)
 
