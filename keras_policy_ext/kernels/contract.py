@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from keras_policy_ext.kernels.both_layouts import BothLayouts
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import HistoryScales
-from keras_policy_ext.recipes import Quantization
+from keras_policy_ext.recipes import Quantization, Tile
 
 Tensor = Any
 Shapes = tuple[Any, Any]
@@ -17,6 +17,12 @@ Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
 
 HOPPER_OR_ADA = (8, 9)
 """Smallest compute capability of NVIDIA's devices with float8 matmuls."""
+
+OTHER_SCALES = "its scales are those of other tiles"
+"""What a kernel says of a matmul with scales that it is not made for."""
+
+ROW = Tile(free=1)
+"""A scale for each row of a matrix that a matmul reads."""
 
 
 class Choice(NamedTuple):
@@ -60,7 +66,17 @@ class Request(NamedTuple):
     @property
     def of_whole_tensors(self) -> bool:
         """Whether each operand has one scale."""
-        return self.a.tile.is_whole and self.b.tile.is_whole
+        return self.tiles == (Tile(), Tile())
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether an operand has a scale for each row, the other one or so."""
+        return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
+
+    @property
+    def tiles(self) -> tuple[Tile, Tile]:
+        """How far one scale of each operand reaches."""
+        return self.a.tile, self.b.tile
 
 
 class MatmulKernel(Protocol):
@@ -169,7 +185,7 @@ class Engine:
         """The first kernel that supports a matmul, and why it is that one.
 
         A user asks why a matmul is not native: the reason is then that of
-        the first kernel which does not support it.
+        the first kernel for such scales which does not support it.
         """
         refusals = []
         for kernel in self.matmuls:
@@ -177,10 +193,13 @@ class Engine:
             if refusal is None:
                 break
             refusals.append(refusal)
-        reason = kernel.reason(request)
-        if kernel.native:
-            return kernel, Choice("native", reason)
-        return kernel, Choice("emulated", refusals[0] if refusals else reason)
+        if kernel.native or not refusals:
+            kind = "native" if kernel.native else "emulated"
+            return kernel, Choice(kind, kernel.reason(request))
+        told = [each for each in refusals if each != OTHER_SCALES]
+        scales = " with ".join(map(_described, request.tiles))
+        none = f"no float8 matmul of {self.name} has {scales}"
+        return kernel, Choice("emulated", told[0] if told else none)
 
 
 class Contraction(Hashable, Protocol):
@@ -230,3 +249,13 @@ class Contraction(Hashable, Protocol):
         dtype: str,
     ) -> Tensor:
         """The outputs, or the gradient of an operand of one of the shapes."""
+
+
+def _described(tile: Tile) -> str:
+    """What has a scale, for a user."""
+    if tile.is_whole:
+        return "a scale for a tensor"
+    if tile == ROW:
+        return "a scale for each row"
+    free, contracted = (size or "all" for size in tile)
+    return f"a scale for each block of {free} x {contracted}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Engine, Request
+from keras_policy_ext.kernels import jax_devices
+from keras_policy_ext.kernels.contract import OTHER_SCALES, Engine, Request
+from keras_policy_ext.kernels.jax_scaled_dot import ScaledDot
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
 from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
+    are_powers_of_two,
     product_scale,
 )
 from keras_policy_ext.numerics import casting
@@ -49,15 +51,19 @@ class Float8Dot:
 
     def supports(self, request: Request) -> str | None:
         """See `MatmulKernel.supports`."""
+        if not request.of_whole_tensors:
+            return OTHER_SCALES
+        return self.refusal(request)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a matmul is not native whatever its scales are, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
-        if not request.of_whole_tensors:
-            return "XLA's float8 matmul has one scale for a tensor"
-        return None if request.prefer == "native" else _lacking()
+        return None if request.prefer == "native" else jax_devices.lacking()
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
-        if _lacking() is None:
+        if jax_devices.lacking() is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
 
@@ -85,6 +91,49 @@ class Float8Dot:
         return lax.platform_dependent(cuda=dequantized, default=direct)
 
 
+class Float8DotOfRows(Float8Dot):
+    """The same with scales of rows, which multiply the product.
+
+    XLA has no float8 matmul that takes them: the scales of its own are ones.
+    """
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`."""
+        return self.refusal(request) if request.of_rows else OTHER_SCALES
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        return super().reason(request) + ", scales of rows after it"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`.
+
+        XLA for CUDA reads float8 where it is cast to bfloat16 as well, and
+        small matmuls, for which it casts, are then none of float16. A number
+        times a power of two is rounded to bfloat16 as the number is, so it
+        may write that: half of what it moves.
+        """
+        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
+        written = jnp.bfloat16 if narrow else jnp.float32
+
+        def direct() -> Tensor:
+            return _product(a.values, b.values, precision)
+
+        def cast() -> Tensor:
+            x, y = (each.values.astype(jnp.bfloat16) for each in (a, b))
+            return _product(x, y, precision, written).astype(jnp.float32)
+
+        if 1 in (*a.values.shape[1:], *b.values.shape[1:]):
+            # XLA makes no matmul of vectors, and sums what it is to write.
+            sums = direct()
+        else:
+            sums = lax.platform_dependent(cuda=cast, default=direct)
+        return (sums * product_scale(a, b)).astype(dtype)
+
+
 def _dequantized_product(
     a: Quantized, b: Quantized, precision: lax.Precision, dtype: str
 ) -> Tensor:
@@ -102,27 +151,10 @@ def _dequantized_product(
 
 ENGINE = Engine(
     name="jax",
-    matmuls=(Float8Dot(), Emulated(_product)),
+    matmuls=(Float8Dot(), Float8DotOfRows(), ScaledDot(), Emulated(_product)),
     plain=Plain(_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,
     widen=casting.widen,
 )
-
-
-def _lacking() -> str | None:
-    """Why XLA has no float8 matmul for the device, or None if it has one."""
-    if jax.default_backend() == "cpu":
-        return "XLA has no float8 matmul for a CPU"
-    device = jax.devices()[0]
-    # "9.0" on a Hopper; on other makers' devices another text, or nothing.
-    capability = str(getattr(device, "compute_capability", "none"))
-    numbers = capability.split(".")
-    if all(number.isdigit() for number in numbers) and (
-        tuple(map(int, numbers)) >= HOPPER_OR_ADA
-    ):
-        return None
-    return (
-        f"{device.device_kind} (capability {capability}) has no float8 matmul"
-    )

@@ -100,7 +100,9 @@ def folded(operand: Quantized, across: bool) -> Quantized:
     if as_read.scale_leaves_sum:
         return operand
     values = operand.dequantize()
-    return Quantized(values, _ones(), None, operand.tensor_scale)
+    # Numbers of bfloat16, which a kernel may want to know.
+    exact = asked.tensorwise if are_powers_of_two(operand) else None
+    return Quantized(values, _ones(), exact, operand.tensor_scale)
 
 
 def product_scale(a: Quantized, b: Quantized) -> Tensor:
@@ -120,6 +122,12 @@ def product_scale(a: Quantized, b: Quantized) -> Tensor:
 
 def _ones() -> Tensor:
     return ops.ones((1, 1, 1), "float32")
+
+
+def are_powers_of_two(*operands: Quantized) -> bool:
+    """Whether all scales are, so that multiplying by them rounds nothing."""
+    asked = [each.quantization for each in operands]
+    return all(q is not None and q.scale_rounding != "nearest" for q in asked)
 
 
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:

@@ -7,11 +7,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.kernels.contract import HOPPER_OR_ADA, Engine, Request
+from keras_policy_ext.kernels.contract import (
+    HOPPER_OR_ADA,
+    OTHER_SCALES,
+    Engine,
+    Request,
+)
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
 from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
+    are_powers_of_two,
     float32,
     scaled,
 )
@@ -51,10 +57,14 @@ class XlaMatmul:
 
     def supports(self, request: Request) -> str | None:
         """See `MatmulKernel.supports`: in what XLA compiles."""
+        if not request.of_whole_tensors:
+            return OTHER_SCALES
+        return self.refusal(request)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a matmul is not native whatever its scales are, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
-        if not request.of_whole_tensors:
-            return "XLA's float8 matmul has one scale for a tensor"
         if request.prefer != "native" and not _has_float8_gpu():
             return "no GPU here has a float8 matmul"
         if not request.for_xla:
@@ -105,6 +115,34 @@ class DequantizedMatmul(XlaMatmul):
         return product(first, second)
 
 
+class XlaMatmulOfRows(XlaMatmul):
+    """Casts, with scales of rows that multiply the product.
+
+    XLA has no float8 matmul that takes them.
+    """
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: in what XLA compiles."""
+        return self.refusal(request) if request.of_rows else OTHER_SCALES
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`.
+
+        A number times a power of two is rounded to bfloat16 as the number is,
+        so that a GPU may write that: half of what it moves.
+        """
+        narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
+        # XLA makes no matmul of vectors, and sums what it is to write.
+        vectors = 1 in (*a.values.shape[1:], *b.values.shape[1:])
+        if not narrow or vectors or not _has_float8_gpu():
+            return super().multiply(a, b, dtype, fast)
+        product = _product if fast else _exact_product
+        sums = product(*(tf.cast(x.values, dtype) for x in (a, b)))
+        return scaled(tf.cast(sums, tf.float32), a, b, dtype)
+
+
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     if xla is None:
         return _product(a, b)
@@ -133,7 +171,12 @@ def _has_float8_gpu() -> bool:
 
 ENGINE = Engine(
     name="tensorflow",
-    matmuls=(DequantizedMatmul(), XlaMatmul(), Emulated(_product)),
+    matmuls=(
+        DequantizedMatmul(),
+        XlaMatmul(),
+        XlaMatmulOfRows(),
+        Emulated(_product),
+    ),
     plain=Plain(_float32_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,

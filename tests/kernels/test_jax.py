@@ -11,9 +11,17 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 import keras_policy_ext as kpe
+from conftest import visible_gpus
+from finer_scales import ANY_ROW, E4M3, MX, ROW, THIN, WHOLE, asked
 from keras_policy_ext import kernels
+from keras_policy_ext.kernels import jax_scaled_dot
+from keras_policy_ext.kernels.contract import Request
+from keras_policy_ext.kernels.jax import ENGINE
+from keras_policy_ext.kernels.jax_scaled_dot import exponent_bytes
 
 
 class Device:
@@ -98,3 +106,173 @@ def test_any_other_product_is_one_of_float8_values(rows, platform):
         operands, result = product.split(":")[-1].split("->")
         assert operands.count("xf8E") == 2
         assert "xf32>" in result
+
+
+# Scales finer than a tensor
+
+
+def select(a, b, prefer="auto"):
+    return ENGINE.select(Request("forward", a, b, False, prefer, True))
+
+
+def on(monkeypatch, capability):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "mx"),
+    [
+        ("8.0", "has no float8 matmul", "is no Blackwell that scales MX"),
+        ("9.0", None, "capability 9.0) is no Blackwell that scales MX"),
+        ("10.0", None, None),
+        ("10.3", None, None),
+        ("12.0", None, "is no Blackwell that scales MX"),
+        ("gfx942", "has no float8 matmul", "is no Blackwell that scales MX"),
+    ],
+)
+def test_devices_have_their_finer_scales(monkeypatch, capability, rows, mx):
+    on(monkeypatch, capability)
+    for pair, why in (((ROW, WHOLE), rows), ((MX, MX), mx)):
+        choice = select(*pair)[1]
+        assert choice.native == (why is None)
+        assert (why or "on float8 operands") in choice.reason
+    blocks = select(THIN, THIN)[1]
+    assert blocks.reason == (
+        "no float8 matmul of jax has a scale for each block of 1 x 128 "
+        "with a scale for each block of 1 x 128"
+    )
+
+
+def test_what_the_scaled_product_is_not_for(monkeypatch):
+    on(monkeypatch, "10.0")
+    nearest = asked(MX.tile, scale_rounding="nearest")
+    assert "powers of two" in select(MX, nearest)[1].reason
+    assert "kernels.prefer" in select(MX, MX, "emulated")[1].reason
+    monkeypatch.delattr(jax.lax, "scaled_dot")
+    assert "no scaled_dot" in select(MX, MX)[1].reason
+
+
+@pytest.fixture
+def unchecked():
+    jax_scaled_dot.failing.cache_clear()
+    yield
+    jax_scaled_dot.failing.cache_clear()
+
+
+def fails(*operands):
+    raise RuntimeError("Unsupported instruction\nand more")
+
+
+def wrong(a, a_scale, b, b_scale):
+    return jnp.einsum("bmk,bnk->bmn", a.astype("float32"), b.astype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("product", "why"),
+    [
+        (fails, "lax.scaled_dot fails here: RuntimeError: Unsupported inst"),
+        (wrong, "does not multiply here as it should"),
+    ],
+)
+def test_a_scaled_product_that_fails_is_not_used(
+    monkeypatch, unchecked, product, why
+):
+    """It is tried once, also where a compiler traces a step."""
+    monkeypatch.setattr(jax_scaled_dot, "_product", product)
+    choices = []
+
+    @jax.jit
+    def step(x):
+        choices.extend(select(MX, MX, p)[1] for p in ("native", "auto"))
+        return x
+
+    step(1.0)
+    native, auto = choices
+    assert not native.native
+    assert why in native.reason
+    assert "instruction\n" not in native.reason
+    assert "for a CPU" in auto.reason or visible_gpus()
+
+
+def lowered(a, b, dtype, platform, terms=40, rows=6):
+    """The program of a product, before XLA sees it."""
+
+    def multiply(x, y, scales):
+        first, second = (
+            kernels.Quantized(values, scale, asked)
+            for values, scale, asked in zip((x, y), scales, (a, b), strict=True)
+        )
+        kernel, _ = select(a, b, "native")
+        return kernel.multiply(first, second, dtype, fast=False)
+
+    def shaped(asked, rows):
+        blocks = -(-terms // asked.tile.contracted) if asked is MX else 1
+        shape = (1, 1 if asked is WHOLE else rows, blocks)
+        values = jax.ShapeDtypeStruct((1, rows, terms), E4M3)
+        return values, jax.ShapeDtypeStruct(shape, "float32")
+
+    (x, scale), (y, other) = shaped(a, rows), shaped(b, 7)
+    traced = jax.jit(multiply).trace(x, y, (scale, other))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+WRITTEN = [  # operands, result, platform, what the matmul writes
+    ((ROW, ROW), "bfloat16", "cuda", "bf16"),
+    ((ROW, WHOLE), "bfloat16", "cuda", "bf16"),
+    ((ROW, ROW), "bfloat16", "cpu", "f32"),
+    ((ROW, ANY_ROW), "bfloat16", "cuda", "f32"),
+    ((ROW, ROW), "float16", "cuda", "f32"),
+    ((ROW, ROW), "float32", "cuda", "f32"),
+    ((MX, MX), "bfloat16", "cuda", "bf16"),
+    ((MX, MX), "bfloat16", "cpu", "f32"),
+    ((MX, MX), "float16", "cuda", "f32"),
+]
+
+
+@pytest.mark.parametrize(("pair", "dtype", "platform", "written"), WRITTEN)
+def test_what_a_matmul_writes_that_is_scaled_after(
+    pair, dtype, platform, written
+):
+    program = lowered(*pair, dtype, platform)
+    (product,) = [x for x in program.splitlines() if "dot_general" in x]
+    assert product.rpartition("->")[2].strip().endswith(f"7x{written}>")
+    if pair[0] is ROW:
+        read = "xbf16" if platform == "cuda" else "xf8E4M3FN"
+        assert product.rpartition("->")[0].count(read) == 2
+        assert "[HIGHEST, HIGHEST]" in product
+
+
+@pytest.mark.parametrize(("rows", "terms"), [(1, 40), (6, 1)])
+def test_products_of_vectors_are_summed_in_float32(rows, terms):
+    program = lowered(ROW, ROW, "bfloat16", "cuda", terms, rows)
+    (product,) = [x for x in program.splitlines() if "dot_general" in x]
+    assert product.count("xf8E4M3FN") == 2
+    assert product.endswith("7xf32>")
+
+
+@pytest.mark.parametrize("terms", [1, 32, 128, 130])
+def test_a_scaled_product_is_one_operation_over_128_terms(terms):
+    """XLA fails to compile it for a B200 over 32 of them."""
+    program = lowered(MX, MX, "bfloat16", "cuda", terms)
+    (call,) = [x for x in program.splitlines() if '"xla.scaled_dot"' in x]
+    padded = -(-terms // 128) * 128
+    assert f"(tensor<1x6x{padded}xf8E4M3FN>, tensor<1x7x{padded}" in call
+    assert f"tensor<1x6x{padded // 32}xf8E8M0FNU>" in call
+
+
+def test_powers_of_two_are_their_exponents():
+    codes = np.arange(256).astype("uint8")
+    powers = codes.view(ml_dtypes.float8_e8m0fnu).astype("float32")
+    found = exponent_bytes(jnp.asarray(powers))
+    np.testing.assert_array_equal(found, codes)
+    assert exponent_bytes(jnp.float32(-np.nan)) == 255
+
+
+def test_powers_of_two_do_not_change_how_a_sum_is_rounded():
+    """That is why a matmul for CUDA may write bfloat16 before its scales."""
+    sums = np.random.default_rng(0).normal(size=10**4).astype("float32")
+    for scale in (np.float32(2.0**k) for k in range(-90, 91, 9)):
+        after = sums.astype(ml_dtypes.bfloat16).astype("float32") * scale
+        before = (sums * scale).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(after.astype(ml_dtypes.bfloat16), before)

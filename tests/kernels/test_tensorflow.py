@@ -16,6 +16,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from finer_scales import ANY_ROW, ROW, WHOLE, matrix
+from keras_policy_ext.kernels import tensorflow as tensorflow_kernels
+from keras_policy_ext.numerics.quantized import quantize
+
 
 def optimized_graph(function, *arguments):
     """The nodes by name of what runs for a function, once optimized."""
@@ -276,3 +280,43 @@ def test_lists_of_tensorflow_still_cannot_hold_float8():
     np.testing.assert_array_equal(through_a_list(tf.ones(2)), [1.0, 1.0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="FLOAT8"):
         through_a_list(tf.cast(tf.ones(2), narrow))
+
+
+@pytest.mark.parametrize(
+    ("pair", "rows", "fast", "written"),
+    [
+        ((ROW, ROW), 17, True, "bf16"),
+        ((ROW, WHOLE), 17, False, "bf16"),
+        ((ROW, ANY_ROW), 17, True, "f32"),
+        ((ROW, ROW), 1, True, "f32"),
+    ],
+)
+def test_powers_of_two_come_after_what_a_gpu_writes_in_bfloat16(
+    monkeypatch, pair, rows, fast, written
+):
+    monkeypatch.setattr(tensorflow_kernels, "_has_float8_gpu", lambda: True)
+    matrices = tf.constant(matrix(rows, 40, 0)), tf.constant(matrix(7, 40, 1))
+
+    @tf.function(jit_compile=True)
+    def multiply(x, y):
+        a, b = (
+            quantize(each, asked, cast=kernels.engine().narrow_cast)[0]
+            for each, asked in zip((x, y), pair, strict=True)
+        )
+        kernel = tensorflow_kernels.XlaMatmulOfRows()
+        return kernel.multiply(a, b, "bfloat16", fast)
+
+    program = multiply.experimental_get_compiler_ir(*matrices)(stage="hlo")
+    (product,) = [x for x in program.splitlines() if " dot(" in x]
+    assert f" = {written}[" in product
+    assert ("precision={highest,highest}" in product) == (not fast)
+    if rows == 1:
+        return  # XLA casts it by way of float16 on a CPU (TF 2.21).
+    a, b = (
+        quantize(each, asked)[0].dequantize()
+        for each, asked in zip(matrices, pair, strict=True)
+    )
+    exact = tf.matmul(a, b, transpose_b=True).numpy()
+    found = tf.cast(multiply(*matrices), tf.float32).numpy()
+    allowed = np.abs(exact) * 2.0**-8 + np.abs(exact).max() * 2.0**-20
+    assert (np.abs(found - exact) <= allowed).all()

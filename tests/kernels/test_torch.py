@@ -3,10 +3,6 @@
 The layouts that CUDA demands of the float8 matmul are checked without a GPU.
 """
 
-import contextlib
-import logging
-import unittest.mock
-
 import keras
 import pytest
 from hypothesis import given, settings
@@ -23,42 +19,14 @@ if keras.backend.backend() != "torch":
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fake_gpus import fake_cuda
 from keras_policy_ext.kernels import torch as torch_kernels
 from keras_policy_ext.kernels.residuals import settled
-from keras_policy_ext.kernels.torch import _padded
+from keras_policy_ext.kernels.torch_scaled_mm import ScaledMM, _padded
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling
 from products import forward_product, shapes_of, three_products, whole
-
-
-@contextlib.contextmanager
-def fake_cuda():
-    """Fake CUDA tensors, whose matmul checks layouts as CUDA does.
-
-    Yields a function `(*shape, dtype) -> tensor`.
-    """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)  # it logs what the tests provoke
-    to = torch.Tensor.to
-
-    def stay(x, target, *args, **kwargs):
-        """Keras moves all tensors to its device, which is not linked here."""
-        here = str(target) == str(x.device)
-        return x if here else to(x, target, *args, **kwargs)
-
-    patched = unittest.mock.patch.object(torch.Tensor, "to", stay)
-    with FakeTensorMode(), keras.device("cuda:0"), patched:
-
-        def empty(*shape, dtype="float8_e4m3fn"):
-            return torch.empty(
-                shape, dtype=getattr(torch, dtype), device="cuda"
-            )
-
-        yield empty
-    logger.setLevel(before)
 
 
 @pytest.fixture
@@ -100,7 +68,7 @@ def three_matmuls(equation, sizes, gradient, empty):
     one = empty(1, 1, 1, dtype="float32")
     outputs, dx, dw = three_products(
         equation,
-        torch_kernels.ScaledMM(),
+        ScaledMM(),
         whole(empty(*x), one),
         whole(empty(*w), one),
         whole(empty(*y, dtype=gradient), one, gradient),

@@ -1,7 +1,5 @@
 """Which devices have float8 matmuls on PyTorch, by what they say they are."""
 
-import types
-
 import keras
 import pytest
 
@@ -17,26 +15,10 @@ if keras.backend.backend() != "torch":
 import numpy as np
 import torch
 
+from fake_gpus import fake
 from keras_policy_ext.kernels import torch_casts, torch_devices, torch_fused
 
 FORWARD = kernels.Einsum("ab,bc->ac")
-
-
-def fake(monkeypatch, capability=None, architecture=None, mps=False):
-    """A machine with one device."""
-    there = capability is not None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    hip = "7.0" if architecture else None
-    monkeypatch.setattr(torch.version, "hip", hip, raising=False)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda *device: capability
-    )
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: types.SimpleNamespace(gcnArchName=architecture),
-    )
 
 
 NVIDIA = {"T4": (7, 5), "A100": (8, 0), "RTX 30": (8, 6)}
