@@ -1,0 +1,118 @@
+"""Trains the demo's model under recipes and seeds, on the current backend.
+
+    KERAS_BACKEND=torch python integration/recipes/train.py \\
+        [--seeds 0 1 2] [--steps 300] [--results FOLDER] [RECIPE ...]
+
+A recipe is what `recipes.parse` reads, such as `"nvfp4(hadamard=False)"`;
+without one, all recipes and a few variants are trained. float32 and
+mixed_bfloat16 are trained along with them, and `NUDGED`, which tells how much
+of a difference is chance.
+
+Every run is appended to `results/<backend>.json` when it is over, and one that
+is there already is not repeated: what was interrupted goes on where it was.
+`training_page.py` makes a page of the files.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+
+import keras
+import numpy as np
+
+from keras_policy_ext import recipes
+from keras_policy_ext.diagnostics import demo, machine
+from keras_policy_ext.diagnostics.demo import text, train
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+NUDGED = "mixed_bfloat16, nudged"
+"""The baseline from weights that differ by one part in ten thousand."""
+
+PLAIN = ("float32", train.BASELINE, NUDGED)
+RECIPES = (
+    *recipes.names(),
+    "nvfp4(hadamard=False)",
+    "nvfp4(stochastic_rounding=False)",
+    "rowwise(kernel_grad='high_precision')",
+)
+
+
+def main():
+    arguments = _arguments()
+    path = arguments.results / f"{machine.backend()}.json"
+    for recipe in (*PLAIN, *arguments.recipes):
+        for seed in arguments.seeds:
+            settings = demo.Settings(steps=arguments.steps)
+            result = _read(path)
+            key = {"recipe": recipe, "seed": seed, "steps": settings.steps}
+            if any(key.items() <= run.items() for run in result["runs"]):
+                continue
+            run = {**key, **_trained(recipe, seed, settings)}
+            _append(path, run)
+            print(json.dumps(run), flush=True)
+
+
+def _arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def _trained(recipe, seed, settings):
+    """What is kept of one run."""
+    corpus = text.load(None, settings.size.context)
+    start = train.draw(corpus, settings, seed)
+    if recipe == NUDGED:
+        start = start._replace(weights=nudged(start.weights, seed))
+    plain = train.BASELINE if recipe == NUDGED else recipe
+    policy = train.policies_compared().get(plain)
+    policy = policy or train.float8_policy(recipe)
+    keras.backend.clear_session()
+    run = train.train(recipe, policy, corpus, settings, start, _ignore)
+    return {
+        "validation_loss": run.validation_loss,
+        "steps_per_second": float(f"{run.steps_per_second:.3g}"),
+        "state_bytes": run.state_bytes,
+        "kernels": sorted({matmul.kind for matmul in run.matmuls}),
+    }
+
+
+def nudged(weights, seed):
+    """Weights, each multiplied by a number within 1e-4 of one."""
+    random = np.random.default_rng((seed, 1))
+    return {
+        path: array * random.uniform(1 - 1e-4, 1 + 1e-4, array.shape)
+        for path, array in weights.items()
+    }
+
+
+def _ignore(loss):
+    """The loss of a step; the validation loss is what is kept."""
+
+
+def _read(path):
+    if path.exists():
+        return json.loads(path.read_text("utf-8"))
+    facts = machine.facts()
+    names = ("keras-policy-ext", "backend", "device", "keras")
+    kept = {name: facts[name] for name in (*names, machine.backend(), "numpy")}
+    return {"environment": kept, "runs": []}
+
+
+def _append(path, run):
+    """Read and write at once: another process may have appended since."""
+    result = _read(path)
+    result["runs"].append(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    text = json.dumps(result, indent=1)
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    main()
