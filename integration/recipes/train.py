@@ -38,8 +38,8 @@ RECIPES = (
 )
 
 
-def main():
-    arguments = _arguments()
+def main(argv=None):
+    arguments = _arguments(argv)
     path = arguments.results / f"{machine.backend()}.json"
     for recipe in (*PLAIN, *arguments.recipes):
         for seed in arguments.seeds:
@@ -48,21 +48,21 @@ def main():
             key = {"recipe": recipe, "seed": seed, "steps": settings.steps}
             if any(key.items() <= run.items() for run in result["runs"]):
                 continue
-            run = {**key, **_trained(recipe, seed, settings)}
+            run = {**key, **trained(recipe, seed, settings)}
             _append(path, run)
             print(json.dumps(run), flush=True)
 
 
-def _arguments():
+def _arguments(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("recipes", nargs="*", default=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def _trained(recipe, seed, settings):
+def trained(recipe, seed, settings):
     """What is kept of one run."""
     corpus = text.load(None, settings.size.context)
     start = train.draw(corpus, settings, seed)

@@ -1,0 +1,149 @@
+"""Writes docs/recipes/training.md from the committed results.
+
+    python integration/recipes/training_page.py [--check]
+
+Every figure of the page comes from a JSON file in `results/`, which `train.py`
+writes. `--check` writes nothing, and fails where the page is another.
+"""
+
+import json
+import pathlib
+import statistics
+import sys
+
+FOLDER = pathlib.Path(__file__).parent
+RESULTS = FOLDER / "results"
+ROOT = FOLDER.parents[1]
+PAGE = ROOT / "docs" / "recipes" / "training.md"
+BACKENDS = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow"}
+BASELINE = "mixed_bfloat16"
+NUDGED = "mixed_bfloat16, nudged"
+STEPS = 300
+SEEDS = (0, 1, 2)
+
+EXPECTED = (
+    "float32",
+    NUDGED,
+    "delayed",
+    "current",
+    "rowwise",
+    "block",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4(hadamard=False)",
+    "nvfp4(stochastic_rounding=False)",
+    "rowwise(kernel_grad='high_precision')",
+)
+"""What is shown for every framework, run or not; anything else if it is."""
+
+HEAD = f"""# How recipes train
+
+<!-- Written by integration/recipes/training_page.py: do not edit. -->
+
+The model of `keras-policy-ext demo`, a decoder-only transformer of two blocks
+that predicts the next character of English text, is trained for {STEPS} steps
+under each recipe, from the same weights on the same batches. The figures are
+validation losses against those of `{BASELINE}` with the same seed, in
+percent: above 0 is worse. The layer of the logits stays in `{BASELINE}`.
+
+```
+KERAS_BACKEND=jax python integration/recipes/train.py
+```
+
+appends them to the JSON that this page is made of. `{NUDGED}` is
+the baseline from weights that differ by one part in ten thousand: differences
+of that size are chance. One small model and three seeds say which recipe loses
+more here, and not how much a large model loses.
+"""
+
+
+def read(folder=RESULTS):
+    """By backend the environment, and losses by recipe and seed."""
+    found = {}
+    for backend in BACKENDS:
+        path = folder / f"{backend}.json"
+        if path.exists():
+            content = json.loads(path.read_text("utf-8"))
+            found[backend] = content["environment"], content["runs"]
+    return found
+
+
+def page(folder=RESULTS):
+    """The text of the page."""
+    found = read(folder)
+    parts = [HEAD]
+    for backend, name in BACKENDS.items():
+        parts.append(f"## {name}\n")
+        if backend in found:
+            parts += _of_backend(*found[backend])
+        else:
+            parts.append("Not run.\n")
+    notes = folder / "notes.md"
+    if notes.exists():
+        parts.append(notes.read_text("utf-8"))
+    return "\n".join(parts)
+
+
+def gaps(runs):
+    """Percent over the baseline's loss, by recipe and seed."""
+    losses = {
+        (run["recipe"], run["seed"]): run["validation_loss"]
+        for run in runs
+        if run["steps"] == STEPS
+    }
+    return {
+        (recipe, seed): 100.0 * (loss / losses[BASELINE, seed] - 1.0)
+        for (recipe, seed), loss in losses.items()
+        if recipe != BASELINE and (BASELINE, seed) in losses
+    }
+
+
+def _of_backend(environment, runs):
+    """The paragraphs of one framework."""
+    known = ", ".join(
+        f"{k} {v}" for k, v in environment.items() if k != "backend"
+    )
+    known_gaps = gaps(runs)
+    others = dict.fromkeys(recipe for recipe, _ in known_gaps)
+    recipes = [*EXPECTED, *(each for each in others if each not in EXPECTED)]
+    rows = {
+        recipe: [known_gaps.get((recipe, seed)) for seed in SEEDS]
+        for recipe in recipes
+    }
+    yield f"{known}.\n"
+    yield _table(rows)
+    missing = [name for name, row in rows.items() if None in row]
+    if missing:
+        listed = "; ".join(f"`{name}`" for name in missing)
+        yield f"Not run, or not with every seed: {listed}.\n"
+
+
+def _table(rows):
+    """Lines of Markdown, of the recipes that have a figure."""
+    seeds = " | ".join(f"seed {seed}" for seed in SEEDS)
+    lines = [
+        f"| recipe | {seeds} | mean | spread |",
+        "|---|" + "---|" * (len(SEEDS) + 2),
+    ]
+    for recipe, row in rows.items():
+        known = [gap for gap in row if gap is not None]
+        if not known:
+            continue
+        cells = ["–" if gap is None else f"{gap:+.2f}" for gap in row]
+        mean = f"{statistics.fmean(known):+.2f}"
+        spread = f"{max(known) - min(known):.2f}" if len(known) > 1 else "–"
+        cells = " | ".join([f"`{recipe}`", *cells, mean, spread])
+        lines.append(f"| {cells} |")
+    return "\n".join([*lines, ""])
+
+
+def write_or_check(path, text):
+    """Write a file; with `--check` only fail where it is another."""
+    if sys.argv[1:] != ["--check"]:
+        path.write_text(text, encoding="utf-8")
+    elif path.read_text("utf-8") != text:
+        sys.exit(f"{path.name} is not what {sys.argv[0]} would write.")
+
+
+if __name__ == "__main__":
+    write_or_check(PAGE, page())

@@ -1,0 +1,114 @@
+"""The page of how recipes train is that of the JSON, and it is resumable."""
+
+import dataclasses
+import json
+
+import pytest
+import train as recipe_training
+import training_page
+
+from keras_policy_ext import recipes
+from keras_policy_ext.diagnostics import demo, machine
+
+SMALL = demo.Settings(
+    steps=3,
+    size=demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1),
+    windows=2,
+    validations=1,
+    validation_windows=4,
+)
+
+
+@pytest.mark.any_backend
+def test_the_page_is_that_of_the_committed_results():
+    found = training_page.PAGE.read_text("utf-8")
+    assert found == training_page.page(), (
+        "run python integration/recipes/training_page.py"
+    )
+
+
+@pytest.mark.any_backend
+def test_every_recipe_is_expected_on_every_backend():
+    assert set(recipes.names()) <= set(training_page.EXPECTED)
+    assert set(recipe_training.RECIPES) <= set(training_page.EXPECTED)
+    for spec in recipe_training.RECIPES:
+        recipes.parse(spec)
+
+
+def write(folder, runs):
+    content = {"environment": {"backend": "torch"}, "runs": runs}
+    (folder / "torch.json").write_text(json.dumps(content))
+
+
+def run(recipe, seed, loss, steps=training_page.STEPS):
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "steps": steps,
+        "validation_loss": loss,
+    }
+
+
+@pytest.mark.any_backend
+def test_a_gap_is_to_the_baseline_of_the_same_seed(tmp_path):
+    write(
+        tmp_path,
+        [
+            run("mixed_bfloat16", 0, 1.0),
+            run("mixed_bfloat16", 1, 2.0),
+            run("delayed", 0, 1.01),
+            run("delayed", 1, 2.06),
+            run("delayed", 2, 1.0),  # Its baseline was not run.
+            run("current", 0, 1.0, steps=5),
+        ],
+    )
+    text = training_page.page(tmp_path)
+
+    assert "| `delayed` | +1.00 | +3.00 | – | +2.00 | 2.00 |" in text
+    assert "`current` |" not in text
+    (missing,) = (x for x in text.splitlines() if x.startswith("Not run, or"))
+    assert "`delayed`" in missing and "`current`" in missing
+    assert text.count("\nNot run.\n") == 2
+
+
+def test_a_run_is_appended_when_it_is_over_and_never_repeated(
+    tmp_path, monkeypatch
+):
+    trained = []
+
+    def trains(recipe, seed, settings):
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append((recipe, seed))
+        small = dataclasses.replace(SMALL, steps=settings.steps)
+        return once(recipe, seed, small)
+
+    once = recipe_training.trained
+    monkeypatch.setattr(recipe_training, "trained", trains)
+    monkeypatch.setattr(recipe_training, "PLAIN", ("mixed_bfloat16",))
+    arguments = ["block", "--seeds", "0", "1", "--steps", "3"]
+    arguments += ["--results", str(tmp_path)]
+
+    with pytest.raises(KeyboardInterrupt):
+        recipe_training.main(arguments)
+    file = tmp_path / f"{machine.backend()}.json"
+    first = json.loads(file.read_text())["runs"]
+    del trained[:]
+    recipe_training.main(arguments)
+
+    runs = json.loads(file.read_text())["runs"]
+    assert [(x["recipe"], x["seed"]) for x in first] == [
+        ("mixed_bfloat16", 0),
+        ("mixed_bfloat16", 1),
+    ]
+    assert trained == [("block", 0), ("block", 1)]
+    assert runs[:2] == first and len(runs) == 4
+    assert runs[2]["kernels"] and runs[2]["steps"] == 3
+
+
+def test_nudged_weights_differ_by_one_part_in_ten_thousand():
+    import numpy as np
+
+    weights = {"w": np.ones((50, 50), "float32")}
+    (found,) = recipe_training.nudged(weights, 0).values()
+    assert 0.9e-4 < np.abs(found - 1).max() < 1.1e-4
