@@ -3,11 +3,13 @@
 import dataclasses
 import json
 
+import keras
+import numpy as np
 import pytest
 import train as recipe_training
 import training_page
 
-from keras_policy_ext import recipes
+from keras_policy_ext import kernels, recipes
 from keras_policy_ext.diagnostics import demo, machine
 
 SMALL = demo.Settings(
@@ -107,8 +109,39 @@ def test_a_run_is_appended_when_it_is_over_and_never_repeated(
 
 
 def test_nudged_weights_differ_by_one_part_in_ten_thousand():
-    import numpy as np
-
     weights = {"w": np.ones((50, 50), "float32")}
     (found,) = recipe_training.nudged(weights, 0).values()
     assert 0.9e-4 < np.abs(found - 1).max() < 1.1e-4
+
+
+@pytest.mark.parametrize("operand", recipes.OPERANDS)
+def test_an_operand_that_is_not_rounded_changes_the_matmuls_that_read_it(
+    operand,
+):
+    random = np.random.default_rng(0)
+    x, w, g = (random.normal(size=(8, 8)).astype("float32") for _ in range(3))
+    plan = kernels.make_plan(
+        kernels.Einsum("ab,bc->ac"),
+        recipes.CurrentScaling(),
+        "float32",
+        "float32",
+    )
+
+    def products():
+        x_, w_, g_ = map(keras.ops.convert_to_tensor, (x, w, g))
+        outputs, residuals = plan.forward(x_, w_, (), False)
+        gradients = plan.backward(residuals, g_, ())[:2]
+        return list(map(keras.ops.convert_to_numpy, (outputs, *gradients)))
+
+    before = products()
+    with recipe_training.rounding_all_but(operand):
+        between = products()
+    exact = [x @ w, g @ w.T, x.T @ g]
+    for matmul, rounded, found, best in zip(
+        recipes.MATMULS, before, between, exact, strict=True
+    ):
+        closer = np.linalg.norm(found - best) < np.linalg.norm(rounded - best)
+        changed = np.any(rounded != found)
+        assert closer == changed == (operand in recipes.MATMULS[matmul])
+    for one, other in zip(products(), before, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -6,7 +6,8 @@
 A recipe is what `recipes.parse` reads, such as `"nvfp4(hadamard=False)"`;
 without one, all recipes and a few variants are trained. float32 and
 mixed_bfloat16 are trained along with them, and `NUDGED`, which tells how much
-of a difference is chance.
+of a difference is chance. `"delayed; unrounded: kernel"` is a recipe under
+which an operand is scaled and not rounded: what that operand costs.
 
 Every run is appended to `results/<backend>.json` when it is over, and one that
 is there already is not repeated: what was interrupted goes on where it was.
@@ -14,6 +15,7 @@ is there already is not repeated: what was interrupted goes on where it was.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -21,13 +23,16 @@ import pathlib
 import keras
 import numpy as np
 
-from keras_policy_ext import recipes
+from keras_policy_ext import kernels, recipes
 from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NUDGED = "mixed_bfloat16, nudged"
 """The baseline from weights that differ by one part in ten thousand."""
+
+UNROUNDED = "; unrounded: "
+"""Between a recipe and the operand that is not rounded under it."""
 
 PLAIN = ("float32", train.BASELINE, NUDGED)
 RECIPES = (
@@ -68,17 +73,40 @@ def trained(recipe, seed, settings):
     start = train.draw(corpus, settings, seed)
     if recipe == NUDGED:
         start = start._replace(weights=nudged(start.weights, seed))
-    plain = train.BASELINE if recipe == NUDGED else recipe
-    policy = train.policies_compared().get(plain)
-    policy = policy or train.float8_policy(recipe)
+    spec, _, operand = recipe.partition(UNROUNDED)
+    policy = train.policies_compared().get(
+        train.BASELINE if recipe == NUDGED else recipe
+    ) or train.float8_policy(spec)
     keras.backend.clear_session()
-    run = train.train(recipe, policy, corpus, settings, start, _ignore)
+    with rounding_all_but(operand):
+        run = train.train(recipe, policy, corpus, settings, start, _ignore)
     return {
         "validation_loss": run.validation_loss,
         "steps_per_second": float(f"{run.steps_per_second:.3g}"),
         "state_bytes": run.state_bytes,
         "kernels": sorted({matmul.kind for matmul in run.matmuls}),
     }
+
+
+@contextlib.contextmanager
+def rounding_all_but(operand):
+    """Scale an operand of emulated matmuls, and leave it at that."""
+    read = kernels.Plan._read
+
+    def reads(plan, name, matmul, home, amax, known, cast):
+        cast = _unrounded if name == operand else cast
+        return read(plan, name, matmul, home, amax, known, cast)
+
+    kernels.Plan._read = reads
+    try:
+        yield
+    finally:
+        kernels.Plan._read = read
+
+
+def _unrounded(x, scale, format_name, is_factor):
+    x = keras.ops.cast(x, "float32")
+    return x * scale if is_factor else x / scale
 
 
 def nudged(weights, seed):

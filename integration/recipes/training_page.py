@@ -12,6 +12,10 @@ import statistics
 import sys
 
 FOLDER = pathlib.Path(__file__).parent
+sys.path.append(str(FOLDER.parent / "benchmarks"))
+
+from generated import write_or_check  # noqa: E402
+
 RESULTS = FOLDER / "results"
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "recipes" / "training.md"
@@ -135,14 +139,6 @@ def _table(rows):
         cells = " | ".join([f"`{recipe}`", *cells, mean, spread])
         lines.append(f"| {cells} |")
     return "\n".join([*lines, ""])
-
-
-def write_or_check(path, text):
-    """Write a file; with `--check` only fail where it is another."""
-    if sys.argv[1:] != ["--check"]:
-        path.write_text(text, encoding="utf-8")
-    elif path.read_text("utf-8") != text:
-        sys.exit(f"{path.name} is not what {sys.argv[0]} would write.")
 
 
 if __name__ == "__main__":
