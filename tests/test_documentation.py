@@ -98,7 +98,7 @@ def test_the_recipe_of_one_s_own_trains_and_loads_in_another_process(tmp_path):
 
     without = loads.replace("import forward_only\n", "")
     with pytest.raises(
-        AssertionError, match="Unknown recipe. Received: 'ForwardOnly'"
+        AssertionError, match="Received: 'ForwardOnly'"
     ):
         run(without, tmp_path)
 
