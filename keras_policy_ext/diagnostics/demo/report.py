@@ -51,14 +51,10 @@ def results(runs: Sequence[Run]) -> Table:
         + "steps/s: of the median step; compilation and validation are left "
         "out. state: bytes of scales, histories and counters",
     )
-    table.add_column("precision", overflow="fold")
-    for heading in (
-        "validation loss",
-        "gap to bfloat16",
-        "steps/s",
-        "state",
-        "in float8",
-    ):
+    table.add_column("precision", no_wrap=True)
+    table.add_column("validation loss", justify="right")
+    table.add_column("gap to bfloat16", justify="right", no_wrap=True)
+    for heading in ("steps/s", "state", "in float8"):
         table.add_column(heading, justify="right")
     for row in result_rows(runs):
         table.add_row(*row)
@@ -85,7 +81,7 @@ def _spread(percent: list[float]) -> str:
     mean = f"{statistics.fmean(percent):+.2f} %"
     if len(percent) == 1:
         return mean
-    return f"{mean} ({min(percent):+.2f} to {max(percent):+.2f})"
+    return f"{mean}\n{min(percent):+.2f} … {max(percent):+.2f}"
 
 
 def _steps_per_second(runs: list[Run]) -> str:
