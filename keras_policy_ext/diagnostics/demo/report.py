@@ -52,7 +52,7 @@ def results(runs: Sequence[Run]) -> Table:
         "out. state: bytes of scales, histories and counters",
     )
     table.add_column("precision", no_wrap=True)
-    table.add_column("validation loss", justify="right")
+    table.add_column("loss", justify="right")
     table.add_column("gap to bfloat16", justify="right", no_wrap=True)
     for heading in ("steps/s", "state", "in float8"):
         table.add_column(heading, justify="right")
