@@ -117,7 +117,7 @@ def test_a_run_is_appended_when_it_is_over_and_never_repeated(
 
 def test_nudged_weights_differ_by_one_part_in_ten_thousand():
     weights = {"w": np.ones((50, 50), "float32")}
-    (found,) = recipe_training.nudged(weights, 0).values()
+    (found,) = recipe_training.nudged(weights, 0, 1).values()
     assert 0.9e-4 < np.abs(found - 1).max() < 1.1e-4
 
 

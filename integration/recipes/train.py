@@ -5,9 +5,9 @@
 
 A recipe is what `recipes.parse` reads, such as `"nvfp4(hadamard=False)"`;
 without one, all recipes and a few variants are trained. float32 and
-mixed_bfloat16 are trained along with them, and `NUDGED`, which tells how much
-of a difference is chance. `"delayed; unrounded: kernel"` is a recipe under
-which an operand is scaled and not rounded: what that operand costs.
+mixed_bfloat16 are trained along with them. Under `"delayed; unrounded: kernel"`
+an operand is scaled and not rounded, and `"delayed; nudged 1"` starts from
+weights that differ by one part in ten thousand: how much is chance.
 
 Every run is appended to `results/<backend>.json` when it is over, and one that
 is there already is not repeated: what was interrupted goes on where it was.
@@ -28,13 +28,14 @@ from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-NUDGED = "mixed_bfloat16, nudged"
-"""The baseline from weights that differ by one part in ten thousand."""
+NUDGED = "; nudged "
+"""Between a recipe and the number of a draw: from weights that differ by one
+part in ten thousand."""
 
 UNROUNDED = "; unrounded: "
 """Between a recipe and the operand that is not rounded under it."""
 
-PLAIN = ("float32", train.BASELINE, NUDGED)
+PLAIN = ("float32", train.BASELINE, f"{train.BASELINE}{NUDGED}1")
 RECIPES = (
     *recipes.names(),
     "nvfp4(hadamard=False)",
@@ -71,12 +72,12 @@ def trained(recipe, seed, settings):
     """What is kept of one run."""
     corpus = text.load(None, settings.size.context)
     start = train.draw(corpus, settings, seed)
-    if recipe == NUDGED:
-        start = start._replace(weights=nudged(start.weights, seed))
-    spec, _, operand = recipe.partition(UNROUNDED)
-    policy = train.policies_compared().get(
-        train.BASELINE if recipe == NUDGED else recipe
-    ) or train.float8_policy(spec)
+    rest, _, draw = recipe.partition(NUDGED)
+    spec, _, operand = rest.partition(UNROUNDED)
+    if draw:
+        weights = nudged(start.weights, seed, int(draw))
+        start = start._replace(weights=weights)
+    policy = train.policies_compared().get(spec) or train.float8_policy(spec)
     keras.backend.clear_session()
     with rounding_all_but(operand):
         run = train.train(recipe, policy, corpus, settings, start, _ignore)
@@ -109,9 +110,9 @@ def _unrounded(x, scale, format_name, is_factor):
     return x * scale if is_factor else x / scale
 
 
-def nudged(weights, seed):
+def nudged(weights, seed, draw):
     """Weights, each multiplied by a number within 1e-4 of one."""
-    random = np.random.default_rng((seed, 1))
+    random = np.random.default_rng((seed, draw))
     return {
         path: array * random.uniform(1 - 1e-4, 1 + 1e-4, array.shape)
         for path, array in weights.items()

@@ -66,7 +66,10 @@ def loss_curves(
     losses.set_title(title)
     losses.set_ylabel("validation loss, nats/character")
     losses.legend(
-        losses.get_lines(), _labels(relative, baseline), frameon=False
+        losses.get_lines(),
+        _labels(relative, baseline),
+        title="and the last gap",
+        frameon=False,
     )
     below.set_ylim(*_limits(relative))
     below.axhline(0.0, color="#999999", linewidth=0.8)
