@@ -75,7 +75,7 @@ def test_a_gap_is_to_the_baseline_of_the_same_seed(tmp_path):
 
     assert "| `delayed` | +1.00 | +3.00 | – | +2.00 | 2.00 |" in text
     assert "`current` |" not in text
-    (missing,) = (x for x in text.splitlines() if x.startswith("Not run, or"))
+    (missing,) = (x for x in text.split("\n\n") if x.startswith("Not run, or"))
     assert "`delayed`" in missing and "`current`" in missing
     assert text.count("\nNot run.\n") == 2
 
