@@ -15,8 +15,7 @@ from keras_policy_ext.diagnostics.demo import report, text, train
 STEPS = 4
 SMALL = demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1)
 PRECISIONS = ["float32", "mixed_bfloat16", "float8"]
-# Other tests may have defined recipes of their own.
-RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
+RECIPES = ("delayed", "mxfp8", "nvfp4(hadamard=False)")
 
 
 def small_settings(folder, **kwargs):
@@ -41,14 +40,14 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """What a run of all recipes leaves behind: outcome, text and numbers."""
+    """What a run of several recipes leaves: outcome, text and numbers."""
     folder = tmp_path_factory.mktemp("compared")
     file = folder / "made" / "numbers.json"
     settings = small_settings(
         folder,
         steps=2,
         seeds=(0, 1),
-        recipes=(*RECIPES, "nvfp4(hadamard=False)"),
+        recipes=RECIPES,
         json=str(file),
     )
     console = Console(file=io.StringIO(), width=200)
@@ -152,9 +151,9 @@ def test_recipe_is_that_of_the_float8_policy():
     assert compared["float8"].recipe.name == "current"
 
 
-def test_all_recipes_train_on_every_seed_and_have_a_row_each(compared):
+def test_several_recipes_train_on_every_seed_and_have_a_row_each(compared):
     outcome, printed, _ = compared
-    names = [*PRECISIONS[:2], *RECIPES, "nvfp4(hadamard=False)"]
+    names = [*PRECISIONS[:2], *RECIPES]
 
     rows = report.result_rows(outcome.runs)
 
@@ -162,11 +161,7 @@ def test_all_recipes_train_on_every_seed_and_have_a_row_each(compared):
     assert all(name in printed for name in names)
     found = [(run.precision, run.seed) for run in outcome.runs]
     assert found == [(name, seed) for name in names for seed in (0, 1)]
-    # Scales of powers of two change nothing but the smallest numbers, and
-    # finer ones nothing in a model as small as this.
-    alike = {"block", "mxfp8"}
-    runs = [run for run in outcome.runs if run.precision not in alike]
-    assert len({run.losses for run in runs}) == len(runs) == len(found) - 4
+    assert len({run.losses for run in outcome.runs}) == len(found)
     assert len({run.policy for run in outcome.runs}) == len(names)
     assert outcome.plot.read_bytes().startswith(b"\x89PNG")
 
@@ -204,9 +199,8 @@ def test_the_size_of_the_state_is_that_of_the_recipe(compared):
     sizes = {run.precision: run.state_bytes for run in compared[0].runs}
     # For each of 6 kernels and 3 operands: scale, uses, 8 slots, 1024 amaxes.
     assert sizes["delayed"] == 6 * 3 * (1 + 1 + 8 + 1024) * 4
-    assert 0 < sizes["nvfp4"] < 1000
-    del sizes["delayed"], sizes["nvfp4"], sizes["nvfp4(hadamard=False)"]
-    assert set(sizes.values()) == {0}
+    assert sizes["nvfp4(hadamard=False)"] == 6 * 1 * (1 + 1 + 8 + 1) * 4
+    assert sizes["mxfp8"] == sizes["mixed_bfloat16"] == 0
 
 
 def test_steps_per_second_leaves_compilation_out():

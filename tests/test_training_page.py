@@ -80,6 +80,23 @@ def test_a_gap_is_to_the_baseline_of_the_same_seed(tmp_path):
     assert text.count("\nNot run.\n") == 2
 
 
+@pytest.mark.any_backend
+def test_a_variant_is_below_chance_if_it_is_below_every_run_of_delayed(
+    tmp_path,
+):
+    runs = [run("mixed_bfloat16", seed, 1.0) for seed in (0, 1, 2)]
+    runs += [run("delayed", seed, 1.05) for seed in (0, 1, 2)]
+    runs += [run("delayed; nudged 1", seed, 1.03) for seed in (0, 1)]
+    runs += [run("delayed(margin=1)", s, x) for s, x in enumerate((1.02, 1.04))]
+    runs.append(run("delayed(margin=2)", 2, 1.0))  # Nothing nudged there.
+    write(tmp_path, runs)
+    text = training_page.page(tmp_path)
+
+    assert "| `delayed(margin=1)` | +2.00 | +4.00 | – | 1 of 2 |" in text
+    assert "| `delayed(margin=2)` | – | – | +0.00 | – |" in text
+    assert "| `delayed; nudged 1` | +3.00 | +3.00 | – | 0 of 2 |" in text
+
+
 def test_a_run_is_appended_when_it_is_over_and_never_repeated(
     tmp_path, monkeypatch
 ):
