@@ -19,8 +19,9 @@ from keras_policy_ext_cli import BACKENDS
 
 _DEMO = """\
 Train a small transformer for next-character prediction three times, in
-float32, mixed_bfloat16 and float8, from the same weights on the same batches.
-Prints a table of the results, and writes a plot and a CSV file of the losses.
+float32, mixed_bfloat16 and float8, from the same weights on the same batches;
+with --compare in float8 under every recipe. Prints a table of the results, and
+writes a plot and a CSV file of the losses.
 """
 _DOCTOR = """\
 Say which backend, versions and device are in use, and which contractions run
@@ -156,15 +157,34 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=_at_least(0),
-        default=0,
-        help="of the weights and the batches",
+        "--seeds",
+        type=_seeds,
+        metavar="SEEDS",
+        dest="seeds",
+        default="0",
+        help="of the weights and the batches; several, such as 0,1,2, show "
+        "the spread",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--recipe",
+        type=_recipe,
+        metavar="SPEC",
+        default="delayed",
+        help=f"how numbers are scaled: {', '.join(recipes.names())}, or one "
+        "with arguments, such as 'nvfp4(hadamard=False)'",
+    )
+    which.add_argument(
+        "--compare",
+        action="store_true",
+        help="train under every recipe",
+        default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--recipe",
-        choices=recipes.names(),
-        default="delayed",
-        help="how float8 numbers are scaled",
+        "--json",
+        metavar="FILE",
+        help="write the numbers of the tables, too",
+        default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "--out",
@@ -225,14 +245,30 @@ def _at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
+def _seeds(text: str) -> tuple[int, ...]:
+    """An argparse type: integers with commas between them, each once."""
+    return tuple(dict.fromkeys(map(_at_least(0), text.split(","))))
+
+
+def _recipe(text: str) -> str:
+    """An argparse type: what `recipes.parse` reads."""
+    try:
+        recipes.parse(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def _demo(arguments: argparse.Namespace) -> Callable[[], object]:
+    compare = getattr(arguments, "compare", False)
     prepared = demo.prepare(
         demo.Settings(
             steps=arguments.steps,
-            seed=arguments.seed,
-            recipe=arguments.recipe,
+            seeds=arguments.seeds,
+            recipes=recipes.names() if compare else (arguments.recipe,),
             text=getattr(arguments, "text", None),
             out=arguments.out,
+            json=getattr(arguments, "json", None),
         )
     )
     return lambda: demo.run(prepared)

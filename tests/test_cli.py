@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import keras_policy_ext_cli
-from keras_policy_ext import __version__, cli
+from keras_policy_ext import __version__, cli, recipes
 from keras_policy_ext.diagnostics import plots
 
 BACKEND = os.environ["KERAS_BACKEND"]
@@ -87,11 +87,39 @@ def test_doctor_tells_backend_and_a_reason_for_every_contraction(capsys):
         (["demo", "--steps", "0"], "an integer of 1 or more"),
         (["demo", "--steps", "ten"], "an integer of 1 or more"),
         (["demo", "--seed", "-1"], "an integer of 0 or more"),
-        (["demo", "--recipe", "magic"], "invalid choice: 'magic'"),
+        (["demo", "--seeds", "0,x"], "an integer of 0 or more"),
+        (["demo", "--seeds", ""], "an integer of 0 or more"),
+        (["demo", "--recipe", "magic"], "Unknown recipe. Received: 'magic'"),
+        (["demo", "--recipe", "nvfp4(size=1)"], "Unknown parameter of recipe"),
+        (["demo", "--recipe", "block", "--compare"], "not allowed with"),
     ],
 )
 def test_wrong_arguments_get_one_line(arguments, words, capsys):
     assert words in error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seeds", "specs"),
+    [
+        ([], (0,), ("delayed",)),
+        (["--seed", "3"], (3,), ("delayed",)),
+        (["--seeds", "0,2,0", "--recipe", "16"], (0, 2), ("16",)),
+        (["--compare"], (0,), recipes.names()),
+    ],
+)
+def test_demo_gets_seeds_and_recipes(
+    arguments, seeds, specs, monkeypatch, tmp_path
+):
+    asked = []
+    monkeypatch.setattr(
+        cli.demo, "run", lambda prepared: asked.append(prepared)
+    )
+
+    cli.main(["demo", "--out", str(tmp_path), *arguments])
+
+    (prepared,) = asked
+    assert prepared.settings.seeds == seeds
+    assert prepared.settings.recipes == specs
 
 
 def test_missing_text_file_gets_one_line(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 
 import numpy as np
@@ -14,11 +15,12 @@ from keras_policy_ext.diagnostics.demo import report, text, train
 STEPS = 4
 SMALL = demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1)
 PRECISIONS = ["float32", "mixed_bfloat16", "float8"]
+RECIPES = ("delayed", "mxfp8", "nvfp4(hadamard=False)")
 
 
-def small_settings(folder):
+def small_settings(folder, **kwargs):
     return demo.Settings(
-        steps=STEPS,
+        **{"steps": STEPS, **kwargs},
         size=SMALL,
         windows=4,
         validations=2,
@@ -34,6 +36,23 @@ def small(tmp_path_factory):
     console = Console(file=io.StringIO(), width=100)
     outcome = demo.run(demo.prepare(settings), console)
     return outcome, console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """What a run of several recipes leaves: outcome, text and numbers."""
+    folder = tmp_path_factory.mktemp("compared")
+    file = folder / "made" / "numbers.json"
+    settings = small_settings(
+        folder,
+        steps=2,
+        seeds=(0, 1),
+        recipes=RECIPES,
+        json=str(file),
+    )
+    console = Console(file=io.StringIO(), width=200)
+    outcome = demo.run(demo.prepare(settings), console)
+    return outcome, console.file.getvalue(), json.loads(file.read_text())
 
 
 def read_csv(path):
@@ -85,6 +104,7 @@ def test_csv_has_every_step_of_every_precision(small):
     for run in small[0].runs:
         own = [line for line in lines if line["precision"] == run.precision]
         assert [int(line["step"]) for line in own] == list(range(STEPS + 1))
+        assert {line["seed"] for line in own} == {"0"}
         losses = [float(line["training_loss"]) for line in own[1:]]
         assert losses == list(run.losses)
         assert float(own[-1]["validation_loss"]) == run.validation_loss
@@ -101,10 +121,10 @@ def test_one_seed_gives_the_same_numbers_twice(small):
 
     again = train.train(
         before.precision,
-        train.policies_compared(settings.recipe)[before.precision],
+        train.policies_compared(*settings.recipes)[before.precision],
         corpus,
         settings,
-        train.initial_weights(corpus, settings),
+        train.draw(corpus, settings, 0),
         on_step=lambda loss: None,
     )
 
@@ -114,13 +134,13 @@ def test_one_seed_gives_the_same_numbers_twice(small):
 
 def test_another_seed_gives_other_weights_and_batches():
     corpus = text.encode("test", "the quick brown fox " * 100)
-    settings = [demo.Settings(seed=seed, size=SMALL) for seed in (0, 1)]
+    settings = demo.Settings(size=SMALL)
 
-    weights = [train.initial_weights(corpus, s) for s in settings]
-    batches = [corpus.batch(0, s.seed, 4, 16) for s in settings]
+    starts = [train.draw(corpus, settings, seed) for seed in (0, 1)]
+    batches = [corpus.batch(0, start.seed, 4, 16) for start in starts]
 
     name = "logits/kernel"
-    assert np.any(weights[0][name] != weights[1][name])
+    assert np.any(starts[0].weights[name] != starts[1].weights[name])
     assert np.any(batches[0].inputs != batches[1].inputs)
 
 
@@ -129,6 +149,58 @@ def test_recipe_is_that_of_the_float8_policy():
 
     assert list(compared) == PRECISIONS
     assert compared["float8"].recipe.name == "current"
+
+
+def test_several_recipes_train_on_every_seed_and_have_a_row_each(compared):
+    outcome, printed, _ = compared
+    names = [*PRECISIONS[:2], *RECIPES]
+
+    rows = report.result_rows(outcome.runs)
+
+    assert [row[0] for row in rows] == names
+    assert all(name in printed for name in names)
+    found = [(run.precision, run.seed) for run in outcome.runs]
+    assert found == [(name, seed) for name in names for seed in (0, 1)]
+    assert len({run.losses for run in outcome.runs}) == len(found)
+    assert len({run.policy for run in outcome.runs}) == len(names)
+    assert outcome.plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gaps_are_those_between_runs_of_one_seed(compared):
+    outcome, _, numbers = compared
+    losses = {(r.precision, r.seed): r.validation_loss for r in outcome.runs}
+
+    assert len(numbers["runs"]) == len(outcome.runs)
+    for run in numbers["runs"]:
+        loss = losses[run["precision"], run["seed"]]
+        baseline = losses["mixed_bfloat16", run["seed"]]
+        assert run["validation_loss"] == loss
+        gap = 100 * (loss / baseline - 1)
+        assert run["gap_to_bfloat16_percent"] == pytest.approx(gap, abs=1e-9)
+
+
+def test_the_table_has_mean_and_spread_of_the_seeds():
+    def run(precision, seed, loss):
+        return train.Run(precision, "", (0.0,), {1: loss}, (9.0,), (), seed)
+
+    runs = [
+        run("mixed_bfloat16", 0, 1.0),
+        run("mixed_bfloat16", 1, 2.0),
+        run("float8", 0, 1.01),
+        run("float8", 1, 2.06),
+    ]
+    baseline, float8 = report.result_rows(runs)
+
+    assert baseline[1:3] == ("1.5000", "–")
+    assert float8[1:3] == ("1.5350", "+2.00 %\n+1.00 … +3.00")
+
+
+def test_the_size_of_the_state_is_that_of_the_recipe(compared):
+    sizes = {run.precision: run.state_bytes for run in compared[0].runs}
+    # For each of 6 kernels and 3 operands: scale, uses, 8 slots, 1024 amaxes.
+    assert sizes["delayed"] == 6 * 3 * (1 + 1 + 8 + 1024) * 4
+    assert sizes["nvfp4(hadamard=False)"] == 6 * 1 * (1 + 1 + 8 + 1) * 4
+    assert sizes["mxfp8"] == sizes["mixed_bfloat16"] == 0
 
 
 def test_steps_per_second_leaves_compilation_out():
@@ -178,6 +250,6 @@ def test_blocks_that_are_alike_share_a_row():
         for name in ("query", "key")
     )
 
-    assert report.matmul_rows(matmuls) == [
-        ("query, key", "ab,bc->ac", "4 native", "why")
+    assert report.matmul_rows({"delayed": matmuls, "block": matmuls}) == [
+        ("delayed, block", "query, key", "ab,bc->ac", "4 native", "why")
     ]

@@ -2,11 +2,17 @@
 
 import contextlib
 import doctest
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import keras
+import numpy as np
 import pytest
+
+from keras_policy_ext import recipes
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = ["autocasting.md", "mixed_precision.md"]
@@ -63,3 +69,50 @@ def test_every_example_of_a_page_is_among_those_that_run(page):
     assert len(re.findall("^>>>", text, re.MULTILINE)) == len(
         re.findall("^>>>", examples(page), re.MULTILINE)
     )
+
+
+def run(code, folder):
+    """Run code in a process of its own, in a folder."""
+    path = os.pathsep.join(filter(None, [str(folder), *sys.path]))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_recipe_of_one_s_own_trains_and_loads_in_another_process(tmp_path):
+    text = (DOCS / "recipes" / "index.md").read_text(encoding="utf-8")
+    _, section = text.split("## Your own recipe\n")
+    module, trains, loads = re.findall("```python\n(.*?)```", section, re.S)
+    assert len(module.splitlines()) < 30
+    (tmp_path / "forward_only.py").write_text(module, encoding="utf-8")
+
+    run(trains, tmp_path)
+    assert np.load(tmp_path / "outputs.npy").any()
+    run(loads, tmp_path)
+
+    without = loads.replace("import forward_only\n", "")
+    with pytest.raises(AssertionError, match="Received: 'ForwardOnly'"):
+        run(without, tmp_path)
+
+
+@pytest.mark.any_backend
+def test_every_recipe_has_a_page_with_its_call_and_is_in_the_overview():
+    overview = (DOCS / "recipes" / "index.md").read_text(encoding="utf-8")
+    nav = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    # A test may have defined recipes of its own.
+    for name in ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"):
+        recipe = recipes.get(name)
+        page = (DOCS / "recipes" / f"{name}.md").read_text(encoding="utf-8")
+        (call,) = re.findall(r"kpe\.recipes\.(\w+\(\n.*?\n\))", page, re.S)
+        shown = eval(call, vars(recipes))
+        assert shown == recipe
+        for field in recipe.get_config():
+            assert f"    {field}=" in call, (name, field)
+        assert f"[`{name}`]({name}.md)" in overview
+        assert f"recipes/{name}.md" in nav

@@ -8,14 +8,13 @@ from rich.table import Table
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.diagnostics import machine
+from keras_policy_ext.kernels import Choice
 
 CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
     "matmul (Dense)": kernels.Einsum("bi,io->bo"),
-    "einsum over several axes (EinsumDense)": kernels.Einsum("bthk,hkd->btd"),
-    "einsum with a shared axis (EinsumDense)": kernels.Einsum("bei,eio->beo"),
-    "convolution (Conv1D, Conv2D, Conv3D)": kernels.Conv(
-        (1, 1), "valid", (1, 1), "channels_last"
-    ),
+    "einsum over several axes": kernels.Einsum("bthk,hkd->btd"),
+    "einsum with a shared axis": kernels.Einsum("bei,eio->beo"),
+    "convolution": kernels.Conv((1, 1), "valid", (1, 1), "channels_last"),
 }
 
 
@@ -30,30 +29,54 @@ def run(console: Console | None = None) -> None:
     for name, value in machine.facts().items():
         facts.add_row(name, value)
     console.print(facts)
-    console.print(_choices())
+    console.print(contraction_table())
     console.print(break_even_table())
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """Contraction, recipes, kind of kernel and reason.
+    """Contractions, recipes, kind of kernel and reason.
 
-    Recipes for which the answer is the same share a row.
+    Contractions and recipes for which the answer is the same share a row. A
+    recipe has several rows for a contraction where its matmuls differ, and
+    they are named there.
     """
-    found: dict[tuple[str, str, str], list[str]] = {}
+    by_contraction: dict[tuple[str, Choice], list[str]] = {}
     for name, contraction in CONTRACTIONS.items():
-        for recipe in recipes.names():
-            choice = kernels.select(contraction, recipe, "bfloat16")
-            found.setdefault((name, *choice), []).append(recipe)
+        for choice, users in _choices(contraction).items():
+            all_of_them = tuple(users) == recipes.names()
+            shown = "all" if all_of_them else ", ".join(users)
+            by_contraction.setdefault((shown, choice), []).append(name)
     return [
-        (name, ", ".join(shared), kind, reason)
-        for (name, kind, reason), shared in found.items()
+        (", ".join(contractions), users, *choice)
+        for (users, choice), contractions in by_contraction.items()
     ]
 
 
-def _choices() -> Table:
-    table = Table(title=f"Float8 contractions on {machine.backend()}")
+def _choices(
+    contraction: kernels.Einsum | kernels.Conv,
+) -> dict[Choice, list[str]]:
+    """The recipes of each choice, with the matmuls unless it is all three."""
+    found: dict[Choice, list[str]] = {}
+    for recipe in recipes.names():
+        plan = kernels.make_plan(
+            contraction, recipes.get(recipe), "bfloat16", "float32"
+        )
+        of_recipe: dict[Choice, list[str]] = {}
+        for matmul in recipes.MATMULS:
+            of_recipe.setdefault(plan.choose(matmul)[1], []).append(matmul)
+        for choice, matmuls in of_recipe.items():
+            every = len(matmuls) == len(recipes.MATMULS)
+            user = recipe if every else f"{recipe}: {' and '.join(matmuls)}"
+            found.setdefault(choice, []).append(user)
+    return found
+
+
+def contraction_table() -> Table:
+    """What runs natively or is emulated, and why."""
+    title = f"Float8 contractions on {machine.backend()}"
+    table = Table(title=title, show_lines=True)
     for heading in ("contraction", "recipe", "kernel", "why"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for row in rows():
         table.add_row(*row)
     return table

@@ -7,8 +7,22 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLORS = ("#4c566a", "#3b7dd8", "#e07b39")
-STYLES = ("-", "--", ":")
+import numpy as np
+
+COLORS = (
+    "#4c566a",
+    "#3b7dd8",
+    "#e07b39",
+    "#2a9d5c",
+    "#b0479b",
+    "#c9a227",
+    "#c0392b",
+    "#17a2b8",
+)
+STYLES = ("-", "--", ":", "-.")
+
+Curves = Mapping[str, Sequence[Mapping[int, float]]]
+"""By name, for each seed: a number by step."""
 
 
 def require_matplotlib() -> None:
@@ -25,28 +39,39 @@ def require_matplotlib() -> None:
 
 
 def loss_curves(
-    curves: Mapping[str, Mapping[int, float]],
-    gaps: Mapping[str, Mapping[int, float]],
-    title: str,
-    path: pathlib.Path,
+    curves: Curves, baseline: str, title: str, path: pathlib.Path
 ) -> None:
     """Draw validation losses and, below, their gaps to a baseline, as PNG.
 
+    Of several seeds it draws the means, and the gaps from the least to the
+    largest as an area. Behind each name stands the last gap.
+
     Args:
-        curves: By name of the precision: loss in nats per character by step.
-        gaps: Likewise, in percent of the baseline's loss.
+        curves: Losses in nats per character.
+        baseline: The name of the curves that the gaps are measured from.
         title: Above the plot.
         path: Of the file.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, 5.0), layout="constrained")
-    losses, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    _draw(losses, curves, list(curves))
-    _draw(below, gaps, list(curves))
+    relative = gaps(curves, baseline)
+    many = len(curves) > 3
+    figure = Figure(
+        figsize=(9.0, 7.0) if many else (7.0, 5.0), layout="constrained"
+    )
+    heights = (4, 5) if many else (5, 2)
+    losses, below = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    _draw(losses, curves, spread=False)
+    _draw(below, relative, spread=True)
     losses.set_title(title)
     losses.set_ylabel("validation loss, nats/character")
-    losses.legend(frameon=False)
+    losses.legend(
+        losses.get_lines(),
+        _labels(relative, baseline),
+        title="and the last gap",
+        frameon=False,
+    )
+    below.set_ylim(*_limits(relative))
     below.axhline(0.0, color="#999999", linewidth=0.8)
     below.set_ylabel("gap to bfloat16, %")
     below.set_xlabel("training step")
@@ -56,18 +81,57 @@ def loss_curves(
     figure.savefig(path, dpi=120)
 
 
-def _draw(
-    axes: Any, curves: Mapping[str, Mapping[int, float]], names: Sequence[str]
-) -> None:
-    for name, points in curves.items():
-        place = names.index(name)
+def gaps(curves: Curves, baseline: str) -> dict[str, list[dict[int, float]]]:
+    """How much higher losses are than the baseline's of their seeds, in %."""
+    return {
+        name: [
+            {step: 100.0 * (y / base[step] - 1.0) for step, y in points.items()}
+            for points, base in zip(seeds, curves[baseline], strict=True)
+        ]
+        for name, seeds in curves.items()
+    }
+
+
+def _labels(relative: Curves, baseline: str) -> list[str]:
+    """The names, with the mean of the last gaps."""
+    last = {
+        name: np.mean([list(points.values())[-1] for points in seeds])
+        for name, seeds in relative.items()
+    }
+    return [
+        name if name == baseline else f"{name}  {gap:+.2f} %"
+        for name, gap in last.items()
+    ]
+
+
+def _limits(relative: Curves) -> tuple[float, float]:
+    """Those of the second half: the first steps would flatten the rest."""
+    late = []
+    for seeds in relative.values():
+        for points in seeds:
+            gaps = list(points.values())
+            late += gaps[len(gaps) // 2 :]
+    room = 0.1 * max(max(late) - min(late), 0.1)
+    return min(*late, 0.0) - room, max(*late, 0.0) + room
+
+
+def _draw(axes: Any, curves: Curves, spread: bool) -> None:
+    for place, (name, seeds) in enumerate(curves.items()):
+        steps = list(seeds[0])
+        values = np.array([list(points.values()) for points in seeds])
+        color = COLORS[place % len(COLORS)]
         axes.plot(
-            list(points),
-            list(points.values()),
+            steps,
+            values.mean(0),
             label=name,
-            color=COLORS[place % len(COLORS)],
+            color=color,
             linestyle=STYLES[place % len(STYLES)],
             marker="o",
             markersize=3.5,
             linewidth=2.0,
         )
+        if spread and len(seeds) > 1:
+            least, most = values.min(0), values.max(0)
+            axes.fill_between(
+                steps, least, most, color=color, alpha=0.12, linewidth=0
+            )

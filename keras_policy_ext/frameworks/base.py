@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from keras import ops
 
+from keras_policy_ext import formats
+
 SECOND_DERIVATIVE = (
     "A gradient of a layer in float8 cannot be differentiated again: rounding "
     "and scales would be taken for functions whose slope says something. "
@@ -183,11 +185,14 @@ class Framework:
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """In what dtype numbers of a format are kept for a backward pass.
 
-        Float32 on a CPU, where what is not compiled has time rather than
-        memory to lose: a step of a 512-2048-512 MLP takes 5 to 10 % longer
-        with one byte (PyTorch 2.13). Uint8 stands for codes.
+        Float32 on a CPU, where what is not compiled has memory rather than
+        time to spend: a step of a 512-2048-512 MLP takes 5 to 10 % longer
+        with one byte (PyTorch 2.13). Uint8, for codes, where no framework
+        computes in the dtype of the format.
         """
-        return "float32" if self.on_cpu(x) else format_name
+        if self.on_cpu(x):
+            return "float32"
+        return format_name if formats.get(format_name).bits == 8 else "uint8"
 
     def run(
         self,

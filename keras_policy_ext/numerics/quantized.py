@@ -9,7 +9,6 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import formats
 from keras_policy_ext.numerics import (
     casting,
     codes,
@@ -78,13 +77,12 @@ class Quantized:
 
         Args:
             dtype: Float32 for no change, uint8 for codes, or that of the
-                format, in place of which codes are held where it has fewer
-                bits. Scales that are numbers of eight bits are codes then.
+                format. Scales that are numbers of eight bits are codes then.
         """
         asked = self.quantization
         if asked is None or dtype == "float32" or not is_wide(self.values):
             return self
-        if dtype == "uint8" or formats.get(asked.format).bits < 8:
+        if dtype == "uint8":
             values = codes.encode(self.values, asked.format)
         else:
             values = ops.cast(self.values, dtype)

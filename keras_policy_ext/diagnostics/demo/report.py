@@ -1,74 +1,124 @@
-"""What the demo prints and the CSV file that it writes."""
+"""What the demo prints, and the files of numbers that it writes."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
+import json
 import pathlib
 import re
+import statistics
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from keras_policy_ext.diagnostics import machine
+from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.train import BASELINE, Matmul, Run
 
 CSV_COLUMNS = (
     "precision",
     "policy",
+    "seed",
     "step",
     "training_loss",
     "validation_loss",
 )
 
 
-def results(runs: list[Run]) -> Table:
+def by_precision(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs of each precision, one for each seed."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.precision, []).append(run)
+    return found
+
+
+def gaps(runs: Sequence[Run], baselines: Sequence[Run]) -> list[float]:
+    """The gaps in percent of runs to those of the baseline with their seeds."""
+    of_seed = {run.seed: run for run in baselines}
+    return [run.gap_percent(of_seed[run.seed]) for run in runs]
+
+
+def results(runs: Sequence[Run]) -> Table:
     """One row for each precision."""
+    seeds = {run.seed for run in runs}
+    means = f"means of {len(seeds)} seeds, and the least and largest gap. "
     table = Table(
         title="Validation loss in nats per character",
-        caption="steps/s: of the median step; compilation and validation "
-        "are left out",
+        caption=(means if len(seeds) > 1 else "")
+        + "steps/s: of the median step; compilation and validation are left "
+        "out. state: bytes of scales, histories and counters",
     )
-    table.add_column("precision")
-    for heading in (
-        "validation loss",
-        "gap to bfloat16",
-        "steps/s",
-        "in float8",
-    ):
+    table.add_column("precision", no_wrap=True)
+    table.add_column("loss", justify="right")
+    table.add_column("gap to bfloat16", justify="right", no_wrap=True)
+    for heading in ("steps/s", "state", "in float8"):
         table.add_column(heading, justify="right")
     for row in result_rows(runs):
         table.add_row(*row)
     return table
 
 
-def result_rows(runs: list[Run]) -> list[tuple[str, ...]]:
+def result_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """The cells of `results`."""
-    baseline = next(run for run in runs if run.precision == BASELINE)
+    found = by_precision(runs)
     return [
         (
-            run.precision,
-            f"{run.validation_loss:.4f}",
-            "–" if run is baseline else f"{run.gap_percent(baseline):+.2f} %",
-            f"{run.steps_per_second:.2f}" if run.steps_per_second else "–",
-            _kinds(run.matmuls),
+            name,
+            f"{statistics.fmean(run.validation_loss for run in own):.4f}",
+            "–" if name == BASELINE else _spread(gaps(own, found[BASELINE])),
+            _steps_per_second(own),
+            f"{own[0].state_bytes:,}",
+            _kinds(own[0].matmuls),
         )
-        for run in runs
+        for name, own in found.items()
     ]
 
 
-def matmuls(run: Run) -> Table:
+def _spread(percent: list[float]) -> str:
+    mean = f"{statistics.fmean(percent):+.2f} %"
+    if len(percent) == 1:
+        return mean
+    return f"{mean}\n{min(percent):+.2f} … {max(percent):+.2f}"
+
+
+def _steps_per_second(runs: list[Run]) -> str:
+    known = [run.steps_per_second for run in runs if run.steps_per_second]
+    return f"{statistics.median(known):.2f}" if known else "–"
+
+
+def matmuls(runs: Sequence[Run]) -> Table:
     """Which matmuls of the model ran native or emulated, and why."""
-    table = Table(title=f"Matmuls under {run.policy}")
+    found = by_precision(run for run in runs if run.matmuls)
+    title = "Matmuls in the forward pass"
+    if len(found) == 1:
+        ((only, *_),) = found.values()
+        title = f"Matmuls under {only.policy}"
+    table = Table(title=title)
+    table.add_column("recipes", overflow="fold")
     table.add_column("layers", overflow="fold")
     table.add_column("contraction", no_wrap=True)
     table.add_column("kernel", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for row in matmul_rows(run.matmuls):
+    for row in matmul_rows({n: own[0].matmuls for n, own in found.items()}):
         table.add_row(*row)
     return table
 
 
-def matmul_rows(matmuls: tuple[Matmul, ...]) -> list[tuple[str, ...]]:
-    """The cells of `matmuls`: those that are alike share a row."""
+def matmul_rows(
+    found: dict[str, tuple[Matmul, ...]],
+) -> list[tuple[str, ...]]:
+    """The cells of `matmuls`: rows and recipes that are alike share one."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for precision, own in found.items():
+        for row in _rows_of_layers(own):
+            shared.setdefault(row, []).append(precision)
+    return [(", ".join(names), *row) for row, names in shared.items()]
+
+
+def _rows_of_layers(matmuls: tuple[Matmul, ...]) -> list[tuple[str, ...]]:
     alike: dict[tuple[str, str, str], list[str]] = {}
     for matmul in matmuls:
         key = (matmul.equation.replace(" ", ""), matmul.kind, matmul.reason)
@@ -85,22 +135,42 @@ def matmul_rows(matmuls: tuple[Matmul, ...]) -> list[tuple[str, ...]]:
     ]
 
 
-def write_csv(runs: list[Run], path: pathlib.Path) -> None:
+def write_csv(runs: Sequence[Run], path: pathlib.Path) -> None:
     """Write every loss in full precision, one line for each step."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
         for run in runs:
+            head = (run.precision, run.policy, run.seed)
             for step, loss in enumerate((None, *run.losses)):
-                writer.writerow(
-                    (
-                        run.precision,
-                        run.policy,
-                        step,
-                        loss,
-                        run.validation.get(step),
-                    )
-                )
+                validation_loss = run.validation.get(step)
+                writer.writerow((*head, step, loss, validation_loss))
+
+
+def write_json(
+    runs: Sequence[Run], settings: Settings, path: pathlib.Path
+) -> None:
+    """Write what the tables say, and the machine and settings with it."""
+    baselines = by_precision(runs)[BASELINE]
+    content = {
+        "machine": machine.facts(),
+        "settings": dataclasses.asdict(settings),
+        "runs": [
+            {
+                "precision": run.precision,
+                "policy": run.policy,
+                "seed": run.seed,
+                "validation_loss": run.validation_loss,
+                "gap_to_bfloat16_percent": gaps([run], baselines)[0],
+                "validation": run.validation,
+                "steps_per_second": run.steps_per_second,
+                "state_bytes": run.state_bytes,
+                "matmuls": [dataclasses.asdict(m) for m in run.matmuls],
+            }
+            for run in runs
+        ],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _kinds(matmuls: tuple[Matmul, ...]) -> str:

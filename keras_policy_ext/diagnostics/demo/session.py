@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from keras_policy_ext import recipes
 from keras_policy_ext.diagnostics import machine, plots
 from keras_policy_ext.diagnostics.demo import report, train
 from keras_policy_ext.diagnostics.demo.settings import Settings
@@ -32,7 +33,7 @@ class Prepared(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the demo leaves behind: a run for each precision, and files."""
+    """What the demo leaves behind: runs by precision and seed, and files."""
 
     runs: list[train.Run]
     plot: pathlib.Path
@@ -44,11 +45,20 @@ def prepare(settings: Settings) -> Prepared:
 
     Raises:
         ValueError: If matplotlib is missing, the text cannot be read or is
-            too short, or the folder cannot be made.
+            too short, a recipe does not exist, or a folder cannot be made.
     """
     plots.require_matplotlib()
     corpus = load(settings.text, settings.size.context)
+    for spec in settings.recipes:
+        recipes.parse(spec)
     folder = pathlib.Path(settings.out)
+    _make(folder)
+    if settings.json is not None:
+        _make(pathlib.Path(settings.json).parent)
+    return Prepared(settings, corpus, folder)
+
+
+def _make(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,7 +66,6 @@ def prepare(settings: Settings) -> Prepared:
         raise ValueError(f"Cannot make the folder {folder}: {reason}.") from (
             error
         )
-    return Prepared(settings, corpus, folder)
 
 
 def run(prepared: Prepared, console: Console | None = None) -> Outcome:
@@ -66,28 +75,30 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     console.print(_introduction(settings, corpus), highlight=False)
     runs = _train_all(settings, corpus, console)
     console.print(report.results(runs))
-    for trained in runs:
-        if trained.matmuls:
-            console.print(report.matmuls(trained))
+    console.print(report.matmuls(runs))
     outcome = Outcome(
         runs,
         folder / f"demo_{machine.backend()}.png",
         folder / f"demo_{machine.backend()}.csv",
     )
     report.write_csv(runs, outcome.csv)
-    _plot(settings, outcome)
+    _plot(outcome)
     console.print(f"Plot: {outcome.plot}\nLosses: {outcome.csv}")
+    if settings.json is not None:
+        report.write_json(runs, settings, pathlib.Path(settings.json))
+        console.print(f"Numbers: {settings.json}")
     return outcome
 
 
 def _introduction(settings: Settings, corpus: Corpus) -> str:
     count = len(corpus.train) + len(corpus.validation)
+    seeds = ", ".join(map(str, settings.seeds))
     return (
         f"{_where()}, device {machine.device()}. Text: {corpus.source}, "
         f"{count:,} characters, {corpus.tokens} different tokens. "
         f"{settings.steps} steps of {settings.windows} windows of "
-        f"{settings.size.context} characters, seed {settings.seed}, recipe "
-        f"{settings.recipe}."
+        f"{settings.size.context} characters, seed {seeds}, recipe "
+        f"{', '.join(settings.recipes)}."
     )
 
 
@@ -99,20 +110,22 @@ def _where() -> str:
 def _train_all(
     settings: Settings, corpus: Corpus, console: Console
 ) -> list[train.Run]:
-    weights = train.initial_weights(corpus, settings)
-    compared = train.policies_compared(settings.recipe)
+    starts = [train.draw(corpus, settings, seed) for seed in settings.seeds]
+    compared = train.policies_compared(*settings.recipes)
+    total = settings.steps * len(starts)
     runs = []
-    with _progress(console) as progress:
+    with _progress(console, max(map(len, compared))) as progress:
         tasks = {
-            name: progress.add_task(name, total=settings.steps, loss="")
+            name: progress.add_task(name, total=total, loss="")
             for name in compared
         }
         for name, policy in compared.items():
             progress.reset(tasks[name])
             advance = functools.partial(_advance, progress, tasks[name])
-            runs.append(
-                train.train(name, policy, corpus, settings, weights, advance)
-            )
+            runs += [
+                train.train(name, policy, corpus, settings, start, advance)
+                for start in starts
+            ]
     return runs
 
 
@@ -120,9 +133,9 @@ def _advance(progress: Progress, task: TaskID, loss: float) -> None:
     progress.update(task, advance=1, loss=f"loss {loss:.3f}")
 
 
-def _progress(console: Console) -> Progress:
+def _progress(console: Console, width: int) -> Progress:
     return Progress(
-        TextColumn("{task.description:<14}"),
+        TextColumn(f"{{task.description:<{width}}}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
@@ -132,15 +145,10 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _plot(settings: Settings, outcome: Outcome) -> None:
-    curves = {run.precision: run.validation for run in outcome.runs}
-    baseline = curves[train.BASELINE]
-    gaps = {
-        name: {
-            step: 100.0 * (loss / baseline[step] - 1.0)
-            for step, loss in curve.items()
-        }
-        for name, curve in curves.items()
+def _plot(outcome: Outcome) -> None:
+    curves = {
+        name: [run.validation for run in own]
+        for name, own in report.by_precision(outcome.runs).items()
     }
     title = f"A small transformer learns English text, {_where()}"
-    plots.loss_curves(curves, gaps, title, outcome.plot)
+    plots.loss_curves(curves, train.BASELINE, title, outcome.plot)

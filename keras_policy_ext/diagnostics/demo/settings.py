@@ -29,11 +29,13 @@ class Settings:
     """What the demo is asked to do; the defaults are the command's.
 
     Attributes:
-        steps: Training steps for each precision.
-        seed: Of the weights and the batches.
-        recipe: Name of the float8 recipe.
+        steps: Training steps of each run.
+        seeds: Of the weights and the batches; each precision has a run for
+            each of them.
+        recipes: Float8 recipes, as `recipes.parse` reads them.
         text: UTF-8 file to learn from; None: the topics of `pydoc`.
         out: Folder for the plot and the CSV file.
+        json: A file for the numbers; None for none.
         size: Of the model.
         windows: Windows of text in a batch.
         learning_rate: The highest; it rises and falls again.
@@ -42,10 +44,11 @@ class Settings:
     """
 
     steps: int = 300
-    seed: int = 0
-    recipe: str = "delayed"
+    seeds: tuple[int, ...] = (0,)
+    recipes: tuple[str, ...] = ("delayed",)
     text: str | None = None
     out: str = "keras-policy-ext-demo"
+    json: str | None = None
     size: Size = Size()
     windows: int = 32
     learning_rate: float = 3e-3

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import numpy as np
 
-from keras_policy_ext import policies
+from keras_policy_ext import policies, recipes
 from keras_policy_ext.diagnostics.demo.model import decoder
 from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.text import Corpus
+from keras_policy_ext.layers.state_variable import StateVariable
 
 BASELINE = "mixed_bfloat16"
 """The precision that the others are compared with."""
@@ -50,6 +53,8 @@ class Run:
         validation: Validation loss after so many steps, likewise.
         seconds: Duration of each step.
         matmuls: Those that ran in float8.
+        seed: Of the weights and the batches.
+        state_bytes: Size of the float8 state.
     """
 
     precision: str
@@ -58,6 +63,8 @@ class Run:
     validation: dict[int, float]
     seconds: tuple[float, ...]
     matmuls: tuple[Matmul, ...]
+    seed: int = 0
+    state_bytes: int = 0
 
     @property
     def validation_loss(self) -> float:
@@ -75,28 +82,47 @@ class Run:
         return 100.0 * (self.validation_loss / baseline.validation_loss - 1.0)
 
 
-def policies_compared(recipe: str) -> dict[str, keras.DTypePolicy]:
-    """The policies that are compared, by short name."""
+def policies_compared(*specs: str) -> dict[str, keras.DTypePolicy]:
+    """The policies that are compared, by short name.
+
+    Args:
+        specs: Recipes, as `recipes.parse` reads them. One alone is called
+            `"float8"`; several have their own names.
+    """
+    names = ("float8",) if len(specs) == 1 else specs
     return {
         "float32": policies.get("float32"),
         BASELINE: policies.get(BASELINE),
-        # The last layer stays in the source policy, as is common in float8
-        # training: its gradient is the loss's own.
-        "float8": policies.Float8DTypePolicy(
-            BASELINE, recipe=recipe, rules=[(r"(.*/)?logits", None)]
-        ),
+        **dict(zip(names, map(float8_policy, specs), strict=True)),
     }
 
 
-def initial_weights(
-    corpus: Corpus, settings: Settings
-) -> dict[str, np.ndarray]:
-    """Arrays for all weights of the model, by path.
+def float8_policy(spec: str) -> policies.Float8DTypePolicy:
+    """The policy of a recipe, from its compact string.
+
+    The last layer stays in the source policy, as is common in float8
+    training: its gradient is the loss's own.
+    """
+    recipe = recipes.parse(spec)
+    return policies.Float8DTypePolicy(
+        BASELINE, recipe=recipe, rules=[(r"(.*/)?logits", None)]
+    )
+
+
+class Start(NamedTuple):
+    """What the runs of one seed begin with: the seed, and arrays by path."""
+
+    seed: int
+    weights: dict[str, np.ndarray]
+
+
+def draw(corpus: Corpus, settings: Settings, seed: int) -> Start:
+    """Draw all weights of the model.
 
     Matrices are normal, drawn by NumPy: all frameworks start alike.
     """
     model = decoder(corpus.tokens, settings.size, "float32")
-    random = np.random.default_rng(settings.seed)
+    random = np.random.default_rng(seed)
     deviation = settings.size.width**-0.5
     weights = {}
     for variable in model.weights:
@@ -104,7 +130,7 @@ def initial_weights(
         if array.ndim > 1 and not variable.path.endswith("bias"):
             array = random.normal(0.0, deviation, array.shape)
         weights[variable.path] = array.astype("float32")
-    return weights
+    return Start(seed, weights)
 
 
 def train(
@@ -112,17 +138,17 @@ def train(
     policy: keras.DTypePolicy,
     corpus: Corpus,
     settings: Settings,
-    weights: dict[str, np.ndarray],
+    start: Start,
     on_step: Callable[[float], None],
 ) -> Run:
     """Train a model from given weights; `on_step` gets each training loss."""
-    keras.utils.set_random_seed(settings.seed)
-    model = _compiled(corpus, settings, policy, weights)
+    keras.utils.set_random_seed(start.seed)
+    model = _compiled(corpus, settings, policy, start.weights)
     evaluated = _evaluated_after(settings)
     losses, seconds = [], []
     validation = {0: _validation_loss(model, corpus, settings)}
     for step in range(settings.steps):
-        loss, duration = _step(model, corpus, settings, step)
+        loss, duration = _step(model, corpus, settings, start.seed, step)
         losses.append(loss)
         seconds.append(duration)
         if step + 1 in evaluated:
@@ -135,6 +161,8 @@ def train(
         validation,
         tuple(seconds),
         tuple(_matmuls(model)),
+        start.seed,
+        _state_bytes(model),
     )
 
 
@@ -175,17 +203,19 @@ def _evaluated_after(settings: Settings) -> set[int]:
 
 
 def _step(
-    model: keras.Model, corpus: Corpus, settings: Settings, step: int
+    model: keras.Model,
+    corpus: Corpus,
+    settings: Settings,
+    seed: int,
+    step: int,
 ) -> tuple[float, float]:
     """The loss of a training step and its duration in seconds."""
-    batch = corpus.batch(
-        step, settings.seed, settings.windows, settings.size.context
-    )
-    start = time.perf_counter()
+    batch = corpus.batch(step, seed, settings.windows, settings.size.context)
+    began = time.perf_counter()
     model.reset_metrics()
     # The result is a number on the host: the step is over when it is there.
     loss = float(model.train_on_batch(batch.inputs, batch.targets))
-    return loss, time.perf_counter() - start
+    return loss, time.perf_counter() - began
 
 
 def _validation_loss(
@@ -210,3 +240,8 @@ def _matmuls(model: keras.Model) -> list[Matmul]:
         for layer in model.layers
         if getattr(layer, "kernel_choice", None) is not None
     ]
+
+
+def _state_bytes(model: keras.Model) -> int:
+    states = [v for v in model.weights if isinstance(v, StateVariable)]
+    return sum(4 * math.prod(state.shape) for state in states)

@@ -1,0 +1,147 @@
+"""Trains the demo's model under recipes and seeds, on the current backend.
+
+    KERAS_BACKEND=torch python integration/recipes/train.py \\
+        [--seeds 0 1 2] [--steps 300] [--results FOLDER] [RECIPE ...]
+
+A recipe is what `recipes.parse` reads, such as `"nvfp4(hadamard=False)"`;
+without one, all recipes and a few variants are trained. float32 and
+mixed_bfloat16 are trained along with them. Under `"delayed; unrounded: kernel"`
+an operand is scaled and not rounded, and `"delayed; nudged 1"` starts from
+weights that differ by one part in ten thousand: how much is chance.
+
+Every run is appended to `results/<backend>.json` when it is over, and one that
+is there already is not repeated: what was interrupted goes on where it was.
+`training_page.py` makes a page of the files.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+
+import keras
+import numpy as np
+
+from keras_policy_ext import kernels, recipes
+from keras_policy_ext.diagnostics import demo, machine
+from keras_policy_ext.diagnostics.demo import text, train
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+NUDGED = "; nudged "
+"""Between a recipe and the number of a draw: from weights that differ by one
+part in ten thousand."""
+
+UNROUNDED = "; unrounded: "
+"""Between a recipe and the operand that is not rounded under it."""
+
+PLAIN = ("float32", train.BASELINE, f"{train.BASELINE}{NUDGED}1")
+RECIPES = (
+    *recipes.names(),
+    "nvfp4(hadamard=False)",
+    "nvfp4(stochastic_rounding=False)",
+    "rowwise(kernel_grad='high_precision')",
+)
+
+
+def main(argv=None):
+    arguments = _arguments(argv)
+    path = arguments.results / f"{machine.backend()}.json"
+    for recipe in (*PLAIN, *arguments.recipes):
+        for seed in arguments.seeds:
+            settings = demo.Settings(steps=arguments.steps)
+            result = _read(path)
+            key = {"recipe": recipe, "seed": seed, "steps": settings.steps}
+            if any(key.items() <= run.items() for run in result["runs"]):
+                continue
+            run = {**key, **trained(recipe, seed, settings)}
+            _append(path, run)
+            print(json.dumps(run), flush=True)
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    return parser.parse_args(argv)
+
+
+def trained(recipe, seed, settings):
+    """What is kept of one run."""
+    corpus = text.load(None, settings.size.context)
+    start = train.draw(corpus, settings, seed)
+    rest, _, draw = recipe.partition(NUDGED)
+    spec, _, operand = rest.partition(UNROUNDED)
+    if draw:
+        weights = nudged(start.weights, seed, int(draw))
+        start = start._replace(weights=weights)
+    policy = train.policies_compared().get(spec) or train.float8_policy(spec)
+    keras.backend.clear_session()
+    with rounding_all_but(operand):
+        run = train.train(recipe, policy, corpus, settings, start, _ignore)
+    return {
+        "validation_loss": run.validation_loss,
+        "steps_per_second": float(f"{run.steps_per_second:.3g}"),
+        "state_bytes": run.state_bytes,
+        "kernels": sorted({matmul.kind for matmul in run.matmuls}),
+    }
+
+
+@contextlib.contextmanager
+def rounding_all_but(operand):
+    """Scale an operand of emulated matmuls, and leave it at that."""
+    read = kernels.Plan._read
+
+    def reads(plan, name, matmul, home, amax, known, cast):
+        cast = _unrounded if name == operand else cast
+        return read(plan, name, matmul, home, amax, known, cast)
+
+    kernels.Plan._read = reads
+    try:
+        yield
+    finally:
+        kernels.Plan._read = read
+
+
+def _unrounded(x, scale, format_name, is_factor):
+    x = keras.ops.cast(x, "float32")
+    return x * scale if is_factor else x / scale
+
+
+def nudged(weights, seed, draw):
+    """Weights, each multiplied by a number within 1e-4 of one."""
+    random = np.random.default_rng((seed, draw))
+    return {
+        path: array * random.uniform(1 - 1e-4, 1 + 1e-4, array.shape)
+        for path, array in weights.items()
+    }
+
+
+def _ignore(loss):
+    """The loss of a step; the validation loss is what is kept."""
+
+
+def _read(path):
+    if path.exists():
+        return json.loads(path.read_text("utf-8"))
+    facts = machine.facts()
+    names = ("keras-policy-ext", "backend", "device", "keras")
+    kept = {name: facts[name] for name in (*names, machine.backend(), "numpy")}
+    return {"environment": kept, "runs": []}
+
+
+def _append(path, run):
+    """Read and write at once: another process may have appended since."""
+    result = _read(path)
+    result["runs"].append(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    text = json.dumps(result, indent=1)
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Writes docs/recipes/training.md from the committed results.
+
+    python integration/recipes/training_page.py [--check]
+
+Every figure of the page comes from a JSON file in `results/`, which `train.py`
+writes. `--check` writes nothing, and fails where the page is another.
+"""
+
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import textwrap
+
+FOLDER = pathlib.Path(__file__).parent
+sys.path.append(str(FOLDER.parent / "benchmarks"))
+
+from generated import write_or_check  # noqa: E402
+
+RESULTS = FOLDER / "results"
+ROOT = FOLDER.parents[1]
+PAGE = ROOT / "docs" / "recipes" / "training.md"
+BACKENDS = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow"}
+BASELINE = "mixed_bfloat16"
+NUDGED = f"{BASELINE}; nudged 1"
+_NUDGES = ("delayed; nudged 1", "delayed; nudged 2")
+STEPS = 300
+SEEDS = (0, 1, 2)
+
+EXPECTED = (
+    "float32",
+    NUDGED,
+    "delayed",
+    "current",
+    "rowwise",
+    "block",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4(hadamard=False)",
+    "nvfp4(stochastic_rounding=False)",
+    "rowwise(kernel_grad='high_precision')",
+)
+"""What is shown for every framework, run or not; anything else if it is."""
+
+HEAD = f"""# How recipes train
+
+<!-- Written by integration/recipes/training_page.py: do not edit. -->
+
+The model of `keras-policy-ext demo`, a decoder-only transformer of two blocks
+that predicts the next character of English text, is trained for {STEPS} steps
+under each recipe, from the same weights on the same batches. The figures are
+validation losses against those of `{BASELINE}` with the same seed, in
+percent: above 0 is worse. The layer of the logits stays in `{BASELINE}`.
+
+```
+KERAS_BACKEND=jax python integration/recipes/train.py
+```
+
+appends them to the JSON that this page is made of. `{NUDGED}` is
+the baseline from weights that differ by one part in ten thousand: differences
+of that size are chance. One small model and three seeds say which recipe loses
+more here, and not how much a large model loses.
+"""
+
+
+CHANCE = """### Where delayed scaling loses
+
+The same with a matmul in high precision, with another history, margin or
+format, and with an operand that is scaled and `unrounded`. `nudged` is delayed
+scaling itself from weights that differ by one part in ten thousand: with three
+bits of fraction that makes another trajectory, and runs of one seed differ by
+more than in `mixed_bfloat16`. So much is chance. The last column says on how
+many seeds a variant is below every run of delayed scaling, nudged or not, of
+the seeds that have nudged ones.
+"""
+
+
+def read(folder=RESULTS):
+    """By backend the environment, and losses by recipe and seed."""
+    found = {}
+    for backend in BACKENDS:
+        path = folder / f"{backend}.json"
+        if path.exists():
+            content = json.loads(path.read_text("utf-8"))
+            found[backend] = content["environment"], content["runs"]
+    return found
+
+
+def page(folder=RESULTS):
+    """The text of the page."""
+    found = read(folder)
+    parts = [HEAD]
+    for backend, name in BACKENDS.items():
+        parts.append(f"## {name}\n")
+        if backend in found:
+            parts += _of_backend(*found[backend])
+        else:
+            parts.append("Not run.\n")
+    return "\n".join(parts)
+
+
+def gaps(runs):
+    """Percent over the baseline's loss, by recipe and seed."""
+    losses = {
+        (run["recipe"], run["seed"]): run["validation_loss"]
+        for run in runs
+        if run["steps"] == STEPS
+    }
+    return {
+        (recipe, seed): 100.0 * (loss / losses[BASELINE, seed] - 1.0)
+        for (recipe, seed), loss in losses.items()
+        if recipe != BASELINE and (BASELINE, seed) in losses
+    }
+
+
+def _of_backend(environment, runs):
+    """The paragraphs of one framework."""
+    known = ", ".join(f"{k} {v}" for k, v in environment.items())
+    known_gaps = gaps(runs)
+    rows = _rows(known_gaps, EXPECTED)
+    yield f"{known}.\n"
+    yield _table(rows, ["mean", "spread"], _mean_and_spread)
+    missing = [name for name, row in rows.items() if None in row]
+    if missing:
+        listed = "; ".join(f"`{name}`" for name in missing)
+        words = f"Not run, or not with every seed: {listed}.\n"
+        yield textwrap.fill(words, 90, break_on_hyphens=False) + "\n"
+    others = dict.fromkeys(r for r, _ in known_gaps if r not in EXPECTED)
+    if others:
+        rows = _rows(known_gaps, sorted({"delayed", *others}))
+        lowest = _lowest_by_chance(rows)
+        yield CHANCE
+        yield _table(rows, ["below"], functools.partial(_below, lowest))
+
+
+def _rows(known_gaps, names):
+    return {
+        name: [known_gaps.get((name, seed)) for seed in SEEDS] for name in names
+    }
+
+
+def _lowest_by_chance(rows):
+    """Of delayed scaling, for each seed; None where it was not nudged."""
+    ours = [row for name, row in rows.items() if name in ("delayed", *_NUDGES)]
+    of_seeds = [
+        [gap for gap in seed if gap is not None]
+        for seed in zip(*ours, strict=True)
+    ]
+    return [min(seed) if len(seed) > 1 else None for seed in of_seeds]
+
+
+def _below(lowest, row):
+    pairs = [
+        (a, b) for a, b in zip(row, lowest, strict=True) if None not in (a, b)
+    ]
+    return [f"{sum(a < b for a, b in pairs)} of {len(pairs)}" if pairs else "–"]
+
+
+def _mean_and_spread(row):
+    known = [gap for gap in row if gap is not None]
+    spread = f"{max(known) - min(known):.2f}" if len(known) > 1 else "–"
+    return [f"{statistics.fmean(known):+.2f}", spread]
+
+
+def _table(rows, headings, summary):
+    """Lines of Markdown, of the recipes that have a figure."""
+    heads = ["recipe", *(f"seed {seed}" for seed in SEEDS), *headings]
+    lines = [heads, ["---"] * len(heads)]
+    for recipe, row in rows.items():
+        if any(gap is not None for gap in row):
+            cells = ["–" if gap is None else f"{gap:+.2f}" for gap in row]
+            lines.append([f"`{recipe}`", *cells, *summary(row)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+if __name__ == "__main__":
+    write_or_check(PAGE, page())

@@ -1,0 +1,78 @@
+"""What `doctor` says of contractions and recipes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from keras_policy_ext import kernels, recipes
+from keras_policy_ext.diagnostics import doctor
+from keras_policy_ext.kernels import Choice
+
+
+def users(cell):
+    """The recipes and matmuls of a cell."""
+    if cell == "all":
+        cell = ", ".join(recipes.names())
+    for user in cell.split(", "):
+        recipe, _, matmuls = user.partition(": ")
+        for matmul in matmuls.split(" and ") if matmuls else recipes.MATMULS:
+            yield recipe, matmul
+
+
+def answers():
+    """Kind and reason by contraction, recipe and matmul."""
+    found = {}
+    for contractions, cell, *choice in doctor.rows():
+        for contraction in contractions.split(", "):
+            for user in users(cell):
+                assert (contraction, *user) not in found
+                found[contraction, *user] = tuple(choice)
+    return found
+
+
+@pytest.mark.parametrize("asked", ["auto", "native"])
+def test_every_matmul_of_every_recipe_has_one_answer(asked):
+    with kernels.prefer(asked):
+        found = answers()
+        for name, contraction in doctor.CONTRACTIONS.items():
+            for recipe in recipes.names():
+                selected = kernels.select(contraction, recipe, "bfloat16")
+                assert found[name, recipe, "forward"] == tuple(selected)
+    count = len(doctor.CONTRACTIONS) * len(recipes.names())
+    assert len(found) == count * len(recipes.MATMULS)
+
+
+def test_equal_answers_share_a_row_and_others_name_their_matmuls(monkeypatch):
+    def choose(plan, matmul):
+        wide = plan.recipe.name == "delayed" and matmul != "forward"
+        return None, Choice("native", "wide" if wide else "fast")
+
+    monkeypatch.setattr(kernels.Plan, "choose", choose)
+    contractions = ", ".join(doctor.CONTRACTIONS)
+    _, *others = recipes.names()
+
+    assert doctor.rows() == [
+        (
+            contractions,
+            ", ".join(["delayed: forward", *others]),
+            "native",
+            "fast",
+        ),
+        (
+            contractions,
+            "delayed: inputs_grad and kernel_grad",
+            "native",
+            "wide",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_contractions_fits_on_a_screen(width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(doctor.contraction_table())
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 40
+    for recipe in recipes.names():
+        assert any(recipe in line or " all " in line for line in lines)

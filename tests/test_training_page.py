@@ -1,0 +1,171 @@
+"""The page of how recipes train is that of the JSON, and it is resumable."""
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+import train as recipe_training
+import training_page
+
+from keras_policy_ext import kernels, recipes
+from keras_policy_ext.diagnostics import demo, machine
+
+SMALL = demo.Settings(
+    steps=3,
+    size=demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1),
+    windows=2,
+    validations=1,
+    validation_windows=4,
+)
+
+
+@pytest.mark.any_backend
+def test_the_page_is_that_of_the_committed_results():
+    found = training_page.PAGE.read_text("utf-8")
+    assert found == training_page.page(), (
+        "run python integration/recipes/training_page.py"
+    )
+
+
+@pytest.mark.any_backend
+def test_every_recipe_is_expected_on_every_backend():
+    # Other tests may have defined recipes of their own.
+    ours = [
+        name
+        for name, recipe in recipes.REGISTRY.items()
+        if recipe.__module__.startswith("keras_policy_ext.")
+    ]
+    trained = {*recipe_training.PLAIN, *recipe_training.RECIPES}
+    assert set(ours) <= set(recipe_training.RECIPES)
+    assert set(ours) <= set(training_page.EXPECTED) <= trained
+    for spec in recipe_training.RECIPES:
+        recipes.parse(spec)
+
+
+def write(folder, runs):
+    content = {"environment": {"backend": "torch"}, "runs": runs}
+    (folder / "torch.json").write_text(json.dumps(content))
+
+
+def run(recipe, seed, loss, steps=training_page.STEPS):
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "steps": steps,
+        "validation_loss": loss,
+    }
+
+
+@pytest.mark.any_backend
+def test_a_gap_is_to_the_baseline_of_the_same_seed(tmp_path):
+    write(
+        tmp_path,
+        [
+            run("mixed_bfloat16", 0, 1.0),
+            run("mixed_bfloat16", 1, 2.0),
+            run("delayed", 0, 1.01),
+            run("delayed", 1, 2.06),
+            run("delayed", 2, 1.0),  # Its baseline was not run.
+            run("current", 0, 1.0, steps=5),
+        ],
+    )
+    text = training_page.page(tmp_path)
+
+    assert "| `delayed` | +1.00 | +3.00 | – | +2.00 | 2.00 |" in text
+    assert "`current` |" not in text
+    (missing,) = (x for x in text.split("\n\n") if x.startswith("Not run, or"))
+    assert "`delayed`" in missing and "`current`" in missing
+    assert text.count("\nNot run.\n") == 2
+
+
+@pytest.mark.any_backend
+def test_a_variant_is_below_chance_if_it_is_below_every_run_of_delayed(
+    tmp_path,
+):
+    runs = [run("mixed_bfloat16", seed, 1.0) for seed in (0, 1, 2)]
+    runs += [run("delayed", seed, 1.05) for seed in (0, 1, 2)]
+    runs += [run("delayed; nudged 1", seed, 1.03) for seed in (0, 1)]
+    runs += [run("delayed(margin=1)", s, x) for s, x in enumerate((1.02, 1.04))]
+    runs.append(run("delayed(margin=2)", 2, 1.0))  # Nothing nudged there.
+    write(tmp_path, runs)
+    text = training_page.page(tmp_path)
+
+    assert "| `delayed(margin=1)` | +2.00 | +4.00 | – | 1 of 2 |" in text
+    assert "| `delayed(margin=2)` | – | – | +0.00 | – |" in text
+    assert "| `delayed; nudged 1` | +3.00 | +3.00 | – | 0 of 2 |" in text
+
+
+def test_a_run_is_appended_when_it_is_over_and_never_repeated(
+    tmp_path, monkeypatch
+):
+    trained = []
+
+    def trains(recipe, seed, settings):
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append((recipe, seed))
+        small = dataclasses.replace(SMALL, steps=settings.steps)
+        return once(recipe, seed, small)
+
+    once = recipe_training.trained
+    monkeypatch.setattr(recipe_training, "trained", trains)
+    monkeypatch.setattr(recipe_training, "PLAIN", ("mixed_bfloat16",))
+    arguments = ["block", "--seeds", "0", "1", "--steps", "3"]
+    arguments += ["--results", str(tmp_path)]
+
+    with pytest.raises(KeyboardInterrupt):
+        recipe_training.main(arguments)
+    file = tmp_path / f"{machine.backend()}.json"
+    first = json.loads(file.read_text())["runs"]
+    del trained[:]
+    recipe_training.main(arguments)
+
+    runs = json.loads(file.read_text())["runs"]
+    assert [(x["recipe"], x["seed"]) for x in first] == [
+        ("mixed_bfloat16", 0),
+        ("mixed_bfloat16", 1),
+    ]
+    assert trained == [("block", 0), ("block", 1)]
+    assert runs[:2] == first and len(runs) == 4
+    assert runs[2]["kernels"] and runs[2]["steps"] == 3
+
+
+def test_nudged_weights_differ_by_one_part_in_ten_thousand():
+    weights = {"w": np.ones((50, 50), "float32")}
+    (found,) = recipe_training.nudged(weights, 0, 1).values()
+    assert 0.9e-4 < np.abs(found - 1).max() < 1.1e-4
+
+
+@pytest.mark.parametrize("operand", recipes.OPERANDS)
+def test_an_operand_that_is_not_rounded_changes_the_matmuls_that_read_it(
+    operand,
+):
+    random = np.random.default_rng(0)
+    x, w, g = (random.normal(size=(8, 8)).astype("float32") for _ in range(3))
+    plan = kernels.make_plan(
+        kernels.Einsum("ab,bc->ac"),
+        recipes.CurrentScaling(),
+        "float32",
+        "float32",
+    )
+
+    def products():
+        x_, w_, g_ = map(keras.ops.convert_to_tensor, (x, w, g))
+        outputs, residuals = plan.forward(x_, w_, (), False)
+        gradients = plan.backward(residuals, g_, ())[:2]
+        return list(map(keras.ops.convert_to_numpy, (outputs, *gradients)))
+
+    before = products()
+    with recipe_training.rounding_all_but(operand):
+        between = products()
+    exact = [x @ w, g @ w.T, x.T @ g]
+    for matmul, rounded, found, best in zip(
+        recipes.MATMULS, before, between, exact, strict=True
+    ):
+        closer = np.linalg.norm(found - best) < np.linalg.norm(rounded - best)
+        changed = np.any(rounded != found)
+        assert closer == changed == (operand in recipes.MATMULS[matmul])
+    for one, other in zip(products(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
