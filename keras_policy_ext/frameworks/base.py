@@ -136,6 +136,15 @@ class Framework:
         """`ops.transpose`."""
         return ops.transpose(x, axes)
 
+    # Arithmetic
+
+    def magnitude(self, x: Tensor) -> Tensor:
+        """Magnitudes of which the largest is not finite where a number is not.
+
+        Where a maximum loses NaN, infinity is in its place.
+        """
+        return ops.abs(x)
+
     # Branches and replicas
 
     def run_if(

@@ -105,6 +105,18 @@ class TensorFlowFramework(Framework):
             except (AttributeError, tf.errors.FailedPreconditionError):
                 return None  # a part of another replica, or not made yet
 
+    def magnitude(self, x: Tensor) -> Tensor:
+        """See `Framework.magnitude`.
+
+        XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
+        2.21 with jit_compile=True).
+        """
+        magnitude = tf.abs(x)
+        if not magnitude.dtype.is_floating:
+            return magnitude
+        infinite = tf.constant(float("inf"), magnitude.dtype)
+        return tf.where(tf.math.is_nan(magnitude), infinite, magnitude)
+
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """See `Framework.combine_replicas`."""
         context = tf.distribute.get_replica_context()

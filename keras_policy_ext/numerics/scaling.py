@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
+from keras_policy_ext import formats, frameworks
 from keras_policy_ext.numerics.casting import view
 
 Tensor = Any
@@ -55,12 +55,7 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         smallest = ops.min(x, axis=axis, keepdims=keepdims)
         magnitude = ops.maximum(ops.abs(largest), ops.abs(smallest))
         return ops.cast(magnitude, "float32")
-    magnitude = ops.abs(x)
-    if _is_floating(x):
-        # XLA drops NaN from a maximum on a CPU (TensorFlow 2.21 with
-        # jit_compile=True; JAX 0.10, of 4096 numbers and more).
-        is_nan = ops.isnan(magnitude)
-        magnitude = ops.where(is_nan, float("inf"), magnitude)
+    magnitude = frameworks.current().magnitude(x)
     largest = ops.max(magnitude, axis=axis, keepdims=keepdims)
     return ops.cast(largest, "float32")
 
