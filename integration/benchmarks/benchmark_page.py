@@ -34,8 +34,9 @@ KERAS_BACKEND=jax python integration/benchmarks/layer.py
 
 `layer.py` has matmuls and training steps of a Dense layer, `llama_block.py`
 those of a block with grouped queries and SwiGLU, `transformer_step.py` steps
-of `fit` of twelve such blocks and the first step, which compiles, and
-`memory.py` the most memory that a step holds at a time. A step is forward,
+of `fit` of twelve such blocks and the first step, which compiles,
+`recipes.py` a layer under each recipe, without an optimizer, and `memory.py`
+the most memory that a step holds at a time. A step is forward,
 backward and the optimizer. All ways to compute are called in turn in one
 process, and "against bfloat16" is the median of the ratios of the rounds: 2 is
 twice as fast as `mixed_bfloat16`. "SQNR" is the signal-to-noise ratio in
@@ -132,8 +133,13 @@ def _columns(rows):
                 "against bfloat16",
                 lambda row: f"{row['speedup_over_bfloat16']:.2f}",
             ),
-            ("SQNR", _quality),
         ]
+    if "sqnr_db" in rows[0]:
+        columns.append(("SQNR", _quality))
+    if "of_current" in rows[0]:
+        columns.append(
+            ("time of current's", lambda row: f"{row['of_current']:.2f}")
+        )
     if "peak_mib" in rows[0]:
         columns += [
             ("MiB", lambda row: f"{row['peak_mib']:.3g}"),

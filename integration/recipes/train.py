@@ -41,6 +41,9 @@ RECIPES = (
     "nvfp4(hadamard=False)",
     "nvfp4(stochastic_rounding=False)",
     "rowwise(kernel_grad='high_precision')",
+    "current(power_of_two=True)",
+    "rowwise(power_of_two=False)",
+    "block(power_of_two=False)",
 )
 
 

@@ -40,6 +40,9 @@ EXPECTED = (
     "nvfp4(hadamard=False)",
     "nvfp4(stochastic_rounding=False)",
     "rowwise(kernel_grad='high_precision')",
+    "current(power_of_two=True)",
+    "rowwise(power_of_two=False)",
+    "block(power_of_two=False)",
 )
 """What is shown for every framework, run or not; anything else if it is."""
 
@@ -63,6 +66,23 @@ of that size are chance. One small model and three seeds say which recipe loses
 more here, and not how much a large model loses.
 """
 
+
+POWERS = (
+    ("current", "current(power_of_two=True)"),
+    ("rowwise(power_of_two=False)", "rowwise"),
+    ("block(power_of_two=False)", "block"),
+)
+"""Pairs of recipes: scales as they come, and rounded up to powers of two."""
+
+OF_POWERS = """### What powers of two cost
+
+Recipes that differ in nothing but the rounding of their scales to powers of
+two, means over the seeds that both have. The products of a single step are as
+exact with one as with the other. What differs over steps: a scale that stays
+the same power of two rounds a weight to the same number until it has moved by
+half a spacing, and one that follows the amax rounds it now up, now down. That
+this is the cause is a guess.
+"""
 
 CHANCE = """### Where delayed scaling loses
 
@@ -126,12 +146,34 @@ def _of_backend(environment, runs):
         listed = "; ".join(f"`{name}`" for name in missing)
         words = f"Not run, or not with every seed: {listed}.\n"
         yield textwrap.fill(words, 90, break_on_hyphens=False) + "\n"
+    yield from _powers(known_gaps)
     others = dict.fromkeys(r for r, _ in known_gaps if r not in EXPECTED)
     if others:
         rows = _rows(known_gaps, sorted({"delayed", *others}))
         lowest = _lowest_by_chance(rows)
         yield CHANCE
         yield _table(rows, ["below"], functools.partial(_below, lowest))
+
+
+def _powers(known_gaps):
+    """The paragraphs on scales that are powers of two, if they were run."""
+    lines = []
+    for pair in POWERS:
+        seeds = [
+            seed for seed in SEEDS if {(r, seed) for r in pair} <= {*known_gaps}
+        ]
+        if seeds:
+            means = [
+                statistics.mean(known_gaps[name, seed] for seed in seeds)
+                for name in pair
+            ]
+            shown = [f"{mean:+.2f}" for mean in means]
+            lines.append([f"`{pair[0].partition('(')[0]}`", *shown])
+    if lines:
+        heads = ["recipe", "scales as they come", "powers of two"]
+        rows = [heads, ["---"] * 3, *lines]
+        yield OF_POWERS
+        yield "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n"
 
 
 def _rows(known_gaps, names):
