@@ -60,7 +60,7 @@ def bytes_of(leaves):
 
 @each
 def test_operands_are_kept_in_as_many_bytes_as_the_pages_say(name):
-    plan, residuals, state = kept(name, SIZE)
+    plan, residuals, _ = kept(name, SIZE)
     again = plan.residuals(residuals.leaves(), residuals.shapes)
     found = [
         bytes_of(operand.leaves()) / SIZE**2
@@ -109,7 +109,9 @@ def test_a_compiled_step_keeps_no_more(name):
     x = ops.convert_to_tensor(
         np.random.default_rng(0).normal(size=(units, units)).astype("float32")
     )
-    _, backward = jax.vjp(total, [v.value for v in layer.trainable_variables], x)
+    _, backward = jax.vjp(
+        total, [v.value for v in layer.trainable_variables], x
+    )
     leaves = jax.tree_util.tree_leaves(backward)
     large = [leaf for leaf in leaves if leaf.size >= units**2]
     assert [str(leaf.dtype) for leaf in large] == ["uint8", "uint8"]

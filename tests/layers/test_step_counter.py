@@ -154,9 +154,7 @@ def test_the_count_of_many_uses_is_exact():
             for _ in range(uses):
                 total = np.float32(total + np.float32(steps + 1))
             observation[0, 1] = total
-            value, state = map(
-                ops.convert_to_tensor, (observation, previous)
-            )
+            value, state = map(ops.convert_to_tensor, (observation, previous))
             found = numpy(source.settle(value, state))
             assert found[0, -1] == steps + 1, (uses, steps)
 
