@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.both_layouts import Both
-from keras_policy_ext.numerics.scale_sources import HistoryScales, source_of
+from keras_policy_ext.numerics.scale_protocol import HistoryScales
+from keras_policy_ext.numerics.scale_sources import source_of
 
 LARGE = 2**20
 """Bytes; what moves less is small: it costs its launch."""

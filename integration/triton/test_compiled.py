@@ -25,7 +25,8 @@ from triton.compiler import ASTSource, compile
 from keras_policy_ext import recipes
 from keras_policy_ext.kernels import torch_triton_casts, torch_triton_scales
 from keras_policy_ext.kernels.both_layouts import Known
-from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
+from keras_policy_ext.numerics.scale_protocol import ScaleRule
+from keras_policy_ext.numerics.scale_sources import source_of
 
 capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
 asked = recipes.Quantization(format=format_name)

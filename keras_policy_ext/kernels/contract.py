@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from keras_policy_ext.kernels.both_layouts import BothLayouts
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import Quantization, Tile
 
 Tensor = Any

@@ -17,22 +17,18 @@ from keras_policy_ext.kernels.both_layouts import (
 )
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
+from keras_policy_ext.kernels.operands import Operands
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import (
-    Amax,
-    Known,
-    source_of,
-)
+from keras_policy_ext.numerics.scale_protocol import Amax, Known
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import (
     MATMULS,
-    OPERANDS,
     Quantization,
     Recipe,
     matmuls_of,
-    read_transposed,
 )
 
 Tensor = Any
@@ -90,60 +86,14 @@ class Plan:
         return self if self.prefer else preferring(self, preferred())
 
     @functools.cached_property
+    def operands(self) -> Operands:
+        """What becomes of each operand, and how it lies in memory."""
+        return Operands(self.contraction, self.recipe)
+
+    @functools.cached_property
     def asked(self) -> dict[tuple[str, str], Quantization | None]:
         """What becomes of each operand in each matmul."""
-        return {
-            (operand, matmul): self.contraction.quantization(
-                self.recipe.quantization(operand, matmul)
-            )
-            for matmul, operands in MATMULS.items()
-            for operand in operands
-        }
-
-    @functools.cached_property
-    def read_once(self) -> dict[str, bool]:
-        """Whether both matmuls read an operand that is quantized once."""
-        return {
-            operand: read_transposed(
-                *(self.asked[operand, m] for m in matmuls_of(operand))
-            )
-            for operand in OPERANDS
-        }
-
-    @functools.cached_property
-    def turned(self) -> dict[tuple[str, str], bool]:
-        """Whether a matmul's operand is quantized as the transposed matrix.
-
-        So it is where that is how it lies in memory, as most kernels do: a
-        compiler that scales and transposes at once reads against the order of
-        memory (up to ten times as slow, JAX 0.10, CPU).
-        """
-        return {
-            (operand, matmul): asked is not None
-            and not asked.keeps_axes
-            and self.contraction.lies_across(operand)
-            for (operand, matmul), asked in self.asked.items()
-        }
-
-    def is_across(self, operand: str, matmul: str) -> bool:
-        """Whether a matmul reads the transpose of what was quantized."""
-        is_second = matmul != matmuls_of(operand)[0]
-        return is_second != self.turned[operand, matmul]
-
-    @functools.cached_property
-    def kept(self) -> dict[str, Quantization | None]:
-        """What became of the operands that the backward pass reads."""
-        return {
-            operand: self._quantized_as(operand, matmuls_of(operand)[1])
-            for operand in ("inputs", "kernel")
-        }
-
-    def _quantized_as(self, operand: str, matmul: str) -> Quantization | None:
-        """What becomes of an operand of a matmul, as it lies in memory."""
-        asked = self.asked[operand, matmul]
-        if asked is None or not self.is_across(operand, matmul):
-            return asked
-        return asked.transposed
+        return self.operands.asked
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
@@ -204,8 +154,8 @@ class Plan:
             shapes: Of the inputs and the kernel.
         """
         found = iter(leaves)
-        x = quantized.of_leaves(found, self.kept["inputs"])
-        w = quantized.of_leaves(found, self.kept["kernel"])
+        x = quantized.of_leaves(found, self.operands.kept["inputs"])
+        w = quantized.of_leaves(found, self.operands.kept["kernel"])
         known, rest = self.source.known_of(list(found))
         amaxes = (rest[0], rest[1]) if rest else None
         return Residuals(x, w, known, amaxes, shapes)
@@ -301,7 +251,7 @@ class Plan:
         self, operand: str, matmul: str, read: Quantized, choice: Choice
     ) -> Quantized:
         """An operand as a matmul reads it."""
-        across = self.is_across(operand, matmul)
+        across = self.operands.is_across(operand, matmul)
         if not choice.native:
             # Before it is transposed, which then costs nothing.
             read = read.widened(engines.engine().widen)
@@ -332,21 +282,16 @@ class Plan:
             return self._read_both(both, operand, x, known, observe)
         first, second = matmuls_of(operand)
         home = self._operand(operand, x)
-        wanted = observe or self._is_stochastic(operand)
+        wanted = observe or self.operands.is_stochastic(operand)
         amax = Amax(home, wanted, _amax_of(operand))
         how = amax, known, _cast(chosen[first], chosen[second])
         saturated, marked = self._read(operand, first, home, *how)
         read = saturated if first == "forward" else marked
-        if not self.read_once[operand]:
+        if not self.operands.read_once[operand]:
             asked = self.asked[operand, second]
             home = self.contraction.operand(operand, x, asked)
             _, marked = self._read(operand, second, home, *how)
         return Reads(read, marked, amax.known if observe else None)
-
-    def _is_stochastic(self, operand: str) -> bool:
-        """Whether a matmul reads an operand that is rounded at random."""
-        asked = (self.asked[operand, m] for m in matmuls_of(operand))
-        return any(q is not None and q.rounding == "stochastic" for q in asked)
 
     def _both_layouts(
         self, operand: str, x: Tensor, chosen: Chosen
@@ -359,7 +304,7 @@ class Plan:
             both is None
             or asked is None
             or not asked.keeps_axes
-            or not self.read_once[operand]
+            or not self.operands.read_once[operand]
             or not self.contraction.reads_what_is_quantized
             or self.source.rule is None
             or not all(chosen[m][1].native for m in matmuls)
@@ -397,23 +342,23 @@ class Plan:
 
         The outputs are those of saturated operands; where one was not finite
         and no state tells of it, the gradients do. Either is as it lies in
-        memory: see `turned`.
+        memory: see `Operands.turned`.
         """
         asked, read = self.asked[operand, matmul], self.contraction.read
         if asked is None:
             plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
             plain = read(operand, plain)
             return plain, plain
-        if self.turned[operand, matmul]:
+        if self.operands.turned[operand, matmul]:
             home = quantized.swapped(home)
         whole, amaxes = quantized.quantize(
             home,
-            self._quantized_as(operand, matmul) or asked,
+            self.operands.quantized_as(operand, matmul) or asked,
             self.source.scale(operand, asked, amax, known),
             cast,
             _amax_of(operand),
             self._key(asked, matmul, amax, known),
-            self.is_across(operand, matmul),
+            self.operands.is_across(operand, matmul),
         )
         marked = whole if amaxes is None else whole.marked(amaxes)
         return read(operand, whole), read(operand, marked)

@@ -8,7 +8,7 @@ from typing import Any
 from keras_policy_ext import frameworks
 from keras_policy_ext.kernels.contract import Shapes
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales, Known
+from keras_policy_ext.numerics.scale_protocol import HistoryScales, Known
 
 Tensor = Any
 

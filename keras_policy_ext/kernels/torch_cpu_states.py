@@ -14,10 +14,8 @@ import torch
 
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.numerics.observations import ROUNDING, SEALED, SLOTS
-from keras_policy_ext.numerics.scale_sources import (
-    DelayedSource,
-    HistoryScales,
-)
+from keras_policy_ext.numerics.scale_protocol import HistoryScales
+from keras_policy_ext.numerics.scale_sources import DelayedSource
 from keras_policy_ext.numerics.scaling import LARGEST_MARGIN, SMALLEST_SCALE
 from keras_policy_ext.recipes import OPERANDS
 

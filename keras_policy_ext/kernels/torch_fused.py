@@ -11,11 +11,8 @@ import torch
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_casts
 from keras_policy_ext.kernels.both_layouts import Both, Known
-from keras_policy_ext.numerics.scale_sources import (
-    DelayedSource,
-    HistoryScales,
-    ScaleRule,
-)
+from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
+from keras_policy_ext.numerics.scale_sources import DelayedSource
 from keras_policy_ext.recipes import Quantization
 
 # Builds of PyTorch for CUDA bring Triton along, others do not.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from keras_policy_ext.numerics.observations import ROUNDING, SLOTS
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import OPERANDS
 
 Tensor = Any

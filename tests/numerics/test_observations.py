@@ -9,11 +9,8 @@ from keras import ops
 from keras_policy_ext import reference
 from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.observations import SLOTS, Layout
-from keras_policy_ext.numerics.scale_sources import (
-    Amax,
-    DelayedSource,
-    source_of,
-)
+from keras_policy_ext.numerics.scale_protocol import Amax
+from keras_policy_ext.numerics.scale_sources import DelayedSource, source_of
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
 from steps import numpy
 from ways import FASTEST, WAYS, compiled, run, same_bits

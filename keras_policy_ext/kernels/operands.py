@@ -1,0 +1,90 @@
+"""What becomes of each operand of a contraction, and how it lies in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from keras_policy_ext.kernels.contract import Contraction
+from keras_policy_ext.recipes import (
+    MATMULS,
+    OPERANDS,
+    Quantization,
+    Recipe,
+    matmuls_of,
+    read_transposed,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The operands of a contraction under a recipe.
+
+    Attributes:
+        contraction: What is multiplied.
+        recipe: How the operands are scaled.
+    """
+
+    contraction: Contraction
+    recipe: Recipe
+
+    @functools.cached_property
+    def asked(self) -> dict[tuple[str, str], Quantization | None]:
+        """What becomes of each operand in each matmul."""
+        return {
+            (operand, matmul): self.contraction.quantization(
+                self.recipe.quantization(operand, matmul)
+            )
+            for matmul, operands in MATMULS.items()
+            for operand in operands
+        }
+
+    @functools.cached_property
+    def read_once(self) -> dict[str, bool]:
+        """Whether both matmuls read an operand that is quantized once."""
+        return {
+            operand: read_transposed(
+                *(self.asked[operand, m] for m in matmuls_of(operand))
+            )
+            for operand in OPERANDS
+        }
+
+    def is_stochastic(self, operand: str) -> bool:
+        """Whether a matmul reads an operand that is rounded at random."""
+        asked = (self.asked[operand, m] for m in matmuls_of(operand))
+        return any(q is not None and q.rounding == "stochastic" for q in asked)
+
+    @functools.cached_property
+    def turned(self) -> dict[tuple[str, str], bool]:
+        """Whether a matmul's operand is quantized as the transposed matrix.
+
+        So it is where that is how it lies in memory, as most kernels do: a
+        compiler that scales and transposes at once reads against the order of
+        memory (up to ten times as slow, JAX 0.10, CPU).
+        """
+        return {
+            (operand, matmul): asked is not None
+            and not asked.keeps_axes
+            and self.contraction.lies_across(operand)
+            for (operand, matmul), asked in self.asked.items()
+        }
+
+    def is_across(self, operand: str, matmul: str) -> bool:
+        """Whether a matmul reads the transpose of what was quantized."""
+        is_second = matmul != matmuls_of(operand)[0]
+        return is_second != self.turned[operand, matmul]
+
+    def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
+        """What becomes of an operand of a matmul, as it lies in memory."""
+        asked = self.asked[operand, matmul]
+        if asked is None or not self.is_across(operand, matmul):
+            return asked
+        return asked.transposed
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Quantization | None]:
+        """What became of the operands that the backward pass reads."""
+        return {
+            operand: self.quantized_as(operand, matmuls_of(operand)[1])
+            for operand in ("inputs", "kernel")
+        }

@@ -1,0 +1,143 @@
+"""What layers and kernels ask of the arithmetic of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from keras_policy_ext.numerics import scaling
+from keras_policy_ext.recipes import Quantization
+
+Tensor = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryScales:
+    """What the state says before this step.
+
+    Attributes:
+        scales: Float32 (3,), one scale per operand.
+        unseen: Bool (3,), whether the operand was never observed; None where
+            the recipe starts from a fixed scale.
+    """
+
+    scales: Tensor
+    unseen: Tensor | None
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+        return [x for x in (self.scales, self.unseen) if x is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the state of a recipe that rounds at random says.
+
+    Attributes:
+        number: Float32 scalar, how many steps there were.
+    """
+
+    number: Tensor
+
+    unseen: ClassVar[None] = None
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in a fixed order."""
+        return [self.number]
+
+
+Known = HistoryScales | Step
+"""What a state says before the step."""
+
+
+class Amax:
+    """The amax of an operand, computed when it is asked for.
+
+    Args:
+        x: The operand, any shape.
+        wanted: Whether it is needed in any case; then it is computed once.
+        of: Computes it.
+
+    Attributes:
+        known: Float32 scalar; None where it is not wanted.
+    """
+
+    def __init__(self, x: Tensor, wanted: bool, of: Any = scaling.amax):
+        self._x, self._of = x, of
+        self.known: Tensor | None = of(x) if wanted else None
+
+    def __call__(self) -> Tensor:
+        """The amax, float32 scalar."""
+        return self.anew() if self.known is None else self.known
+
+    def anew(self) -> Tensor:
+        """The same, computed where this is called, as in a branch."""
+        return self._of(self._x)
+
+
+class ScaleRule(NamedTuple):
+    """How a scale comes from an amax, for kernels that compute it themselves.
+
+    Attributes:
+        inverted: By `scaling.scale_of_multiplier`, otherwise by
+            `scaling.scale_for_limit`.
+        margin: Powers of two of headroom.
+    """
+
+    inverted: bool
+    margin: int = 0
+
+
+class ScaleSource(Protocol):
+    """What layers and kernels ask of the arithmetic of a recipe.
+
+    Attributes:
+        recipe: The recipe.
+        state_shape: Of the state of a kernel; None for a source without.
+        rule: How scales come from amaxes; None for one of another kind.
+        observes_amaxes: Whether the state is told the amaxes of operands.
+    """
+
+    recipe: Any
+    state_shape: tuple[int, int] | None
+    rule: ScaleRule | None
+    observes_amaxes: bool
+
+    def history_scales(self, state: Tensor) -> Known:
+        """What a state says before the step."""
+
+    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+        """What a state said, from tensors that start with its leaves.
+
+        Returns:
+            That, None for a source without state; and the other tensors.
+        """
+
+    def scale(
+        self,
+        operand: str,
+        quantization: Quantization,
+        amax: Amax,
+        known: Known | None,
+    ) -> Tensor | None:
+        """The scale of an operand.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            quantization: What becomes of it.
+            amax: That of the operand.
+            known: What the state says; None for a source without state.
+
+        Returns:
+            Float32 scalar; None to find the scales of the tiles from the
+            tensor itself.
+        """
+
+    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+        """What a use of a kernel tells its state, a number for each row.
+
+        Args:
+            known: What the state said.
+            amaxes: Of the operands, in the order of `OPERANDS`.
+        """
