@@ -10,7 +10,8 @@ import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import recipes
 from keras_policy_ext.mixed_precision import LossScaleOptimizer
-from keras_policy_ext.numerics.scale_sources import MOST_STEPS, source_of
+from keras_policy_ext.numerics.observations import MOST_STEPS
+from keras_policy_ext.numerics.scale_sources import source_of
 from steps import no_grad, numpy, step
 
 BACKEND = keras.backend.backend()
