@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from cases import mostly
 from keras_policy_ext import frameworks, kernels, recipes
 from keras_policy_ext.numerics.scale_sources import source_of
 from ways import BACKEND, array
@@ -24,7 +25,7 @@ BYTES = {
 Scales of blocks of 128 are float32, those of MX and NVFP4 a byte each.
 """
 
-each = pytest.mark.parametrize("name", BYTES)
+each = pytest.mark.parametrize("name", mostly(BYTES, "mxfp8"))
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def test_operands_are_kept_in_as_many_bytes_as_the_pages_say(name):
     assert dtypes == {narrow}
 
 
-@each
+@pytest.mark.parametrize("name", mostly(BYTES))
 def test_gradients_are_those_of_float32_residuals(name):
     """Kept in a byte, and kept as they were computed: the same bits."""
     plan, residuals, state = kept(name, 96)
@@ -92,7 +93,7 @@ def test_gradients_are_those_of_float32_residuals(name):
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="shows what JAX closes over")
-@each
+@pytest.mark.parametrize("name", BYTES)
 def test_a_compiled_step_keeps_no_more(name):
     """What `jax.vjp` of a jitted model holds until the backward pass."""
     import jax
