@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import keras
+
 from keras_policy_ext.kernels import scaled_products
 from keras_policy_ext.kernels.contract import (
     Choice,
@@ -58,7 +60,9 @@ class Einsum:
         A tensor with one scale keeps its own axes while it is quantized, so
         that what is moved to make a matrix of it is narrow.
         """
-        x = self.form.summed(name, x)
+        is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
+        dtype = "float64" if asked is None and is_wide else "float32"
+        x = self.form.summed(name, x, dtype)
         return x if in_one_scale(asked) else self.form.matrix(name, x)
 
     def lies_across(self, name: str) -> bool:

@@ -53,19 +53,20 @@ class Form(NamedTuple):
         letters = self.first + self.second
         return dict(zip(letters, (*inputs, *kernel), strict=True))
 
-    def summed(self, operand: str, x: Tensor) -> Tensor:
+    def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
         """An operand without the axes that no other term has.
 
-        They are summed, in float32, before anything is quantized.
+        They are summed before anything is quantized.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
             x: The operand, an axis for each letter of its term.
+            dtype: In which they are summed.
         """
         term, free, contracted = self._home(operand)
         order = self.batch + free + contracted
         alone = tuple(i for i, c in enumerate(term) if c not in order)
-        return ops.sum(ops.cast(x, "float32"), axis=alone) if alone else x
+        return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """The home matrix of an operand.

@@ -44,6 +44,12 @@ def _product(
     return product[jnp.newaxis] if single else product
 
 
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """The same; of float64 operands in float64."""
+    wide = a.dtype == jnp.float64
+    return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
+
+
 class Float8Dot:
     """Float8 operands reach XLA, which has a kernel or converts them."""
 
@@ -152,7 +158,7 @@ def _dequantized_product(
 ENGINE = Engine(
     name="jax",
     matmuls=(Float8Dot(), Float8DotOfRows(), ScaledDot(), Emulated(_product)),
-    plain=Plain(_product),
+    plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,

@@ -44,7 +44,9 @@ class Emulated:
 
 
 class Plain:
-    """Multiplies what is not quantized, accumulated in float32.
+    """Multiplies what is not quantized.
+
+    Accumulated in float32; what is float64, in that.
 
     Args:
         product: As for `Emulated`, of any floating dtype.

@@ -41,8 +41,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return tf.matmul(a[0], b[0], transpose_b=True)[tf.newaxis]
 
 
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """The same, of narrower operands accumulated in float32."""
+    if a.dtype == tf.float64:
+        return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
@@ -177,7 +179,7 @@ ENGINE = Engine(
         XlaMatmulOfRows(),
         Emulated(_product),
     ),
-    plain=Plain(_float32_product),
+    plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,

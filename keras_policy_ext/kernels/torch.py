@@ -37,8 +37,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b.mT)
 
 
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """The same, of narrower operands accumulated in float32."""
+    if a.dtype == torch.float64:
+        return _product(a, b)
     return _product(a.float(), b.float())
 
 
@@ -75,7 +77,7 @@ ENGINE = Engine(
         ScaledMMOfMX(),
         Float32Matmul(_product),
     ),
-    plain=Plain(_float32_product),
+    plain=Plain(_wide_product),
     convolutions=TorchConvolutions("torch has no float8 convolution"),
     cast=torch_casts.cast,
     narrow_cast=torch_casts.narrow_cast,

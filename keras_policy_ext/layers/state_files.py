@@ -40,7 +40,8 @@ from keras_policy_ext.layers.state_variable import (
     never_observed,
     newest_first,
 )
-from keras_policy_ext.numerics.scale_sources import MOST_STEPS, source_of
+from keras_policy_ext.numerics.observations import MOST_STEPS
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1

@@ -49,7 +49,9 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
 
 def padded(matrix: Tensor, axis: int = 2) -> Tensor:
     """(b, m, k) with zeros appended to an axis, to a multiple of 16."""
-    over = -ops.shape(matrix)[axis] % SIZE
+    size = ops.shape(matrix)[axis]
+    # In this form JAX sees of a symbolic size that it divides evenly.
+    over = (size + SIZE - 1) // SIZE * SIZE - size
     if isinstance(over, int) and over == 0:
         return matrix
     around = [(0, 0), (0, 0), (0, 0)]

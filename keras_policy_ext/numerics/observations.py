@@ -39,6 +39,9 @@ Tensor = Any
 SLOTS = 8
 """Uses of a layer in one step whose amaxes are told apart."""
 
+MOST_STEPS = 2.0**23
+"""Where the count of steps starts anew, so that float32 holds it."""
+
 SEALED = -1.0
 """In the first column of a row that nothing but an assignment has changed."""
 
@@ -131,10 +134,10 @@ class Layout:
             A settled row that is assigned is sealed, unless it was moved.
         """
         uses, amaxes = value[:, :1], value[:, 1:]
-        newest = self._newest(uses, amaxes)
         finite = ops.all(ops.isfinite(amaxes), axis=1, keepdims=True)
         intact = ops.expand_dims(self.is_intact(previous), 1)
         history = ops.where(intact, self.history(previous), 0.0)
+        newest = self._newest(uses, amaxes, history)
         rolled = _roll(newest, history)
         history = ops.where(finite, rolled, history)
         observed = self.settled(used, history)
@@ -156,11 +159,28 @@ class Layout:
         counted = ops.logical_and(whole, ops.greater_equal(uses, seen))
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
-    def _newest(self, uses: Tensor, amaxes: Tensor) -> Tensor:
+    def _newest(self, uses: Tensor, amaxes: Tensor, history: Tensor) -> Tensor:
         mean = ops.sum(amaxes, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
         largest = ops.max(amaxes, axis=1, keepdims=True)
         constant = np.array(self.constant)[:, np.newaxis]
         return ops.where(constant, mean, largest)
+
+
+class Counting(Layout):
+    """A row whose history is one number, that of the step.
+
+    An observation says that there was a use. What it says of the number is
+    not read: the sum over many uses, as of a scan, is beyond what float32
+    holds exactly, and the count would stop.
+    """
+
+    def _newest(self, uses: Tensor, amaxes: Tensor, history: Tensor) -> Tensor:
+        return following(history)
+
+
+def following(steps: Tensor) -> Tensor:
+    """The number of the next step."""
+    return ops.where(steps + 1.0 < MOST_STEPS, steps + 1.0, 0.0)
 
 
 def _roll(newest: Tensor, history: Tensor) -> Tensor:

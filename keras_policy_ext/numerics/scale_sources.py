@@ -17,7 +17,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext.numerics import scaling
-from keras_policy_ext.numerics.observations import Layout
+from keras_policy_ext.numerics.observations import Counting, Layout, following
 from keras_policy_ext.numerics.random_bits import key_of_matmul, key_of_use
 from keras_policy_ext.numerics.scale_protocol import (
     Amax,
@@ -37,9 +37,6 @@ from keras_policy_ext.recipes import (
 )
 
 Tensor = Any
-
-MOST_STEPS = 2.0**23
-"""Where the count of steps starts anew, so that float32 holds it."""
 
 
 class CurrentSource:
@@ -210,7 +207,7 @@ class CountingSource(CurrentSource):
 
     def __init__(self, recipe: Any):
         super().__init__(recipe)
-        self.layout = Layout(length=1, constant=(True,))
+        self.layout = Counting(length=1, constant=(True,))
         self.state_shape = (1, self.layout.width)
         self.seed = int(getattr(recipe, "seed", 0))
 
@@ -241,8 +238,7 @@ class CountingSource(CurrentSource):
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """See `ScaleSource.observed`: the number of the next step."""
-        following = known.number + 1.0
-        return [ops.where(following < MOST_STEPS, following, 0.0)]
+        return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
         """The gradient of the state; see `DelayedSource.observation`."""

@@ -62,8 +62,16 @@ def _whole_axes(tile: Tile) -> tuple[int, ...]:
 def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     """(b, m', free, k', contracted), zeros appended."""
     b, m, k = ops.shape(matrix)
-    free, contracted = tile.free or m, tile.contracted or k
-    over = (0, 0), (0, -m % free), (0, -k % contracted)
+    rows, free = _counted(m, tile.free)
+    columns, contracted = _counted(k, tile.contracted)
+    over = (0, 0), (0, rows * free - m), (0, columns * contracted - k)
     matrix = ops.pad(matrix, over)
-    rows, columns = (m + over[1][1]) // free, (k + over[2][1]) // contracted
     return ops.reshape(matrix, (b, rows, free, columns, contracted))
+
+
+def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
+    """How many tiles an axis has, and the size of each along it.
+
+    Written so that JAX sees that a symbolic size, padded, divides evenly.
+    """
+    return (1, size) if of is None else ((size + of - 1) // of, of)

@@ -327,3 +327,19 @@ def test_a_field_that_a_recipe_does_not_follow_is_refused():
 def test_a_quantization_that_does_not_exist_is_refused(fields, named):
     with pytest.raises(ValueError, match=named):
         asked(**fields)
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
+def test_a_layer_that_says_no_shape_is_called_without_sizes(name):
+    """Keras finds its shape with sizes that are symbols on JAX."""
+    layer = Multiplies(dtype=f"float8/{name}_from_float32")
+    outputs = layer(keras.Input((None, 20)))
+    assert outputs.shape == (None, None, 4)
+
+
+class Multiplies(kpe.layers.Float8Mixin, keras.layers.Layer):
+    def build(self, input_shape):
+        self.kernel = self.add_weight(shape=(input_shape[-1], 4))
+
+    def call(self, inputs):
+        return self.float8_matmul(inputs, self.kernel)
