@@ -57,8 +57,11 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     normal = normal - _offset(fmt)
     code = ops.where(magnitude < lowest, small, normal)
     code = ops.minimum(code, _largest_code(fmt) + fmt.has_inf)
-    code = ops.where(magnitude > _EXPONENT_ONES, _nan_code(fmt), code)
     sign = ops.left_shift(shifted_right(raw, 31), fmt.bits - 1)
+    if not fmt.has_negative_zero:
+        sign = ops.where(ops.equal(code, 0), 0, sign)
+        sign = ops.where(magnitude > _EXPONENT_ONES, 0, sign)
+    code = ops.where(magnitude > _EXPONENT_ONES, _nan_code(fmt), code)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
@@ -85,6 +88,8 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     bits = ops.where(beyond > 0, NAN, bits)
     if fmt.has_inf:
         bits = ops.where(ops.equal(beyond, 1), _EXPONENT_ONES, bits)
+    if not fmt.has_negative_zero:
+        bits = ops.where(ops.equal(codes, fmt.nan_code), NAN, bits)
     sign = ops.left_shift(shifted_right(codes, fmt.bits - 1), 31)
     return view(ops.bitwise_or(bits, sign), "float32")
 
@@ -155,6 +160,4 @@ def _largest_code(fmt: formats.Format) -> int:
 
 def _nan_code(fmt: formats.Format) -> int:
     """What NaN is cast to; without NaN in the format, its largest code."""
-    quiet = np.array(np.nan, "float32").astype(fmt.dtype).view(np.uint8)
-    is_nan = np.isnan(np.array(np.nan).astype(fmt.dtype).astype("float32"))
-    return int(quiet) & 0x7F if is_nan else _largest_code(fmt)
+    return _largest_code(fmt) if fmt.nan_code is None else fmt.nan_code

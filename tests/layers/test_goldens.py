@@ -60,16 +60,24 @@ def test_delayed_scaling_follows_flax_for_seven_steps():
             assert ulps(history, golden[f"{i}/{operand}_amax_history"]) <= 1
 
 
+OF_TORCHAO = {
+    "tensorwise": "current",
+    "rowwise": "rowwise",
+    "rowwise_with_gw_hp": "rowwise(kernel_grad='high_precision')",
+}
+
+
 @pytest.mark.parametrize("kind", ["auto", "native", "emulated"])
-def test_current_scaling_equals_torchao_tensorwise(kind):
+@pytest.mark.parametrize("name", OF_TORCHAO)
+def test_products_equal_torchao_s(name, kind):
     golden = np.load(GOLDENS / "linear_torchao.npz")
-    layer = float32_dense(48, 64, "current")
+    layer = float32_dense(48, 64, OF_TORCHAO[name])
     layer.kernel.assign(golden["kernel"])
     g = ops.convert_to_tensor(golden["g"])
     with kpe.kernels.prefer(kind):
         y, dx, (dw,) = gradients(
             layer, golden["x"], lambda y: ops.sum(ops.multiply(y, g))
         )
-    assert close(y, golden["tensorwise/y"], 1e-6)
-    assert close(dx, golden["tensorwise/dx"], 1e-6)
-    assert close(dw, golden["tensorwise/dkernel"], 1e-6)
+    assert close(y, golden[f"{name}/y"], 1e-6)
+    assert close(dx, golden[f"{name}/dx"], 1e-6)
+    assert close(dw, golden[f"{name}/dkernel"], 1e-6)
