@@ -143,9 +143,9 @@ def revert(model: keras.Layer) -> Report:
 def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
     """The policy for all layers; None where each has its own."""
     if isinstance(policy, recipes.Recipe) or (
-        isinstance(policy, str) and policy in recipes.names()
+        isinstance(policy, str) and policy.partition("(")[0] in recipes.names()
     ):
-        return Float8DTypePolicy("float32", recipe=policy)
+        return Float8DTypePolicy("float32", recipe=recipes.get(policy))
     if policy is not None:
         return _float8(_policy(policy))
     layers = walking.layers_within(model)

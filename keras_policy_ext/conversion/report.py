@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 import warnings
@@ -29,6 +30,13 @@ REASONS = 3
 """So many reasons are told then, those of the most multiplications."""
 
 
+_CONVOLUTIONS = (
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Converted(Work):
     """A layer that computes in another policy now, and its `Work`.
@@ -38,12 +46,16 @@ class Converted(Work):
         class_name: The name of its class.
         policy: The name of its policy: `float8_policy.full_name`, or that of
             a plain policy.
+        per_tensor: Whether it has one scale for a tensor where its recipe has
+            one for a row or a block: a convolution does, and what multiplies
+            activations only.
         parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
     path: str
     class_name: str
     policy: str
+    per_tensor: bool = False
 
     @property
     def in_float8(self) -> bool:
@@ -66,6 +78,7 @@ class Skipped(Work):
         reason: Why.
         policy: The full name of the float8 policy that it follows as before;
             None if it is not in float8.
+        per_tensor: As for `Converted`.
         parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
@@ -73,6 +86,7 @@ class Skipped(Work):
     class_name: str
     reason: str
     policy: str | None = None
+    per_tensor: bool = False
 
     @property
     def in_float8(self) -> bool:
@@ -154,6 +168,14 @@ class Report(LayerTables):
 
     def _notes(self, full: bool) -> list[str]:
         notes = super()._notes(full)
+        coarser = [e.class_name for e in self._entries if e.per_tensor]
+        if coarser:
+            counts = collections.Counter(coarser).items()
+            layers = ", ".join(f"{number:,} {name}" for name, number in counts)
+            notes.append(
+                f"Scaled per tensor, in eight bits: {layers}. Rows and blocks "
+                "are those of matrix products with a kernel."
+            )
         unbuilt = [e for e in self.skipped if e.reason == NOT_BUILT]
         if unbuilt:
             first = tables.printable(unbuilt[0].path)
@@ -183,6 +205,7 @@ def report_of(
             path_of(layer),
             type(layer).__name__,
             _float8_policy(layer) or layer.dtype_policy.name,
+            _per_tensor(layer),
             **dataclasses.asdict(counted),
         )
         for layer, counted in zip(converted, counts, strict=False)
@@ -193,6 +216,7 @@ def report_of(
             type(each.layer).__name__,
             each.reason,
             _float8_policy(each.layer),
+            _per_tensor(each.layer),
             **dataclasses.asdict(counted),
         )
         for each, counted in zip(left, counts[len(done) :], strict=True)
@@ -264,3 +288,11 @@ def _reasons(report: Report) -> str:
 def _float8_policy(layer: keras.Layer) -> str | None:
     policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
+
+
+def _per_tensor(layer: keras.Layer) -> bool:
+    """Whether a layer is scaled per tensor, and its recipe is finer."""
+    policy = float8_policy_of(layer)
+    if policy is None or policy.recipe.granularity == "tensorwise":
+        return False
+    return isinstance(layer, _CONVOLUTIONS) or not layer.float8_contracted

@@ -345,10 +345,12 @@ class Float8Mixin(
                 "float8 state does not fit this policy. Received: "
                 f"{policy.full_name!r}. The layer has: "
                 f"{self.dtype_policy!r}. Allowed now: a plain policy, a "
-                "recipe without history, or the history length that the "
-                "layer was made with. Make a new layer or model with the "
-                "policy, save the weights of this one and load them there: "
-                "a history of another length is cut or padded."
+                "recipe without state, or one with the state that the layer "
+                "was made with: amax histories of that length, or a counter. "
+                "Call `keras_policy_ext.convert` with the policy, which makes "
+                "the state anew. To keep a history make a new layer or model, "
+                "save the weights of this one and load them there: a history "
+                "of another length is cut or padded."
             )
         state.follow(recipe)
 

@@ -108,6 +108,10 @@ class StateVariable(
             ValueError: If `value` has another shape, or is a NumPy array, as
                 in `set_weights`, that is no observation and no state.
         """
+        if value is not None and value is self._stand_in:
+            # No news. On PyTorch what was observed waits for the step of the
+            # optimizer, and between two batches of one step this is none.
+            return self.value
         self._check_shape(value)
         self.check(value)
         settled = _is_settled(value)

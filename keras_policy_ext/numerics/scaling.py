@@ -39,12 +39,8 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         value is NaN or infinite.
     """
     if 0 in tuple(x.shape):
-        return ops.max(
-            ops.abs(ops.cast(x, "float32")),
-            axis=axis,
-            keepdims=keepdims,
-            initial=0.0,
-        )
+        # Not `max`, which on PyTorch forgets the axes (keras 3.15).
+        return ops.sum(ops.cast(x, "float32"), axis=axis, keepdims=keepdims)
     if keras.backend.backend() == "torch":
         # Without memory for the magnitudes it takes a quarter of the time,
         # and half of that where both are found at once (torch 2.13, CPU).

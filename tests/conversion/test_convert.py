@@ -239,6 +239,16 @@ def test_a_recipe_alone_is_a_policy(recipe):
     }
 
 
+def test_so_is_the_name_of_one_with_fields():
+    spec = "rowwise(kernel_grad='high_precision')"
+    report = kpe.convert(sequential(), spec)
+    assert {e.policy for e in report.converted} == {
+        f"float8/{spec}_from_float32"
+    }
+    with pytest.raises(ValueError, match="Unknown parameter of recipe"):
+        kpe.convert(sequential(), "nvfp4(sead=1)")
+
+
 def test_without_any_float8_policy_scaling_is_delayed():
     report = kpe.convert(sequential())
     assert {e.policy for e in report.converted} == {"float8_from_float32"}

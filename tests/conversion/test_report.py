@@ -123,6 +123,36 @@ def test_only_layers_with_something_to_multiply_have_a_row():
     }
 
 
+RECIPES = ["current", "rowwise", "block", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_scaled_per_tensor_is_named(recipe, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    model = model_of_many_kinds()
+    finer = {"conv"} if recipe != "current" else set()
+    for report in (kpe.convert(model, recipe), kpe.convert(model, recipe)):
+        entries = report.as_dict()
+        entries = [*entries["converted"], *entries["skipped"]]
+        assert {e["path"] for e in entries if e["per_tensor"]} == finer
+        for text in (str(report), report.table(full=True)):
+            told = "Scaled per tensor, in eight bits: 1 Conv1D." in text
+            assert told == bool(finer)
+    reverted = kpe.revert(model)
+    assert "per tensor" not in str(reverted)
+    assert not any(e.per_tensor for e in reverted.converted)
+
+
+def test_products_of_two_activations_are_among_them(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    inputs = keras.Input((4, 6))
+    outputs = layers.MultiHeadAttention(2, 3, name="mha")(inputs, inputs)
+    model = keras.Model(inputs, outputs)
+    report = kpe.convert(model, "mxfp8", attention="float8")
+    assert [e.path for e in report.converted if e.per_tensor] == ["mha"]
+    assert "1 MultiHeadAttention" in str(report)
+
+
 def test_what_is_reverted_is_no_longer_in_float8():
     model = model_of_many_kinds()
     kpe.convert(model, POLICY)

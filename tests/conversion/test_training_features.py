@@ -274,3 +274,20 @@ def test_without_a_scaler_a_nan_is_seen_in_the_loss(recipe):
     for variable in network.variables:
         if "amax" in variable.path:
             assert np.all(np.isfinite(numpy(variable)))
+
+
+@pytest.mark.parametrize("recipe", mostly(["delayed", "nvfp4"], "delayed"))
+def test_averages_leave_accumulated_observations_for_the_step(recipe):
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    kpe.convert(model, recipe)
+    averages = {"use_ema": True, "ema_overwrite_frequency": 2}
+    sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, **averages)
+    model.compile(sgd, "mse")
+    state = model.layers[0].float8_state.matrices[0]
+    changed = []
+    for number in range(6):
+        before = ops.convert_to_numpy(state.value).copy()
+        model.train_on_batch(np.full((1, 5), 1.0 + number), np.ones((1, 3)))
+        after = ops.convert_to_numpy(state.value)
+        changed.append(bool((before != after).any()))
+    assert changed == [False, False, True, False, False, True]

@@ -9,6 +9,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from cases import mostly
 from keras_policy_ext import kernels, reference
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.numerics import scaling
@@ -536,6 +537,19 @@ def test_an_empty_batch_has_empty_outputs_and_no_gradient(kind):
     x, g = np.zeros((0, 4), "float32"), np.zeros((0, 6), "float32")
     with kernels.prefer(kind):
         y, dx, dw = run_layer(layer, x, g)
+    assert y.shape == g.shape
+    assert dx.shape == x.shape
+    assert not dw.any()
+
+
+@pytest.mark.parametrize(
+    "recipe", mostly(["rowwise", "block", "mxfp8", "nvfp4"], "nvfp4")
+)
+def test_so_it_has_in_every_recipe(recipe):
+    recipe_policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
+    layer = dense(6, 4, recipe_policy, use_bias=False)
+    x, g = np.zeros((0, 4), "float32"), np.zeros((0, 6), "float32")
+    y, dx, dw = run_layer(layer, x, g)
     assert y.shape == g.shape
     assert dx.shape == x.shape
     assert not dw.any()

@@ -62,8 +62,17 @@ def test_the_name_in_a_file_says_every_parameter(name, tmp_path):
         (float8(length=16), "float8_from_float32"),
         (kpe.get("float32"), float8(length=32)),
         (float8(recipe="current"), float8(length=32)),
+        (float8(length=16), float8(recipe="nvfp4")),
+        (float8(recipe="nvfp4"), float8(length=16)),
     ],
-    ids=["longer", "by name", "from float32", "from current"],
+    ids=[
+        "longer",
+        "by name",
+        "from float32",
+        "from current",
+        "to a counter",
+        "from a counter",
+    ],
 )
 def test_a_built_layer_refuses_a_policy_that_its_state_does_not_fit(
     made, given, tmp_path
@@ -71,7 +80,8 @@ def test_a_built_layer_refuses_a_policy_that_its_state_does_not_fit(
     layer = kpe.layers.Dense(4, dtype=made)
     model = keras.Sequential([keras.Input((4,)), layer])
     before = layer.get_weights()
-    with pytest.raises(ValueError, match="state does not fit this policy"):
+    refused = r"(?s)state does not fit this policy.*keras_policy_ext\.convert"
+    with pytest.raises(ValueError, match=refused):
         layer.dtype_policy = given
     assert layer.dtype_policy == made
     assert_equal(before, layer.weights)
@@ -79,6 +89,8 @@ def test_a_built_layer_refuses_a_policy_that_its_state_does_not_fit(
     np.testing.assert_array_equal(
         numpy(model(np.eye(4))), numpy(loaded(np.eye(4)))
     )
+    kpe.convert(model, kpe.get(given))  # What the error says.
+    assert layer.float8_policy.recipe == kpe.get(given).recipe
 
 
 def test_a_layer_that_is_not_built_takes_any_policy():

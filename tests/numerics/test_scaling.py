@@ -91,6 +91,16 @@ def test_an_empty_tensor_has_amax_zero(shape, way):
     same_bits(run(scaling.amax, way, x), np.float32(0))
 
 
+@pytest.mark.parametrize(
+    "axis, shape", [(1, (3, 1, 2)), (2, (3, 0, 1)), ((1, 2), (3, 1, 1))]
+)
+@WAYS
+def test_amaxes_of_an_empty_tensor_have_its_other_axes(axis, shape, way):
+    x = np.zeros((3, 0, 2), "float32")
+    result = run(lambda x: scaling.amax(x, axis, keepdims=True), way, x)
+    same_bits(result, np.zeros(shape, "float32"))
+
+
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "int32"])
 @WAYS
 def test_amax_is_float32_whatever_is_measured(source, way):
