@@ -197,8 +197,8 @@ class Engine:
             kind = "native" if kernel.native else "emulated"
             return kernel, Choice(kind, kernel.reason(request))
         told = [each for each in refusals if each != OTHER_SCALES]
-        scales = " with ".join(map(_described, request.tiles))
-        none = f"no float8 matmul of {self.name} has {scales}"
+        kinds = dict.fromkeys(map(_described, request.tiles))
+        none = f"no float8 matmul of {self.name} has {' with '.join(kinds)}"
         return kernel, Choice("emulated", told[0] if told else none)
 
 
@@ -255,7 +255,4 @@ def _described(tile: Tile) -> str:
     """What has a scale, for a user."""
     if tile.is_whole:
         return "a scale for a tensor"
-    if tile == ROW:
-        return "a scale for each row"
-    free, contracted = (size or "all" for size in tile)
-    return f"a scale for each block of {free} x {contracted}"
+    return "scales of rows" if tile == ROW else "scales of blocks"

@@ -598,6 +598,7 @@ def test_reports_are_dicts_and_tables():
             "path": report.converted[0].path,
             "class_name": "Dense",
             "policy": POLICY,
+            "per_tensor": False,
             "parameters": 10,
             "multiplications": 20,
             "sizes_known": True,

@@ -10,6 +10,16 @@ from keras_policy_ext.diagnostics import doctor
 from keras_policy_ext.kernels import Choice
 
 
+@pytest.fixture(autouse=True)
+def _no_recipes_of_other_tests(monkeypatch):
+    ours = {
+        name: recipe
+        for name, recipe in recipes.REGISTRY.items()
+        if recipe.__module__.startswith("keras_policy_ext.")
+    }
+    monkeypatch.setattr(recipes.spec, "REGISTRY", ours)
+
+
 def users(cell):
     """The recipes and matmuls of a cell."""
     if cell == "all":
