@@ -96,14 +96,14 @@ def layer_rows(size, rounds, compiled):
     x, g = normal((size, size)), normal((size, size), seed=1)
     layers = made(functools.partial(dense, size), LAYERS)
     kernel = numpy(layers["bfloat16"].layers[0].kernel)
-    exact = _exact(numpy(x), numpy(g), kernel)
+    exact = exact_products(numpy(x), numpy(g), kernel)
     others = peers.layers(kernel, x, g, bool(compiled))
     quality = {
-        name: _quality(exact, forward_backward(layer)(x, g))
+        name: quality_of(exact, forward_backward(layer)(x, g))
         for name, layer in layers.items()
     }
     for name, each in others.items():
-        quality[name] = _quality(exact, each.gradients())
+        quality[name] = quality_of(exact, each.gradients())
     functions = {
         **{k: functools.partial(f, x, g) for k, f in _steps(layers, compiled)},
         **{name: each.step for name, each in others.items()},
@@ -126,7 +126,7 @@ def _steps(layers, compiled):
             yield f"{name}, compiled", training_step(each, compiled=True)
 
 
-def _exact(x, g, w):
+def exact_products(x, g, w):
     """The first rows of outputs and gradients, in float64."""
     x, g, w = (each.astype("float64") for each in (x, g, w))
     return {
@@ -136,7 +136,7 @@ def _exact(x, g, w):
     }
 
 
-def _quality(exact, results):
+def quality_of(exact, results):
     y, x_grad, (kernel_grad, *_) = results
     found = {"outputs": y, "inputs_grad": x_grad, "kernel_grad": kernel_grad}
     return {

@@ -12,7 +12,8 @@ import functools
 import keras
 import measuring
 import numpy as np
-from steps_of_layers import forward_backward
+from layer import exact_products, quality_of
+from steps_of_layers import forward_backward, numpy
 from variants import SOURCE, kernels_of
 from workloads import dense, normal
 
@@ -37,6 +38,8 @@ def rows(size, rounds):
     """The rows of the results for one size."""
     x, g = normal((size, size)), normal((size, size), seed=1)
     models = made(size)
+    kernel = numpy(models[measuring.BASELINE].layers[0].kernel)
+    exact = exact_products(numpy(x), numpy(g), kernel)
     functions = {
         name: functools.partial(forward_backward(model), x, g)
         for name, model in models.items()
@@ -49,8 +52,9 @@ def rows(size, rounds):
         ours = {"kernel": None, "reason": None}
         if name != measuring.BASELINE:
             ours = kernels_of(model)
-        of_current = {"of_current": measuring.rounded(ratio)}
-        yield {**case, **ours, **found[name], **of_current}
+        quality = quality_of(exact, functions[name]())
+        more = {"of_current": measuring.rounded(ratio), "sqnr_db": quality}
+        yield {**case, **ours, **found[name], **more}
 
 
 def main():

@@ -67,6 +67,10 @@ class NotAveraged:
             self._stand_in = _StandIn(self)
         return self._stand_in
 
+    def is_stand_in(self, value: Any) -> bool:
+        """Whether a value is what this variable gave out for its average."""
+        return value is not None and value is self._stand_in
+
     def assign(self, value: Tensor) -> Tensor:
         """Assign, and let the stand-in follow."""
         parent: Any = super()

@@ -108,7 +108,7 @@ class StateVariable(
             ValueError: If `value` has another shape, or is a NumPy array, as
                 in `set_weights`, that is no observation and no state.
         """
-        if value is not None and value is self._stand_in:
+        if self.is_stand_in(value):
             # No news. On PyTorch what was observed waits for the step of the
             # optimizer, and between two batches of one step this is none.
             return self.value
