@@ -12,10 +12,13 @@ from jax import lax
 
 from keras_policy_ext.kernels import jax_devices
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Request
+from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
 
 Tensor = Any
+
+E8M0 = "float8_e8m0fnu"
 
 MX_BLOCK = 32
 """Numbers of a block of the OCP MX formats."""
@@ -108,7 +111,7 @@ def _product(
 ) -> Tensor:
     """(b, m, k) and (b, n, k) to (b, m, n)."""
     scales = [
-        _as_exponents(_padded(exponent_bytes(each), TERMS // MX_BLOCK))
+        _as_exponents(_padded(encode_scales(each, E8M0), TERMS // MX_BLOCK))
         for each in (a_scale, b_scale)
     ]
     return lax.scaled_dot(
@@ -119,15 +122,6 @@ def _product(
         dimension_numbers=(((2,), (2,)), ((0,), (0,))),
         preferred_element_type=dtype,
     )
-
-
-def exponent_bytes(scale: Tensor) -> Tensor:
-    """Powers of two as codes of `float8_e8m0fnu`, in uint8; NaN is 255.
-
-    A cast to that dtype would round, and frameworks disagree about its 0.
-    """
-    bits = lax.bitcast_convert_type(scale, jnp.int32)
-    return ((bits >> 23) & 0xFF).astype(jnp.uint8)
 
 
 def _as_exponents(codes: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from keras_policy_ext.kernels import torch_devices, torch_fused
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Request
 from keras_policy_ext.kernels.scaled_products import product_scale
+from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
 
@@ -25,6 +26,8 @@ ALIGNMENT = 16
 
 BLOCK = 128
 """Numbers along an edge of a block of `ScaledMMOfBlocks`."""
+
+E8M0 = "float8_e8m0fnu"
 
 MX_BLOCK = 32
 """Numbers of a block of the OCP MX formats."""
@@ -175,7 +178,8 @@ class ScaledMMOfMX:
         """See `MatmulKernel.multiply`."""
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         first, second = (
-            swizzled(exponent_bytes(each.scale.squeeze(0))) for each in (a, b)
+            swizzled(encode_scales(each.scale.squeeze(0), "float8_e8m0fnu"))
+            for each in (a, b)
         )
         product = F.scaled_mm(
             _contiguous(x),
@@ -189,14 +193,6 @@ class ScaledMMOfMX:
             output_dtype=_written(dtype),
         )
         return _cut(product, a, b, dtype)
-
-
-def exponent_bytes(scale: Tensor) -> Tensor:
-    """Powers of two as codes of `float8_e8m0fnu`, in uint8; NaN is 255.
-
-    A cast to that dtype would round, and frameworks disagree about its 0.
-    """
-    return (scale.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def swizzled(scales: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from keras_policy_ext.recipes.fields import (
     FP8_FORMATS,
@@ -52,11 +52,6 @@ class CurrentScaling(Recipe):
         ]
         whole = all(q is None or q.keeps_axes for q in asked)
         return self if whole else super().for_activations
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
-        return {"margin": 0, "power_of_two": self.power_of_two}
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """See `Recipe.quantization`; the same in both matmuls."""

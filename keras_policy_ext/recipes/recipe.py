@@ -115,7 +115,9 @@ class Recipe:
     @property
     def scale_options(self) -> dict[str, Any]:
         """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
-        return {"margin": 0, "power_of_two": False}
+        asked = (each for each in _all_asked(self) if each is not None)
+        rounded_up = any(each.scale_rounding == "up" for each in asked)
+        return {"margin": 0, "power_of_two": rounded_up}
 
     @property
     def for_activations(self) -> Recipe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from keras_policy_ext import formats
 from keras_policy_ext.recipes.fields import boolean, put
@@ -39,11 +39,6 @@ class RowwiseScaling(Recipe):
     def __post_init__(self) -> None:
         put(self, "power_of_two", boolean(self, "power_of_two"))
         super().__post_init__()
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
-        return {"margin": 0, "power_of_two": self.power_of_two}
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """See `Recipe.quantization`."""

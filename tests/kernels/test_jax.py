@@ -21,7 +21,7 @@ from keras_policy_ext import kernels
 from keras_policy_ext.kernels import jax_scaled_dot
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.kernels.jax import ENGINE
-from keras_policy_ext.kernels.jax_scaled_dot import exponent_bytes
+from keras_policy_ext.numerics.codes import encode_scales
 
 
 class Device:
@@ -261,9 +261,9 @@ def test_a_scaled_product_is_one_operation_over_128_terms(terms):
 def test_powers_of_two_are_their_exponents():
     codes = np.arange(256).astype("uint8")
     powers = codes.view(ml_dtypes.float8_e8m0fnu).astype("float32")
-    found = exponent_bytes(jnp.asarray(powers))
+    found = encode_scales(jnp.asarray(powers), "float8_e8m0fnu")
     np.testing.assert_array_equal(found, codes)
-    assert exponent_bytes(jnp.float32(-np.nan)) == 255
+    assert encode_scales(jnp.float32(-np.nan), "float8_e8m0fnu") == 255
 
 
 def test_powers_of_two_do_not_change_how_a_sum_is_rounded():

@@ -47,9 +47,9 @@ from keras_policy_ext.kernels.torch_scaled_mm import (
     ScaledMMOfBlocks,
     ScaledMMOfMX,
     ScaledMMOfRows,
-    exponent_bytes,
     swizzled,
 )
+from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import Tile
 
@@ -300,10 +300,10 @@ def test_scales_of_mx_blocks_lie_as_cublas_wants_them(shape):
 def test_powers_of_two_are_their_exponents():
     codes = np.arange(256).astype("uint8")
     powers = codes.view(ml_dtypes.float8_e8m0fnu).astype("float32")
-    found = exponent_bytes(torch.tensor(powers))
+    found = encode_scales(torch.tensor(powers), "float8_e8m0fnu")
     np.testing.assert_array_equal(found.numpy(), codes)
     negative = torch.tensor(np.float32(-np.nan))
-    assert exponent_bytes(negative) == 255
+    assert encode_scales(negative, "float8_e8m0fnu") == 255
 
 
 # Blocks, as tensors without data are checked
