@@ -1,0 +1,227 @@
+"""Kernels of one byte a number, on the host: what is frozen, saved, exported.
+
+Everything here is NumPy, so that a kernel has the same bytes on every
+backend, and only one kernel at a time is ever held in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_policy_ext import formats
+
+GRANULARITIES = ("channel", "tensor", "block")
+"""What has a scale: each output of the kernel, all of it, or 128x128 of it."""
+
+WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
+"""The formats that a kernel can be stored in."""
+
+BLOCK = 128
+
+_SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
+
+Array = np.ndarray[Any, Any]
+
+
+class Axes(NamedTuple):
+    """Which axes of a kernel a product sums over, and which it keeps.
+
+    Attributes:
+        summed: In the order in which they make the columns of `matrix`.
+        free: All others, in the order in which they make its rows.
+    """
+
+    summed: tuple[int, ...]
+    free: tuple[int, ...]
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The columns and the rows of a kernel of this shape as a matrix."""
+        return (
+            math.prod(shape[axis] for axis in self.summed),
+            math.prod(shape[axis] for axis in self.free),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredKernel:
+    """A kernel whose numbers are float8 codes, with its scales.
+
+    Attributes:
+        codes: Uint8, in the shape of the kernel: the bytes of its numbers.
+        scale: Float32. Per channel or tensor it has the rank of the kernel,
+            and size 1 along all axes that share a scale. Per block it is
+            (rows / 128, columns / 128), rounded up, of `matrix`.
+        weights: The ml_dtypes name of the format of the numbers.
+        granularity: `"channel"`, `"tensor"` or `"block"`.
+        axes: Which axes are summed.
+    """
+
+    codes: Array
+    scale: Array
+    weights: str
+    granularity: str
+    axes: Axes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    @property
+    def values(self) -> Array:
+        """The codes as numbers of the format, in its ml_dtypes dtype."""
+        return self.codes.view(formats.get(self.weights).dtype)
+
+    def dequantized(self) -> Array:
+        """What the kernel stands for, float32, in the shape of the kernel.
+
+        Each number is `float32(value) * scale`, rounded once.
+        """
+        values = self.values.astype("float32")
+        if self.granularity != "block":
+            return np.asarray(values * self.scale)
+        spread = spread_blocks(self.scale, self.axes.sizes(values.shape)[::-1])
+        return of_matrix(
+            as_matrix(values, self.axes) * spread, values.shape, self.axes
+        )
+
+    @property
+    def matrix(self) -> Array:
+        """The codes as (rows, columns): outputs by summed, contiguous."""
+        return np.ascontiguousarray(as_matrix(self.codes, self.axes))
+
+    @property
+    def matrix_scale(self) -> Array:
+        """The scales of `matrix`: (rows, 1), (1, 1), or one for each block."""
+        if self.granularity == "block":
+            return self.scale
+        return as_matrix(self.scale, self.axes)
+
+
+def quantize(
+    kernel: Array,
+    axes: Axes,
+    granularity: str = "channel",
+    weights: str = "float8_e4m3fn",
+    scale: float | None = None,
+) -> StoredKernel:
+    """Store a kernel.
+
+    A scale is `amax / max` in float32, as compressed-tensors computes it; 1
+    where all numbers are 0. A number is divided by it, rounded to nearest,
+    ties to even, and bounded by the largest number of the format.
+
+    Args:
+        kernel: Of any floating dtype that NumPy or ml_dtypes has.
+        axes: Which of its axes are summed.
+        granularity: What has a scale of its own.
+        weights: The format of the numbers.
+        scale: That of the whole kernel, such as one found in training; None
+            to find it here. Only for `"tensor"`.
+
+    Raises:
+        ValueError: If an argument is something else, or a number of the
+            kernel is not finite.
+    """
+    _check(granularity, weights)
+    kernel = np.asarray(kernel, "float32")
+    if not np.all(np.isfinite(kernel)):
+        raise ValueError(
+            "A kernel that is not finite cannot be stored in float8. "
+            f"Received: {int(np.sum(~np.isfinite(kernel)))} numbers that are "
+            "NaN or infinite. Allowed: finite numbers. Load the weights of an "
+            "earlier checkpoint."
+        )
+    limit = np.float32(formats.get(weights).max)
+    if scale is None:
+        scales = _scales(_amax(kernel, axes, granularity), limit)
+    else:
+        scales = np.full((1,) * kernel.ndim, scale, "float32")
+    if granularity == "block":
+        matrix = as_matrix(kernel, axes)
+        divided = matrix / spread_blocks(scales, matrix.shape)
+        divided = of_matrix(divided, kernel.shape, axes)
+    else:
+        divided = kernel / scales
+    bounded = np.clip(divided, -limit, limit)
+    codes = bounded.astype(formats.get(weights).dtype).view("uint8")
+    return StoredKernel(
+        codes=codes,
+        scale=scales,
+        weights=weights,
+        granularity=granularity,
+        axes=axes,
+    )
+
+
+def as_matrix(kernel: Array, axes: Axes) -> Array:
+    """A kernel, or its scales, as (rows, columns)."""
+    return kernel.transpose(axes.free + axes.summed).reshape(
+        math.prod(kernel.shape[axis] for axis in axes.free), -1
+    )
+
+
+def of_matrix(matrix: Array, shape: tuple[int, ...], axes: Axes) -> Array:
+    """The kernel of this shape of which `as_matrix` made a matrix."""
+    order = axes.free + axes.summed
+    turned = matrix.reshape([shape[axis] for axis in order])
+    return np.ascontiguousarray(turned.transpose(np.argsort(order)))
+
+
+def spread_blocks(scale: Array, shape: tuple[int, ...]) -> Array:
+    """The scale of each number of a matrix, from those of its blocks."""
+    rows, columns = (np.arange(size) // BLOCK for size in shape)
+    return np.asarray(scale[rows[:, None], columns[None, :]])
+
+
+def scale_shape(
+    shape: tuple[int, ...], axes: Axes, granularity: str
+) -> tuple[int, ...]:
+    """The shape of `StoredKernel.scale`, for a kernel of this shape."""
+    if granularity == "tensor":
+        return (1,) * len(shape)
+    if granularity == "channel":
+        return tuple(
+            1 if axis in axes.summed else size
+            for axis, size in enumerate(shape)
+        )
+    columns, rows = axes.sizes(shape)
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def _amax(kernel: Array, axes: Axes, granularity: str) -> Array:
+    magnitude = np.abs(kernel)
+    if granularity == "tensor":
+        return np.asarray(magnitude.max(keepdims=True, initial=0.0))
+    if granularity == "channel":
+        return np.asarray(
+            magnitude.max(axis=axes.summed, keepdims=True, initial=0.0)
+        )
+    matrix = as_matrix(magnitude, axes)
+    around = [(0, -size % BLOCK) for size in matrix.shape]
+    padded = np.pad(matrix, around)
+    rows, columns = (size // BLOCK for size in padded.shape)
+    blocks = padded.reshape(rows, BLOCK, columns, BLOCK)
+    return np.asarray(blocks.max(axis=(1, 3), initial=0.0))
+
+
+def _scales(amax: Array, limit: np.float32) -> Array:
+    found = np.maximum(amax / limit, np.float32(_SMALLEST_SCALE))
+    return np.where(amax > 0, found, 1).astype("float32")
+
+
+def _check(granularity: str, weights: str) -> None:
+    for name, value, allowed in (
+        ("granularity", granularity, GRANULARITIES),
+        ("weights", weights, WEIGHTS),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                "A kernel cannot be stored so. Received: "
+                f"{name}={value!r}. Allowed: "
+                f"{', '.join(map(repr, allowed))}. Pass one of them."
+            )
