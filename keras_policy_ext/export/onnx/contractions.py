@@ -1,0 +1,104 @@
+"""Layers that multiply with a kernel, and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from keras_policy_ext.export.onnx import stored
+from keras_policy_ext.export.onnx.activations import activated
+from keras_policy_ext.export.onnx.channels import channels_first, put_back
+from keras_policy_ext.export.onnx.graph import Value
+from keras_policy_ext.export.onnx.kernels import Kernel, float32
+from keras_policy_ext.export.onnx.refused import Refused
+from keras_policy_ext.export.onnx.registry import Context, layer
+from keras_policy_ext.kernels import einsum
+
+
+@layer("Dense")
+def _dense(context: Context, layer: Any, x: Value) -> Value:
+    graph = context.graph
+    kernel = context.kernels.of(layer)
+    x = graph.cast(x, "float32")
+    x = stored.rounded(graph, x, kernel, [-1])
+    y = graph.op("MatMul", x, stored.matrix(graph, kernel))
+    return _finished(context, layer, y)
+
+
+@layer("EinsumDense")
+def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
+    graph = context.graph
+    kernel = context.kernels.of(layer)
+    equation = einsum.explicit(
+        layer.equation, x.rank, len(kernel.axes.summed + kernel.axes.free)
+    )
+    first, second, out = einsum.split(equation)
+    summed = [i for i, axis in enumerate(first) if axis not in out]
+    if kernel.activations and any(first[i] not in second for i in summed):
+        raise Refused(
+            f"its equation {layer.equation!r} sums an axis that only its "
+            "inputs have, and its inputs are to be rounded"
+        )
+    x = graph.cast(x, "float32")
+    x = stored.rounded(graph, x, kernel, summed)
+    order = kernel.axes.summed + kernel.axes.free
+    second = "".join(second[axis] for axis in order)
+    y = graph.op(
+        "Einsum",
+        x,
+        stored.matrix(graph, kernel),
+        equation=f"{first},{second}->{out}",
+    )
+    return _finished(context, layer, y)
+
+
+@layer("Conv1D", "Conv2D", "Conv3D")
+def _convolution(context: Context, layer: Any, x: Value) -> Value:
+    graph = context.graph
+    kernel = context.kernels.of(layer)
+    rank = layer.rank
+    x = channels_first(graph, x, layer.data_format)
+    x = stored.rounded(graph, x, kernel, range(1, rank + 2))
+    operands = [x, stored.convolution_kernel(graph, kernel)]
+    if layer.use_bias:
+        operands.append(graph.constant(float32(layer.bias), "bias"))
+    y = graph.op(
+        "Conv",
+        *operands,
+        strides=list(layer.strides),
+        dilations=list(layer.dilation_rate),
+        group=layer.groups,
+        **_padding(layer),
+    )
+    y = put_back(graph, y, layer.data_format, rank + 2)
+    return activated(context, layer.activation, y)
+
+
+@layer("Embedding")
+def _embedding(context: Context, layer: Any, x: Value) -> Value:
+    if layer.mask_zero:
+        raise Refused(
+            "it makes a mask (mask_zero=True), and masks are not written"
+        )
+    kernel: Kernel = context.kernels.of(layer)
+    if x.dtype not in ("int32", "int64"):
+        x = context.graph.cast(x, "int32")
+    return stored.rows_of_table(context.graph, kernel, x)
+
+
+def _finished(context: Context, layer: Any, y: Value) -> Value:
+    """Add the bias, activate."""
+    if layer.bias is not None:
+        bias = context.graph.constant(float32(layer.bias), "bias")
+        y = context.graph.op("Add", y, bias)
+    return activated(context, layer.activation, y)
+
+
+def _padding(layer: Any) -> dict[str, Any]:
+    if layer.padding == "same":
+        return {"auto_pad": "SAME_UPPER"}
+    before = 0
+    if layer.padding == "causal":
+        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+    return {"pads": list(np.repeat([before, 0], layer.rank))}
