@@ -206,7 +206,6 @@ _OPERATIONS = {
     "LeakyRelu": ("leaky_relu", "negative_slope"),
     "LogSigmoid": ("log_sigmoid",),
     "LogSoftmax": ("log_softmax", "axis"),
-    "Mish": ("mish",),
     "ReLU": ("relu", "negative_slope", "max_value", "threshold"),
     "Relu": ("relu",),
     "Relu6": ("relu6",),

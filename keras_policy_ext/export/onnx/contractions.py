@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -40,17 +41,19 @@ def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
             f"its equation {layer.equation!r} sums an axis that only its "
             "inputs have, and its inputs are to be rounded"
         )
-    x = graph.cast(x, "float32")
-    x = stored.rounded(graph, x, kernel, summed)
     order = kernel.axes.summed + kernel.axes.free
-    second = "".join(second[axis] for axis in order)
+    turned = "".join(second[axis] for axis in order)
     y = graph.op(
         "Einsum",
-        x,
+        stored.rounded(graph, graph.cast(x, "float32"), kernel, summed),
         stored.matrix(graph, kernel),
-        equation=f"{first},{second}->{out}",
+        equation=f"{first},{turned}->{out}",
     )
-    return _finished(context, layer, y)
+    y = _finished(context, layer, y)
+    # Keras loses an axis here where `...` stands for two (3.12 to 3.15).
+    sizes = dict(zip(first, x.shape or (), strict=True))
+    sizes.update(zip(second, kernel.shape, strict=True))
+    return dataclasses.replace(y, shape=tuple(sizes[axis] for axis in out))
 
 
 @layer("Conv1D", "Conv2D", "Conv3D")
@@ -96,9 +99,14 @@ def _finished(context: Context, layer: Any, y: Value) -> Value:
 
 
 def _padding(layer: Any) -> dict[str, Any]:
-    if layer.padding == "same":
+    """How a convolution is padded, for inputs of any size."""
+    if layer.padding == "same" and max(layer.strides) > 1:
         return {"auto_pad": "SAME_UPPER"}
-    before = 0
-    if layer.padding == "causal":
-        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
-    return {"pads": list(np.repeat([before, 0], layer.rank))}
+    # Without strides the size does not matter; onnxruntime refuses auto_pad
+    # where there is dilation.
+    sizes = zip(layer.kernel_size, layer.dilation_rate, strict=True)
+    around = np.asarray([(size - 1) * rate for size, rate in sizes])
+    before = {"valid": 0 * around, "same": around // 2, "causal": around}
+    after = {"valid": 0 * around, "same": around - around // 2}
+    ends = after.get(layer.padding, 0 * around)
+    return {"pads": [*before[layer.padding].tolist(), *ends.tolist()]}

@@ -44,6 +44,12 @@ class Kernel:
     activations: str | None = None
     inputs_scale: float | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the layer has it."""
+        kernel = self.values if self.stored is None else self.stored.codes
+        return np.shape(kernel)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:

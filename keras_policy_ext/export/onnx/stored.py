@@ -32,11 +32,10 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
     for the scales, however many axes the kernel has.
     """
     stored, axes = kernel.stored, kernel.axes
-    whole = stored.codes if stored is not None else kernel.values
     order = axes.summed + axes.free
-    sizes = tuple(np.shape(whole)[axis] for axis in order)
-    if stored is None:
-        return graph.constant(np.transpose(whole, order), "kernel")
+    sizes = tuple(kernel.shape[axis] for axis in order)
+    if kernel.values is not None:
+        return graph.constant(kernel.values.transpose(order), "kernel")
     codes = np.ascontiguousarray(stored.matrix.T)
     value = graph.codes(codes, stored.weights, "kernel")
     dequantized = _dequantized(graph, value, stored, kept=1)
@@ -47,11 +46,10 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
 def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
     """A kernel (*window, in, out) in float32, as (out, in, *window)."""
     stored = kernel.stored
-    whole = stored.codes if stored is not None else kernel.values
-    rank = np.ndim(whole)
+    rank = len(kernel.shape)
     order = (rank - 1, rank - 2, *range(rank - 2))
     if stored is None:
-        return graph.constant(np.transpose(whole, order), "kernel")
+        return graph.constant(kernel.values.transpose(order), "kernel")
     if stored.granularity != "block":
         codes = np.ascontiguousarray(stored.codes.transpose(order))
         value = graph.codes(codes, stored.weights, "kernel")
@@ -59,7 +57,7 @@ def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
     # Blocks count along window and input channels as Keras has them.
     value = graph.codes(stored.matrix, stored.weights, "kernel")
     rows = _dequantized(graph, value, stored, kept=0)
-    *window, channels, filters = stored.codes.shape
+    *window, channels, filters = kernel.shape
     whole = graph.reshape(rows, (filters, *window, channels))
     return graph.transpose(whole, (0, rank - 1, *range(1, rank - 1)))
 

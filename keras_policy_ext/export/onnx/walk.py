@@ -95,6 +95,8 @@ class Walk:
                 value = write(self._context, layer, *args, **arguments)
         except Refused as error:
             raise NotImplementedError(_message(layer, error)) from error
+        if value.shape is not None:
+            return value
         return dataclasses.replace(value, shape=_shape(layer, args, arguments))
 
     def _run(self, model: Any, inputs: list[Value]) -> list[Value]:

@@ -1,0 +1,238 @@
+"""What is refused, and that a file is whole or not there."""
+
+import importlib.util
+import os
+
+import keras
+import numpy as np
+import onnx
+import pytest
+
+from keras_policy_ext.export import onnx as onnx_export
+from keras_policy_ext.export.onnx import initializers, kernels, writing
+from onnx_files import run
+
+pytestmark = pytest.mark.any_backend
+
+layers = keras.layers
+
+
+def model_of(layer, shape=(6,)):
+    x = keras.Input(shape)
+    return keras.Model(x, layer(x))
+
+
+def small_model():
+    return keras.Sequential(
+        [keras.Input((64,)), layers.Dense(64), layers.Dense(32)]
+    )
+
+
+class Doubled(layers.Dense):
+    def call(self, inputs, training=None):
+        return 2 * super().call(inputs)
+
+
+class Configured(layers.Dense):
+    """Changes nothing but what it is made of."""
+
+    def __init__(self, units=3, **kwargs):
+        super().__init__(units, **kwargs)
+
+
+class OwnCall(keras.Model):
+    def __init__(self):
+        x = keras.Input((6,))
+        super().__init__(x, layers.Dense(3)(x))
+
+    def call(self, inputs, training=None, mask=None):
+        return 2 * super().call(inputs)
+
+
+REFUSED = {
+    "another layer": (lambda: model_of(layers.UnitNormalization()), "UnitNorm"),
+    "a layer in a model": (
+        lambda: model_of(model_of(layers.UnitNormalization())),
+        "unit_norm",
+    ),
+    "another call": (lambda: model_of(Doubled(3)), "replaces 'call' of Dense"),
+    "an operation": (
+        lambda: model_of(lambda x: keras.ops.roll(x, 1)),
+        "Roll",
+    ),
+    "a function": (
+        lambda: model_of(layers.Dense(3, activation=lambda x: x + 1)),
+        "its activation is <lambda>",
+    ),
+    "a lambda": (lambda: model_of(layers.Lambda(lambda x: x)), "Lambda"),
+    "a mask": (
+        lambda: model_of(layers.Embedding(9, 3, mask_zero=True)),
+        "mask_zero",
+    ),
+    "kernels of Keras": (lambda: quantized_by_keras(), "int8"),
+    "another dtype": (
+        lambda: model_of(lambda x: keras.ops.cast(x, "float16")),
+        "float16",
+    ),
+}
+
+
+def quantized_by_keras():
+    model = model_of(layers.Dense(3))
+    model.quantize("int8")
+    return model
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_written_is_named(name, tmp_path):
+    make, text = REFUSED[name]
+    with pytest.raises(NotImplementedError) as caught:
+        onnx_export.write(make(), tmp_path / "model.onnx")
+    message = str(caught.value)
+    assert text in message
+    assert "Allowed: the layers Activation, Add" in message
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        OwnCall,
+        lambda: keras.Sequential([layers.Dense(3)]),
+        lambda: layers.Dense(3),
+    ],
+)
+def test_models_without_a_graph_are_refused(make, tmp_path):
+    with pytest.raises(ValueError, match="no graph"):
+        onnx_export.write(make(), tmp_path / "model.onnx")
+
+
+def test_subclass_that_computes_the_same_is_written(tmp_path):
+    onnx_export.write(model_of(Configured()), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"weights": "float8_e4m3"},
+        {"granularity": "row"},
+        {"activations": "token"},
+        {"opset": 18},
+        {"opset": 26},
+    ],
+)
+def test_arguments_are_checked(arguments, tmp_path):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"Wrong {name}.*Allowed: "):
+        onnx_export.write(small_model(), tmp_path / "m.onnx", **arguments)
+
+
+def test_static_scales_are_those_of_frozen_layers(tmp_path):
+    with pytest.raises(NotImplementedError, match="freeze"):
+        onnx_export.write(
+            small_model(), tmp_path / "m.onnx", activations="static"
+        )
+
+
+def test_blocks_need_their_opset(tmp_path):
+    with pytest.raises(NotImplementedError, match="opset=21"):
+        onnx_export.write(
+            small_model(), tmp_path / "m.onnx", granularity="block", opset=20
+        )
+
+
+def test_onnx_is_asked_for_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"keras-policy-ext\[export\]"):
+        onnx_export.write(small_model(), tmp_path / "m.onnx")
+
+
+def test_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"before")
+    with pytest.raises(NotImplementedError):
+        onnx_export.write(model_of(layers.UnitNormalization()), path)
+    assert path.read_bytes() == b"before"
+
+    def fails(*args, **kwargs):
+        raise onnx.checker.ValidationError("not valid")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx.checker, "check_model", fails)
+        with pytest.raises(onnx.checker.ValidationError):
+            onnx_export.write(small_model(), path)
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["model.onnx"]
+    onnx_export.write(small_model(), path)
+    onnx.checker.check_model(str(path))
+    assert os.listdir(tmp_path) == ["model.onnx"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    real = initializers.Initializers.add
+
+    def full(self, name, *args):
+        real(self, name, *args)
+        if "dense_1" in name or len(self.tensors) > 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(initializers.Initializers, "add", full)
+    with pytest.raises(OSError, match="No space"):
+        onnx_export.write(small_model(), tmp_path / "model.onnx")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_numbers_that_are_too_many_lie_beside(
+    granularity, tmp_path, monkeypatch
+):
+    model = small_model()
+    x = np.random.default_rng(0).normal(size=(7, 64)).astype("float32")
+    options = {"granularity": granularity}
+    onnx_export.write(model, tmp_path / "one.onnx", **options)
+    monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
+    onnx_export.write(model, tmp_path / "two.onnx", **options)
+    names = ["one.onnx", "two.onnx", "two.onnx.data"]
+    assert sorted(os.listdir(tmp_path)) == names
+    sizes = [os.path.getsize(tmp_path / name) for name in names]
+    assert sizes[1] < 4000 < 6000 < sizes[2] < sizes[0] + 4 * 4096
+    np.testing.assert_array_equal(
+        *(run(tmp_path / name, x)[0] for name in names[:2])
+    )
+
+
+def test_numbers_beside_replace_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
+    onnx_export.write(small_model(), tmp_path / "m.onnx")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match=r"m\.onnx\.data"):
+        onnx_export.write(small_model(), tmp_path / "m.onnx")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_one_kernel_is_quantized_at_a_time(tmp_path, monkeypatch):
+    """None of them is kept when the next one is read."""
+    import gc
+    import weakref
+
+    alive = []
+    real = kernels.stored_kernels.quantize
+
+    def watched(*args):
+        gc.collect()
+        assert not [each for each in alive if each() is not None]
+        stored = real(*args)
+        alive.append(weakref.ref(stored))
+        return stored
+
+    monkeypatch.setattr(kernels.stored_kernels, "quantize", watched)
+    onnx_export.write(small_model(), tmp_path / "m.onnx")
+    assert len(alive) == 2
+
+
+def test_selection_names_the_layers():
+    model = small_model()
+    left_out = writing.left_out(model, None, model.layers[0].name + "$")
+    assert left_out == {id(model.layers[0])}
+    with pytest.raises(ValueError, match="matches no layer"):
+        writing.left_out(model, "attention", None)
