@@ -205,9 +205,7 @@ def test_embeddings_are_looked_up_exactly(granularity, dtype, tmp_path):
     layer = layers.Embedding(300, 9)
     model = keras.Model(inputs, layer(inputs))
     indices = np.random.default_rng(0).integers(0, 300, (7, 5)).astype(dtype)
-    found = run_at_all_levels(
-        model, tmp_path, indices, granularity=granularity
-    )
+    found = run_at_all_levels(model, tmp_path, indices, granularity=granularity)
     store(layer, Axes((1,), (0,)), granularity)
     expected = keras.ops.convert_to_numpy(model(indices))
     for (outputs,) in found:

@@ -35,14 +35,10 @@ def _relu(
     max_value: float | None = None,
     threshold: float = 0.0,
 ) -> Value:
-    if negative_slope and threshold:
-        below = graph.op("Mul", graph.op("Sub", x, threshold), negative_slope)
-    else:
-        below = graph.op("Mul", x, negative_slope) if negative_slope else None
     if threshold:
         is_above = graph.op("Greater", x, threshold, dtype="bool")
-        rest = 0.0 if below is None else below
-        y = graph.op("Where", is_above, x, rest, dtype="float32")
+        below = graph.op("Mul", graph.op("Sub", x, threshold), negative_slope)
+        y = graph.op("Where", is_above, x, below, dtype="float32")
     elif negative_slope:
         y = graph.op("LeakyRelu", x, alpha=float(negative_slope))
     else:
@@ -107,7 +103,7 @@ def _softmax(kind: str) -> Callable[..., Value]:
     def write(graph: Graph, x: Value, axis: Any = -1) -> Value:
         axes = list(axis) if isinstance(axis, (list, tuple)) else [axis]
         if len(axes) != 1:
-            raise Refused(f"it has several axes: {axis}; one is allowed")
+            raise Refused(f"it has several axes: {axis}", "one axis")
         return graph.op(kind, x, axis=int(axes[0]))
 
     return write
@@ -154,8 +150,8 @@ def activated(context: Context, activation: Any, x: Value) -> Value:
             return write(context.graph, context.graph.cast(x, "float32"))
     name = getattr(activation, "__name__", repr(activation))
     raise Refused(
-        f"its activation is {name}; allowed are those of keras.activations: "
-        + ", ".join(sorted(FUNCTIONS))
+        f"its activation is {name}",
+        f"of keras.activations {', '.join(sorted(FUNCTIONS))}",
     )
 
 

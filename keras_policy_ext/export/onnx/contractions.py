@@ -39,7 +39,8 @@ def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
     if kernel.activations and any(first[i] not in second for i in summed):
         raise Refused(
             f"its equation {layer.equation!r} sums an axis that only its "
-            "inputs have, and its inputs are to be rounded"
+            "inputs have, and its inputs are to be rounded",
+            "activations=None for this layer",
         )
     order = kernel.axes.summed + kernel.axes.free
     turned = "".join(second[axis] for axis in order)
@@ -81,9 +82,7 @@ def _convolution(context: Context, layer: Any, x: Value) -> Value:
 @layer("Embedding")
 def _embedding(context: Context, layer: Any, x: Value) -> Value:
     if layer.mask_zero:
-        raise Refused(
-            "it makes a mask (mask_zero=True), and masks are not written"
-        )
+        raise Refused("it makes a mask", "mask_zero=False")
     kernel: Kernel = context.kernels.of(layer)
     if x.dtype not in ("int32", "int64"):
         x = context.graph.cast(x, "int32")

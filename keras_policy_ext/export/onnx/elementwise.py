@@ -102,7 +102,7 @@ def _batch_normalization(context: Context, layer: Any, x: Value) -> Value:
 @layer("LayerNormalization")
 def _layer_normalization(context: Context, layer: Any, x: Value) -> Value:
     if getattr(layer, "rms_scaling", False):
-        raise Refused("it has rms_scaling=True; RMSNormalization is allowed")
+        raise Refused("it has rms_scaling=True", "RMSNormalization")
     graph = context.graph
     axes = _axes(layer.axis, x.rank)
     x = graph.cast(x, "float32")
@@ -130,7 +130,10 @@ def _rescaling(context: Context, layer: Any, x: Value) -> Value:
         np.asarray(each, "float32") for each in (layer.scale, layer.offset)
     )
     if scale.ndim and keras.config.image_data_format() == "channels_first":
-        raise Refused("it has a scale for each channel, channels first")
+        raise Refused(
+            "it has a scale for each channel, and channels come first",
+            "one scale, or channels last",
+        )
     y = graph.op("Mul", graph.cast(x, "float32"), scale)
     return graph.op("Add", y, offset)
 

@@ -38,7 +38,7 @@ class Initializers:
         else:
             self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
             self._places[name] = (self._file.tell(), data.nbytes)
-            self._file.write(memoryview(data.reshape(-1).view("uint8")))
+            data.tofile(self._file)
         self.tensors.append(tensor)
 
     def finish(self) -> bool:

@@ -31,15 +31,13 @@ class Kernel:
     """The kernel of a layer, and what becomes of the inputs of the layer.
 
     Attributes:
-        stored: Its codes and scales; None if it stays float32.
-        values: Its numbers in float32; None if it is stored.
+        data: Its codes and scales; its numbers, if it stays float32.
         axes: Which of its axes are summed.
         activations: None, `"dynamic"` or `"static"`.
         inputs_scale: The scale of the inputs, where it is static.
     """
 
-    stored: StoredKernel | None
-    values: Array | None
+    data: StoredKernel | Array
     axes: Axes
     activations: str | None = None
     inputs_scale: float | None = None
@@ -47,8 +45,8 @@ class Kernel:
     @property
     def shape(self) -> tuple[int, ...]:
         """As the layer has it."""
-        kernel = self.values if self.stored is None else self.stored.codes
-        return np.shape(kernel)
+        data = self.data
+        return (data.codes if isinstance(data, StoredKernel) else data).shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +75,9 @@ class Kernels:
             Refused: If the file cannot have it.
         """
         kernel = self._read(layer)
-        stored = kernel.stored
-        if stored and stored.granularity == "block" and not self.takes_blocks:
-            raise Refused("its scales are those of blocks: pass opset=21")
+        granularity = getattr(kernel.data, "granularity", None)
+        if granularity == "block" and not self.takes_blocks:
+            raise Refused("its scales are those of blocks", "opset=21 or later")
         return kernel
 
     def _read(self, layer: Any) -> Kernel:
@@ -89,21 +87,23 @@ class Kernels:
             return self._frozen(layer, variable, frozen)
         if not keras.backend.is_float_dtype(variable.dtype):
             raise Refused(
-                f"its kernel is {variable.dtype}: Keras has quantized it"
+                f"its kernel is {variable.dtype}: Keras has quantized it",
+                "kernels in a floating dtype, or frozen by this package",
             )
         axes = axes_of(layer)
         values = float32(variable) + adapters(layer)
         if id(layer) in self.left_out:
-            return Kernel(None, values, axes)
+            return Kernel(values, axes)
         if self.activations == "static":
             raise Refused(
-                "it is not frozen, and has no static scale of its inputs: "
-                "call keras_policy_ext.freeze(model, activations='static')"
+                "it is not frozen, and has no static scale of its inputs",
+                "keras_policy_ext.freeze(model, activations='static') before "
+                "the model is written, or activations='dynamic'",
             )
         stored = stored_kernels.quantize(
             values, axes, self.granularity, self.weights
         )
-        return Kernel(stored, None, axes, self.activations)
+        return Kernel(stored, axes, self.activations)
 
     def _frozen(
         self, layer: Any, variable: Any, stored: StoredKernel
@@ -120,7 +120,7 @@ class Kernels:
         if scale is not None:
             scale = float(float32(scale))
         activations = layer.float8_policy.recipe.activations
-        return Kernel(stored, None, stored.axes, activations, scale)
+        return Kernel(stored, stored.axes, activations, scale)
 
 
 def float32(tensor: Any) -> Array:

@@ -41,7 +41,7 @@ _REDUCTIONS = {
     "Sum": "ReduceSum",
 }
 
-_FLOATING = ("Div", "Pow", "Cos", "Exp", "Log", "Reciprocal", "Sin", "Sqrt")
+_FLOATING = ("Div", "Cos", "Exp", "Log", "Reciprocal", "Sin", "Sqrt")
 
 _DTYPES = ("bool", "float32", "int32", "int64")
 
@@ -63,7 +63,10 @@ def _einsum(context: Context, operation: Any, *operands: Any) -> Value:
     values = _promoted(context.graph, operands, True)
     equation = operation.subscripts
     if "->" not in equation:
-        raise Refused(f"its equation {equation!r} does not name its output")
+        raise Refused(
+            f"its equation {equation!r} does not name its output",
+            "an equation with '->'",
+        )
     return context.graph.op("Einsum", *values, equation=equation)
 
 
@@ -89,7 +92,7 @@ def _rsqrt(context: Context, operation: Any, x: Value) -> Value:
 @operation(*_REDUCTIONS)
 def _reduction(context: Context, operation: Any, x: Value) -> Value:
     if getattr(operation, "initial", None) is not None:
-        raise Refused("it has an initial value")
+        raise Refused("it has an initial value", "none")
     kind = _REDUCTIONS[type(operation).__name__]
     if kind == "ReduceMean":
         x = context.graph.cast(x, "float32")
@@ -109,7 +112,7 @@ def _reshape(context: Context, operation: Any, x: Value) -> Value:
     if not all(
         isinstance(size, (int, np.integer, type(None))) for size in sizes
     ):
-        raise Refused(f"its shape {sizes} is not known")
+        raise Refused(f"its shape {sizes} is not known", "integers")
     return context.graph.reshape(
         x, tuple(-1 if size is None else int(size) for size in sizes)
     )
@@ -146,9 +149,10 @@ def _concatenate(context: Context, operation: Any, values: Any) -> Value:
 def _clip(context: Context, operation: Any, x: Value) -> Value:
     bounds = (operation.x_min, operation.x_max)
     if not all(isinstance(each, (int, float)) for each in bounds):
-        raise Refused("its bounds are tensors")
-    low, high = map(float, bounds)
-    x = context.graph.cast(x, "float32")
+        raise Refused("its bounds are tensors", "numbers")
+    if any(isinstance(each, float) for each in bounds):
+        x = context.graph.cast(x, "float32")
+    low, high = (np.asarray(each, x.dtype) for each in bounds)
     return context.graph.op("Clip", x, low, high)
 
 
@@ -157,8 +161,8 @@ def _cast(context: Context, operation: Any, x: Value) -> Value:
     dtype = operation.dtype
     if dtype not in _DTYPES:
         raise Refused(
-            f"it casts to {dtype}; allowed are {', '.join(_DTYPES)}, since "
-            "the file computes in float32"
+            f"it casts to {dtype}, and the file computes in float32",
+            ", ".join(_DTYPES),
         )
     return context.graph.cast(x, dtype)
 
@@ -176,7 +180,9 @@ def _get_item(context: Context, operation: Any, x: Value, key: Any) -> Value:
         missing = x.rank - len(entries) + 1
         entries[at : at + 1] = [slice(None)] * missing
     if not all(isinstance(each, (int, slice)) for each in entries):
-        raise Refused("it takes something else than slices and integers")
+        raise Refused(
+            "it takes something else from a tensor", "slices and integers"
+        )
     graph = context.graph
     for axis, each in enumerate(entries):
         x = _cut(graph, x, axis, each)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class Refused(Exception):
-    """Why a layer or operation cannot be written.
+    """Why a layer or operation cannot be written, and what can be.
 
-    Who knows its name makes a message of it, with the way out.
+    Who knows its name makes a message of it.
     """
+
+    def __init__(self, reason: str, allowed: str):
+        super().__init__(reason)
+        self.reason = reason
+        self.allowed = allowed

@@ -31,11 +31,11 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
     It lies in the file as a matrix of summed by kept axes: there is one axis
     for the scales, however many axes the kernel has.
     """
-    stored, axes = kernel.stored, kernel.axes
-    order = axes.summed + axes.free
+    stored = kernel.data
+    order = kernel.axes.summed + kernel.axes.free
     sizes = tuple(kernel.shape[axis] for axis in order)
-    if kernel.values is not None:
-        return graph.constant(kernel.values.transpose(order), "kernel")
+    if not isinstance(stored, StoredKernel):
+        return graph.constant(stored.transpose(order), "kernel")
     codes = np.ascontiguousarray(stored.matrix.T)
     value = graph.codes(codes, stored.weights, "kernel")
     dequantized = _dequantized(graph, value, stored, kept=1)
@@ -45,11 +45,11 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
 
 def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
     """A kernel (*window, in, out) in float32, as (out, in, *window)."""
-    stored = kernel.stored
+    stored = kernel.data
     rank = len(kernel.shape)
     order = (rank - 1, rank - 2, *range(rank - 2))
-    if stored is None:
-        return graph.constant(kernel.values.transpose(order), "kernel")
+    if not isinstance(stored, StoredKernel):
+        return graph.constant(stored.transpose(order), "kernel")
     if stored.granularity != "block":
         codes = np.ascontiguousarray(stored.codes.transpose(order))
         value = graph.codes(codes, stored.weights, "kernel")
@@ -68,9 +68,9 @@ def rows_of_table(graph: Graph, kernel: Kernel, indices: Value) -> Value:
     `Gather` takes no float8, and to dequantize a table for a few of its rows
     would take long: codes are looked up, then the number of each code.
     """
-    stored = kernel.stored
-    if stored is None:
-        table = graph.constant(kernel.values, "embeddings")
+    stored = kernel.data
+    if not isinstance(stored, StoredKernel):
+        table = graph.constant(stored, "embeddings")
         return graph.op("Gather", table, indices, axis=0, dtype="float32")
     codes = graph.constant(stored.codes, "embeddings")
     found = graph.op("Gather", codes, indices, axis=0)
@@ -149,8 +149,7 @@ def _row_scales(graph: Graph, stored: StoredKernel, indices: Value) -> Value:
         if stored.scale.shape[0] == 1:
             return graph.reshape(scale, (-1,))
         return graph.op("Gather", scale, indices, axis=0)
-    rows, columns = stored.axes.sizes(stored.codes.shape)[::-1]
-    del rows
+    columns = stored.codes.shape[1]
     spread = np.repeat(stored.scale, BLOCK, axis=1)[:, :columns]
     scale = graph.constant(spread, "embeddings_scale")
     block = np.asarray(BLOCK, indices.dtype)

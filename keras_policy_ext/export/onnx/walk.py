@@ -138,12 +138,17 @@ def _writer_of(layer: Any) -> Any:
     if not isinstance(layer, keras.Layer):
         write = OPERATIONS.get(type(layer).__name__)
         if write is None or not type(layer).__module__.startswith("keras."):
-            raise Refused("there is no way to write this operation")
+            raise Refused(
+                "ONNX files have no such operation here",
+                f"the operations {', '.join(sorted(OPERATIONS))}",
+            )
         return write
     cls = original_of(type(layer)) or type(layer)
     known = next((base for base in cls.__mro__ if base in LAYERS), None)
     if known is None:
-        raise Refused("there is no way to write this kind of layer")
+        raise Refused(
+            "ONNX files have no such layer here", f"the layers {_known()}"
+        )
     for base in cls.__mro__[: cls.__mro__.index(known)]:
         own = [
             name
@@ -153,7 +158,9 @@ def _writer_of(layer: Any) -> Any:
         replaced = sorted({*own} - _HARMLESS - {"__class__"})
         if replaced:
             raise Refused(
-                f"its class replaces {replaced[0]!r} of {known.__name__}"
+                f"its class replaces {replaced[0]!r} of {known.__name__}, and "
+                "may compute something else",
+                f"the layers {_known()}",
             )
     return LAYERS[known]
 
@@ -164,9 +171,11 @@ def _arguments(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(layer, keras.Layer):
         return kept
     if kept.pop("training", False):
-        raise Refused("it is called with training=True")
+        raise Refused("it is called with training=True", "inference")
     if kept:
-        raise Refused(f"it is called with {', '.join(kept)}")
+        raise Refused(
+            f"it is called with {', '.join(kept)}", "its inputs alone"
+        )
     return kept
 
 
@@ -197,13 +206,14 @@ def _name_of(layer: Any) -> str:
     return path_of(layer) if isinstance(layer, keras.Layer) else layer.name
 
 
-def _message(layer: Any, reason: Refused) -> str:
-    names = sorted({cls.__name__ for cls in LAYERS})
+def _known() -> str:
+    return ", ".join(sorted({cls.__name__ for cls in LAYERS}))
+
+
+def _message(layer: Any, error: Refused) -> str:
     return (
         "A part of this model cannot be written to ONNX; nothing was "
         f"written. Received: {type(layer).__name__} {_name_of(layer)!r}: "
-        f"{reason}. Allowed: the layers {', '.join(names)}; the operations "
-        f"{', '.join(sorted(OPERATIONS))}; Sequential and Functional models "
-        "of these. Write it with these layers, or export the model before "
-        "and behind it as two."
+        f"{error.reason}. Allowed: {error.allowed}. Change this part of the "
+        "model, or write what is before and behind it as two models."
     )
