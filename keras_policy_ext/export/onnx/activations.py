@@ -37,7 +37,10 @@ def _relu(
 ) -> Value:
     if threshold:
         is_above = graph.op("Greater", x, threshold, dtype="bool")
-        below = graph.op("Mul", graph.op("Sub", x, threshold), negative_slope)
+        below: Value | float = 0.0
+        if negative_slope:
+            excess = graph.op("Sub", x, threshold)
+            below = graph.op("Mul", excess, negative_slope)
         y = graph.op("Where", is_above, x, below, dtype="float32")
     elif negative_slope:
         y = graph.op("LeakyRelu", x, alpha=float(negative_slope))
