@@ -73,10 +73,12 @@ _LAZY_NAMES = {
     "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
+    "freeze": "conversion",
     "inspect": "diagnostics.inspection",
     "load_model": "conversion",
     "load_weights": "conversion",
     "revert": "conversion",
+    "thaw": "conversion",
 }
 
 __all__ = [
@@ -93,6 +95,7 @@ __all__ = [
     "dtype_policy",
     "filters",
     "formats",
+    "freeze",
     "get",
     "inspect",
     "is_autocast_variable",
