@@ -1,4 +1,4 @@
-"""`export`: the checks, and the way to the writer of each format."""
+"""The checks of `export`, and the way to the writer of each format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import importlib
 import os
 from collections.abc import Iterable
 from typing import Any
-
-import keras
 
 from keras_policy_ext._keras import keras_hub_export as hub
 from keras_policy_ext.conversion import models
@@ -32,93 +30,40 @@ _USUAL = Scheme(
 )
 
 
-def export(
-    model: keras.Layer,
-    path: str | os.PathLike[str],
-    format: str = "compressed-tensors",
-    *,
-    weights: str | None = None,
-    granularity: str | None = None,
-    activations: str | None = "auto",
-    include: Any = None,
-    exclude: Any = None,
-    tokenizer: Any = None,
-    max_shard_size: int | str = "5GB",
-    overwrite: bool = False,
-    **options: Any,
-) -> Any:
-    """Write a model with float8 kernels, for a reader without Keras.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of `export`.
 
-    A frozen kernel is written with the bytes that it has; any other is
-    quantized while it is written, one at a time. The adapters of LoRA are
-    merged into the kernel, which is then quantized again. The model stays as
-    it is. What is written appears under its name when it is whole.
-
-    Args:
-        model: A built model. For the formats of Hugging Face a language model
-            of KerasHub, or its backbone; for the others any.
-        path: The folder to write, or for `"safetensors"` and `"onnx"` the
-            file.
-        format: `"compressed-tensors"` (vLLM, transformers), `"fp8"`
-            (transformers, vLLM; blocks of 128x128 or per tensor),
-            `"modelopt"` (TensorRT-LLM, vLLM; per tensor, static),
-            `"safetensors"` (one file with the model's own names) or
-            `"onnx"`.
-        weights: The format of the numbers. None: that of frozen kernels, else
-            `"float8_e4m3fn"`.
-        granularity: `"channel"`, `"tensor"` or `"block"`. None: that of
-            frozen kernels, else what the format is mostly read in.
-        activations: None, `"dynamic"` or `"static"`: how a reader quantizes
-            inputs. `"auto"`: as the frozen layers do, else not. Static scales
-            are those of frozen layers.
-        include: Regular expressions, one of which must be found in the path
-            of a layer that is quantized; None for any.
-        exclude: Regular expressions of layers that are written in float.
-        tokenizer: Of KerasHub, to be written too; None for that of the task.
-        max_shard_size: The most bytes in one file, such as `"5GB"`.
-        overwrite: Whether an earlier export at `path` is replaced.
-        **options: More arguments of the format `"onnx"`.
-
-    Returns:
-        An `ExportReport`, or what the writer of ONNX returns.
-
-    Raises:
-        ValueError: If the reader of the format cannot take the model, or an
-            argument is wrong.
-        TypeError: If the model is none for this format.
-        OSError: If it cannot be written; FileExistsError if something is at
-            `path`.
+    Attributes:
+        path, format, include, exclude, tokenizer, max_shard_size, overwrite:
+            As there.
+        asked: `weights`, `granularity` and `activations`.
+        options: More arguments, of one format.
     """
-    _check_format(format, options)
-    request = _Request(
-        path,
-        format,
-        (weights, granularity, activations),
-        include,
-        exclude,
-        overwrite,
-    )
-    if format == "onnx":
-        return _to_onnx(model, request, options)
-    if format == "safetensors":
-        return _to_file(model, request)
-    size = shards.size_of(max_shard_size)
-    return _to_folder(model, request, size, tokenizer)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """Arguments of `export`; `asked` are those that make a `Scheme`."""
 
     path: str | os.PathLike[str]
     format: str
     asked: tuple[str | None, str | None, str | None]
     include: Any
     exclude: Any
+    tokenizer: Any
+    max_shard_size: int | str
     overwrite: bool
+    options: dict[str, Any]
 
 
-def _to_onnx(model: Any, request: _Request, options: dict[str, Any]) -> Any:
+def run(model: Any, request: Request) -> Any:
+    """Do what `export` was asked for."""
+    _check_format(request.format, request.options)
+    if request.format == "onnx":
+        return _to_onnx(model, request)
+    models.check(model)
+    if request.format == "safetensors":
+        return _to_file(model, request)
+    return _to_folder(model, request)
+
+
+def _to_onnx(model: Any, request: Request) -> Any:
     write = importlib.import_module("keras_policy_ext.export.onnx").write
     weights, granularity, activations = request.asked
     return write(
@@ -130,12 +75,11 @@ def _to_onnx(model: Any, request: _Request, options: dict[str, Any]) -> Any:
         include=request.include,
         exclude=request.exclude,
         overwrite=request.overwrite,
-        **options,
+        **request.options,
     )
 
 
-def _to_file(model: Any, request: _Request) -> ExportReport:
-    models.check(model)
+def _to_file(model: Any, request: Request) -> ExportReport:
     found = kernels.of_model(model, request.include, request.exclude)
     scheme = kernels.scheme_of(found.values(), *request.asked, _USUAL)
     _check_static(found.values(), scheme)
@@ -147,10 +91,9 @@ def _to_file(model: Any, request: _Request) -> ExportReport:
     return _report(request, scheme, written, ())
 
 
-def _to_folder(
-    model: Any, request: _Request, shard_size: int, tokenizer: Any
-) -> ExportReport:
-    backbone, own_tokenizer = language_models.parts(model, request.format)
+def _to_folder(model: Any, request: Request) -> ExportReport:
+    size = shards.size_of(request.max_shard_size)
+    backbone, tokenizer = language_models.parts(model, request.format)
     found = kernels.of_model(backbone, request.include, request.exclude)
     scheme = kernels.scheme_of(
         found.values(), *request.asked, readers.USUAL[request.format]
@@ -165,12 +108,12 @@ def _to_folder(
         request.path, folder=True, overwrite=request.overwrite
     )
     with whole as place:
-        written = folder.write(place, shard_size, tokenizer or own_tokenizer)
+        written = folder.write(place, size, request.tokenizer or tokenizer)
     return _report(request, scheme, written, reader.notes)
 
 
 def _report(
-    request: _Request,
+    request: Request,
     scheme: Scheme,
     written: list[Written],
     notes: tuple[str, ...],

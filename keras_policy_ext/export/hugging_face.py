@@ -116,7 +116,10 @@ class Folder:
             and entry.name.endswith(_WEIGHT)
             and len(entry.shape) == 2
         }
-        return sorted(names | {"lm_head"})
+        # A model of text that was made for more has other names in its files
+        # than it has where it is loaded without the rest.
+        short = {name.replace(".language_model.", ".") for name in names}
+        return sorted(names | short | {"lm_head"})
 
     def _entries(self) -> list[Entry]:
         mapped = hub.weight_map(self._backbone, self._symbols)

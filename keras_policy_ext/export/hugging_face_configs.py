@@ -22,24 +22,25 @@ def complete(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         config: As KerasHub makes it.
         dtype: Of the weights that are not quantized.
     """
-    found = _with_dtype(config, dtype)
+    found = _part(config, dtype)
     architecture = _ARCHITECTURES.get(found.get("model_type", ""))
     if architecture:
         found["architectures"] = [architecture]
-    size = found.get("vocab_size")
-    for name in _TOKENS:
-        # GPT-2's is 50256 whatever the vocabulary is.
-        if size is not None and (found.get(name) or 0) >= size:
-            found[name] = None
     return found
 
 
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Every part of a model has one; KerasHub writes names of policies."""
-    return {
-        **{
-            key: _with_dtype(value, dtype) if key.endswith("_config") else value
-            for key, value in config.items()
-        },
-        "torch_dtype": dtype,
+def _part(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A config, or that of a part of the model.
+
+    KerasHub writes names of policies for dtypes. A token beyond the
+    vocabulary is none: GPT-2's is 50256 however small the vocabulary is.
+    """
+    found = {
+        key: _part(value, dtype) if key.endswith("_config") else value
+        for key, value in config.items()
     }
+    size = found.get("vocab_size")
+    for name in _TOKENS:
+        if size is not None and (found.get(name) or 0) >= size:
+            found[name] = None
+    return {**found, "torch_dtype": dtype}

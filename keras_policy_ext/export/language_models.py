@@ -26,6 +26,13 @@ def parts(model: Any, format: str) -> tuple[keras.Layer, Any]:
     family = hub.family(backbone)
     if family is None:
         raise _not_one(model, format, type(backbone).__name__)
+    _check_can_be_written(backbone, family, format)
+    preprocessor = getattr(model, "preprocessor", None)
+    return backbone, getattr(preprocessor, "tokenizer", None)
+
+
+def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
+    """Raise where Hugging Face's model is another one."""
     for name in ("vision_encoder", "audio_encoder"):
         if getattr(backbone, name, None) is not None:
             raise ValueError(
@@ -40,8 +47,20 @@ def parts(model: Any, format: str) -> tuple[keras.Layer, Any]:
             f"Received: num_key_value_heads={heads}. Allowed: 1. Write it as "
             "format='safetensors'."
         )
-    preprocessor = getattr(model, "preprocessor", None)
-    return backbone, getattr(preprocessor, "tokenizer", None)
+    types = getattr(backbone, "layer_types", None)
+    if family == "Gemma4Backbone" and types and types[-1] != "full_attention":
+        raise ValueError(
+            "The last layer of Hugging Face's Gemma4 attends to all tokens. "
+            f"Received: layer_types={types}. Allowed: 'full_attention' at the "
+            "end. Write it as format='safetensors'."
+        )
+    for name in ("use_post_ffw_norm", "use_post_attention_norm"):
+        if family == "Gemma3Backbone" and not getattr(backbone, name, True):
+            raise ValueError(
+                "Hugging Face's Gemma3 normalizes after attention and after "
+                f"the feed-forward layers. Received: {name}=False. Allowed: "
+                "True. Write it as format='safetensors'."
+            )
 
 
 def _not_one(model: Any, format: str, received: str) -> Exception:

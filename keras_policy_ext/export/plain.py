@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -54,12 +53,12 @@ def write(
             reason = ""
         else:
             made = [_float(name, owners.get(id(variable)), variable)]
-            reason = kernels.NO_KERNEL if kernel is None else kernel.left_out
+            reason = getattr(kernel, "left_out", None) or kernels.NO_KERNEL
         tensors += made
         nbytes = sum(tensor.nbytes for tensor in made)
         dtype = str(DTYPES[made[0].dtype])
         written.append(
-            Written(name, name, made[0].shape, dtype, reason or "", nbytes)
+            Written(name, name, made[0].shape, dtype, reason, nbytes)
         )
     metadata = {
         "format": FORMAT,
@@ -151,8 +150,8 @@ def _quantized(name: str, kernel: Kernel, scheme: Scheme) -> list[Tensor]:
     ]
     scale = kernel.input_scale()
     if scale is not None:
-        value: Callable[[], Array] = lambda: np.full((), scale, "float32")
-        made.append(Tensor(name + _INPUT_SCALE, "F32", (), value))
+        array = np.full((), scale, "float32")
+        made.append(Tensor(name + _INPUT_SCALE, "F32", (), lambda: array))
     return made
 
 

@@ -82,7 +82,7 @@ def write(
     with open(path, "wb") as file:
         file.write(_header(tensors, metadata))
         for tensor in tensors:
-            file.write(_bytes(tensor))
+            file.write(_bytes(tensor).data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -103,7 +103,7 @@ def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _bytes(tensor: Tensor) -> Array:
     array = np.ascontiguousarray(tensor.make())
     dtype = DTYPES[tensor.dtype]
     # An array without axes has got one.
@@ -113,7 +113,7 @@ def _bytes(tensor: Tensor) -> memoryview:
             f"{array.dtype} {array.shape}. Allowed: {dtype} {tensor.shape}. "
             "This is a bug; please report it."
         )
-    return memoryview(array.reshape(-1).view("uint8"))
+    return array.reshape(-1).view("uint8")
 
 
 @dataclasses.dataclass(frozen=True)
