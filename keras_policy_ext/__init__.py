@@ -74,10 +74,12 @@ _LAZY_NAMES = {
     "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
+    "freeze": "conversion",
     "inspect": "diagnostics.inspection",
     "load_model": "conversion",
     "load_weights": "conversion",
     "revert": "conversion",
+    "thaw": "conversion",
 }
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "export",
     "filters",
     "formats",
+    "freeze",
     "get",
     "inspect",
     "is_autocast_variable",

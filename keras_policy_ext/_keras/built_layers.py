@@ -147,6 +147,40 @@ def _stays(*args: Any, **kwargs: Any) -> None:
     """Quantize nothing."""
 
 
+def track(layer: keras.Layer, variable: keras.Variable) -> None:
+    """Let a variable be one of a layer, as `add_weight` does.
+
+    That makes its variables itself, and of no other class (`_track_variable`,
+    keras 3.0 to 3.15). Expires with a public way to track a variable that is
+    in no attribute yet.
+    """
+    layer._track_variable(variable)
+
+
+def replace_variable(
+    layer: keras.Layer, old: keras.Variable, new: keras.Variable
+) -> None:
+    """Let an attribute of an unlocked layer hold another variable.
+
+    What `quantize` of Keras's own layers does (`_untrack_variable`, keras 3.0
+    to 3.15). Expires when to assign an attribute untracks what it held.
+
+    Raises:
+        ValueError: If the old variable is in no attribute of its own.
+    """
+    for name, value in vars(layer).items():
+        if value is old:
+            layer._untrack_variable(old)
+            setattr(layer, name, new)
+            return
+    raise ValueError(
+        f"The weight {old.path!r} is in no attribute of its layer. Received: "
+        f"{type(layer).__name__} {layer.name!r}. Allowed: `self.kernel = "
+        "self.add_weight(...)`, and not a weight in a list or dict. Give it "
+        "an attribute of its own, or leave the layer out with `exclude`."
+    )
+
+
 def detach(layer: keras.Layer, name: str) -> None:
     """Take a sub-layer out of an unlocked layer, and its attribute.
 

@@ -9,18 +9,23 @@ kpe.revert(model)
 
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.calibration import calibrate
+from keras_policy_ext.conversion.freezing import freeze, thaw
+from keras_policy_ext.conversion.frozen_report import FrozenReport
 from keras_policy_ext.conversion.in_place import convert, revert
 from keras_policy_ext.conversion.loading import load_model, load_weights
 from keras_policy_ext.conversion.report import Converted, Report, Skipped
 
 __all__ = [
     "Converted",
+    "FrozenReport",
     "Report",
     "Skipped",
     "calibrate",
     "convert",
     "filters",
+    "freeze",
     "load_model",
     "load_weights",
     "revert",
+    "thaw",
 ]

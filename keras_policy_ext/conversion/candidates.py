@@ -56,7 +56,10 @@ class Candidate:
     def sizes(self) -> list[tuple[int, int]]:
         """For each kernel: how many terms are summed, and to how many sums."""
         form: Any = self.form
-        return [form.float8_sizes(self.layer, k) for k in self.kernels]
+        return [
+            form.float8_axes(self.layer, kernel).sizes(tuple(kernel.shape))
+            for kernel in self.kernels
+        ]
 
     @property
     def size(self) -> int:
@@ -130,7 +133,8 @@ def _form(layer: keras.Layer) -> type | None:
     except TypeError as error:
         raise _CannotConvert(str(error)) from error
     own = walking.own_weights(layer)
-    if form is None:
+    trains = getattr(form, "float8_trains", True)
+    if form is None or (form is not cls and not trains):
         _refuse_unknown(cls, own)
         return None
     if not layer.built:

@@ -14,7 +14,7 @@ import keras
 from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.class_swap import enter_float8
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -41,6 +41,13 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     held = held_policy(layer)
     enter_float8(layer, held if _says(held, followed) else distinct.pop())
     return True
+
+
+def leave_if_empty(layer: keras.Layer) -> None:
+    """Give a composite its stock form, if nothing in it is in float8."""
+    layers = walking.layers_within(layer)[1:]
+    if not any(float8_policy_of(each) is not None for each in layers):
+        leave_float8(layer)
 
 
 def declare_policies(model: keras.Layer) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
@@ -81,6 +83,21 @@ class Operation(Hashable, Protocol):
         """The gradients of inputs, kernel and state."""
 
 
+class FrozenOperation(Hashable, Protocol):
+    """A function of inputs and of constants, which get no gradient."""
+
+    def resolved(self) -> FrozenOperation:
+        """This operation, when what it leaves open can be known."""
+
+    def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
+        """The outputs."""
+
+    def inputs_grad(
+        self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
+    ) -> Tensor:
+        """The gradient of inputs of this shape."""
+
+
 class Framework:
     """The framework as far as `keras.ops` goes."""
 
@@ -144,6 +161,23 @@ class Framework:
         Where a maximum loses NaN, infinity is in its place.
         """
         return ops.abs(x)
+
+    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
+        """The numbers of codes, from a table of all 256.
+
+        Args:
+            codes: Uint8 tensor of any shape.
+            format_name: The ml_dtypes name of a format of eight bits.
+
+        Returns:
+            Float32 tensor of that shape.
+        """
+        table = ops.convert_to_tensor(numbers_of_codes(format_name))
+        return ops.take(table, ops.cast(codes, "int32"), axis=0)
+
+    def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
+        """The same bytes in a float8 dtype."""
+        return ops.cast(self.numbers(codes, format_name), format_name)
 
     # Branches and replicas
 
@@ -211,6 +245,15 @@ class Framework:
         *state: Tensor,
     ) -> Tensor:
         """`operation.forward`, differentiable by `operation.backward`."""
+        raise NotImplementedError(_needs_a_framework(self.name))
+
+    def run_frozen(
+        self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+    ) -> Tensor:
+        """`operation.forward`, with the gradient `operation.inputs_grad`.
+
+        Nothing but the constants is kept for that.
+        """
         raise NotImplementedError(_needs_a_framework(self.name))
 
     def transpose(
@@ -294,6 +337,13 @@ class Framework:
             "`model.trainable_variables`, as taken in your training step; "
             "pass them on."
         )
+
+
+@functools.cache
+def numbers_of_codes(format_name: str) -> np.ndarray[Any, Any]:
+    """Float32 (256,): the number of each code of a format."""
+    codes = np.arange(256, dtype="uint8")
+    return codes.view(formats.get(format_name).dtype).astype("float32")
 
 
 def _needs_a_framework(name: str) -> str:

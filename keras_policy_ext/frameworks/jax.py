@@ -10,12 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax import lax
 
 from keras_policy_ext.frameworks.base import (
     SECOND_DERIVATIVE,
     Framework,
+    FrozenOperation,
     Operation,
+    numbers_of_codes,
 )
 
 Tensor = Any
@@ -112,6 +115,20 @@ class JaxFramework(Framework):
         """See `Framework.run`."""
         return _run(operation, inputs, kernel, state)
 
+    def run_frozen(
+        self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+    ) -> Tensor:
+        """See `Framework.run_frozen`."""
+        return _run_frozen(operation, inputs, constants)
+
+    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
+        """See `Framework.numbers`."""
+        return jnp.asarray(numbers_of_codes(format_name))[codes]
+
+    def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
+        """See `Framework.as_float8`."""
+        return lax.bitcast_convert_type(codes, jnp.dtype(format_name))
+
 
 FRAMEWORK = JaxFramework()
 
@@ -204,3 +221,41 @@ def _run_backward(
 
 
 _run.defvjp(_run_forward, _run_backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _frozen_outputs(
+    operation: FrozenOperation, inputs: Tensor, constants: State
+) -> Tensor:
+    return operation.forward(inputs, constants)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_frozen(
+    operation: FrozenOperation, inputs: Tensor, constants: State
+) -> Tensor:
+    return _frozen_outputs(operation, inputs, constants)
+
+
+def _run_frozen_forward(
+    operation: FrozenOperation, inputs: Tensor, constants: State
+) -> tuple[Tensor, _Saved]:
+    outputs = _frozen_outputs(operation, inputs, constants)
+    return outputs, _Saved(constants, inputs.shape)
+
+
+def _run_frozen_backward(
+    operation: FrozenOperation, saved: _Saved, outputs_grad: Tensor
+) -> tuple[Tensor, State]:
+    constants = tuple(saved.leaves)
+    inputs_grad = operation.inputs_grad(outputs_grad, constants, saved.shapes)
+    return inputs_grad, tuple(map(_no_gradient, constants))
+
+
+_run_frozen.defvjp(_run_frozen_forward, _run_frozen_backward)
+
+
+def _no_gradient(constant: Tensor) -> Any:
+    if jnp.issubdtype(constant.dtype, jnp.floating):
+        return jnp.zeros_like(constant)
+    return np.zeros(constant.shape, jax.dtypes.float0)

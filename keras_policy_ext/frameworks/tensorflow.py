@@ -13,7 +13,9 @@ import tensorflow as tf
 from keras_policy_ext.frameworks.base import (
     SECOND_DERIVATIVE,
     Framework,
+    FrozenOperation,
     Operation,
+    numbers_of_codes,
 )
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
@@ -222,6 +224,33 @@ class TensorFlowFramework(Framework):
             tf.identity(kernel),
             *(tf.identity(matrix) for matrix in state),
         )
+
+    def run_frozen(
+        self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+    ) -> Tensor:
+        """See `Framework.run_frozen`."""
+
+        @tf.custom_gradient
+        def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
+            outputs = operation.forward(inputs, constants)
+            sizes = _sizes(inputs)
+
+            def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
+                inputs_grad = operation.inputs_grad(
+                    outputs_grad, constants, sizes
+                )
+                return [inputs_grad, *(None for _ in constants)]
+
+            return outputs, gradient
+
+        # A tf.Variable would make tf.custom_gradient ask for a second result.
+        return differentiable(
+            tf.identity(inputs), *(tf.identity(each) for each in constants)
+        )
+
+    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
+        """See `Framework.numbers`."""
+        return tf.gather(numbers_of_codes(format_name), tf.cast(codes, "int32"))
 
 
 FRAMEWORK = TensorFlowFramework()

@@ -24,6 +24,7 @@ from keras_policy_ext.kernels.contract import (
 )
 from keras_policy_ext.kernels.contractions import Conv, Einsum
 from keras_policy_ext.kernels.engines import engine
+from keras_policy_ext.kernels.frozen import FrozenPlan, frozen_plan, run_frozen
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
 from keras_policy_ext.numerics.quantized import Quantized
@@ -37,15 +38,18 @@ __all__ = [
     "Conv",
     "Einsum",
     "Engine",
+    "FrozenPlan",
     "MatmulKernel",
     "Plan",
     "Quantized",
     "Request",
     "engine",
+    "frozen_plan",
     "make_plan",
     "prefer",
     "preferred",
     "run",
+    "run_frozen",
     "select",
     "settling",
 ]

@@ -221,6 +221,12 @@ class Contraction(Hashable, Protocol):
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """What becomes of an operand for which a recipe asks this."""
 
+    def summed_axes(self, rank: int) -> tuple[int, ...]:
+        """The axes of inputs of this rank that make one output.
+
+        Of a convolution, whose windows overlap: all but the first.
+        """
+
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """What is quantized of an operand, in the axes of its home matrix.
 

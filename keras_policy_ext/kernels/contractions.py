@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import keras
 
-from keras_policy_ext.kernels import scaled_products
+from keras_policy_ext.kernels import einsum, scaled_products
 from keras_policy_ext.kernels.contract import (
     Choice,
     Convolutions,
@@ -53,6 +53,11 @@ class Einsum:
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """See `Contraction.quantization`: what a recipe asks."""
         return asked
+
+    def summed_axes(self, rank: int) -> tuple[int, ...]:
+        """See `Contraction.summed_axes`."""
+        first, _, out = einsum.split(self.equation)
+        return tuple(i for i, letter in enumerate(first) if letter not in out)
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`.
@@ -159,6 +164,10 @@ class Conv:
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """See `Contraction.quantization`: one scale for a tensor."""
         return None if asked is None else asked.tensorwise
+
+    def summed_axes(self, rank: int) -> tuple[int, ...]:
+        """See `Contraction.summed_axes`."""
+        return tuple(range(1, rank))
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`: the tensor as it is."""

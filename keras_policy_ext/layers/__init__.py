@@ -23,6 +23,7 @@ from keras_policy_ext.layers.embedding import ReversibleEmbedding
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.rnn import GRU, LSTM, SimpleRNN
 from keras_policy_ext.layers.rnn_cells import GRUCell, LSTMCell, SimpleRNNCell
+from keras_policy_ext.layers.stored_embedding import Embedding
 
 Convolution1D = Conv1D
 Convolution2D = Conv2D
@@ -41,6 +42,7 @@ __all__ = [
     "Convolution3D",
     "Dense",
     "EinsumDense",
+    "Embedding",
     "Float8Mixin",
     "GRUCell",
     "GroupQueryAttention",

@@ -6,14 +6,19 @@ its class changes, and a form with kernels gets a state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
+from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import source_policy_of
+from keras_policy_ext.stored_kernels import StoredKernel
+
+Frozen = tuple[Any, StoredKernel, Any]
 
 # What a form keeps in a layer beside its state.
 _OF_FORMS = (
@@ -80,6 +85,36 @@ def leave_float8(layer: Any) -> None:
                     vars(layer).pop(name, None)
             global_policy.replace_layer_policy(layer, plain)
         built_layers.track_again([layer])
+
+
+def freeze_layer(layer: Any, policy: Any, kernels: Iterable[Frozen]) -> None:
+    """Store the kernels of a built layer in float8, in place.
+
+    Args:
+        layer: As for `enter_float8`.
+        policy: A float8 policy with the recipe `FrozenKernels`.
+        kernels: What each kernel becomes, and the scale of its inputs.
+
+    Raises:
+        ValueError, TypeError: As for `enter_float8`.
+    """
+    with unchanged_on_error([layer]):
+        enter_float8(layer, policy)
+        with built_layers.unlocked(layer):
+            for kernel, stored, scale in kernels:
+                stored_weights.store(layer, kernel, stored, scale)
+        held = stored_weights.stored_in(layer)
+        layer._float8_kernel_paths = tuple(each.path for each in held)
+        built_layers.track_again([layer])
+
+
+def thaw_layer(layer: Any) -> None:
+    """Undo `freeze_layer`, but for what the kernels were rounded to."""
+    with unchanged_on_error([layer]):
+        with built_layers.unlocked(layer):
+            for variable in stored_weights.stored_in(layer):
+                stored_weights.widen(layer, variable)
+        leave_float8(layer)
 
 
 def _form(layer: Any) -> type:

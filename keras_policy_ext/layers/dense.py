@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
@@ -14,6 +13,7 @@ from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stock_state import StockAttributes
+from keras_policy_ext.stored_kernels import Axes
 
 Tensor = Any
 
@@ -60,14 +60,15 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
         return _einsum_call(self, self.equation, inputs, training)
 
     @classmethod
-    def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
-        """See `Float8Mixin.float8_sizes`; the equation says what is summed."""
-        _, second, out = einsum.split(layer.equation.replace("...", ""))
-        sizes = dict(zip(second, kernel.shape, strict=True))
-        free = [axis for axis in second if axis in out]
-        return (
-            math.prod(sizes[axis] for axis in second if axis not in out),
-            math.prod(sizes[axis] for axis in free),
+    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+        """See `Float8Mixin.float8_axes`; the equation says what is summed."""
+        first, second, out = einsum.split(layer.equation.replace("...", ""))
+        summed = [letter for letter in first if letter in second]
+        summed += [letter for letter in second if letter not in first + out]
+        summed = [letter for letter in summed if letter not in out]
+        free = [letter for letter in out if letter in second]
+        return Axes(
+            tuple(map(second.index, summed)), tuple(map(second.index, free))
         )
 
 

@@ -10,6 +10,8 @@ from keras import ops
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_embedding import look_up
+from keras_policy_ext.stored_kernels import Axes
 
 Tensor = Any
 
@@ -43,6 +45,8 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
             (..., output_dim), or with `reverse` (..., input_dim). In the
             compute dtype; logits in `reverse_dtype` if that is set.
         """
+        if not reverse and self.is_frozen:
+            return look_up(self, inputs)
         if not reverse or self.float8_policy is None:
             return super().call(inputs, reverse=reverse)
         dtype = self.reverse_dtype or self.compute_dtype
@@ -78,9 +82,15 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         return stock.quantized_call(self, inputs, reverse=reverse)
 
     @classmethod
-    def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
-        """See `Float8Mixin.float8_sizes`."""
-        return layer.output_dim, layer.input_dim
+    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+        """See `Float8Mixin.float8_axes`; a word of the vocabulary is kept."""
+        projects = kernel.name == "reverse_embeddings"
+        return Axes((0,), (1,)) if projects else Axes((1,), (0,))
+
+    @classmethod
+    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+        """See `Float8Mixin.is_stored_kernel`; what is looked up counts."""
+        return variable.name in cls.float8_kernels
 
     @classmethod
     def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
@@ -19,7 +18,7 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers import contraction_hooks
+from keras_policy_ext.layers import contraction_hooks, stored_weights
 from keras_policy_ext.layers.operands import (
     check_sizes,
     floating_dtype,
@@ -31,9 +30,11 @@ from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.layers.saved_weights import SavedWeights
 from keras_policy_ext.layers.state import Float8State, has_state
 from keras_policy_ext.layers.stock_calls import StockCalls
+from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.of_layers import policy_of
+from keras_policy_ext.stored_kernels import Axes
 
 Tensor = Any
 
@@ -79,6 +80,9 @@ class Float8Mixin(
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
+
+    float8_trains: bool = True
+    """Whether it follows policies to train under. Else it can be frozen."""
 
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
@@ -136,6 +140,10 @@ class Float8Mixin(
         Returns:
             The variable.
         """
+        if self.is_frozen and float8 is not False:
+            stored = stored_weights.made(self, float8, *args, **kwargs)
+            if stored is not None:
+                return stored
         variable = super().add_weight(*args, **kwargs)
         if float8 is None:
             float8 = self.is_float8_kernel(self, variable)
@@ -145,6 +153,12 @@ class Float8Mixin(
             if policy is not None:
                 self.float8_state.add(variable, policy.recipe)
         return variable
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether kernels are stored in float8, and not trained."""
+        policy = self.float8_policy
+        return policy is not None and not policy.recipe.trains
 
     @property
     def float8_contracted(self) -> list[keras.Variable]:
@@ -169,19 +183,31 @@ class Float8Mixin(
         return len(variable.shape) >= 2 and is_floating(variable.dtype)
 
     @classmethod
-    def float8_sizes(cls, layer: Any, kernel: Any) -> tuple[int, int]:
-        """The sizes of the product with a kernel, per row of the inputs.
+    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+        """Whether a weight is stored in float8 when the layer is frozen.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            variable: One of its own weights, or what it is going to be.
+
+        Returns:
+            Here: whether it is contracted.
+        """
+        return cls.is_float8_kernel(layer, variable)
+
+    @classmethod
+    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+        """Which axes of a kernel its product sums over, and which it keeps.
 
         Args:
             layer: A layer of this class, or of the stock class.
             kernel: One of its contracted weights.
 
         Returns:
-            How many terms each sum has, and how many sums there are. Here:
-            all axes but the last are summed over.
+            Here: all axes but the last are summed over.
         """
-        *summed, free = kernel.shape
-        return math.prod(summed), free
+        *summed, free = range(len(kernel.shape))
+        return Axes(tuple(summed), (free,))
 
     def follow_policy(self, policy: keras.DTypePolicy) -> None:
         """Follow a policy with the kernels that are made, and unlocked.
@@ -337,6 +363,7 @@ class Float8Mixin(
                 f"{self.dtype_policy.name!r}. Make a new layer with the "
                 "float8 policy and load the weights from before."
             )
+        stored_weights.check_policy(self, policy)
         state, recipe = self.float8_state, policy.recipe
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and has_state(recipe)) or not state.fits(recipe):
@@ -358,7 +385,9 @@ class Float8Mixin(
         # Kept, and not asked for in each call: torch.compile takes the class
         # of a mapping for another one and would leave float8 out (torch 2.13).
         policy = policy_of(self)
-        follows = isinstance(policy, Float8DTypePolicy)
+        follows = isinstance(policy, Float8DTypePolicy) and (
+            self.float8_trains or not policy.recipe.trains
+        )
         self._float8_policy = policy if follows else None
         self._recipe_of_activations: Any = (
             policy.recipe.for_activations if follows else None
@@ -393,6 +422,12 @@ class Float8Mixin(
         dtype = keras.backend.standardize_dtype(dtype or self.compute_dtype)
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
+        if isinstance(kernel, StoredVariable):
+            frozen = kernels.frozen_plan(
+                contraction, kernel.recipe, kernel.axes, dtype
+            )
+            self.float8_state.last_call.plan = frozen
+            return kernels.run_frozen(frozen, inputs, *kernel.constants)
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)

@@ -49,7 +49,7 @@ class LastCall:
         plan: Its plan; None before the first one.
     """
 
-    plan: kernels.Plan | None = None
+    plan: kernels.Plan | kernels.FrozenPlan | None = None
 
 
 class Float8State(keras.layers.Layer):

@@ -31,6 +31,9 @@ from keras_policy_ext.recipes.mxfp8 import MXFP8Scaling
 from keras_policy_ext.recipes.nvfp4 import NVFP4Scaling
 
 # isort: split
+from keras_policy_ext.recipes.frozen import ACTIVATIONS, FrozenKernels
+
+# isort: split
 from keras_policy_ext.recipes.quantization import (
     MATMULS,
     OPERANDS,
@@ -50,6 +53,7 @@ from keras_policy_ext.recipes.spec import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "LARGEST_MARGIN",
     "MATMULS",
     "OPERANDS",
@@ -58,6 +62,7 @@ __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "FrozenKernels",
     "MXFP8Scaling",
     "NVFP4Scaling",
     "Quantization",

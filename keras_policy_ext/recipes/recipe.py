@@ -36,6 +36,8 @@ class Recipe:
         name: The name used in strings, e.g. `"delayed"`.
         granularity: What one scale belongs to: `"tensorwise"`, `"rowwise"` or
             `"blockwise"`.
+        trains: Whether kernels are trained under it; else they are stored in
+            float8 (`FrozenKernels`).
         forward: `"float8"`, or `"high_precision"` to do this matmul in the
             compute dtype.
         inputs_grad: Likewise.
@@ -48,6 +50,7 @@ class Recipe:
 
     name: ClassVar[str]
     granularity: ClassVar[str] = "tensorwise"
+    trains: ClassVar[bool] = True
 
     forward: str = "float8"
     inputs_grad: str = "float8"

@@ -14,8 +14,8 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
 def names() -> tuple[str, ...]:
-    """The names of the recipes that this version has."""
-    return tuple(REGISTRY)
+    """The names of the recipes that this version has to train with."""
+    return tuple(name for name, cls in REGISTRY.items() if cls.trains)
 
 
 def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:

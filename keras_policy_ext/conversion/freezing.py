@@ -1,0 +1,268 @@
+"""`freeze` and `thaw`: kernels of one byte a number, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import formats, stored_kernels
+from keras_policy_ext._keras import walking
+from keras_policy_ext.conversion import candidates, composites, models, training
+from keras_policy_ext.conversion.candidates import Candidate, Unconverted
+from keras_policy_ext.conversion.frozen_report import (
+    FrozenReport,
+    Stored,
+    frozen_report,
+)
+from keras_policy_ext.conversion.report import Report, report_of
+from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.class_swap import (
+    Frozen,
+    freeze_layer,
+    thaw_layer,
+)
+from keras_policy_ext.layers.drop_in import drop_in_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    source_policy_of,
+)
+from keras_policy_ext.recipes import FrozenKernels
+
+
+def freeze(
+    model: keras.Layer,
+    *,
+    weights: str = "float8_e4m3fn",
+    granularity: str = "channel",
+    activations: str | None = None,
+    trained_scales: bool = False,
+    include: object = None,
+    exclude: object = None,
+) -> FrozenReport:
+    """Store the kernels of a model in float8, one byte a number, in place.
+
+    Kernels of Dense, EinsumDense, convolutions, attention, recurrent cells
+    and embeddings become codes with scales, and the floating-point weights
+    are let go. A frozen layer computes what it was rounded to: its kernel
+    does not train, and gradients pass to its inputs. Adapters of LoRA train
+    beside it. Biases stay as they are.
+
+    Args:
+        model: A built model or layer, in float8 or not, trained or not.
+        weights: The format: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        granularity: What has a scale: `"channel"` (each output of a kernel,
+            each word of an embedding), `"tensor"`, or `"block"` (128 by 128
+            numbers of the kernel as a matrix).
+        activations: None leaves the inputs of products as they are.
+            `"dynamic"` rounds them to e4m3fn too, with a scale for each
+            token, or example of a convolution; `"static"` with one scale for
+            all, from the amaxes that were seen in training or by `calibrate`,
+            under delayed scaling.
+        trained_scales: Whether kernels that were trained under delayed
+            scaling keep the scale that they had, and are not scaled anew;
+            with `granularity="tensor"` only.
+        include: As for `convert`.
+        exclude: As for `convert`.
+
+    Returns:
+        What was stored, in how many bytes, and how near to what it was; and
+        what was not stored and why.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the model is not built, an argument is unknown, a
+            kernel is not finite, or a scale that is asked for was never
+            seen. The model is then unchanged.
+    """
+    recipe = FrozenKernels(
+        weights=weights, per=granularity, activations=activations
+    )
+    _check_trained(trained_scales, granularity)
+    selection = Selection.read(include, exclude, None, None)
+    models.check(model)
+    found, skipped = freezable(model)
+    reasons = selection.reasons(found)
+    chosen = [each for n, each in enumerate(found) if n not in reasons]
+    left = [Unconverted(found[n].layer, reasons[n]) for n in sorted(reasons)]
+    _check_not_frozen(chosen)
+    plans = [_plan(each, recipe, trained_scales) for each in chosen]
+    stored: list[Stored] = []
+    with (
+        unchanged_on_error(training.parts(model)),
+        training.continued(model),
+        training.replicas(model),
+    ):
+        for plan in plans:
+            kernels = list(plan.kernels(stored))
+            freeze_layer(plan.layer, plan.policy, kernels)
+        for layer in candidates.survey(model).composites:
+            composites.enter_float8_with_children(layer)
+        composites.declare_policies(model)
+        layers = [plan.layer for plan in plans]
+        report = report_of(model, layers, [*left, *skipped])
+    return frozen_report(report, stored)
+
+
+def thaw(model: keras.Layer) -> Report:
+    """Give a frozen model float weights again, in place.
+
+    Layers are the stock ones again. The weights are those that the kernels
+    were rounded to: what `freeze` has lost does not come back.
+
+    Args:
+        model: As for `freeze`.
+
+    Returns:
+        The layers that were frozen, and nothing skipped.
+
+    Raises:
+        ValueError: If the model or a part of it is not built.
+    """
+    models.check(model)
+    frozen = frozen_layers(model)
+    with (
+        unchanged_on_error(training.parts(model)),
+        training.continued(model),
+        training.replicas(model),
+    ):
+        for layer in frozen:
+            thaw_layer(layer)
+        for layer in candidates.survey(model).composites:
+            composites.leave_if_empty(layer)
+        return report_of(model, frozen, [])
+
+
+def frozen_layers(model: keras.Layer) -> list[Any]:
+    """The layers of a model whose kernels are stored."""
+    return [
+        layer
+        for layer in walking.layers_within(model)
+        if isinstance(layer, Float8Mixin) and layer.is_frozen
+    ]
+
+
+def freezable(
+    model: keras.Layer,
+) -> tuple[list[Candidate], list[Unconverted]]:
+    """The layers of a model that can be frozen, and why others cannot."""
+    survey = candidates.survey(model)
+    found = {id(each.layer): each for each in survey.candidates}
+    skipped = []
+    for each in survey.skipped:
+        form = drop_in_of(type(each.layer))
+        trains = getattr(form, "float8_trains", True)
+        if form is None or trains or not each.layer.built:
+            skipped.append(each)
+            continue
+        kernels = tuple(stored_weights.kernels_to_store(each.layer, form))
+        found[id(each.layer)] = Candidate(each.layer, form, kernels)
+    order = walking.layers_within(model)
+    return [found[id(x)] for x in order if id(x) in found], skipped
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What becomes of a layer."""
+
+    candidate: Candidate
+    recipe: FrozenKernels
+    inputs_scales: dict[str, float]
+    scales: dict[str, float]
+
+    @property
+    def layer(self) -> Any:
+        return self.candidate.layer
+
+    @property
+    def policy(self) -> Float8DTypePolicy:
+        source = source_policy_of(self.layer).name
+        return Float8DTypePolicy(source, recipe=self.recipe)
+
+    def kernels(self, stored: list[Stored]) -> Iterator[Frozen]:
+        """What each kernel becomes; and a note of it."""
+        form: Any = self.candidate.form
+        for kernel in stored_weights.kernels_to_store(self.layer, form):
+            value = stored_weights.float_value(kernel)
+            try:
+                each = stored_kernels.quantize(
+                    value,
+                    form.float8_axes(self.layer, kernel),
+                    self.recipe.per,
+                    self.recipe.weights,
+                    self.scales.get(kernel.path),
+                )
+            except ValueError as error:
+                raise ValueError(f"{kernel.path!r}: {error}") from error
+            stored.append(Stored.of(kernel, value, each))
+            yield kernel, each, self.inputs_scales.get(kernel.path)
+
+
+def _plan(
+    candidate: Candidate, recipe: FrozenKernels, trained_scales: bool
+) -> _Plan:
+    """What becomes of a layer, once all that is asked for is known."""
+    layer: Any = candidate.layer
+    inputs: dict[str, float] = {}
+    scales: dict[str, float] = {}
+    for kernel in candidate.kernels:
+        rows = _seen(layer, kernel)
+        if recipe.activations == "static" and candidate.form.float8_trains:
+            amax = float(np.max(rows["inputs"][1], initial=0.0)) if rows else 0
+            if not amax:
+                raise ValueError(_unseen(layer, "inputs", "static"))
+            inputs[kernel.path] = amax / formats.get("float8_e4m3fn").max
+        if trained_scales and rows:
+            scale = float(rows["kernel"][0])
+            if scale > 0:
+                scales[kernel.path] = scale
+    return _Plan(candidate, recipe, inputs, scales)
+
+
+def _seen(layer: Any, kernel: keras.Variable) -> Any:
+    """What was observed of a kernel and its inputs; nothing without state."""
+    if not isinstance(layer, Float8Mixin):
+        return {}
+    variable = layer.float8_state.of(kernel)
+    return {} if variable is None else variable.rows()
+
+
+def _unseen(layer: Any, operand: str, asked: str) -> str:
+    return (
+        f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
+        f"{operand}. Received: activations={asked!r}. Allowed: a model that "
+        "was trained or calibrated under delayed scaling. Call "
+        "`keras_policy_ext.convert(model)` and "
+        "`keras_policy_ext.calibrate(model, data)` first; or leave the layer "
+        "out with `exclude`, or freeze with activations='dynamic', which "
+        "needs no data."
+    )
+
+
+def _check_trained(trained_scales: bool, granularity: str) -> None:
+    if trained_scales and granularity != "tensor":
+        raise ValueError(
+            "Scales from training are those of whole kernels. Received: "
+            f"trained_scales=True and granularity={granularity!r}. Allowed: "
+            "granularity='tensor'. Pass that, or scale the kernels anew."
+        )
+
+
+def _check_not_frozen(chosen: list[Candidate]) -> None:
+    for each in chosen:
+        policy = float8_policy_of(each.layer)
+        if policy is not None and not policy.recipe.trains:
+            raise ValueError(
+                f"Layer {candidates.path_of(each.layer)!r} is frozen. "
+                f"Received: a layer under {policy.full_name!r}. Allowed: "
+                "layers with float kernels. `keras_policy_ext.thaw(model)` "
+                "gives them back, rounded; or leave the layer out with "
+                "`exclude`."
+            )

@@ -1,0 +1,108 @@
+"""What `freeze` did: bytes before and after, and how much was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.stored_kernels import StoredKernel
+
+_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A kernel that was stored.
+
+    Attributes:
+        path: Of the kernel.
+        bytes_before: As it was.
+        bytes_after: Of its codes and scales.
+        sqnr_db: Signal to quantization noise ratio of the kernel, decibels.
+    """
+
+    path: str
+    bytes_before: int
+    bytes_after: int
+    sqnr_db: float
+
+    @classmethod
+    def of(
+        cls, kernel: keras.Variable, value: Any, stored: StoredKernel
+    ) -> Stored:
+        """Of a kernel, its numbers in float32, and what became of them."""
+        width = np.dtype("float32").itemsize
+        if "16" in keras.backend.standardize_dtype(kernel.dtype):
+            width //= 2
+        return cls(
+            kernel.path,
+            value.size * width,
+            stored.nbytes,
+            _sqnr_db(value, stored.dequantized()),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenReport(Report):
+    """The report of `freeze`: `Report`, and what each kernel is stored as.
+
+    Attributes:
+        stored: One entry for each kernel that was stored.
+    """
+
+    stored: tuple[Stored, ...] = ()
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the kernels that were stored, as they were."""
+        return sum(each.bytes_before for each in self.stored)
+
+    @property
+    def bytes_after(self) -> int:
+        """Of their codes and scales."""
+        return sum(each.bytes_after for each in self.stored)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`Report.as_dict`, with what was stored."""
+        stored = [dataclasses.asdict(each) for each in self.stored]
+        return {**super().as_dict(), "stored": stored}
+
+    def _notes(self, full: bool) -> list[str]:
+        notes = super()._notes(full)
+        if self.stored:
+            worst = min(self.stored, key=lambda each: each.sqnr_db)
+            notes.append(
+                f"Kernels: {readable_bytes(self.bytes_before)} before, "
+                f"{readable_bytes(self.bytes_after)} now "
+                f"({self.bytes_after / self.bytes_before:.3f}). The least "
+                f"exact one, {worst.path!r}, has {worst.sqnr_db:.1f} dB."
+            )
+        return notes
+
+
+def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:
+    """A report of layers, with what became of their kernels."""
+    return FrozenReport(
+        report.converted, report.skipped, report.parameters, tuple(stored)
+    )
+
+
+def readable_bytes(number: int) -> str:
+    """Bytes as text, to three digits."""
+    for factor, unit in _UNITS:
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number} B"
+
+
+def _sqnr_db(value: Any, approximation: Any) -> float:
+    signal = float(np.linalg.norm(value.astype("float64")))
+    noise = float(np.linalg.norm(value - approximation.astype("float64")))
+    if not noise:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal else -math.inf

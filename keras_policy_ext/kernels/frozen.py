@@ -1,0 +1,259 @@
+"""The product with a kernel that is stored in float8, and not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext import formats, frameworks
+from keras_policy_ext.kernels import engines
+from keras_policy_ext.kernels.contract import Choice, Contraction, Request
+from keras_policy_ext.kernels.contractions import Einsum
+from keras_policy_ext.kernels.forms import shape_of
+from keras_policy_ext.kernels.preference import preferred
+from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import FrozenKernels, Quantization
+from keras_policy_ext.stored_kernels import BLOCK, Axes
+
+Tensor = Any
+Constants = tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenPlan:
+    """One product with a stored kernel, ready to run; hashable.
+
+    What it is given beside the inputs are constants: the codes of the kernel,
+    its scales, and the scale of the inputs where that was found before.
+
+    Attributes:
+        contraction: What is multiplied.
+        recipe: How kernel and inputs are quantized.
+        axes: Which axes of the kernel share a scale.
+        dtype: Of inputs and outputs: the compute dtype.
+        prefer: As for `Plan`.
+        for_xla: As for `Plan`.
+    """
+
+    contraction: Contraction
+    recipe: FrozenKernels
+    axes: Axes
+    dtype: str
+    prefer: str | None = "auto"
+    for_xla: bool = False
+
+    def resolved(self) -> FrozenPlan:
+        """This plan, with what is preferred here and now."""
+        if self.prefer:
+            return self
+        return dataclasses.replace(self, prefer=preferred())
+
+    @property
+    def choice(self) -> Choice:
+        """Which kind of kernel runs the product, and why."""
+        if self._asked("inputs") is None:
+            return Choice(
+                "emulated",
+                "stored numbers are widened and multiplied in "
+                f"{self.dtype}: inputs are not quantized",
+            )
+        if not self._has_matrix:
+            return Choice("emulated", "stored numbers are widened first")
+        return self._chosen[1]
+
+    def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
+        """The outputs.
+
+        Args:
+            inputs: Of dtype `dtype`.
+            constants: Codes, scales, and perhaps the scale of the inputs.
+
+        Returns:
+            Outputs of dtype `dtype`.
+        """
+        codes, scale, *known = constants
+        shapes = shape_of(inputs), shape_of(codes)
+        if self._asked("inputs") is None:
+            x, wide = inputs, self.dtype
+        elif self._has_matrix and self._chosen[1].native:
+            return self._native(inputs, codes, scale, known, shapes)
+        else:
+            x, wide = self._rounded(inputs, known), "float32"
+        kernel = self._dequantized(codes, scale, wide)
+        reads = (
+            self._read("inputs", x, wide),
+            self._read("kernel", kernel, wide),
+        )
+        return self._product("forward", *reads, shapes)
+
+    def inputs_grad(
+        self, outputs_grad: Tensor, constants: Constants, shape: Any
+    ) -> Tensor:
+        """The gradient of the inputs, in the compute dtype.
+
+        Rounding the inputs is taken for the identity.
+
+        Args:
+            outputs_grad: Of dtype `dtype`.
+            constants: As for `forward`.
+            shape: Of the inputs.
+        """
+        codes, scale, *_ = constants
+        kernel = self._dequantized(codes, scale, self.dtype)
+        read = self._read("kernel", kernel, self.dtype)
+        reads = (
+            self._read("outputs_grad", outputs_grad, self.dtype),
+            self.contraction.transposed(read),
+        )
+        return self._product("inputs_grad", *reads, (shape, shape_of(codes)))
+
+    def _asked(self, operand: str) -> Quantization | None:
+        asked = self.recipe.quantization(operand, "forward")
+        return self.contraction.quantization(asked)
+
+    @functools.cached_property
+    def _chosen(self) -> tuple[Any, Choice]:
+        """What multiplies operands that are both quantized, and why."""
+        a: Any = self.recipe.quantization("inputs", "forward")
+        b: Any = self.recipe.quantization("kernel", "forward")
+        request = Request("forward", a, b, False, self.prefer, self.for_xla)
+        return engines.engine().select(request)
+
+    @functools.cached_property
+    def _has_matrix(self) -> bool:
+        """Whether the scales of the kernel are those of its home matrix."""
+        if not isinstance(self.contraction, Einsum):
+            return False
+        if not self.contraction.reads_what_is_quantized:
+            return False
+        form = self.contraction.form
+        summed, free = (
+            "".join(form.second[axis] for axis in group) for group in self.axes
+        )
+        if self.recipe.per == "block":
+            return (summed, free) == (form.contracted, form.columns)
+        return set(summed) == set(form.contracted) and not form.batch
+
+    def _product(
+        self, matmul: str, a: Quantized, b: Quantized, shapes: Any
+    ) -> Tensor:
+        kernel, _ = self.contraction.choose(
+            engines.engine(), matmul, None, None
+        )
+        return self.contraction.product(
+            matmul, kernel, a, b, shapes, self.dtype
+        )
+
+    def _read(self, operand: str, x: Tensor, dtype: str) -> Quantized:
+        """What a matmul reads of an operand that is not quantized."""
+        home = self.contraction.operand(operand, x, None)
+        plain = quantized.unquantized(ops.cast(home, dtype))
+        return self.contraction.read(operand, plain)
+
+    def _dequantized(self, codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
+        """The kernel in its own axes."""
+        numbers = frameworks.current().numbers(codes, self.recipe.weights)
+        if self.recipe.per == "block":
+            scale = self._spread(scale, tuple(codes.shape))
+        return ops.cast(ops.multiply(numbers, scale), dtype)
+
+    def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The scale of each number, from those of blocks of a matrix."""
+        columns, rows = self.axes.sizes(shape)
+        scale = ops.repeat(ops.repeat(scale, BLOCK, 0), BLOCK, 1)
+        scale = scale[:rows, :columns]
+        order = self.axes.free + self.axes.summed
+        scale = ops.reshape(scale, [shape[axis] for axis in order])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return ops.transpose(scale, back)
+
+    def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
+        """What the quantized inputs stand for, float32, in their own axes."""
+        asked: Any = self.recipe.quantization("inputs", "forward")
+        scale = known[0] if known else self._scale(inputs, asked.format)
+        numbers = engines.engine().cast(inputs, scale, asked.format, False)
+        return ops.multiply(numbers, scale)
+
+    def _scale(self, inputs: Tensor, format_name: str) -> Tensor:
+        """That of each token, or example of a convolution.
+
+        NaN where a number of one is not finite, so that the outputs tell.
+        """
+        axes = self.contraction.summed_axes(len(inputs.shape))
+        amax = scaling.amax(inputs, axis=axes, keepdims=True)
+        limit = formats.get(format_name).max
+        scale = scaling.scale_for_limit(amax, limit)
+        return scale * (amax * 0.0 + 1.0)
+
+    def _native(
+        self,
+        inputs: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        known: list[Tensor],
+        shapes: Any,
+    ) -> Tensor:
+        """The product by a matmul that reads float8 itself."""
+        engine = engines.engine()
+        contraction: Any = self.contraction
+        asked: Any = self._asked("inputs")
+        home = contraction.operand("inputs", inputs, asked)
+        x, amax = quantized.quantize(
+            home, asked, known[0] if known else None, engine.narrow_cast
+        )
+        x = contraction.read("inputs", x if amax is None else x.marked(amax))
+        kernel = self._stored(codes, scale)
+        return contraction.product(
+            "forward", self._chosen[0], x, kernel, shapes, self.dtype
+        )
+
+    def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
+        """The home matrix of the kernel, as it is stored."""
+        contraction: Any = self.contraction
+        narrow = frameworks.current().as_float8(codes, self.recipe.weights)
+        values = contraction.form.matrix("kernel", narrow)
+        if self.recipe.per == "block":
+            scale = scale[None]
+        else:
+            scale = contraction.form.matrix("kernel", scale)
+        return Quantized(values, scale, self._asked("kernel"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of(*fields: Any) -> FrozenPlan:
+    return FrozenPlan(*fields)
+
+
+def frozen_plan(
+    contraction: Contraction, recipe: FrozenKernels, axes: Axes, dtype: str
+) -> FrozenPlan:
+    """The plan of a product that is called here and now.
+
+    The arguments are the first attributes of `FrozenPlan`.
+    """
+    framework = frameworks.current()
+    if framework.is_compiling():
+        return FrozenPlan(contraction, recipe, axes, dtype, prefer=None)
+    return _plan_of(
+        contraction,
+        recipe,
+        axes,
+        dtype,
+        preferred(),
+        framework.traces_for_xla(),
+    )
+
+
+def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
+    """The outputs of a plan, with a gradient to the inputs.
+
+    Args:
+        plan: From `frozen_plan`.
+        inputs: Of dtype `plan.dtype`.
+        *constants: See `FrozenPlan.forward`.
+    """
+    return frameworks.current().run_frozen(plan, inputs, *constants)

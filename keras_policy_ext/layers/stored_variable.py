@@ -1,0 +1,177 @@
+"""A kernel of one byte a number, as a variable of its layer.
+
+| variable | shape | dtype | new | changes |
+|---|---|---|---|---|
+| the kernel | of the kernel | uint8 | zeros | when it is loaded |
+| its scale | `stored_kernels.scale_shape` | float32 | ones | likewise |
+| the scale of the inputs | () | float32 | one | likewise |
+
+The last one is there for static scales only. None of them is trained. The
+scales are in the sub-layer `float8_state`, so that patterns for kernels, such
+as those of a `LayoutMap`, do not match them by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext._keras import variable_values
+from keras_policy_ext.layers.paths import scope_of_path
+from keras_policy_ext.recipes import FrozenKernels
+from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
+
+SCALE = "_scale"
+INPUTS_SCALE = "_inputs_scale"
+"""What these variables are called after the name of the kernel."""
+
+
+class StoredVariable(keras.Variable):
+    """The codes of a kernel, uint8, in the shape of the kernel.
+
+    Attributes:
+        recipe: How it is stored.
+        axes: Which of its axes are summed.
+        scale: The variable of its scales.
+        inputs_scale: The variable of the scale of the inputs; None where they
+            have none that is known before.
+    """
+
+    scale: Any = None
+    inputs_scale: Any = None
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: Axes,
+        recipe: FrozenKernels,
+        name: str,
+        codes: Any = None,
+    ):
+        self.axes = axes
+        self.recipe = recipe
+        super().__init__(
+            initializer=_zeros if codes is None else codes,
+            shape=shape,
+            dtype="uint8",
+            trainable=False,
+            autocast=False,
+            name=name,
+        )
+
+    @property
+    def weights(self) -> str:
+        """The format of the numbers."""
+        return self.recipe.weights
+
+    @property
+    def granularity(self) -> str:
+        """What has a scale: see `FrozenKernels.per`."""
+        return self.recipe.per
+
+    @property
+    def stored(self) -> StoredKernel:
+        """A copy on the host."""
+        return StoredKernel(
+            codes=np.array(ops.convert_to_numpy(self.value)),
+            scale=np.array(ops.convert_to_numpy(self.scale.value)),
+            weights=self.weights,
+            granularity=self.granularity,
+            axes=self.axes,
+        )
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The tensors that a product reads."""
+        held = (self, self.scale, self.inputs_scale)
+        return tuple(
+            variable_values.value_without_autocast(each)
+            for each in held
+            if each is not None
+        )
+
+    def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
+        """Hold another kernel, one of the same shapes.
+
+        Args:
+            stored: The kernel.
+            inputs_scale: That of the inputs; None to leave it.
+        """
+        self.assign(stored.codes)
+        self.scale.assign(stored.scale)
+        if inputs_scale is not None and self.inputs_scale is not None:
+            self.inputs_scale.assign(inputs_scale)
+
+
+def add_stored(
+    layer: Any,
+    name: str,
+    shape: tuple[int, ...],
+    recipe: FrozenKernels,
+    axes: Axes,
+    stored: StoredKernel | None = None,
+    inputs_scale: float | None = None,
+) -> StoredVariable:
+    """Make the variables of a stored kernel.
+
+    Args:
+        layer: The layer, with its `float8_state`; unlocked.
+        name: Of the kernel.
+        shape: Of the kernel.
+        recipe: How it is stored.
+        axes: Which of its axes are summed.
+        stored: What it holds; None for zeros.
+        inputs_scale: That of the inputs, for static scales; None for one.
+
+    Returns:
+        The codes. The caller keeps them in an attribute of the layer.
+    """
+    codes = None if stored is None else stored.codes
+    path = layer.path or layer.name
+    with scope_of_path(path):
+        variable = StoredVariable(shape, axes, recipe, name, codes)
+    state = layer.float8_state
+    with scope_of_path(path), keras.name_scope(state.name):
+        variable.scale = _scale(
+            scale_shape(shape, axes, recipe.per),
+            name + SCALE,
+            None if stored is None else stored.scale,
+        )
+        setattr(state, name + SCALE, variable.scale)
+        if recipe.activations == "static":
+            variable.inputs_scale = _scale(
+                (), name + INPUTS_SCALE, inputs_scale
+            )
+            setattr(state, name + INPUTS_SCALE, variable.inputs_scale)
+    return variable
+
+
+def _scale(shape: tuple[int, ...], name: str, value: Any) -> keras.Variable:
+    if value is not None:
+        value = np.asarray(value, "float32")
+    return keras.Variable(
+        initializer="ones" if value is None else value,
+        shape=shape,
+        dtype="float32",
+        trainable=False,
+        autocast=False,
+        name=name,
+        **_whole(len(shape)),
+    )
+
+
+def _whole(rank: int) -> dict[str, Any]:
+    """The layout of scales on JAX: on every device."""
+    distribution = keras.distribution.distribution()
+    if keras.backend.backend() != "jax" or distribution is None:
+        return {}
+    mesh = distribution.device_mesh
+    layout = keras.distribution.TensorLayout((None,) * rank, mesh)
+    return {"layout": layout}
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    return ops.zeros(shape, dtype)

@@ -1,0 +1,155 @@
+"""Kernels of a layer that are stored: made, taken in place, given back."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext._keras import built_layers, variable_values, walking
+from keras_policy_ext.layers.operands import is_floating
+from keras_policy_ext.layers.paths import scope_of_path
+from keras_policy_ext.layers.stored_variable import StoredVariable, add_stored
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.recipes import FrozenKernels
+from keras_policy_ext.stored_kernels import StoredKernel
+
+
+class Weight(NamedTuple):
+    """What a weight is going to be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def made(
+    layer: Any, stored: bool | None, *args: Any, **kwargs: Any
+) -> StoredVariable | None:
+    """`add_weight` of a layer that is frozen, for a kernel.
+
+    Args:
+        layer: The layer.
+        stored: Whether this weight is stored; None: as its class says.
+        *args: As for `keras.layers.Layer.add_weight`.
+        **kwargs: Likewise.
+
+    Returns:
+        The variable; None if this weight is not stored.
+    """
+    asked = inspect.signature(keras.layers.Layer.add_weight).bind(
+        layer, *args, **kwargs
+    )
+    shape = (*args, kwargs.get("shape"))[0]
+    name = kwargs.get("name")
+    dtype = keras.backend.standardize_dtype(
+        asked.arguments.get("dtype") or layer.variable_dtype
+    )
+    if shape is None or name is None or not is_floating(dtype):
+        return None
+    weight: Any = Weight(name, tuple(shape), dtype)
+    if not (stored or layer.is_stored_kernel(layer, weight)):
+        return None
+    axes = layer.float8_axes(layer, weight)
+    recipe = layer.float8_policy.recipe
+    variable = add_stored(layer, name, weight.shape, recipe, axes)
+    layer._float8_kernel_paths += (variable.path,)
+    built_layers.track(layer, variable)
+    return variable
+
+
+def check_policy(layer: Any, policy: Float8DTypePolicy) -> None:
+    """Raise if kernels that are made would have to change for a policy.
+
+    Raises:
+        ValueError: If so.
+    """
+    made_already = bool(layer._float8_kernel_paths)
+    recipe = layer.float8_policy and layer.float8_policy.recipe
+    if not made_already or recipe == policy.recipe:
+        return
+    if policy.recipe.trains and not layer.is_frozen:
+        return
+    raise ValueError(
+        f"The kernels of layer {layer.name!r} are made, and what they are "
+        f"made of does not change with a policy. Received: "
+        f"{policy.full_name!r}. The layer has: {layer.dtype_policy!r}. "
+        "Allowed now: a recipe of the same kind. "
+        "`keras_policy_ext.freeze(model)` stores kernels in float8, and "
+        "`keras_policy_ext.thaw(model)` gives them back in floating point."
+    )
+
+
+def kernels_to_store(layer: Any, form: Any) -> list[keras.Variable]:
+    """The weights of a layer that are stored when it is frozen.
+
+    Args:
+        layer: A built layer.
+        form: Its float8 form.
+    """
+    own = walking.own_weights(layer)
+    if layer.__class__ is form and form.float8_kernels is None:
+        return list(layer.float8_contracted)
+    return [
+        each
+        for each in own
+        if is_floating(each.dtype) and form.is_stored_kernel(layer, each)
+    ]
+
+
+def stored_in(layer: Any) -> list[StoredVariable]:
+    """The stored kernels of a layer."""
+    own = walking.own_weights(layer)
+    return [each for each in own if isinstance(each, StoredVariable)]
+
+
+def store(
+    layer: Any, kernel: keras.Variable, stored: StoredKernel, scale: Any
+) -> StoredVariable:
+    """Put a stored kernel in the place of a float one.
+
+    Args:
+        layer: An unlocked layer that follows `FrozenKernels`.
+        kernel: One of its weights.
+        stored: What it was rounded to.
+        scale: That of its inputs, where it is known before.
+    """
+    recipe: FrozenKernels = layer.float8_policy.recipe
+    variable = add_stored(
+        layer,
+        kernel.name,
+        tuple(kernel.shape),
+        recipe,
+        stored.axes,
+        stored,
+        scale,
+    )
+    built_layers.replace_variable(layer, kernel, variable)
+    return variable
+
+
+def widen(layer: Any, variable: StoredVariable) -> keras.Variable:
+    """Put a float kernel in the place of a stored one, dequantized.
+
+    Args:
+        layer: An unlocked layer.
+        variable: One of its stored kernels.
+    """
+    with scope_of_path(layer.path or layer.name):
+        kernel = keras.Variable(
+            variable.stored.dequantized(),
+            dtype=layer.variable_dtype,
+            name=variable.name,
+            trainable=not getattr(layer, "lora_enabled", False),
+        )
+    built_layers.replace_variable(layer, variable, kernel)
+    return kernel
+
+
+def float_value(kernel: keras.Variable) -> np.ndarray:
+    """A float kernel on the host, float32."""
+    value = variable_values.value_without_autocast(kernel)
+    return np.asarray(ops.convert_to_numpy(ops.cast(value, "float32")))

@@ -1,0 +1,78 @@
+"""Kernels that are stored in float8, and not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from keras_policy_ext import formats
+from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
+from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
+from keras_policy_ext.stored_kernels import BLOCK, GRANULARITIES, WEIGHTS
+
+ACTIVATIONS = (None, "dynamic", "static")
+"""How inputs are quantized: not at all, or with one of two kinds of scales."""
+
+_TILES = {
+    "channel": Tile(free=1),
+    "tensor": WHOLE,
+    "block": Tile(BLOCK, BLOCK),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrozenKernels(Recipe):
+    """Kernels of one byte a number, which are not trained.
+
+    What `keras_policy_ext.freeze` gives to layers. A kernel is what it was
+    rounded to; gradients pass through its product in the compute dtype, with
+    the kernel dequantized. See `stored_kernels.quantize` for its scales.
+
+    Attributes:
+        weights: The format of the kernels: `"float8_e4m3fn"` or
+            `"float8_e5m2"`.
+        per: What has a scale: `"channel"` (each output of the kernel),
+            `"tensor"` or `"block"` (128 by 128 of it).
+        activations: `"dynamic"`: inputs are quantized to e4m3fn, with a scale
+            for each token; `"static"`: with one scale, found before. None:
+            they are not quantized.
+
+    Raises:
+        ValueError: If one of them is something else.
+    """
+
+    name: ClassVar[str] = "frozen"
+    trains: ClassVar[bool] = False
+
+    weights: str = "float8_e4m3fn"
+    per: str = "channel"
+    activations: str | None = None
+    inputs_grad: str = HIGH_PRECISION
+    kernel_grad: str = HIGH_PRECISION
+
+    def __post_init__(self) -> None:
+        _check(self, "weights", WEIGHTS)
+        _check(self, "per", GRANULARITIES)
+        _check(self, "activations", ACTIVATIONS)
+        super().__post_init__()
+
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """See `Recipe.quantization`; None where inputs are not quantized."""
+        if matmul != "forward" or self.activations is None:
+            return None
+        if self.in_high_precision(matmul):
+            return None
+        if operand == "kernel":
+            return Quantization(format=self.weights, tile=_TILES[self.per])
+        is_static = self.activations == "static"
+        tile = WHOLE if is_static else Tile(free=1)
+        return Quantization(format=formats.ALIASES["e4m3"], tile=tile)
+
+
+def _check(recipe: FrozenKernels, name: str, allowed: Any) -> None:
+    value = getattr(recipe, name)
+    if value not in allowed:
+        raise ValueError(
+            f"Wrong {name} of {type(recipe).__name__}. Received: {value!r}. "
+            f"Allowed: {', '.join(map(repr, allowed))}. Pass one of them."
+        )
