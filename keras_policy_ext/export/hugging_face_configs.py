@@ -35,7 +35,7 @@ def _part(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     KerasHub writes names of policies for dtypes. A token beyond the
     vocabulary is none: GPT-2's is 50256 however small the vocabulary is.
     """
-    found = {
+    found: dict[str, Any] = {
         key: _part(value, dtype) if key.endswith("_config") else value
         for key, value in config.items()
     }

@@ -12,8 +12,10 @@ from keras import ops
 
 from keras_policy_ext import stored_kernels
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion.candidates import path_of, survey
+from keras_policy_ext.conversion import freezing
 from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
@@ -88,7 +90,12 @@ class Kernel:
 
     def input_scale(self) -> float | None:
         """The scale of its inputs, where it is frozen with one."""
+        form: Any = type(self.layer)
         scale = getattr(self.variable, "inputs_scale", None)
+        if scale is not None and not form.is_float8_kernel(
+            self.layer, self.variable
+        ):
+            return None  # Rows are looked up in it; nothing is multiplied.
         return None if scale is None else float(ops.convert_to_numpy(scale))
 
 
@@ -96,18 +103,23 @@ def of_model(
     model: keras.Layer, include: object, exclude: object
 ) -> dict[int, Kernel]:
     """All kernels of a model, by the `id` of their variables."""
-    candidates = survey(model).candidates
+    candidates, _ = freezing.freezable(model)
     selection = Selection.read(include, exclude, None, None)
     reasons = selection.reasons(candidates)
     found = {}
     for number, candidate in enumerate(candidates):
         form: Any = candidate.form
-        for variable in candidate.kernels:
+        for variable in _kernels_of(candidate.layer, form):
             axes = form.float8_axes(candidate.layer, variable)
             found[id(variable)] = Kernel(
                 candidate.layer, variable, axes, reasons.get(number)
             )
     return found
+
+
+def _kernels_of(layer: keras.Layer, form: Any) -> list[Any]:
+    stored: list[Any] = list(stored_weights.stored_in(layer))
+    return stored or stored_weights.kernels_to_store(layer, form)
 
 
 def scheme_of(
@@ -138,7 +150,7 @@ def scheme_of(
         _check_alike(name, has if value is None else has | {value})
         found[name] = value or next(iter(has), getattr(usual, name))
     if activations == "auto":
-        has = {_activations(kernel) for kernel in frozen}
+        has = {kernel.variable.recipe.activations for kernel in frozen}
         _check_alike("activations", has)
         activations = next(iter(has), usual.activations)
     scheme = Scheme(activations=activations, **found)
@@ -164,20 +176,12 @@ def _check_alike(name: str, values: set[Any]) -> None:
         )
 
 
-def _activations(kernel: Kernel) -> str | None:
-    layer: Any = kernel.layer
-    recipe = layer.float8_policy.recipe
-    activations: str | None = recipe.activations
-    return activations
-
-
 def is_frozen(variable: Any) -> bool:
     """Whether a variable holds the bytes of a frozen kernel."""
-    # Of the class: the property reads the whole kernel.
-    return hasattr(type(variable), "stored")
+    return isinstance(variable, StoredVariable)
 
 
-def float_value(layer: keras.Layer | None, variable: Any) -> Array:
+def float_value(layer: Any, variable: Any) -> Array:
     """A weight as floats, dequantized, with its adapters merged in.
 
     A weight of whole numbers or bools stays one.
@@ -243,8 +247,3 @@ def owners(model: keras.Layer) -> dict[int, keras.Layer]:
         for layer in reversed(walking.layers_within(model))
         for variable in walking.tracked_variables(layer)
     }
-
-
-def path_of_layer(layer: keras.Layer) -> str:
-    """The path of a layer; its name where it has none yet."""
-    return path_of(layer)

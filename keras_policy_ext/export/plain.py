@@ -127,10 +127,10 @@ def _weights(model: keras.Layer) -> dict[str, Any]:
     return found
 
 
-def _float(name: str, layer: keras.Layer | None, variable: Any) -> Tensor:
+def _float(name: str, layer: Any, variable: Any) -> Tensor:
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if kernels.is_frozen(variable):
-        dtype = "float32"
+        dtype = layer.variable_dtype
 
     def make() -> Array:
         value = kernels.float_value(layer, variable)
