@@ -35,6 +35,7 @@ from keras_policy_ext import (
     recipes,
 )
 from keras_policy_ext._keras import averages, saving_hooks
+from keras_policy_ext.export import export
 from keras_policy_ext.layers import autocast_scope, is_autocast_variable
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
@@ -93,6 +94,7 @@ __all__ = [
     "convert",
     "deserialize",
     "dtype_policy",
+    "export",
     "filters",
     "formats",
     "freeze",

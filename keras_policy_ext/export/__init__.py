@@ -1,1 +1,87 @@
-"""Models in the files of other programs."""
+"""Models with float8 kernels in the forms of other readers, and back.
+
+```python
+kpe.freeze(model)
+kpe.export(model, "folder", format="compressed-tensors")
+```
+
+`kpe.export` is the function, not this room, which is loaded when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+
+def export(
+    model: Any,
+    path: str | os.PathLike[str],
+    format: str = "compressed-tensors",
+    *,
+    weights: str | None = None,
+    granularity: str | None = None,
+    activations: str | None = "auto",
+    include: Any = None,
+    exclude: Any = None,
+    tokenizer: Any = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    **options: Any,
+) -> Any:
+    """Write a model with float8 kernels, for a reader without Keras.
+
+    A frozen kernel is written with the bytes that it has; any other is
+    quantized while it is written, one at a time. The adapters of LoRA are
+    merged into the kernel, which is then quantized again. The model stays as
+    it is. What is written appears under its name when it is whole.
+
+    Args:
+        model: A built model. For the formats of Hugging Face a language model
+            of KerasHub, or its backbone; for the others any.
+        path: The folder to write, or for `"safetensors"` and `"onnx"` the
+            file.
+        format: `"compressed-tensors"` (vLLM, transformers), `"fp8"`
+            (transformers, vLLM; blocks of 128x128 or per tensor),
+            `"modelopt"` (TensorRT-LLM, vLLM; per tensor, static),
+            `"safetensors"` (one file with the model's own names) or
+            `"onnx"`.
+        weights: The format of the numbers. None: that of frozen kernels, else
+            `"float8_e4m3fn"`.
+        granularity: `"channel"`, `"tensor"` or `"block"`. None: that of
+            frozen kernels, else what the format is mostly read in.
+        activations: None, `"dynamic"` or `"static"`: how a reader quantizes
+            inputs. `"auto"`: as the frozen layers do, else not. Static scales
+            are those of frozen layers.
+        include: Regular expressions, one of which must be found in the path
+            of a layer that is quantized; None for any.
+        exclude: Regular expressions of layers that are written in float.
+        tokenizer: Of KerasHub, to be written too; None for that of the task.
+        max_shard_size: The most bytes in one file, such as `"5GB"`.
+        overwrite: Whether an earlier export at `path` is replaced.
+        **options: More arguments of the format `"onnx"`.
+
+    Returns:
+        An `ExportReport`, or what the writer of ONNX returns.
+
+    Raises:
+        ValueError: If the reader of the format cannot take the model, or an
+            argument is wrong.
+        TypeError: If the model is none for this format.
+        OSError: If it cannot be written; FileExistsError if something is at
+            `path`.
+    """
+    exporting = importlib.import_module(f"{__name__}.exporting")
+    request = exporting.Request(
+        path=path,
+        format=format,
+        asked=(weights, granularity, activations),
+        include=include,
+        exclude=exclude,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        options=options,
+    )
+    return exporting.run(model, request)

@@ -1,0 +1,42 @@
+"""A kernel that is quantized when it is written, and then let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_policy_ext.stored_kernels import StoredKernel
+
+Array = np.ndarray[Any, Any]
+
+
+class OneAtATime:
+    """Hands out codes once, and keeps the scales, which are asked for next.
+
+    Args:
+        make: Makes the kernel.
+        scale: What of it is kept.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], StoredKernel],
+        scale: Callable[[StoredKernel], Array] = lambda stored: stored.scale,
+    ) -> None:
+        self._make, self._scale = make, scale
+        self._kept: Array | None = None
+
+    def big(self) -> StoredKernel:
+        """The kernel, made anew."""
+        stored = self._make()
+        self._kept = np.array(self._scale(stored), copy=True)
+        return stored
+
+    def small(self) -> Array:
+        """Its scales."""
+        if self._kept is None:
+            self.big()
+        kept, self._kept = self._kept, None
+        return np.asarray(kept)
