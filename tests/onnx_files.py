@@ -33,7 +33,7 @@ def run(path, *inputs, level="ORT_ENABLE_ALL"):
 def run_at_all_levels(model, folder, *inputs, **options):
     """Write a model; its outputs at each level of optimization."""
     path = folder / "model.onnx"
-    onnx_export.write(model, path, **options)
+    onnx_export.write(model, path, overwrite=True, **options)
     return [run(path, *inputs, level=level) for level in LEVELS]
 
 

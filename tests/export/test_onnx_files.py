@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
+from keras_policy_ext import stored_kernels
 from keras_policy_ext.export import onnx as onnx_export
-from keras_policy_ext.export.onnx import initializers, kernels, writing
+from keras_policy_ext.export.onnx import initializers
 from onnx_files import run
 
 pytestmark = pytest.mark.any_backend
@@ -124,11 +125,12 @@ def test_subclass_that_computes_the_same_is_written(tmp_path):
         {"activations": "token"},
         {"opset": 18},
         {"opset": 26},
+        {"opset": 20, "granularity": "block"},
     ],
 )
 def test_arguments_are_checked(arguments, tmp_path):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"Wrong {name}.*Allowed: "):
+    name = next(iter(arguments))
+    with pytest.raises(ValueError, match=f"Received: {name}=.*Allowed: "):
         onnx_export.write(small_model(), tmp_path / "m.onnx", **arguments)
 
 
@@ -136,13 +138,6 @@ def test_static_scales_are_those_of_frozen_layers(tmp_path):
     with pytest.raises(NotImplementedError, match="freeze"):
         onnx_export.write(
             small_model(), tmp_path / "m.onnx", activations="static"
-        )
-
-
-def test_blocks_need_their_opset(tmp_path):
-    with pytest.raises(NotImplementedError, match="opset=21"):
-        onnx_export.write(
-            small_model(), tmp_path / "m.onnx", granularity="block", opset=20
         )
 
 
@@ -156,7 +151,9 @@ def test_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"before")
     with pytest.raises(NotImplementedError):
-        onnx_export.write(model_of(layers.UnitNormalization()), path)
+        onnx_export.write(
+            model_of(layers.UnitNormalization()), path, overwrite=True
+        )
     assert path.read_bytes() == b"before"
 
     def fails(*args, **kwargs):
@@ -165,10 +162,10 @@ def test_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(onnx.checker, "check_model", fails)
         with pytest.raises(onnx.checker.ValidationError):
-            onnx_export.write(small_model(), path)
+            onnx_export.write(small_model(), path, overwrite=True)
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["model.onnx"]
-    onnx_export.write(small_model(), path)
+    onnx_export.write(small_model(), path, overwrite=True)
     onnx.checker.check_model(str(path))
     assert os.listdir(tmp_path) == ["model.onnx"]
 
@@ -211,7 +208,7 @@ def test_numbers_beside_replace_no_others(tmp_path, monkeypatch):
     onnx_export.write(small_model(), tmp_path / "m.onnx")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(FileExistsError, match=r"m\.onnx\.data"):
-        onnx_export.write(small_model(), tmp_path / "m.onnx")
+        onnx_export.write(small_model(), tmp_path / "m.onnx", overwrite=True)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -221,23 +218,16 @@ def test_one_kernel_is_quantized_at_a_time(tmp_path, monkeypatch):
     import weakref
 
     alive = []
-    real = kernels.stored_kernels.quantize
+    real = stored_kernels.quantize
 
     def watched(*args):
         gc.collect()
         assert not [each for each in alive if each() is not None]
         stored = real(*args)
-        alive.append(weakref.ref(stored))
+        if stored.codes.size > 1:
+            alive.append(weakref.ref(stored))
         return stored
 
-    monkeypatch.setattr(kernels.stored_kernels, "quantize", watched)
+    monkeypatch.setattr(stored_kernels, "quantize", watched)
     onnx_export.write(small_model(), tmp_path / "m.onnx")
     assert len(alive) == 2
-
-
-def test_selection_names_the_layers():
-    model = small_model()
-    left_out = writing.left_out(model, None, model.layers[0].name + "$")
-    assert left_out == {id(model.layers[0])}
-    with pytest.raises(ValueError, match="matches no layer"):
-        writing.left_out(model, "attention", None)

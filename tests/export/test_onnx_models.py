@@ -130,7 +130,9 @@ def test_layers_that_are_left_out_stay_float32(tmp_path):
     path = tmp_path / "model.onnx"
     onnx_export.write(model, path, exclude="last", activations="dynamic")
     assert float8_names(path) == {"hidden/kernel"}
-    onnx_export.write(model, path, include="last", activations="dynamic")
+    onnx_export.write(
+        model, path, include="last", activations="dynamic", overwrite=True
+    )
     assert float8_names(path) == {"last/kernel"}
     casts = [n for n in onnx.load(path).graph.node if n.op_type == "Cast"]
     assert {node.name.split("/")[0] for node in casts} == {"last"}

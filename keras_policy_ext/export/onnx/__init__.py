@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection
 from typing import Any
 
 import keras
-
-from keras_policy_ext import stored_kernels
 
 PathLike = str | os.PathLike[str]
 
@@ -24,61 +21,64 @@ def write(
     model: keras.Model,
     path: PathLike,
     *,
-    weights: str = "float8_e4m3fn",
-    granularity: str = "channel",
-    activations: str | None = None,
+    weights: str | None = None,
+    granularity: str | None = None,
+    activations: str | None = "auto",
     include: Any = None,
     exclude: Any = None,
+    overwrite: bool = False,
     opset: int | None = None,
-) -> None:
+) -> Any:
     """Write a model to an ONNX file with kernels of one byte a number.
 
     The file computes in float32, whatever the compute dtype of the model.
-    Kernels of frozen layers are written as they are, with the rounding of
-    their inputs; all others are quantized, one at a time, as the arguments
-    say. The adapters of LoRA are added to a kernel before.
+    Frozen kernels are written with their bytes, all others are quantized, one
+    at a time; the adapters of LoRA are added before.
 
-    The file appears at its path when it is whole and checked, and replaces
-    what was there. A model of more than 2 GB has its numbers in a second file
-    beside it, `path + ".data"`.
+    The file appears at its path when it is whole and checked. A model of more
+    than 2 GB has its numbers in a second file beside it, `path + ".data"`.
 
     Args:
         model: A built Functional or Sequential model, of layers that ONNX has
             operators for. Models in it are such models too.
         path: Where the file belongs.
-        weights: The format of kernels that are not frozen.
-        granularity: What has a scale: `"channel"`, `"tensor"` or `"block"`.
-        activations: None, or `"dynamic"`: inputs of kernels that are not
-            frozen are rounded to float8, with a scale for each token.
-            `"static"` is for frozen layers, which have such scales.
-        include: Patterns of paths of layers; others stay float32. None: all.
-        exclude: Patterns of paths of layers that stay float32.
-        opset: The version of the operators. 19 to 25; None: 21.
-            Blocks need 21.
+        weights: As for `keras_policy_ext.export`.
+        granularity: As for `keras_policy_ext.export`; else per channel.
+        activations: As for `keras_policy_ext.export`.
+        include: As for `keras_policy_ext.export`.
+        exclude: As for `keras_policy_ext.export`.
+        overwrite: Whether a file at `path` is replaced.
+        opset: The version of the operators, 19 to 25; None for 21, and no
+            less for scales of blocks.
+
+    Returns:
+        An `ExportReport`.
 
     Raises:
         ImportError: If `onnx` is not installed.
-        ValueError: If an argument is something else.
+        ValueError: If an argument is something else, or the model is no graph.
         NotImplementedError: If a layer cannot be written; it is named.
-        FileExistsError: If there is a file where the numbers belong.
+        FileExistsError: If there is a file that is not to be replaced.
     """
     _check_installed()
-    _check("weights", weights, stored_kernels.WEIGHTS)
-    _check("granularity", granularity, stored_kernels.GRANULARITIES)
-    _check("activations", activations, (None, "dynamic", "static"))
     opset = OPSET if opset is None else opset
-    _check("opset", opset, OPSETS)
-    from keras_policy_ext.export.onnx import kernels, walk, writing
+    _check_opset(opset)
+    from keras_policy_ext.export import kernels
+    from keras_policy_ext.export.onnx import walk, writing
+    from keras_policy_ext.export.onnx.kernels import Kernels
 
     walk.check(model)
-    chosen = kernels.Kernels(
-        weights=weights,
-        granularity=granularity,
-        activations=activations,
-        left_out=writing.left_out(model, include, exclude),
-        takes_blocks=opset >= OPSET,
+    found = kernels.of_model(model, include, exclude)
+    usual = kernels.Scheme(
+        weights="float8_e4m3fn", granularity="channel", activations=None
     )
-    writing.write(model, path, chosen, opset)
+    scheme = kernels.scheme_of(
+        found.values(), weights, granularity, activations, usual
+    )
+    _check_blocks(scheme.granularity, opset)
+    chosen = Kernels(found, scheme)
+    writing.write(model, path, chosen, opset, overwrite)
+    return _report(path, scheme, chosen.written)
 
 
 def _check_installed() -> None:
@@ -90,9 +90,31 @@ def _check_installed() -> None:
         )
 
 
-def _check(name: str, value: object, allowed: Collection[Any]) -> None:
-    if value not in allowed:
+def _check_opset(opset: object) -> None:
+    if opset not in OPSETS:
         raise ValueError(
-            f"Wrong {name} of an ONNX file. Received: {value!r}. Allowed: "
-            f"{', '.join(map(repr, allowed))}. Pass one of them."
+            "This opset was not tried with float8. Received: "
+            f"opset={opset!r}. Allowed: {OPSETS[0]} to {OPSETS[-1]}. Leave it "
+            "out for the default."
         )
+
+
+def _check_blocks(granularity: str, opset: int) -> None:
+    if granularity == "block" and opset < OPSET:
+        raise ValueError(
+            "Scales of blocks came with a later opset. Received: "
+            f"opset={opset}. Allowed: {OPSET} to {OPSETS[-1]}. Leave it out, "
+            "or take another granularity."
+        )
+
+
+def _report(path: PathLike, scheme: Any, written: dict[int, Any]) -> Any:
+    from keras_policy_ext.export.report import ExportReport
+
+    return ExportReport(
+        os.fspath(path),
+        "onnx",
+        f"{scheme.weights} per {scheme.granularity}, "
+        f"inputs {scheme.activations or 'not quantized'}",
+        tuple(written.values()),
+    )

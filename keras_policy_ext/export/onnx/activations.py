@@ -186,8 +186,7 @@ def _elu_layer(context: Context, layer: Any, x: Value) -> Value:
 
 @layer("PReLU")
 def _prelu(context: Context, layer: Any, x: Value) -> Value:
-    alpha = keras.ops.convert_to_numpy(layer.alpha).astype("float32")
-    return context.graph.op("PRelu", x, alpha)
+    return context.graph.op("PRelu", x, context.kernels.weight(layer.alpha))
 
 
 @layer("Softmax")

@@ -11,7 +11,7 @@ from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
 from keras_policy_ext.export.onnx.channels import channels_first, put_back
 from keras_policy_ext.export.onnx.graph import Value
-from keras_policy_ext.export.onnx.kernels import Kernel, float32
+from keras_policy_ext.export.onnx.kernels import Kernel
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer
 from keras_policy_ext.kernels import einsum
@@ -36,12 +36,6 @@ def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
     )
     first, second, out = einsum.split(equation)
     summed = [i for i, axis in enumerate(first) if axis not in out]
-    if kernel.activations and any(first[i] not in second for i in summed):
-        raise Refused(
-            f"its equation {layer.equation!r} sums an axis that only its "
-            "inputs have, and its inputs are to be rounded",
-            "activations=None for this layer",
-        )
     order = kernel.axes.summed + kernel.axes.free
     turned = "".join(second[axis] for axis in order)
     y = graph.op(
@@ -66,7 +60,9 @@ def _convolution(context: Context, layer: Any, x: Value) -> Value:
     x = stored.rounded(graph, x, kernel, range(1, rank + 2))
     operands = [x, stored.convolution_kernel(graph, kernel)]
     if layer.use_bias:
-        operands.append(graph.constant(float32(layer.bias), "bias"))
+        operands.append(
+            graph.constant(context.kernels.weight(layer.bias), "bias")
+        )
     y = graph.op(
         "Conv",
         *operands,
@@ -92,7 +88,9 @@ def _embedding(context: Context, layer: Any, x: Value) -> Value:
 def _finished(context: Context, layer: Any, y: Value) -> Value:
     """Add the bias, activate."""
     if layer.bias is not None:
-        bias = context.graph.constant(float32(layer.bias), "bias")
+        bias = context.graph.constant(
+            context.kernels.weight(layer.bias), "bias"
+        )
         y = context.graph.op("Add", y, bias)
     return activated(context, layer.activation, y)
 

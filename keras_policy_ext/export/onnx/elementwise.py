@@ -8,7 +8,6 @@ import keras
 import numpy as np
 
 from keras_policy_ext.export.onnx.graph import Graph, Value
-from keras_policy_ext.export.onnx.kernels import float32
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer
 
@@ -83,20 +82,21 @@ def _permute(context: Context, layer: Any, x: Value) -> Value:
 @layer("BatchNormalization")
 def _batch_normalization(context: Context, layer: Any, x: Value) -> Value:
     graph = context.graph
+    read = context.kernels.weight
     along = [1] * x.rank
     along[layer.axis] = -1
     mean, variance = (
-        float32(each).reshape(along)
+        read(each).reshape(along)
         for each in (layer.moving_mean, layer.moving_variance)
     )
     factor = 1 / np.sqrt(variance + np.float32(layer.epsilon))
     if layer.scale:
-        factor = factor * float32(layer.gamma).reshape(along)
+        factor = factor * read(layer.gamma).reshape(along)
     y = graph.op("Sub", graph.cast(x, "float32"), mean)
     y = graph.op("Mul", y, factor.astype("float32"))
     if not layer.center:
         return y
-    return graph.op("Add", y, float32(layer.beta).reshape(along))
+    return graph.op("Add", y, read(layer.beta).reshape(along))
 
 
 @layer("LayerNormalization")
@@ -109,9 +109,9 @@ def _layer_normalization(context: Context, layer: Any, x: Value) -> Value:
     mean = graph.op("ReduceMean", x, axes, keepdims=1)
     y = _of_unit_size(graph, graph.op("Sub", x, mean), axes, layer.epsilon)
     if layer.scale:
-        y = graph.op("Mul", y, _along(layer.gamma, axes, x.rank))
+        y = graph.op("Mul", y, _along(context, layer.gamma, axes, x.rank))
     if layer.center:
-        y = graph.op("Add", y, _along(layer.beta, axes, x.rank))
+        y = graph.op("Add", y, _along(context, layer.beta, axes, x.rank))
     return y
 
 
@@ -120,7 +120,7 @@ def _rms_normalization(context: Context, layer: Any, x: Value) -> Value:
     graph = context.graph
     axes = _axes(layer.axis, x.rank)
     y = _of_unit_size(graph, graph.cast(x, "float32"), axes, layer.epsilon)
-    return graph.op("Mul", y, _along(layer.scale, axes, x.rank))
+    return graph.op("Mul", y, _along(context, layer.scale, axes, x.rank))
 
 
 @layer("Rescaling")
@@ -150,9 +150,9 @@ def _axes(axis: Any, rank: int) -> Array:
     return np.sort(np.asarray(axes, "int64") % rank)
 
 
-def _along(weight: Any, axes: Array, rank: int) -> Array:
+def _along(context: Context, weight: Any, axes: Array, rank: int) -> Array:
     """A weight whose axes are these, with axes of size 1 between them."""
-    values = float32(weight)
+    values = context.kernels.weight(weight)
     sizes = [1] * rank
     for axis, size in zip(axes, values.shape, strict=True):
         sizes[axis] = size

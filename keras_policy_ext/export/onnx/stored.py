@@ -110,13 +110,14 @@ def rounded(
 
 
 def _dynamic_scale(graph: Graph, x: Value, axes: Sequence[int]) -> Value:
-    """`amax / 448`; 1 where all is 0, so that nothing is divided by 0."""
+    """`amax / 448`, at least the smallest normal number: 0 divides nothing."""
     over = np.asarray(axes, "int64")
     magnitude = graph.op("Abs", x)
     amax = graph.op("ReduceMax", magnitude, over, keepdims=1)
     scale = graph.op("Div", amax, formats.get(INPUTS).max)
-    nothing = graph.op("Equal", scale, 0.0, dtype="bool")
-    return graph.op("Where", nothing, 1.0, scale, dtype="float32")
+    least = float(np.finfo("float32").smallest_normal)
+    too_small = graph.op("Less", scale, least, dtype="bool")
+    return graph.op("Where", too_small, least, scale, dtype="float32")
 
 
 def _dequantized(

@@ -5,38 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 import keras
 import onnx
 from onnx import helper
 
-from keras_policy_ext._keras import walking
 from keras_policy_ext._version import __version__
-from keras_policy_ext.conversion.candidates import Candidate
-from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.export import outputs
 from keras_policy_ext.export.onnx.graph import Graph
 from keras_policy_ext.export.onnx.initializers import Initializers
-from keras_policy_ext.export.onnx.kernels import (
-    Kernels,
-    has_kernel,
-    variable_of,
-)
+from keras_policy_ext.export.onnx.kernels import Kernels
 from keras_policy_ext.export.onnx.walk import Walk
 
 PathLike = str | os.PathLike[str]
 
 
 def write(
-    model: keras.Model, path: PathLike, kernels: Kernels, opset: int
+    model: keras.Model,
+    path: PathLike,
+    kernels: Kernels,
+    opset: int,
+    overwrite: bool,
 ) -> None:
     """Write a model; see `keras_policy_ext.export.onnx.write`."""
     target = pathlib.Path(path).absolute()
-    with tempfile.TemporaryDirectory(
-        prefix=f".{target.name}.", suffix=".partial", dir=target.parent
-    ) as folder:
-        made = pathlib.Path(folder) / target.name
+    with outputs.whole(target, folder=False, overwrite=overwrite) as made:
         data = made.with_name(f"{made.name}.data")
         _write(model, made, data, kernels, opset)
         onnx.checker.check_model(str(made), full_check=True)
@@ -44,27 +38,10 @@ def write(
             beside = target.with_name(data.name)
             _check_free(beside)
             os.replace(data, beside)
-        os.replace(made, target)
-
-
-def left_out(model: keras.Model, include: Any, exclude: Any) -> frozenset[int]:
-    """The ids of the layers whose kernels stay float32.
-
-    Raises:
-        ValueError: If `include` matches no layer that could be stored.
-    """
-    selection = Selection.read(include, exclude, None, None)
-    candidates = [
-        Candidate(layer, type(layer), (variable_of(layer),))
-        for layer in walking.layers_within(model)
-        if has_kernel(layer)
-    ]
-    reasons = selection.reasons(candidates)
-    return frozenset(id(candidates[number].layer) for number in reasons)
 
 
 def _write(
-    model: keras.Model,
+    model: Any,
     path: pathlib.Path,
     data: pathlib.Path,
     kernels: Kernels,
@@ -73,12 +50,12 @@ def _write(
     """Write a file, and one of numbers beside it if they are too many."""
     with contextlib.closing(Initializers(data)) as initializers:
         graph = Graph(initializers)
-        inputs, outputs = Walk(graph, kernels).model(model)
+        inputs, results = Walk(graph, kernels).model(model)
         initializers.finish()
         opsets = [helper.make_opsetid("", opset)]
         whole = helper.make_model(
             helper.make_graph(
-                graph.nodes, model.name, inputs, outputs, initializers.tensors
+                graph.nodes, model.name, inputs, results, initializers.tensors
             ),
             opset_imports=opsets,
             ir_version=helper.find_min_ir_version_for(opsets),
