@@ -79,6 +79,13 @@ CASES = {
         Axes((0, 1), (2,)),
         12,
     ),
+    "conv 1d of even size": (
+        lambda: layers.Conv1D(5, 4, padding="same"),
+        (11, 4),
+        (1, 2),
+        Axes((0, 1), (2,)),
+        16,
+    ),
     "conv 2d": (
         lambda: layers.Conv2D(6, (3, 2), strides=(1, 2), use_bias=False),
         (9, 8, 4),

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import onnx
 import pytest
 
 import keras_policy_ext as kpe
@@ -149,6 +150,19 @@ def test_adapters_on_a_frozen_kernel_are_added(tmp_path):
     for (outputs,) in run_at_all_levels(model, tmp_path, data):
         # The sum is rounded to e4m3fn again: 3 bits behind the first one.
         assert 25 < sqnr_db(expected, outputs) < 60
+
+
+def test_frozen_kernels_that_are_left_out_are_dequantized(tmp_path):
+    x = keras.Input((16,))
+    model = keras.Model(x, layers.Dense(8, name="dense")(x))
+    kpe.freeze(model, activations="dynamic")
+    path = tmp_path / "model.onnx"
+    kpe.export(model, path, format="onnx", exclude="dense")
+    tensors = {each.name: each for each in onnx.load(path).graph.initializer}
+    kernel = onnx.numpy_helper.to_array(tensors["dense/kernel"])
+    (variable,) = stored_weights.stored_in(model.layers[-1])
+    np.testing.assert_array_equal(kernel, variable.stored.dequantized())
+    assert "Cast" not in {node.op_type for node in onnx.load(path).graph.node}
 
 
 @pytest.mark.any_backend
