@@ -102,6 +102,23 @@ def test_file_predicts_what_the_frozen_model_does(
         assert np.all(np.abs(outputs - expected) <= allowed)
 
 
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_relu_before_static_scales_stays(rank, use_bias, tmp_path):
+    """An optimizer that takes rounding for clipping drops it."""
+    x = keras.Input((10,) if rank == 2 else (4, 10))
+    y = layers.Dense(6, use_bias=use_bias)(layers.ReLU()(x))
+    model = keras.Model(x, y)
+    data = values(np.random.default_rng(1), 7, *x.shape[1:])
+    kpe.convert(model, "float8/delayed_from_float32")
+    kpe.calibrate(model, [data])
+    kpe.freeze(model, activations="static")
+    expected = model.predict(data, verbose=0)
+    for (outputs,) in run_at_all_levels(model, tmp_path, data):
+        # Sums of ten products; a Relu that is gone costs all.
+        assert sqnr_db(expected, outputs) > 120
+
+
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 def test_frozen_embeddings_are_looked_up_exactly(granularity, tmp_path):
     x = keras.Input((5,), dtype="int32")
