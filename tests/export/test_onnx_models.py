@@ -123,6 +123,14 @@ def test_kernels_have_one_byte_a_number(tmp_path):
     assert list(kernel.dims) == [64, 96]
 
 
+@pytest.mark.any_backend
+def test_layers_that_are_called_twice_are_stored_once(tmp_path):
+    x = keras.Input((64,), name="x")
+    shared = layers.Dense(64, name="shared")
+    onnx_export.write(keras.Model(x, shared(shared(x))), tmp_path / "m.onnx")
+    assert float8_names(tmp_path / "m.onnx") == {"shared/kernel"}
+
+
 def test_layers_that_are_left_out_stay_float32(tmp_path):
     x = keras.Input((6,), name="x")
     hidden = layers.Dense(8, name="hidden")(x)

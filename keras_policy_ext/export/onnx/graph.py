@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,23 +101,23 @@ class Graph:
         return dataclasses.replace(cast, shape=x.shape)
 
     def constant(self, array: Any, name: str = "constant") -> Value:
-        """An initializer; small equal ones are there once."""
-        array = np.ascontiguousarray(array)
-        dtype, shape = array.dtype.name, array.shape
-        key = (dtype, shape, array.tobytes() if array.size < 16 else b"")
-        if key[2] and key in self._constants:
-            return self._constants[key]
-        value = Value(self.unique(f"{self._scope}{name}"), dtype, shape)
-        self._initializers.add(value.name, onnx_type(dtype), array)
-        if key[2]:
-            self._constants[key] = value
-        return value
+        """An initializer; equal ones are there once."""
+        array = np.ascontiguousarray(array).reshape(np.shape(array))
+        return self._initializer(array, array.dtype.name, name)
 
     def codes(self, codes: Array, format: str, name: str) -> Value:
         """An initializer of float8 numbers, from their codes in uint8."""
-        value = Value(self.unique(f"{self._scope}{name}"), format, codes.shape)
-        self._initializers.add(value.name, onnx_type(format), codes)
-        return value
+        return self._initializer(np.ascontiguousarray(codes), format, name)
+
+    def _initializer(self, array: Array, dtype: str, name: str) -> Value:
+        """A layer that is called twice has its weights in the file once."""
+        digest = hashlib.blake2b(array.data, digest_size=16).digest()
+        key = (dtype, array.shape, digest)
+        if key not in self._constants:
+            value = Value(self.unique(f"{self._scope}{name}"), *key[:2])
+            self._initializers.add(value.name, onnx_type(dtype), array)
+            self._constants[key] = value
+        return self._constants[key]
 
     def reshape(self, x: Value, sizes: tuple[int, ...]) -> Value:
         """The same numbers in another shape; 0 keeps the size of an axis."""
