@@ -169,11 +169,16 @@ def tokens(count=8, length=LENGTH, seed=0):
     return rng.integers(3, TOKENS, (count, length)).astype("int32")
 
 
-def logits(model, ids):
-    """Those of a task of KerasHub, float32."""
-    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+def inputs(model, ids):
+    """What a backbone takes, for tokens."""
+    made = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     if "position_ids" in model.backbone.input:
         places = np.arange(ids.shape[1], dtype="int32")
-        inputs["position_ids"] = np.broadcast_to(places, ids.shape)
-    made = model(inputs, training=False)
+        made["position_ids"] = np.broadcast_to(places, ids.shape)
+    return made
+
+
+def logits(model, ids):
+    """Those of a task of KerasHub, float32."""
+    made = model(inputs(model, ids), training=False)
     return keras.ops.convert_to_numpy(keras.ops.cast(made, "float32"))

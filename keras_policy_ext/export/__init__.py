@@ -85,3 +85,32 @@ def export(
         options=options,
     )
     return exporting.run(model, request)
+
+
+def load_quantized(
+    path: str | os.PathLike[str], *, dtype: str | None = None
+) -> Any:
+    """A model of KerasHub from a folder of Hugging Face with float8 kernels.
+
+    The kernels are frozen with the bytes that the folder has; no more than
+    one of them is ever held in floats. What is in floats there, such as
+    embeddings and the layers in `ignore`, is in floats here. Inputs are
+    quantized as the folder says; those of the format `fp8` are not, as its
+    reader does it on a CPU.
+
+    Args:
+        path: A folder in the form of compressed-tensors, or of `fp8`.
+        dtype: The dtype policy of the model, such as `"bfloat16"`; None for
+            that of the folder.
+
+    Returns:
+        The causal language model of the architecture, without a preprocessor:
+        `keras_hub.models.CausalLMPreprocessor.from_preset(path)` reads one.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, or the folder is of another form.
+        ImportError: If KerasHub is not installed.
+    """
+    loading = importlib.import_module(f"{__name__}.loading")
+    return loading.load(path, dtype)
