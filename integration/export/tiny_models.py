@@ -1,7 +1,6 @@
 """Tiny language models of KerasHub, from config, and data for them.
 
-Sizes differ from each other, so that no axes can be taken for one another;
-`WIDE` ones have blocks of 128.
+Sizes differ from each other, so that no axes can be taken for one another.
 """
 
 import keras
@@ -167,6 +166,13 @@ def randomized(model, seed=1):
 def tokens(count=8, length=LENGTH, seed=0):
     rng = np.random.default_rng(seed)
     return rng.integers(3, TOKENS, (count, length)).astype("int32")
+
+
+def successors(count, length, seed):
+    """Rows in which each token tells the next one."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, TOKENS - 3, (count, 1))
+    return (3 + (first + 5 * np.arange(length)) % (TOKENS - 3)).astype("int32")
 
 
 def inputs(model, ids):

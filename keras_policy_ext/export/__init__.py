@@ -32,10 +32,12 @@ def export(
 ) -> Any:
     """Write a model with float8 kernels, for a reader without Keras.
 
-    A frozen kernel is written with the bytes that it has; any other is
-    quantized while it is written, one at a time. The adapters of LoRA are
-    merged into the kernel, which is then quantized again. The model stays as
-    it is. What is written appears under its name when it is whole.
+    A frozen kernel is written with the bytes that it has, and what was left
+    in floats when the model was frozen stays so. The kernels of a model in
+    which none is frozen are quantized while they are written, one at a time.
+    Adapters of LoRA are merged into the kernel, which is then quantized
+    again. The model stays as it is. What is written appears under its name
+    when it is whole.
 
     Args:
         model: A built model. For the formats of Hugging Face a language model
