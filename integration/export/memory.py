@@ -14,7 +14,6 @@ import json
 import pathlib
 import sys
 
-import keras
 import keras_hub
 import numpy as np
 

@@ -12,7 +12,10 @@ import numpy as np
 
 from keras_policy_ext._keras import keras_hub_import, variable_values
 from keras_policy_ext._keras.symbolic import Symbols
-from keras_policy_ext._keras.while_building import after_each_build
+from keras_policy_ext._keras.while_building import (
+    after_each_build,
+    without_values,
+)
 from keras_policy_ext.conversion import candidates, composites
 from keras_policy_ext.export import kernels, quantized_folders, shards
 from keras_policy_ext.export.quantized_folders import QuantizedFolder
@@ -46,7 +49,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     def freeze(layer: keras.Layer) -> None:
         _freeze_empty(layer, folder.recipe)
 
-    with after_each_build(freeze):
+    with after_each_build(freeze), without_values(_is_to_be_frozen):
         backbone = converter.make_backbone(dtype or folder.dtype)
     loader = _Loader(backbone, slots)
     converter.port(loader.stand_in, loader)
@@ -56,20 +59,29 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     return keras_hub_import.language_model_of(backbone)
 
 
-def _freeze_empty(layer: keras.Layer, recipe: FrozenKernels) -> None:
-    """Freeze a layer that was just built, with kernels of zeros.
+def _form(layer: keras.Layer) -> Any:
+    """What a stock layer is frozen as; None if it is not.
 
     Not embeddings, which folders have in floats.
     """
     if isinstance(layer, keras.layers.Embedding):
-        return
+        return None
     try:
-        form: Any = form_of(type(layer))
+        form = form_of(type(layer))
     except TypeError:  # It computes in its own way, and stays in floats.
-        return
-    if form is None or type(layer) is form:
-        return
-    found = stored_weights.kernels_to_store(layer, form)
+        return None
+    return None if type(layer) is form else form
+
+
+def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
+    """Whether a weight that a layer adds is frozen once it is built."""
+    return name in (getattr(_form(layer), "float8_kernels", None) or ())
+
+
+def _freeze_empty(layer: keras.Layer, recipe: FrozenKernels) -> None:
+    """Freeze a layer that was just built, with kernels of zeros."""
+    form = _form(layer)
+    found = [] if form is None else stored_weights.kernels_to_store(layer, form)
     if found:
         source = source_policy_of(layer).name
         policy = Float8DTypePolicy(source, recipe=recipe)
