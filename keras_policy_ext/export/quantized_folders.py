@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext.export.safetensors_files import Slot
+from keras_policy_ext.export.safetensors_files import OF_DAMAGE, Slot
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import BLOCK
 
@@ -55,11 +55,11 @@ class QuantizedFolder:
             method = quantization["quant_method"]
         except KeyError as error:
             raise _wrong(place, f"no {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
+        except OF_DAMAGE as error:
             raise _wrong(place, f"no config ({error})") from error
         try:
             recipe = _RECIPES[method](quantization)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except OF_DAMAGE as error:
             raise _wrong(place, f"{quantization}") from error
         return cls(config, recipe, _dtype(config))
 
