@@ -232,7 +232,7 @@ def _adapters(
         ("embeddings", variable_values.stored_embeddings),
     ):
         factors = [getattr(made, f"lora_{kind}_{x}", None) for x in "ab"]
-        if None not in factors and stored(layer) is variable:
+        if all(f is not None for f in factors) and stored(layer) is variable:
             a, b = (host_value(factor) for factor in factors)
             return a, b, float(made.lora_alpha / made.lora_rank)
     return None
