@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -10,25 +11,24 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import keras_hub_import, variable_values
-from keras_policy_ext._keras.symbolic import Symbols
-from keras_policy_ext._keras.while_building import (
-    after_each_build,
-    without_values,
+from keras_policy_ext._keras import (
+    built_layers,
+    deferred_values,
+    keras_hub_import,
+    walking,
 )
-from keras_policy_ext.conversion import candidates, composites
-from keras_policy_ext.export import kernels, quantized_folders, shards
+from keras_policy_ext._keras.symbolic import Symbols
+from keras_policy_ext.conversion import candidates, composites, freezing
+from keras_policy_ext.export import quantized_folders, shards
 from keras_policy_ext.export.quantized_folders import QuantizedFolder
 from keras_policy_ext.export.safetensors_files import Slot
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import freeze_layer, thaw_layer
-from keras_policy_ext.layers.drop_in import form_of
+from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
-    Axes,
     StoredKernel,
     as_matrix,
     of_matrix,
@@ -45,70 +45,63 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     folder = QuantizedFolder.read(place)
     slots = shards.read(place)
     converter = keras_hub_import.Converter(place, folder.config)
-
-    def freeze(layer: keras.Layer) -> None:
-        _freeze_empty(layer, folder.recipe)
-
-    with after_each_build(freeze), without_values(_is_to_be_frozen):
+    with deferred_values.without_values():
         backbone = converter.make_backbone(dtype or folder.dtype)
-    loader = _Loader(backbone, slots)
-    converter.port(loader.stand_in, loader)
-    for layer in candidates.survey(backbone).composites:
-        composites.enter_float8_with_children(layer)
-    composites.declare_policies(backbone)
+    asked = _Asked(backbone, slots)
+    converter.port(asked.stand_in, asked)
+    variables = _frozen(backbone, asked, folder.recipe)
+    deferred_values.give_values(backbone.variables)
+    built_layers.track_again(reversed(walking.layers_within(backbone)))
+    for port in asked.ports:
+        variable = variables.get(id(port.variable), port.variable)
+        _fill(variable, port, slots)
     return keras_hub_import.language_model_of(backbone)
 
 
-def _form(layer: keras.Layer) -> Any:
-    """What a stock layer is frozen as; None if it is not.
+def _frozen(
+    backbone: keras.Model, asked: _Asked, recipe: FrozenKernels
+) -> dict[int, Any]:
+    """Freeze the layers that have kernels in float8.
 
-    Not embeddings, which folders have in floats.
+    Returns:
+        What has taken the place of float kernels, by their ids.
     """
-    if isinstance(layer, keras.layers.Embedding):
-        return None
-    try:
-        form = form_of(type(layer))
-    except TypeError:  # It computes in its own way, and stays in floats.
-        return None
-    return None if type(layer) is form else form
-
-
-def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Whether a weight that a layer adds is frozen once it is built."""
-    return name in (getattr(_form(layer), "float8_kernels", None) or ())
-
-
-def _freeze_empty(layer: keras.Layer, recipe: FrozenKernels) -> None:
-    """Freeze a layer that was just built, with kernels of zeros."""
-    form = _form(layer)
-    found = [] if form is None else stored_weights.kernels_to_store(layer, form)
-    if found:
+    narrow = {id(port.variable) for port in asked.ports if port.is_float8}
+    found: dict[int, Any] = {}
+    for candidate in freezing.freezable(backbone)[0]:
+        layer = candidate.layer
+        names = {k.name: id(k) for k in candidate.kernels}
+        if narrow.isdisjoint(names.values()):
+            continue
         source = source_policy_of(layer).name
-        policy = Float8DTypePolicy(source, recipe=recipe)
-        empty = (
-            (
-                kernel,
-                _empty(kernel, form.float8_axes(layer, kernel), recipe),
-                None,
-            )
-            for kernel in found
-        )
-        freeze_layer(layer, policy, empty)
+        enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
+        stored = stored_weights.stored_in(layer)
+        found.update({names[variable.name]: variable for variable in stored})
+    for layer in candidates.survey(backbone).composites:
+        composites.enter_float8_with_children(layer)
+    composites.declare_policies(backbone)
+    return found
 
 
-def _empty(kernel: Any, axes: Axes, recipe: FrozenKernels) -> StoredKernel:
-    shape = tuple(kernel.shape)
-    return StoredKernel(
-        codes=np.zeros(shape, "uint8"),
-        scale=np.ones(scale_shape(shape, axes, recipe.per), "float32"),
-        weights=recipe.weights,
-        granularity=recipe.per,
-        axes=axes,
-    )
+@dataclasses.dataclass(frozen=True)
+class _Port:
+    """A tensor for a variable.
+
+    Attributes:
+        variable: Of the model as it was made.
+        name: Of the tensor.
+        hook: Makes the shape of the variable of that of the tensor.
+        is_float8: Whether the tensor is.
+    """
+
+    variable: keras.Variable
+    name: str
+    hook: Hook
+    is_float8: bool
 
 
-class _Loader:
-    """What KerasHub's converters ask for tensors, and give variables to.
+class _Asked:
+    """What KerasHub's converters ask for; nothing is read but what they see.
 
     Args:
         backbone: The model that they are for.
@@ -123,8 +116,8 @@ class _Loader:
     ) -> None:
         self._slots = slots
         self._symbols = Symbols()
-        self._owners = kernels.owners(backbone)
         self.stand_in = self._symbols.stand_in(backbone)
+        self.ports: list[_Port] = []
 
     def get_tensor(self, name: str) -> Array:
         """A tensor as it is in its file."""
@@ -133,7 +126,7 @@ class _Loader:
     def port_weight(
         self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None
     ) -> None:
-        """Put a tensor into a variable.
+        """Note which tensor belongs to which variable.
 
         Args:
             keras_variable: A symbol of it.
@@ -143,12 +136,8 @@ class _Loader:
         (variable,) = self._symbols.variables(keras_variable)
         name = self._name(hf_weight_key)
         hook: Hook = hook_fn or (lambda value, shape: value)
-        if self._slots[name].dtype == "F8_E4M3":
-            self._port_codes(variable, name, hook)
-            return
-        if isinstance(variable, StoredVariable):
-            variable = self._thawed(variable)
-        self._assign(variable, self._slots[name].read(), hook, name)
+        is_float8 = self._slots[name].dtype == "F8_E4M3"
+        self.ports.append(_Port(variable, name, hook, is_float8))
 
     def _name(self, wanted: str) -> str:
         """The name in the files, which may have more in front."""
@@ -163,49 +152,42 @@ class _Loader:
             )
         return min(ends, key=len)
 
-    def _thawed(self, variable: StoredVariable) -> keras.Variable:
-        """The float kernel of a layer that the folder has in floats."""
-        layer = self._owners[id(variable)]
-        thaw_layer(layer)
-        return variable_values.stored_kernel(layer)
 
-    def _port_codes(self, variable: Any, name: str, hook: Hook) -> None:
-        codes = self._slots[name].read()
-        scale, inputs_scale = quantized_folders.scales(self._slots, name)
-        if not isinstance(variable, StoredVariable):
-            value = codes.astype("float32") * _spread(scale, codes.shape)
-            self._assign(variable, value, hook, name)
-            return
-        shape = tuple(variable.shape)
-        bits = codes.view("uint8")
-        hooked = self._hooked(bits, hook, list(shape), name)
-        stored = StoredKernel(
-            codes=hooked,
-            scale=_scale_of(variable, bits, hooked, scale, hook),
-            weights=variable.weights,
-            granularity=variable.granularity,
-            axes=variable.axes,
-        )
-        variable.take(stored, inputs_scale)
+def _fill(variable: Any, port: _Port, slots: Mapping[str, Slot]) -> None:
+    """Give a variable the numbers of its tensor, or the codes."""
+    value = slots[port.name].read()
+    shape = list(variable.shape)
+    if not port.is_float8:
+        if value.dtype.kind not in "biu":
+            value = value.astype("float32")
+        variable.assign(_hooked(value, port, shape))
+        return
+    scale, inputs_scale = quantized_folders.scales(slots, port.name)
+    if not isinstance(variable, StoredVariable):
+        value = value.astype("float32") * _spread(scale, value.shape)
+        variable.assign(_hooked(value, port, shape))
+        return
+    bits = value.view("uint8")
+    codes = _hooked(bits, port, shape)
+    stored = StoredKernel(
+        codes=codes,
+        scale=_scale_of(variable, bits, codes, scale, port.hook),
+        weights=variable.weights,
+        granularity=variable.granularity,
+        axes=variable.axes,
+    )
+    variable.take(stored, inputs_scale)
 
-    def _assign(
-        self, variable: Any, value: Array, hook: Hook, name: str
-    ) -> None:
-        value = (
-            value.astype("float32") if value.dtype.kind not in "biu" else value
-        )
-        variable.assign(self._hooked(value, hook, list(variable.shape), name))
 
-    def _hooked(
-        self, value: Array, hook: Hook, shape: list[int], name: str
-    ) -> Array:
-        try:
-            made = np.asarray(hook(value.view(_Kept), shape), order="C")
-        except (IndexError, ValueError) as error:
-            raise _misshapen(name, value.shape, shape) from error
-        if list(made.shape) != shape:
-            raise _misshapen(name, value.shape, shape)
-        return made
+def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
+    """A tensor in the shape of its variable."""
+    try:
+        made = np.asarray(port.hook(value.view(_Kept), shape), order="C")
+    except (IndexError, ValueError) as error:
+        raise _misshapen(port.name, value.shape, shape) from error
+    if list(made.shape) != shape:
+        raise _misshapen(port.name, value.shape, shape)
+    return made
 
 
 class _Kept(np.ndarray[Any, Any]):
