@@ -1,7 +1,6 @@
 """Tiny language models of KerasHub, from config, and data for them.
 
-Sizes differ from each other, so that no axes can be taken for one another;
-`WIDE` ones have blocks of 128.
+Sizes differ from each other, so that no axes can be taken for one another.
 """
 
 import keras
@@ -169,11 +168,23 @@ def tokens(count=8, length=LENGTH, seed=0):
     return rng.integers(3, TOKENS, (count, length)).astype("int32")
 
 
-def logits(model, ids):
-    """Those of a task of KerasHub, float32."""
-    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+def successors(count, length, seed):
+    """Rows in which each token tells the next one."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, TOKENS - 3, (count, 1))
+    return (3 + (first + 5 * np.arange(length)) % (TOKENS - 3)).astype("int32")
+
+
+def inputs(model, ids):
+    """What a backbone takes, for tokens."""
+    made = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     if "position_ids" in model.backbone.input:
         places = np.arange(ids.shape[1], dtype="int32")
-        inputs["position_ids"] = np.broadcast_to(places, ids.shape)
-    made = model(inputs, training=False)
+        made["position_ids"] = np.broadcast_to(places, ids.shape)
+    return made
+
+
+def logits(model, ids):
+    """Those of a task of KerasHub, float32."""
+    made = model(inputs(model, ids), training=False)
     return keras.ops.convert_to_numpy(keras.ops.cast(made, "float32"))

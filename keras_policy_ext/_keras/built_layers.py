@@ -207,5 +207,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
             if hasattr(each, "_track_variables"):
                 found.setdefault(id(each), each)
     for each in found.values():
-        vars(each).get("_modules", {}).pop("_torch_params", None)
-        each._track_variables()
+        # Without values, as in `deferred_values`, there are no parameters.
+        if all(getattr(v, "_value", v) is not None for v in each.variables):
+            vars(each).get("_modules", {}).pop("_torch_params", None)
+            each._track_variables()

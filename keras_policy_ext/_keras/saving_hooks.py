@@ -42,6 +42,45 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     saving_lib.load_model = load_model
 
 
+def model_of(
+    config: dict[str, Any], custom_objects: Any, safe_mode: bool
+) -> keras.Model:
+    """The model of a config, as Keras's loader makes it, without weights.
+
+    What layers share is made once inside of a scope that is not public
+    (`ObjectSharingScope`, keras 3.0 to 3.15); where that is gone, each has
+    its own. Expires when Keras can load a model and leave its weights.
+    """
+    scope: Any = contextlib.nullcontext
+    with contextlib.suppress(ImportError):
+        from keras.src.saving import serialization_lib
+
+        scope = getattr(serialization_lib, "ObjectSharingScope", scope)
+    with scope():
+        return keras.saving.deserialize_keras_object(
+            config, custom_objects, safe_mode=safe_mode
+        )
+
+
+def load_assets(model: keras.Model, folder: Any) -> None:
+    """Let the layers of a model read their assets, such as vocabularies.
+
+    Keras does so while it loads weights, by `_load_state` of the module
+    `saving_lib` (keras 3.0 to 3.15). Expires with a public function that
+    reads assets.
+
+    Args:
+        model: The model.
+        folder: That of the assets.
+    """
+    from keras.src.saving import saving_lib
+
+    assets = saving_lib.DiskIOStore(str(folder), mode="r")
+    saving_lib._load_state(
+        model, weights_store=None, assets_store=assets, inner_path=""
+    )
+
+
 def before_export(check: Callable[[keras.Model, str], None]) -> None:
     """Have a function asked before `Model.export` writes anything.
 

@@ -10,6 +10,8 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 
+import keras
+
 from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.conversion.weight_files import WEIGHTS, PathLike
 
@@ -94,6 +96,19 @@ def without_skip_warnings() -> Iterator[Warnings]:
     for each in caught:
         skipped = str(each.message).startswith(_SKIPPED)
         held.append(each) if skipped else warn_again([each])
+
+
+def load(model: keras.Layer, weights: PathLike) -> None:
+    """`model.load_weights`, whether the model says that it is built or not.
+
+    Keras refuses one that is not, though all its parts may be.
+    """
+    built = model.built
+    model.built = True
+    try:
+        model.load_weights(weights)
+    finally:
+        model.built = built
 
 
 def warn_again(held: Warnings) -> None:

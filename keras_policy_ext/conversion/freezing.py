@@ -21,13 +21,10 @@ from keras_policy_ext.conversion.frozen_report import (
 from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import (
-    Frozen,
-    freeze_layer,
-    thaw_layer,
-)
+from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
 from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -102,7 +99,7 @@ def freeze(
     ):
         for plan in plans:
             kernels = list(plan.kernels(stored))
-            freeze_layer(plan.layer, plan.policy, kernels)
+            enter_float8(plan.layer, plan.policy, kernels)
         for layer in candidates.survey(model).composites:
             composites.enter_float8_with_children(layer)
         composites.declare_policies(model)
@@ -214,7 +211,8 @@ def _plan(
     scales: dict[str, float] = {}
     for kernel in candidate.kernels:
         rows = _seen(layer, kernel)
-        if recipe.activations == "static" and candidate.form.float8_trains:
+        form: Any = candidate.form
+        if recipe.activations == "static" and form.float8_trains:
             amax = float(np.max(rows["inputs"][1], initial=0.0)) if rows else 0
             if not amax:
                 raise ValueError(_unseen(layer, "inputs", "static"))

@@ -24,6 +24,7 @@ from keras_policy_ext.conversion import (
     candidates,
     composites,
     files,
+    frozen_files,
     lost_float8,
     models,
     scalers,
@@ -85,6 +86,10 @@ def load_model(
             be read.
     """
     files.check_model(path)
+    if frozen_files.has_frozen_layers(path):
+        return frozen_files.load_model(
+            path, custom_objects, compile=compile, safe_mode=safe_mode
+        )
     with stock_files.rewritten_model(path) as rewritten:
         return _load_model(
             rewritten,
@@ -111,14 +116,18 @@ def _load_model(path: PathLike, **options: Any) -> keras.Model:
             if places:
                 again = _load_as_saved(model, weights, places) or again
             elif again:
-                _load(model, weights)
+                files.load(model, weights)
         skipped = [] if again else skipped
     files.warn_again(skipped)
     return model
 
 
 def load_weights(
-    model: keras.Layer, path: PathLike, *, as_saved: bool = False
+    model: keras.Layer,
+    path: PathLike,
+    *,
+    as_saved: bool = False,
+    dequantize: bool = False,
 ) -> None:
     """`model.load_weights`, all or nothing.
 
@@ -131,7 +140,10 @@ def load_weights(
         path: A `.weights.h5`, `.weights.json` or `.keras` file.
         as_saved: Whether layers that were in float8 in the saved model are
             to be so in this one, under the policies that they had. False:
-            layers keep the policies that they have.
+            layers keep the policies that they have. Layers that were frozen
+            are frozen so.
+        dequantize: Whether weights that were stored in float8 are loaded as
+            what they stand for, into layers that are not frozen.
 
     Raises:
         ValueError: If the weights do not load, or the model or a part of it
@@ -145,11 +157,15 @@ def load_weights(
             unchanged_on_error(training.parts(model), _variables(model)),
             _for_layers_of(model, path) as rewritten,
         ):
-            if as_saved:
+            if dequantize:
+                with frozen_files.dequantized(rewritten) as weights:
+                    files.load(model, weights)
+            elif as_saved:
                 with files.weights_of(rewritten) as weights:
+                    frozen_files.freeze_as_saved(model, weights)
                     _load_as_saved(model, weights, _places(model))
             else:
-                _load(model, rewritten)
+                files.load(model, rewritten)
     except Exception as error:
         raise ValueError(
             f"The weights did not load into {model.name!r}, which is "
@@ -200,7 +216,7 @@ def _load_as_saved(
         composites.declare_policies(model)
     again = _optimizer_sizes(model) != before
     if again:
-        _load(model, weights)
+        files.load(model, weights)
     return again
 
 
@@ -217,19 +233,6 @@ def _for_layers_of(
     return stock_files.rewritten_weights(path)
 
 
-def _load(model: keras.Layer, weights: PathLike) -> None:
-    """`model.load_weights`, whether the model says that it is built or not.
-
-    Keras refuses one that is not, though all its parts may be.
-    """
-    built = model.built
-    model.built = True
-    try:
-        model.load_weights(weights)
-    finally:
-        model.built = built
-
-
 def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[_Found]:
@@ -239,7 +242,7 @@ def _read(
         stack.enter_context(files.without_skip_warnings())
         for place, entries in zip(places, found, strict=True):
             stack.enter_context(_handing_on(place.layer, entries.update))
-        _load(model, weights)
+        files.load(model, weights)
     return [_checked(*each) for each in zip(places, found, strict=True)]
 
 

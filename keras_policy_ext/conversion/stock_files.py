@@ -47,7 +47,7 @@ def rewritten_model(
     if not weight_files.count(path, _own_count):
         yield path
         return
-    config = json.dumps(_own_policies(json.loads(_config_in(path))))
+    config = json.dumps(_own_policies(json.loads(config_in(path))))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "model"
         if pathlib.Path(str(path)).is_dir():
@@ -82,7 +82,7 @@ def rewritten_weights(
         yield copy
 
 
-def _config_in(path: PathLike) -> bytes:
+def config_in(path: PathLike) -> bytes:
     """Read from where the user has it, which errors then name."""
     place = pathlib.Path(str(path))
     if place.is_dir():

@@ -32,10 +32,12 @@ def export(
 ) -> Any:
     """Write a model with float8 kernels, for a reader without Keras.
 
-    A frozen kernel is written with the bytes that it has; any other is
-    quantized while it is written, one at a time. The adapters of LoRA are
-    merged into the kernel, which is then quantized again. The model stays as
-    it is. What is written appears under its name when it is whole.
+    A frozen kernel is written with the bytes that it has, and what was left
+    in floats when the model was frozen stays so. The kernels of a model in
+    which none is frozen are quantized while they are written, one at a time.
+    Adapters of LoRA are merged into the kernel, which is then quantized
+    again. The model stays as it is. What is written appears under its name
+    when it is whole.
 
     Args:
         model: A built model. For the formats of Hugging Face a language model
@@ -85,3 +87,32 @@ def export(
         options=options,
     )
     return exporting.run(model, request)
+
+
+def load_quantized(
+    path: str | os.PathLike[str], *, dtype: str | None = None
+) -> Any:
+    """A model of KerasHub from a folder of Hugging Face with float8 kernels.
+
+    The kernels are frozen with the bytes that the folder has; no more than
+    one of them is ever held in floats. What is in floats there, such as
+    embeddings and the layers in `ignore`, is in floats here. Inputs are
+    quantized as the folder says; those of the format `fp8` are not, as its
+    reader does it on a CPU.
+
+    Args:
+        path: A folder in the form of compressed-tensors, or of `fp8`.
+        dtype: The dtype policy of the model, such as `"bfloat16"`; None for
+            that of the folder.
+
+    Returns:
+        The causal language model of the architecture, without a preprocessor:
+        `keras_hub.models.CausalLMPreprocessor.from_preset(path)` reads one.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, or the folder is of another form.
+        ImportError: If KerasHub is not installed.
+    """
+    loading = importlib.import_module(f"{__name__}.loading")
+    return loading.load(path, dtype)

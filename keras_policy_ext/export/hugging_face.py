@@ -94,7 +94,7 @@ class Folder:
         shards.write(folder, tensors, shard_size)
         ignore = self.ignored()
         config = configs.complete(
-            hub.config(self._backbone, tokenizer), self._dtype
+            hub.config(self._backbone, tokenizer), self._backbone, self._dtype
         )
         config["quantization_config"] = self._reader.config(ignore)
         config["keras_policy_ext_version"] = __version__

@@ -12,17 +12,30 @@ _ARCHITECTURES = {
 }
 """Of those for which KerasHub names none, or one that does not exist."""
 
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    # What KerasHub's own reader asks for.
+    "qwen2": {"use_sliding_window": False, "sliding_window": None},
+}
+
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def complete(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+def complete(
+    config: dict[str, Any], backbone: Any, dtype: str
+) -> dict[str, Any]:
     """A config with the dtype of the weights, which readers load them in.
 
     Args:
         config: As KerasHub makes it.
+        backbone: What it is of.
         dtype: Of the weights that are not quantized.
     """
-    found = _part(config, dtype)
+    found = {**_DEFAULTS.get(config.get("model_type", ""), {}), **config}
+    if found.get("model_type") in ("gemma", "mistral"):
+        # Left out, or worked out of other sizes.
+        found["rms_norm_eps"] = backbone.layer_norm_epsilon
+        found["head_dim"] = backbone.head_dim or found["head_dim"]
+    found = _part(found, dtype)
     architecture = _ARCHITECTURES.get(found.get("model_type", ""))
     if architecture:
         found["architectures"] = [architecture]

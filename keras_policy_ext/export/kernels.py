@@ -23,6 +23,8 @@ Array = np.ndarray[Any, Any]
 NO_KERNEL = "it is multiplied with no matrix product"
 """Why a weight is written in float that belongs to no kernel."""
 
+NOT_FROZEN = "it is not frozen, and others are"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
@@ -102,10 +104,17 @@ class Kernel:
 def of_model(
     model: keras.Layer, include: object, exclude: object
 ) -> dict[int, Kernel]:
-    """All kernels of a model, by the `id` of their variables."""
+    """All kernels of a model, by the `id` of their variables.
+
+    Where some are frozen, the others were left in floats, and stay so.
+    """
     candidates, _ = freezing.freezable(model)
     selection = Selection.read(include, exclude, None, None)
     reasons = selection.reasons(candidates)
+    if freezing.frozen_layers(model):
+        for number, candidate in enumerate(candidates):
+            if not stored_weights.stored_in(candidate.layer):
+                reasons.setdefault(number, NOT_FROZEN)
     found = {}
     for number, candidate in enumerate(candidates):
         form: Any = candidate.form
@@ -223,7 +232,7 @@ def _adapters(
         ("embeddings", variable_values.stored_embeddings),
     ):
         factors = [getattr(made, f"lora_{kind}_{x}", None) for x in "ab"]
-        if None not in factors and stored(layer) is variable:
+        if all(f is not None for f in factors) and stored(layer) is variable:
             a, b = (host_value(factor) for factor in factors)
             return a, b, float(made.lora_alpha / made.lora_rank)
     return None

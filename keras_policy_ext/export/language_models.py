@@ -8,6 +8,32 @@ import keras
 
 from keras_policy_ext._keras import keras_hub_export as hub
 
+_TEXT = {"vision_encoder": None, "audio_encoder": None}
+
+_SOFT_CAPS = {"attention_logit_soft_cap": None, "final_logit_soft_cap": None}
+
+# What a model of a family has to be, by the attributes of its backbone
+# (keras_hub 0.32, transformers 5.23). Of Gemma's keys and values the map has
+# those of the first head.
+_FIXED: dict[str, dict[str, Any]] = {
+    "GemmaBackbone": {
+        "num_key_value_heads": 1,
+        "query_head_dim_normalize": True,
+        "use_post_attention_norm": False,
+        "use_post_ffw_norm": False,
+        "use_sliding_window_attention": False,
+        **_SOFT_CAPS,
+    },
+    "Gemma3Backbone": {
+        "is_embedding_model": False,
+        "use_post_attention_norm": True,
+        "use_post_ffw_norm": True,
+        "use_query_key_norm": True,
+        **_SOFT_CAPS,
+    },
+    "QwenBackbone": {"use_sliding_window_attention": False},
+}
+
 
 def parts(model: Any, format: str) -> tuple[keras.Layer, Any]:
     """The backbone of a language model, and the tokenizer if it has one.
@@ -32,21 +58,16 @@ def parts(model: Any, format: str) -> tuple[keras.Layer, Any]:
 
 
 def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
-    """Raise where Hugging Face's model is another one."""
-    for name in ("vision_encoder", "audio_encoder"):
-        if getattr(backbone, name, None) is not None:
+    """Raise where Hugging Face's model would be another one."""
+    for name, value in {**_TEXT, **_FIXED.get(family, {})}.items():
+        has = getattr(backbone, name, value)
+        if has != value:
             raise ValueError(
-                f"Only models of text are written as {format!r}. Received: a "
-                f"{family} with a {name}. Allowed: one without. Write it as "
-                "format='safetensors'."
+                f"A {family} like this one cannot be written as {format!r}: "
+                "Hugging Face's model, or KerasHub's map of names, is of one "
+                f"kind only. Received: {name}={has!r}. Allowed: {value!r}. "
+                "Write it as format='safetensors'."
             )
-    heads = getattr(backbone, "num_key_value_heads", 1)
-    if family == "GemmaBackbone" and heads > 1:
-        raise ValueError(
-            "KerasHub writes the first key and value head of a Gemma only. "
-            f"Received: num_key_value_heads={heads}. Allowed: 1. Write it as "
-            "format='safetensors'."
-        )
     types = getattr(backbone, "layer_types", None)
     if family == "Gemma4Backbone" and types and types[-1] != "full_attention":
         raise ValueError(
@@ -54,13 +75,6 @@ def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
             f"Received: layer_types={types}. Allowed: 'full_attention' at the "
             "end. Write it as format='safetensors'."
         )
-    for name in ("use_post_ffw_norm", "use_post_attention_norm"):
-        if family == "Gemma3Backbone" and not getattr(backbone, name, True):
-            raise ValueError(
-                "Hugging Face's Gemma3 normalizes after attention and after "
-                f"the feed-forward layers. Received: {name}=False. Allowed: "
-                "True. Write it as format='safetensors'."
-            )
 
 
 def _not_one(model: Any, format: str, received: str) -> Exception:

@@ -96,7 +96,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
             arrays[name] = _stored(
                 arrays[name], arrays.pop(name + _SCALE), about
             )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except safetensors_files.OF_DAMAGE as error:
         raise ValueError(
             "The metadata of this file does not fit its tensors. Received: "
             f"{str(path)!r}: {error!r}. Allowed: a file as it was written. "

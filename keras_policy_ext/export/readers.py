@@ -80,6 +80,8 @@ class Reader:
     def check(self) -> None:
         """Raise if the reader does not take the scheme."""
         scheme = self.scheme
+        if self.transposed:
+            self._check_transposed()
         if scheme.weights != "float8_e4m3fn":
             raise _refused(
                 self, f"weights={scheme.weights!r}", "'float8_e4m3fn'"
@@ -92,22 +94,25 @@ class Reader:
             raise _refused(self, f"granularity={scheme.granularity!r}", listed)
         self._check_inputs()
 
-    def _check_inputs(self) -> None:
+    def _check_transposed(self) -> None:
         inputs = self.scheme.activations
-        if self.transposed and self.format != COMPRESSED_TENSORS:
+        if self.format != COMPRESSED_TENSORS:
             raise _refused(
                 self,
                 f"a {self.family}, whose matrices are Conv1D, which the "
                 "reader takes for numbers that are not quantized",
                 "format='compressed-tensors', or format='safetensors'",
             )
-        if self.transposed and inputs is not None:
+        if inputs is not None:
             raise _refused(
                 self,
                 f"activations={inputs!r} for a {self.family}, whose matrices "
                 "are Conv1D, the inputs of which are not quantized",
                 "activations=None",
             )
+
+    def _check_inputs(self) -> None:
+        inputs = self.scheme.activations
         if self.format == FP8 and inputs == "static":
             raise _refused(self, "activations='static'", "'dynamic' or None")
         if self.format == MODELOPT and inputs != "static":

@@ -47,6 +47,9 @@ _LENGTH = 8
 _LARGEST_HEADER = 100_000_000  # bytes, as in the library
 _METADATA = "__metadata__"
 
+OF_DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading JSON raises that is damaged, or of another kind."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -168,7 +171,7 @@ def read(path: PathLike) -> tuple[dict[str, Slot], dict[str, str]]:
         slots = {
             name: _slot(place, start, entry) for name, entry in entries.items()
         }
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except OF_DAMAGE as error:
         raise _damaged(place, f"its header is not one ({error})") from error
     _check_places(place, slots.values(), start, size)
     return slots, metadata

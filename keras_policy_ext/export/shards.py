@@ -79,7 +79,7 @@ def read(folder: pathlib.Path) -> dict[str, Slot]:
         names = sorted(set(places.values()))
         # A file of the folder, and no other.
         strange = [n for n in names if pathlib.PurePath(n).name != n]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except safetensors_files.OF_DAMAGE as error:
         raise _wrong(index, repr(error)) from error
     if strange:
         raise _wrong(index, f"it names {strange[0]!r}")

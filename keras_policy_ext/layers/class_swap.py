@@ -14,11 +14,9 @@ from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import source_policy_of
-from keras_policy_ext.stored_kernels import StoredKernel
-
-Frozen = tuple[Any, StoredKernel, Any]
 
 # What a form keeps in a layer beside its state.
 _OF_FORMS = (
@@ -30,7 +28,9 @@ _OF_FORMS = (
 )
 
 
-def enter_float8(layer: Any, policy: Any = None) -> None:
+def enter_float8(
+    layer: Any, policy: Any = None, frozen: Iterable[Frozen] | None = None
+) -> None:
     """Turn a built layer into its float8 form, in place.
 
     Args:
@@ -40,6 +40,8 @@ def enter_float8(layer: Any, policy: Any = None) -> None:
             that is used twice are sums, and amaxes start anew.
         policy: The float8 policy to follow; None for the one that the layer
             has. A layer that followed another one keeps its amaxes.
+        frozen: What the kernels become under a policy with the recipe
+            `FrozenKernels`; None for zeros, to be loaded.
 
     Raises:
         ValueError: If the layer is not built, or there is no such form.
@@ -57,6 +59,7 @@ def enter_float8(layer: Any, policy: Any = None) -> None:
                 built_layers.swap_class(layer, form)
             if isinstance(layer, Float8Mixin):
                 layer.follow_policy(policy)
+                stored_weights.store_all(layer, frozen)
             else:
                 global_policy.replace_layer_policy(layer, policy)
         built_layers.track_again([layer])
@@ -87,29 +90,8 @@ def leave_float8(layer: Any) -> None:
         built_layers.track_again([layer])
 
 
-def freeze_layer(layer: Any, policy: Any, kernels: Iterable[Frozen]) -> None:
-    """Store the kernels of a built layer in float8, in place.
-
-    Args:
-        layer: As for `enter_float8`.
-        policy: A float8 policy with the recipe `FrozenKernels`.
-        kernels: What each kernel becomes, and the scale of its inputs.
-
-    Raises:
-        ValueError, TypeError: As for `enter_float8`.
-    """
-    with unchanged_on_error([layer]):
-        enter_float8(layer, policy)
-        with built_layers.unlocked(layer):
-            for kernel, stored, scale in kernels:
-                stored_weights.store(layer, kernel, stored, scale)
-        held = stored_weights.stored_in(layer)
-        layer._float8_kernel_paths = tuple(each.path for each in held)
-        built_layers.track_again([layer])
-
-
 def thaw_layer(layer: Any) -> None:
-    """Undo `freeze_layer`, but for what the kernels were rounded to."""
+    """Give a frozen layer float kernels, dequantized, and its stock class."""
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             for variable in stored_weights.stored_in(layer):

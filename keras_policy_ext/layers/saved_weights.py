@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import _bases
-from keras_policy_ext.layers import stock_state
+from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state_files import POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -21,11 +21,19 @@ class SavedWeights(_bases.MixedInto):
 
     float8_state: Any
 
+    @property
+    def is_frozen(self) -> bool:
+        """See `Float8Mixin.is_frozen`."""
+        raise NotImplementedError
+
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
         """`Layer.save_own_variables`, which merges LoRA's adapters."""
         self.float8_state.texts = self._texts_for_file()
+        if self.is_frozen:
+            stored_files.save(self, store)
+            return
         self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
         super().save_own_variables(store)
 
@@ -68,6 +76,11 @@ class SavedWeights(_bases.MixedInto):
                 wrote is damaged; then nothing was changed.
         """
         self.float8_state.layer_loads(store)
+        has_codes = stored_files.STORED in store
+        if self.built and (self.is_frozen or has_codes):
+            self._load_stored(store)
+            self.float8_state.layer_has_loaded()
+            return
         stock = self._stock_store(store)
         if stock is None:
             super().load_own_variables(store)
@@ -79,6 +92,14 @@ class SavedWeights(_bases.MixedInto):
         super().load_own_variables(stock.own)
         self.float8_state.layer_has_loaded()
         self.float8_state.load_stock(entries)
+
+    def _load_stored(self, store: Mapping[str, np.ndarray]) -> None:
+        """Load codes and scales, which a frozen layer has and no other."""
+        if not self.is_frozen:
+            stored_files.refuse(self)
+        if stored_files.STORED not in store:
+            stored_files.refuse_float(self)
+        stored_files.load(self, store)
 
     def _stock_store(
         self, store: Mapping[str, np.ndarray]

@@ -63,6 +63,15 @@ class StoredVariable(keras.Variable):
         )
 
     @property
+    def trainable(self) -> bool:
+        """Never: codes have no gradient."""
+        return False
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        """A layer that is thawed says so of all its weights."""
+
+    @property
     def weights(self) -> str:
         """The format of the numbers."""
         return self.recipe.weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +16,10 @@ from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.stored_variable import StoredVariable, add_stored
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import FrozenKernels
-from keras_policy_ext.stored_kernels import StoredKernel
+from keras_policy_ext.stored_kernels import Axes, StoredKernel
+
+Frozen = tuple[Any, StoredKernel | Axes, Any]
+"""A kernel, what it becomes or its axes for zeros, the scale of its inputs."""
 
 
 class Weight(NamedTuple):
@@ -106,15 +110,38 @@ def stored_in(layer: Any) -> list[StoredVariable]:
     return [each for each in own if isinstance(each, StoredVariable)]
 
 
+def store_all(layer: Any, kernels: Iterable[Frozen] | None) -> None:
+    """Store the float kernels of an unlocked layer, if it is frozen.
+
+    Args:
+        layer: The layer.
+        kernels: What they become; None for zeros.
+    """
+    if not layer.is_frozen:
+        return
+    if kernels is None:
+        kernels = [
+            (kernel, layer.float8_axes(layer, kernel), None)
+            for kernel in kernels_to_store(layer, type(layer))
+        ]
+    for kernel, stored, scale in list(kernels):
+        store(layer, kernel, stored, scale)
+    paths = tuple(each.path for each in stored_in(layer))
+    layer._float8_kernel_paths = paths
+
+
 def store(
-    layer: Any, kernel: keras.Variable, stored: StoredKernel, scale: Any
+    layer: Any,
+    kernel: keras.Variable,
+    stored: StoredKernel | Axes,
+    scale: Any,
 ) -> StoredVariable:
     """Put a stored kernel in the place of a float one.
 
     Args:
         layer: An unlocked layer that follows `FrozenKernels`.
         kernel: One of its weights.
-        stored: What it was rounded to.
+        stored: What it was rounded to; only which axes are summed for zeros.
         scale: That of its inputs, where it is known before.
     """
     recipe: FrozenKernels = layer.float8_policy.recipe
@@ -123,8 +150,8 @@ def store(
         kernel.name,
         tuple(kernel.shape),
         recipe,
-        stored.axes,
-        stored,
+        stored if isinstance(stored, Axes) else stored.axes,
+        None if isinstance(stored, Axes) else stored,
         scale,
     )
     built_layers.replace_variable(layer, kernel, variable)

@@ -1,0 +1,301 @@
+"""The weights of a frozen layer in a file.
+
+They are in the group of the layer's own weights, which a layer that is not
+frozen refuses, since Keras counts the entries:
+
+| key | shape | value |
+|---|---|---|
+| `stored` | (bytes,) | JSON: version, names in order, how it is frozen |
+| a name | of the weight | codes, uint8, of a kernel; else the weight itself |
+| a name + `.scale` | `stored_kernels.scale_shape` | float32, of a kernel |
+| a name + `.inputs_scale` | () | float32, of its inputs, if they have one |
+
+Adapters of LoRA are weights of their own here: to add them to a kernel would
+round them with it. Nothing in the JSON is more than a name or a number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import formats
+from keras_policy_ext._keras import variable_values, walking
+from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.recipes import FrozenKernels
+from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
+
+STORED = "stored"
+"""The key by which a group is known as that of a frozen layer."""
+
+VERSION = 1
+"""Of the entries; one more when older readers would misread them."""
+
+SCALE = ".scale"
+INPUTS_SCALE = ".inputs_scale"
+
+Entries = Mapping[str, np.ndarray]
+
+
+def save(layer: Any, store: MutableMapping[str, Any]) -> None:
+    """Write the weights of a frozen layer."""
+    weights = _own(layer)
+    recipe = layer.float8_policy.recipe
+    header = {
+        "version": VERSION,
+        "weights": recipe.weights,
+        "per": recipe.per,
+        "activations": recipe.activations,
+        "names": [each.name for each in weights],
+        "summed": {
+            each.name: list(each.axes.summed)
+            for each in weights
+            if isinstance(each, StoredVariable)
+        },
+        "lora": _lora(layer),
+    }
+    text = json.dumps(header)
+    store[STORED] = np.frombuffer(text.encode(), "uint8")
+    for each in weights:
+        if not isinstance(each, StoredVariable):
+            store[each.name] = variable_values.value_without_autocast(each)
+            continue
+        stored = each.stored
+        store[each.name] = stored.codes
+        store[each.name + SCALE] = stored.scale
+        if each.inputs_scale is not None:
+            scale = ops.convert_to_numpy(each.inputs_scale.value)
+            store[each.name + INPUTS_SCALE] = scale
+
+
+def load(layer: Any, store: Entries) -> None:
+    """Read what `save` wrote; all weights are assigned or, on an error, none.
+
+    Raises:
+        ValueError: If the entries are not those of this layer, damaged, or
+            written by a newer version of this package.
+    """
+    header = header_in(store, layer.path)
+    if recipe_of(header, layer.path) != layer.float8_policy.recipe:
+        raise ValueError(
+            f"Layer {layer.path!r} is frozen in another way than in this "
+            f"file. Received: {recipe_of(header, layer.path)!r}. The layer "
+            f"has: {layer.float8_policy.recipe!r}. Allowed: the same. Load "
+            "the model itself: `keras_policy_ext.load_model`."
+        )
+    _adapt(layer, header)
+    pairs = _pairs(layer, header)
+    values = [
+        _checked(layer, each, store, name, header) for each, name in pairs
+    ]
+    for (each, _), value in zip(pairs, values, strict=True):
+        if isinstance(each, StoredVariable):
+            each.take(*value)
+        else:
+            each.assign(value)
+
+
+def header_in(store: Entries, path: str) -> dict[str, Any]:
+    """What a group says of itself.
+
+    Raises:
+        ValueError: If that is damaged, or of a newer version.
+    """
+    raw = np.asarray(store[STORED])
+    try:
+        if raw.dtype != "uint8" or raw.ndim != 1:
+            raise ValueError(f"{raw.dtype} of shape {raw.shape}")
+        header = json.loads(raw.tobytes())
+        version = header["version"]
+        fields = [header[name] for name in ("names", "summed", "lora")]
+        if not isinstance(version, int) or not isinstance(fields[0], list):
+            raise ValueError(repr(header))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(damaged(path, f"{STORED!r} is {error}")) from error
+    if version > VERSION:
+        raise ValueError(
+            f"The frozen weights of {path!r} were written by a newer version "
+            f"of keras_policy_ext. Received: format {version}. Allowed: up to "
+            f"{VERSION}. Update keras_policy_ext."
+        )
+    return dict(header)
+
+
+def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
+    """How a group's kernels are stored.
+
+    Raises:
+        ValueError: If there is no such way.
+    """
+    names = ("weights", "per", "activations")
+    try:
+        return FrozenKernels(**{name: header[name] for name in names})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(damaged(path, str(error))) from error
+
+
+def stored_kernels_in(
+    store: Entries, path: str
+) -> dict[str, StoredKernel | np.ndarray]:
+    """The weights of a group by name, kernels as they are stored.
+
+    Raises:
+        ValueError: If they are damaged.
+    """
+    header = header_in(store, path)
+    recipe = recipe_of(header, path)
+    found: dict[str, StoredKernel | np.ndarray] = {}
+    for name in header["names"]:
+        if name not in header["summed"]:
+            found[name] = np.asarray(_entry(store, name, path))
+            continue
+        rank = np.ndim(_entry(store, name, path))
+        summed = tuple(header["summed"][name])
+        free = tuple(axis for axis in range(rank) if axis not in summed)
+        axes = Axes(summed, free)
+        found[name] = _stored(store, name, recipe, axes, path)
+    return found
+
+
+def refuse(layer: Any) -> None:
+    """Raise since a layer that is not frozen was given frozen weights."""
+    raise ValueError(
+        f"The weights of layer {layer.path!r} in this file are stored in "
+        "float8, and the layer is not frozen. Received: codes and scales. "
+        "Allowed: float weights. `keras_policy_ext.load_model(path)` loads "
+        "the frozen model, `keras_policy_ext.load_weights(model, path, "
+        "as_saved=True)` freezes this one as it was, and "
+        "`keras_policy_ext.load_weights(model, path, dequantize=True)` loads "
+        "what the codes stand for."
+    )
+
+
+def refuse_float(layer: Any) -> None:
+    """Raise since a frozen layer was given float weights."""
+    raise ValueError(
+        f"Layer {layer.path!r} is frozen, and its weights in this file are "
+        "not. Received: float weights. Allowed: codes and scales, as a frozen "
+        "model saves them. Load them into a model that is not frozen, and "
+        "call `keras_policy_ext.freeze(model)` then."
+    )
+
+
+def damaged(path: str, found: str) -> str:
+    """The message for entries that are not those of a frozen layer."""
+    return (
+        f"The frozen weights of {path!r} in this file are damaged; the layer "
+        f"was not changed. Received: {found}. Allowed: {STORED!r} (JSON), "
+        "and for each name in it the weight; of a kernel codes (uint8) of "
+        f"finite numbers, and {SCALE!r} (float32), finite and > 0. Copy the "
+        "file again, or take an earlier one."
+    )
+
+
+def _own(layer: Any) -> list[keras.Variable]:
+    """The weights of a layer without those of its state."""
+    return list(walking.own_weights(layer))
+
+
+def _lora(layer: Any) -> dict[str, Any] | None:
+    if not getattr(layer, "lora_enabled", False):
+        return None
+    return {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
+
+
+def _adapt(layer: Any, header: dict[str, Any]) -> None:
+    """Give a layer the adapters that it had when it was saved."""
+    lora = header["lora"]
+    if lora and not getattr(layer, "lora_enabled", False):
+        layer.enable_lora(int(lora["rank"]), lora_alpha=lora["alpha"])
+
+
+def _pairs(
+    layer: Any, header: dict[str, Any]
+) -> list[tuple[keras.Variable, str]]:
+    """The weights, each with its name in the file.
+
+    A weight that was not given a name has another one in each model: what is
+    left over is paired in order. Adapters that the file lacks stay.
+    """
+    own = [
+        each
+        for each in _own(layer)
+        if header["lora"] or not each.name.startswith("lora_")
+    ]
+    names = list(header["names"])
+    taken = {each.name for each in own} & set(names)
+    rest = iter([name for name in names if name not in taken])
+    if len(own) != len(names):
+        raise ValueError(
+            f"Layer {layer.path!r} has other weights than in this file. "
+            f"Received: {', '.join(names)}. Allowed: "
+            f"{', '.join(each.name for each in own)}. Build the model as the "
+            "saved one was."
+        )
+    return [(v, v.name if v.name in taken else next(rest)) for v in own]
+
+
+def _checked(
+    layer: Any,
+    variable: Any,
+    store: Entries,
+    name: str,
+    header: dict[str, Any],
+) -> Any:
+    """What a weight is to hold."""
+    is_codes = name in header["summed"]
+    if is_codes != isinstance(variable, StoredVariable):
+        raise ValueError(damaged(layer.path, f"{name!r} is no weight of it"))
+    if not is_codes:
+        value = _entry(store, name, layer.path)
+        if tuple(value.shape) != tuple(variable.shape):
+            found = f"{name!r} of shape {tuple(value.shape)}"
+            raise ValueError(damaged(layer.path, found))
+        return value
+    stored = _stored(store, name, variable.recipe, variable.axes, layer.path)
+    if stored.codes.shape != tuple(variable.shape):
+        found = f"{name!r} of shape {stored.codes.shape}"
+        raise ValueError(damaged(layer.path, found))
+    if variable.inputs_scale is None:
+        return stored, None
+    scale = np.asarray(_entry(store, name + INPUTS_SCALE, layer.path))
+    if scale.shape or not (np.isfinite(scale) and scale > 0):
+        found = f"{name + INPUTS_SCALE!r} is {scale}"
+        raise ValueError(damaged(layer.path, found))
+    return stored, scale
+
+
+def _stored(
+    store: Entries, name: str, recipe: FrozenKernels, axes: Axes, path: str
+) -> StoredKernel:
+    codes = np.asarray(_entry(store, name, path))
+    scale = np.asarray(_entry(store, name + SCALE, path))
+    if codes.dtype != "uint8":
+        raise ValueError(damaged(path, f"{name!r} is {codes.dtype}"))
+    numbers = codes.view(formats.get(recipe.weights).dtype)
+    wanted = scale_shape(codes.shape, axes, recipe.per)
+    if scale.shape != wanted or scale.dtype != "float32":
+        found = f"{name + SCALE!r} is {scale.dtype} of shape {scale.shape}"
+        raise ValueError(damaged(path, found))
+    if not np.all(np.isfinite(numbers.astype("float16"))):
+        raise ValueError(damaged(path, f"{name!r} has codes of NaN"))
+    if not np.all(np.isfinite(scale) & (scale > 0)):
+        raise ValueError(damaged(path, f"{name + SCALE!r} has {scale.min()}"))
+    return StoredKernel(
+        codes=codes,
+        scale=scale,
+        weights=recipe.weights,
+        granularity=recipe.per,
+        axes=axes,
+    )
+
+
+def _entry(store: Entries, name: str, path: str) -> Any:
+    if name not in store:
+        raise ValueError(damaged(path, f"it lacks {name!r}"))
+    return store[name]
