@@ -7,11 +7,14 @@ import pytest
 from keras_policy_ext.stored_kernels import Axes
 from onnx_files import bound, rounded, run_at_all_levels, store, values
 
+# Frozen models (test_onnx_frozen.py) are written on every backend.
+pytestmark = pytest.mark.any_backend
+
 layers = keras.layers
 
 GRANULARITIES = ("channel", "tensor", "block")
 FIRST = "channels_first"
-ON_TF = keras.backend.backend() == "tensorflow"
+
 
 # Each with the shape of its inputs, the axes of them that share a scale, the
 # axes of its kernel, and the numbers of terms of its sums.
@@ -134,8 +137,6 @@ CASES = {
 def built(name):
     """A case: its layer, a model of it alone, and the rest."""
     make, shape, *rest = CASES[name]
-    if ON_TF and FIRST in name.replace(" ", "_"):
-        pytest.skip("TensorFlow has no convolution of channels first on a CPU")
     inputs = keras.Input(shape)
     layer = make()
     model = keras.Model(inputs, layer(inputs))
@@ -175,7 +176,6 @@ def test_file_computes_what_the_layer_does(
     check(name, tmp_path, granularity, activations, batch)
 
 
-@pytest.mark.any_backend
 @pytest.mark.parametrize("opset", [19, 20, 21, 22, 23, 24, 25])
 @pytest.mark.parametrize("name", ["dense of many", "einsum", "conv 2d"])
 def test_every_opset_computes_the_same(name, opset, tmp_path):
@@ -183,7 +183,6 @@ def test_every_opset_computes_the_same(name, opset, tmp_path):
     check(name, tmp_path, granularity, "dynamic", 7, opset=opset)
 
 
-@pytest.mark.any_backend
 @pytest.mark.parametrize("name", ["dense", "einsum", "conv 2d"])
 def test_kernels_can_be_e5m2(name, tmp_path):
     check(name, tmp_path, "channel", None, 1, weights="float8_e5m2")
@@ -219,7 +218,6 @@ def test_embeddings_are_looked_up_exactly(granularity, dtype, tmp_path):
         np.testing.assert_array_equal(outputs, expected)
 
 
-@pytest.mark.any_backend
 def test_not_a_number_spoils_its_row_only(tmp_path):
     inputs = keras.Input((10,))
     model = keras.Model(inputs, layers.Dense(6)(inputs))

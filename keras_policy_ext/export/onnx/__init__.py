@@ -32,8 +32,8 @@ def write(
     """Write a model to an ONNX file with kernels of one byte a number.
 
     The file computes in float32, whatever the compute dtype of the model.
-    Frozen kernels are written with their bytes, all others are quantized, one
-    at a time; the adapters of LoRA are added before.
+    Frozen kernels are written with their bytes. Those of a model without any
+    are quantized, one at a time. The adapters of LoRA are added before.
 
     The file appears at its path when it is whole and checked. A model of more
     than 2 GB has its numbers in a second file beside it, `path + ".data"`.
