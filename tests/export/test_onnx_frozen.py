@@ -85,7 +85,9 @@ def sums_of_magnitudes(model, x):
 
 
 @pytest.mark.parametrize("activations", [None, "dynamic", "static"])
-@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+@pytest.mark.parametrize(
+    "granularity", mostly(["channel", "tensor", "block"], "channel", "block")
+)
 @pytest.mark.parametrize(
     "name", mostly(CASES, "dense", "einsum that turns", "conv 2d")
 )

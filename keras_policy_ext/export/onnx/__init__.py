@@ -91,11 +91,14 @@ def _check_installed() -> None:
 
 
 def _check_opset(opset: object) -> None:
-    if opset not in OPSETS:
+    from onnx import defs
+
+    last = min(OPSETS[-1], defs.onnx_opset_version())
+    if opset not in OPSETS[: last - OPSETS[0] + 1]:
         raise ValueError(
-            "This opset was not tried with float8. Received: "
-            f"opset={opset!r}. Allowed: {OPSETS[0]} to {OPSETS[-1]}. Leave it "
-            "out for the default."
+            "This opset was not tried with float8, or is newer than the onnx "
+            f"that is installed. Received: opset={opset!r}. Allowed: "
+            f"{OPSETS[0]} to {last}. Leave it out for the default."
         )
 
 
