@@ -57,6 +57,21 @@ REFUSED = {
         "unit_norm",
     ),
     "another call": (lambda: model_of(Doubled(3)), "replaces 'call' of Dense"),
+    "a call of its own": (lambda: model_of(patched()), "replaces 'call'"),
+    "training": (
+        lambda: model_of(lambda x: layers.Dropout(0.5)(x, training=True)),
+        "training=True",
+    ),
+    "training in a model": (
+        lambda: model_of(
+            lambda x: model_of(layers.Dropout(0.5))(x, training=True)
+        ),
+        "training=True",
+    ),
+    "inputs by name": (
+        lambda: model_of(lambda x: model_of(layers.ReLU())(inputs=x)),
+        "inputs=",
+    ),
     "an operation": (
         lambda: model_of(lambda x: keras.ops.roll(x, 1)),
         "Roll",
@@ -76,6 +91,12 @@ REFUSED = {
         "float16",
     ),
 }
+
+
+def patched():
+    layer = layers.ReLU()
+    layer.call = lambda x: x
+    return layer
 
 
 def quantized_by_keras():

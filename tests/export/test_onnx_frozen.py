@@ -42,6 +42,12 @@ CASES = {
         (1, 3),
         30,
     ),
+    "einsum that sums nothing": (
+        lambda: layers.EinsumDense("abc,bc->abc", (3, 5), bias_axes="c"),
+        (3, 5),
+        (),
+        1,
+    ),
     "conv 1d": (
         lambda: layers.Conv1D(5, 3, padding="causal"),
         (11, 4),

@@ -18,6 +18,8 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
 
+_NOT_FOUND = "its layer cannot be frozen"
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -98,7 +100,7 @@ class Kernels:
                 "kernels in a floating dtype, or frozen by this package",
             )
         values = kernels.float_value(layer, variable).astype("float32")
-        reason = getattr(found, "left_out", None) or kernels.NO_KERNEL
+        reason = getattr(found, "left_out", None) or _NOT_FOUND
         self._note(variable, "float32", reason, values.nbytes)
         form = drop_in_of(type(layer))
         return Kernel(values, form.float8_axes(layer, variable))

@@ -39,8 +39,8 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
     codes = np.ascontiguousarray(stored.matrix.T)
     value = graph.codes(codes, stored.weights, "kernel")
     dequantized = _dequantized(graph, value, stored, kept=1)
-    many = len(sizes) > 2
-    return graph.reshape(dequantized, sizes) if many else dequantized
+    is_matrix = len(kernel.axes.summed) == len(kernel.axes.free) == 1
+    return dequantized if is_matrix else graph.reshape(dequantized, sizes)
 
 
 def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
@@ -113,7 +113,9 @@ def _dynamic_scale(graph: Graph, x: Value, axes: Sequence[int]) -> Value:
     """`amax / 448`, at least the smallest normal number: 0 divides nothing."""
     over = np.asarray(axes, "int64")
     magnitude = graph.op("Abs", x)
-    amax = graph.op("ReduceMax", magnitude, over, keepdims=1)
+    amax = magnitude
+    if len(over):
+        amax = graph.op("ReduceMax", magnitude, over, keepdims=1)
     scale = graph.op("Div", amax, formats.get(INPUTS).max)
     least = float(np.finfo("float32").smallest_normal)
     too_small = graph.op("Less", scale, least, dtype="bool")

@@ -24,7 +24,7 @@ from keras_policy_ext.export.onnx.registry import LAYERS, OPERATIONS, Context
 from keras_policy_ext.layers.drop_in import original_of
 
 _HARMLESS = frozenset(
-    {"__init__", "build", "from_config", "get_config", "compute_output_shape"}
+    {"__class__", "__init__", "build", "from_config", "get_config"}
 )
 
 
@@ -85,19 +85,21 @@ class Walk:
         Raises:
             NotImplementedError: If it cannot be written.
         """
-        if is_sequential(layer) or is_functional(layer):
-            results = self._run(layer, keras.tree.flatten(args[0]))
-            return results if len(results) > 1 else results[0]
         try:
+            if isinstance(layer, keras.Layer):
+                _check_arguments(args, kwargs)
+                kwargs = {}
+            if is_sequential(layer) or is_functional(layer):
+                results = self._run(layer, keras.tree.flatten(args))
+                return results if len(results) > 1 else results[0]
             write = _writer_of(layer)
-            arguments = _arguments(layer, kwargs)
             with self._graph.scope(_name_of(layer)):
-                value = write(self._context, layer, *args, **arguments)
+                value = write(self._context, layer, *args, **kwargs)
         except Refused as error:
             raise NotImplementedError(_message(layer, error)) from error
         if value.shape is not None:
             return value
-        return dataclasses.replace(value, shape=_shape(layer, args, arguments))
+        return dataclasses.replace(value, shape=_shape(layer, args, kwargs))
 
     def _run(self, model: Any, inputs: list[Value]) -> list[Value]:
         if not is_sequential(model):
@@ -149,34 +151,38 @@ def _writer_of(layer: Any) -> Any:
         raise Refused(
             "ONNX files have no such layer here", f"the layers {_known()}"
         )
-    for base in cls.__mro__[: cls.__mro__.index(known)]:
-        own = [
-            name
-            for name, member in vars(base).items()
-            if callable(member) and hasattr(known, name)
-        ]
-        replaced = sorted({*own} - _HARMLESS - {"__class__"})
-        if replaced:
-            raise Refused(
-                f"its class replaces {replaced[0]!r} of {known.__name__}, and "
-                "may compute something else",
-                f"the layers {_known()}",
-            )
+    replaced = _replaced(layer, cls.__mro__[: cls.__mro__.index(known)], known)
+    if replaced:
+        raise Refused(
+            f"it replaces {replaced[0]!r} of {known.__name__}, and may "
+            "compute something else",
+            f"the layers {_known()}",
+        )
     return LAYERS[known]
 
 
-def _arguments(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that mean something."""
-    kept = {key: value for key, value in given.items() if value is not None}
-    if not isinstance(layer, keras.Layer):
-        return kept
-    if kept.pop("training", False):
-        raise Refused("it is called with training=True", "inference")
-    if kept:
+def _replaced(layer: Any, classes: tuple[type, ...], known: type) -> list[str]:
+    """Methods of a class of Keras that a layer, or its class, has replaced."""
+    members = [each for cls in classes for each in vars(cls).items()]
+    found = {
+        name
+        for name, member in members
+        if callable(member) and hasattr(known, name)
+    }
+    return sorted(found - _HARMLESS | vars(layer).keys() & {"call"})
+
+
+def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer is called with more than its inputs."""
+    given = {key for key, value in kwargs.items() if value is not None}
+    if kwargs.get("training") is False:
+        given -= {"training"}
+    if len(args) != 1 or given:
+        named = ", ".join(f"{key}={kwargs[key]!r}" for key in sorted(given))
         raise Refused(
-            f"it is called with {', '.join(kept)}", "its inputs alone"
+            f"it is called with {named or f'{len(args)} arguments'}",
+            "its inputs alone, for inference",
         )
-    return kept
 
 
 def _shape(layer: Any, args: Any, kwargs: Any) -> tuple[int | None, ...]:
