@@ -68,6 +68,12 @@ REFUSED = {
         ),
         "training=True",
     ),
+    "padding of unknown width": (
+        lambda: model_of(
+            layers.Conv2D(4, 2, strides=3, padding="same"), (None, 9, 3)
+        ),
+        "stride is larger",
+    ),
     "inputs by name": (
         lambda: model_of(lambda x: model_of(layers.ReLU())(inputs=x)),
         "inputs=",

@@ -17,14 +17,14 @@ FIRST = {"data_format": "channels_first"}
 TOLERANCE = 2.0**-19
 
 
-def check(model, folder, *inputs):
+def check(model, folder, *inputs, **options):
     """A file has the outputs of its model, at each level of optimization."""
     expected = model(list(inputs) if len(inputs) > 1 else inputs[0])
     expected = [
         keras.ops.convert_to_numpy(each)
         for each in keras.tree.flatten(expected)
     ]
-    for outputs in run_at_all_levels(model, folder, *inputs):
+    for outputs in run_at_all_levels(model, folder, *inputs, **options):
         for found, each in zip(outputs, expected, strict=True):
             assert found.shape == each.shape
             assert found.dtype == each.dtype
@@ -138,6 +138,29 @@ def test_layer_of_one_input(name, tmp_path):
     weighted(layer)
     for batch in (1, 7):
         check(model, tmp_path, numbers(batch, *shape))
+
+
+UNKNOWN_SIZES = {
+    "conv": lambda: layers.Conv2D(4, 3, strides=2, padding="same"),
+    "conv of one": lambda: layers.Conv2D(4, 2, padding="same"),
+    "causal": lambda: layers.Conv1D(4, 3, padding="causal"),
+    "pool": lambda: layers.MaxPooling2D(3, 2, "same"),
+    "reshape": lambda: layers.Reshape((-1, 6)),
+    "flatten": lambda: layers.Flatten(),
+    "all": lambda: layers.GlobalAveragePooling2D(),
+    "padding": lambda: layers.ZeroPadding2D(1),
+}
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("name", UNKNOWN_SIZES)
+def test_inputs_of_unknown_size(name, tmp_path):
+    shape = (None, 3) if name == "causal" else (None, None, 3)
+    inputs = keras.Input(shape)
+    model = keras.Model(inputs, UNKNOWN_SIZES[name]()(inputs))
+    for sizes in ((1, 8, 6), (2, 9, 10)):
+        given = numbers(*sizes[: len(shape)], 3)
+        check(model, tmp_path, given, exclude="")
 
 
 MERGES = {

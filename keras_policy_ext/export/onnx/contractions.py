@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
-from keras_policy_ext.export.onnx.channels import channels_first, put_back
+from keras_policy_ext.export.onnx.channels import (
+    channels_first,
+    put_back,
+    same_padding,
+)
 from keras_policy_ext.export.onnx.graph import Value
 from keras_policy_ext.export.onnx.kernels import Kernel
 from keras_policy_ext.export.onnx.refused import Refused
@@ -55,7 +57,7 @@ def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
 def _convolution(context: Context, layer: Any, x: Value) -> Value:
     graph = context.graph
     kernel = context.kernels.of(layer)
-    rank = layer.rank
+    rank, given = layer.rank, x
     x = channels_first(graph, x, layer.data_format)
     x = stored.rounded(graph, x, kernel, range(1, rank + 2))
     operands = [x, stored.convolution_kernel(graph, kernel)]
@@ -69,7 +71,7 @@ def _convolution(context: Context, layer: Any, x: Value) -> Value:
         strides=list(layer.strides),
         dilations=list(layer.dilation_rate),
         group=layer.groups,
-        **_padding(layer),
+        **_padding(layer, given),
     )
     y = put_back(graph, y, layer.data_format, rank + 2)
     return activated(context, layer.activation, y)
@@ -95,15 +97,16 @@ def _finished(context: Context, layer: Any, y: Value) -> Value:
     return activated(context, layer.activation, y)
 
 
-def _padding(layer: Any) -> dict[str, Any]:
-    """How a convolution is padded, for inputs of any size."""
-    if layer.padding == "same" and max(layer.strides) > 1:
-        return {"auto_pad": "SAME_UPPER"}
-    # Without strides the size does not matter; onnxruntime refuses auto_pad
-    # where there is dilation.
-    sizes = zip(layer.kernel_size, layer.dilation_rate, strict=True)
-    around = np.asarray([(size - 1) * rate for size, rate in sizes])
-    before = {"valid": 0 * around, "same": around // 2, "causal": around}
-    after = {"valid": 0 * around, "same": around - around // 2}
-    ends = after.get(layer.padding, 0 * around)
-    return {"pads": [*before[layer.padding].tolist(), *ends.tolist()]}
+def _padding(layer: Any, x: Value) -> dict[str, Any]:
+    """How a convolution is padded."""
+    window = [
+        (size - 1) * rate + 1
+        for size, rate in zip(
+            layer.kernel_size, layer.dilation_rate, strict=True
+        )
+    ]
+    if layer.padding == "same":
+        return same_padding(x, layer.data_format, window, layer.strides)
+    causal = layer.padding == "causal"
+    before = [size - 1 if causal else 0 for size in window]
+    return {"pads": [*before, *[0] * layer.rank]}
