@@ -230,6 +230,21 @@ def test_numbers_that_are_too_many_lie_beside(
     )
 
 
+def test_numbers_beside_do_not_stay_without_their_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
+    replace = os.replace
+
+    def fails(source, target):
+        if str(target).endswith(".onnx"):
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        onnx_export.write(small_model(), tmp_path / "m.onnx")
+    assert os.listdir(tmp_path) == []
+
+
 def test_numbers_beside_replace_no_others(tmp_path, monkeypatch):
     monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
     onnx_export.write(small_model(), tmp_path / "m.onnx")

@@ -1,5 +1,6 @@
 """Random layers on random shapes, in ONNX files, against Keras."""
 
+import functools
 import math
 
 import keras
@@ -81,7 +82,8 @@ def convolutions(draw):
         ),
     }
     filters = groups * draw(st.integers(1, 3))
-    layer = getattr(layers, f"Conv{rank}D")(filters, tuple(size), **options)
+    cls = getattr(layers, f"Conv{rank}D")
+    make = functools.partial(cls, filters, tuple(size), **options)
     # At least as large as the window, for outputs that are not empty.
     window = [
         (n - 1) * (r if rates == "dilation_rate" else 1) + 1
@@ -90,16 +92,16 @@ def convolutions(draw):
     sizes = [n + draw(st.integers(0, 4)) for n in window]
     channels = groups * draw(st.integers(1, 3))
     last = options["data_format"] == "channels_last"
-    return layer, (*sizes, channels) if last else (channels, *sizes)
+    return make, (*sizes, channels) if last else (channels, *sizes)
 
 
 @settings(max_examples=60)
 @given(convolutions(), BATCHES, st.tuples(GRANULARITIES, ACTIVATIONS))
 def test_convolution(folder, case, batch, how):
-    layer, shape = case
+    make, shape = case
     rank = len(shape) + 1
     axes = Axes(tuple(range(rank - 1)), (rank - 1,))
-    check(folder, layer, shape, batch, axes, tuple(range(1, rank)), how)
+    check(folder, make(), shape, batch, axes, tuple(range(1, rank)), how)
 
 
 @settings(max_examples=40)

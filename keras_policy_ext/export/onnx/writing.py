@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -30,7 +31,10 @@ def write(
 ) -> None:
     """Write a model; see `keras_policy_ext.export.onnx.write`."""
     target = pathlib.Path(path).absolute()
-    with outputs.whole(target, folder=False, overwrite=overwrite) as made:
+    with (
+        contextlib.ExitStack() as undo,
+        outputs.whole(target, folder=False, overwrite=overwrite) as made,
+    ):
         data = made.with_name(f"{made.name}.data")
         _write(model, made, data, kernels, opset)
         onnx.checker.check_model(str(made), full_check=True)
@@ -38,6 +42,7 @@ def write(
             beside = target.with_name(data.name)
             _check_free(beside)
             os.replace(data, beside)
+            undo.push(_removed_after_error(beside))
 
 
 def _write(
@@ -63,6 +68,16 @@ def _write(
             producer_version=__version__,
         )
         path.write_bytes(whole.SerializeToString())
+
+
+def _removed_after_error(path: pathlib.Path) -> Callable[..., None]:
+    """Removes the numbers of a model that did not get to its place."""
+
+    def leave(error: type | None, *_: object) -> None:
+        if error is not None:
+            path.unlink()
+
+    return leave
 
 
 def _check_free(path: pathlib.Path) -> None:
