@@ -383,3 +383,20 @@ def test_an_error_leaves_the_folder_that_was_there(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
     after = (tmp_path / "folder" / "model.safetensors").read_bytes()
     assert before == after
+
+
+@pytest.mark.parametrize(
+    ("inputs", "exclude", "noted"),
+    [
+        ("dynamic", None, True),
+        ("dynamic", HEAD, False),
+        (None, None, False),
+    ],
+)
+def test_the_report_says_where_the_reader_has_floats(
+    inputs, exclude, noted, tmp_path
+):
+    model = tiny.llama()
+    kpe.freeze(model, activations=inputs, exclude=exclude)
+    report = kpe.export(model, tmp_path / "folder")
+    assert ("logits in floats" in " ".join(report.notes)) == noted

@@ -107,7 +107,8 @@ def _to_folder(model: Any, request: Request) -> ExportReport:
     )
     with whole as place:
         written = folder.write(place, size, request.tokenizer or tokenizer)
-    return _report(request, scheme, written, reader.notes)
+    notes = (*reader.notes, *folder.notes())
+    return _report(request, scheme, written, notes)
 
 
 def _report(
