@@ -1,8 +1,12 @@
 """The real readers, and what is compared with them."""
 
+import pathlib
+
 import numpy as np
 import torch
 import transformers
+
+HERE = pathlib.Path(__file__).parent
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -342,3 +342,61 @@ def test_a_map_in_another_order_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.o_proj"):
         kpe.export(model, tmp_path / "folder")
     assert not list(tmp_path.iterdir())
+
+
+def test_tokenizers_are_written_beside_the_weights(tmp_path):
+    letters = "abcdefgh"
+    vocabulary = ["<|endoftext|>", *letters, "ab", "abc"]
+    tokenizer = tiny.hub.GPT2Tokenizer(
+        vocabulary={token: n for n, token in enumerate(vocabulary)},
+        merges=["a b", "ab c"],
+    )
+    model = tiny.gpt2()
+    kpe.export(model, tmp_path / "without")
+    assert not (tmp_path / "without" / "vocab.json").exists()
+    kpe.export(model, tmp_path / "folder", tokenizer=tokenizer)
+    read = readers.transformers.AutoTokenizer.from_pretrained(
+        tmp_path / "folder"
+    )
+    assert read("abcda").input_ids == list(tokenizer("abcda"))
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["eos_token_id"] == 0
+
+    preprocessor = tiny.hub.GPT2CausalLMPreprocessor(tokenizer, 8)
+    task = tiny.hub.GPT2CausalLM(model.backbone, preprocessor)
+    kpe.export(task, tmp_path / "of_the_task")
+    files = sorted(p.name for p in (tmp_path / "folder").iterdir())
+    assert files == sorted(p.name for p in (tmp_path / "of_the_task").iterdir())
+
+
+def test_an_error_leaves_the_folder_that_was_there(tmp_path, monkeypatch):
+    model = tiny.randomized(tiny.llama())
+    kpe.export(model, tmp_path / "folder")
+    before = (tmp_path / "folder" / "model.safetensors").read_bytes()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        kpe.export(model, tmp_path / "folder", "fp8", overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+    after = (tmp_path / "folder" / "model.safetensors").read_bytes()
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("inputs", "exclude", "noted"),
+    [
+        ("dynamic", None, True),
+        ("dynamic", HEAD, False),
+        (None, None, False),
+    ],
+)
+def test_the_report_says_where_the_reader_has_floats(
+    inputs, exclude, noted, tmp_path
+):
+    model = tiny.llama()
+    kpe.freeze(model, activations=inputs, exclude=exclude)
+    report = kpe.export(model, tmp_path / "folder")
+    assert ("logits in floats" in " ".join(report.notes)) == noted

@@ -14,6 +14,9 @@ import importlib
 import os
 from typing import Any
 
+FORMATS = ("compressed-tensors", "fp8", "modelopt", "safetensors", "onnx")
+"""What `export` writes."""
+
 
 def export(
     model: Any,
@@ -86,7 +89,7 @@ def export(
         overwrite=overwrite,
         options=options,
     )
-    return exporting.run(model, request)
+    return exporting.run(model, request, FORMATS)
 
 
 def load_quantized(

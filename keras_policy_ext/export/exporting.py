@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_policy_ext._keras import keras_hub_export as hub
@@ -22,8 +22,6 @@ from keras_policy_ext.export import (
 from keras_policy_ext.export.kernels import Kernel, Scheme
 from keras_policy_ext.export.readers import Reader
 from keras_policy_ext.export.report import ExportReport, Written
-
-FORMATS = ("compressed-tensors", "fp8", "modelopt", "safetensors", "onnx")
 
 _USUAL = Scheme(
     weights="float8_e4m3fn", granularity="channel", activations=None
@@ -52,9 +50,9 @@ class Request:
     options: dict[str, Any]
 
 
-def run(model: Any, request: Request) -> Any:
-    """Do what `export` was asked for."""
-    _check_format(request.format, request.options)
+def run(model: Any, request: Request, formats: Sequence[str]) -> Any:
+    """Do what `export` was asked for; `formats` are those that there are."""
+    _check_format(request.format, request.options, formats)
     if request.format == "onnx":
         return _to_onnx(model, request)
     models.check(model)
@@ -109,7 +107,8 @@ def _to_folder(model: Any, request: Request) -> ExportReport:
     )
     with whole as place:
         written = folder.write(place, size, request.tokenizer or tokenizer)
-    return _report(request, scheme, written, reader.notes)
+    notes = (*reader.notes, *folder.notes())
+    return _report(request, scheme, written, notes)
 
 
 def _report(
@@ -128,11 +127,13 @@ def _report(
     )
 
 
-def _check_format(format: object, options: dict[str, Any]) -> None:
-    if format not in FORMATS:
+def _check_format(
+    format: object, options: dict[str, Any], formats: Sequence[str]
+) -> None:
+    if format not in formats:
         raise ValueError(
             f"This is no format of `export`. Received: format={format!r}. "
-            f"Allowed: {', '.join(map(repr, FORMATS))}. Pass one of them."
+            f"Allowed: {', '.join(map(repr, formats))}. Pass one of them."
         )
     if options and format != "onnx":
         raise TypeError(

@@ -26,6 +26,10 @@ from keras_policy_ext.stored_kernels import StoredKernel
 Array = np.ndarray[Any, Any]
 
 EMBEDDING = "the reader looks up its rows, or has it for logits"
+HEAD_IN_FLOATS = (
+    "The reader computes the logits in floats. Here their inputs are quantized "
+    "too; leave the embeddings out of `freeze` and `convert` for the same."
+)
 _NO_LINEAR = "the reader has no Linear for it"
 _WEIGHT = ".weight"
 
@@ -107,6 +111,18 @@ class Folder:
             hub.write_tokenizer(tokenizer, folder)
         return written
 
+    def notes(self) -> tuple[str, ...]:
+        """What the reader computes otherwise than the model."""
+        layers = [
+            self._owners.get(id(variable))
+            for entry in self.entries
+            if entry.reason == EMBEDDING
+            for variable in entry.variables
+        ]
+        if any(map(_quantizes_inputs, layers)):
+            return (HEAD_IN_FLOATS,)
+        return ()
+
     def ignored(self) -> list[str]:
         """The modules that a reader may take for a Linear, and are float."""
         names = {
@@ -160,7 +176,7 @@ class Folder:
             return [
                 Tensor(entry.name, self._code, entry.shape, self._float(entry))
             ]
-        one = OneAtATime(lambda: self._stored(entry), self._scale)
+        one = OneAtATime(lambda: self._stored(entry))
         shape = self._scale_shape(entry)
         made = [
             Tensor(
@@ -222,9 +238,6 @@ class Folder:
             return scale
         return np.broadcast_to(scale, (part.matrix.shape[0], 1))
 
-    def _scale(self, stored: StoredKernel) -> Array:
-        return stored.scale
-
     def _scale_shape(self, entry: Entry) -> tuple[int, ...]:
         granularity = self._reader.granularity
         if granularity == "tensor":
@@ -235,6 +248,17 @@ class Folder:
         if self._reader.transposed:
             return 1, entry.shape[1]
         return entry.shape[0], 1
+
+
+def _quantizes_inputs(layer: Any) -> bool:
+    """Whether a layer computes logits of quantized inputs."""
+    policy = getattr(layer, "float8_policy", None)
+    if policy is None or not isinstance(
+        layer, keras.layers.ReversibleEmbedding
+    ):
+        return False
+    quantization = policy.recipe.quantization("inputs", "forward")
+    return quantization is not None
 
 
 def _code_of(dtype: str) -> str:

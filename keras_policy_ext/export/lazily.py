@@ -17,21 +17,16 @@ class OneAtATime:
 
     Args:
         make: Makes the kernel.
-        scale: What of it is kept.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], StoredKernel],
-        scale: Callable[[StoredKernel], Array] = lambda stored: stored.scale,
-    ) -> None:
-        self._make, self._scale = make, scale
+    def __init__(self, make: Callable[[], StoredKernel]) -> None:
+        self._make = make
         self._kept: Array | None = None
 
     def big(self) -> StoredKernel:
         """The kernel, made anew."""
         stored = self._make()
-        self._kept = np.array(self._scale(stored), copy=True)
+        self._kept = np.array(stored.scale)
         return stored
 
     def small(self) -> Array:

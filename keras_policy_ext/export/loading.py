@@ -12,10 +12,9 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import (
-    built_layers,
-    deferred_values,
     keras_hub_import,
     walking,
+    while_building,
 )
 from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext.conversion import candidates, composites, freezing
@@ -23,11 +22,10 @@ from keras_policy_ext.export import quantized_folders, shards
 from keras_policy_ext.export.quantized_folders import QuantizedFolder
 from keras_policy_ext.export.safetensors_files import Slot
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8
+from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
-from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
     StoredKernel,
     as_matrix,
@@ -45,38 +43,57 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     folder = QuantizedFolder.read(place)
     slots = shards.read(place)
     converter = keras_hub_import.Converter(place, folder.config)
-    with deferred_values.without_values():
+
+    def freeze(layer: Any) -> None:
+        form = _form(layer)
+        if form and stored_weights.kernels_to_store(layer, form):
+            source = source_policy_of(layer).name
+            policy = Float8DTypePolicy(source, recipe=folder.recipe)
+            enter_float8(layer, policy)
+
+    with (
+        while_building.after_each_build(freeze),
+        while_building.without_initial_values(_is_to_be_frozen),
+    ):
         backbone = converter.make_backbone(dtype or folder.dtype)
     asked = _Asked(backbone, slots)
     converter.port(asked.stand_in, asked)
-    variables = _frozen(backbone, asked, folder.recipe)
-    deferred_values.give_values(backbone.variables)
-    built_layers.track_again(reversed(walking.layers_within(backbone)))
+    thawed = _thawed(backbone, asked)
     for port in asked.ports:
-        variable = variables.get(id(port.variable), port.variable)
-        _fill(variable, port, slots)
+        _fill(thawed.get(id(port.variable), port.variable), port, slots)
     return keras_hub_import.language_model_of(backbone)
 
 
-def _frozen(
-    backbone: keras.Model, asked: _Asked, recipe: FrozenKernels
-) -> dict[int, Any]:
-    """Freeze the layers that have kernels in float8.
+def _form(layer: Any) -> Any:
+    """What a layer is frozen as; None if it is not.
+
+    Not embeddings, which folders have in floats.
+    """
+    if isinstance(layer, keras.layers.Embedding):
+        return None
+    return freezing.form_to_freeze(layer)
+
+
+def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
+    """Whether a weight that a layer adds is frozen once it is built."""
+    return name in (getattr(_form(layer), "float8_kernels", None) or ())
+
+
+def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
+    """Thaw the layers that the folder has in floats.
 
     Returns:
-        What has taken the place of float kernels, by their ids.
+        What has taken the place of their kernels, by the ids of those.
     """
-    narrow = {id(port.variable) for port in asked.ports if port.is_float8}
+    wide = {id(port.variable) for port in asked.ports if not port.is_float8}
     found: dict[int, Any] = {}
-    for candidate in freezing.freezable(backbone)[0]:
-        layer = candidate.layer
-        names = {k.name: id(k) for k in candidate.kernels}
-        if narrow.isdisjoint(names.values()):
+    for layer in freezing.frozen_layers(backbone):
+        before = {v.name: id(v) for v in stored_weights.stored_in(layer)}
+        if wide.isdisjoint(before.values()):
             continue
-        source = source_policy_of(layer).name
-        enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
-        stored = stored_weights.stored_in(layer)
-        found.update({names[variable.name]: variable for variable in stored})
+        thaw_layer(layer)
+        own = {v.name: v for v in walking.own_weights(layer)}
+        found.update({place: own[name] for name, place in before.items()})
     for layer in candidates.survey(backbone).composites:
         composites.enter_float8_with_children(layer)
     composites.declare_policies(backbone)

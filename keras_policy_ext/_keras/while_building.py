@@ -1,0 +1,88 @@
+"""Layers that are changed while they are built, and as soon as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+# A method of a class is replaced for all threads, and acts in one.
+_REPLACED = threading.RLock()
+
+
+@contextlib.contextmanager
+def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
+    """Call a function with each layer that this thread builds, inner first.
+
+    A model that is made inside then never holds more than one layer as it was
+    built. Keras calls `_post_build` once a layer has its weights (keras 3.12
+    to 3.15); where it does not, nothing is called. Expires with a public hook.
+    """
+
+    def post_build(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        stock(layer, *args, **kwargs)
+        change(layer)
+
+    with _in_place_of("_post_build", post_build):
+        yield
+
+
+@contextlib.contextmanager
+def without_initial_values(
+    wanted: Callable[[keras.Layer, str | None], bool],
+) -> Iterator[None]:
+    """Do not compute initial values of weights that this thread adds.
+
+    They are zeros that on PyTorch take no memory and cannot be assigned to:
+    for weights that are replaced once the layer is built. Memory that is
+    taken and given back for each layer would stay with the process, in holes
+    that the next layer does not fit into.
+
+    Args:
+        wanted: Whether it is so for the weight of this name of a layer.
+    """
+
+    def add_weight(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and wanted(layer, kwargs.get("name")):
+            kwargs["initializer"] = _zeros
+        return stock(layer, *args, **kwargs)
+
+    with _in_place_of("add_weight", add_weight):
+        yield
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    return ops.broadcast_to(ops.zeros((), dtype), shape)
+
+
+@contextlib.contextmanager
+def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a method of all layers be another one, which gets the stock one.
+
+    If there is none of this name, nothing happens.
+    """
+    cls: Any = keras.Layer
+    thread = threading.get_ident()
+    with _REPLACED:
+        stock, own = getattr(cls, name, None), vars(cls).get(name)
+        if stock is None:
+            yield
+            return
+
+        def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return stock(layer, *args, **kwargs)
+            return function(stock, layer, *args, **kwargs)
+
+        setattr(cls, name, method)
+        try:
+            yield
+        finally:
+            if own is None:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, own)
