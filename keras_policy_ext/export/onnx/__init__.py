@@ -65,15 +65,12 @@ def write(
     _check_opset(opset)
     from keras_policy_ext.export import kernels
     from keras_policy_ext.export.onnx import walk, writing
-    from keras_policy_ext.export.onnx.kernels import Kernels
+    from keras_policy_ext.export.onnx.kernels import USUAL, Kernels
 
     walk.check(model)
     found = kernels.of_model(model, include, exclude)
-    usual = kernels.Scheme(
-        weights="float8_e4m3fn", granularity="channel", activations=None
-    )
     scheme = kernels.scheme_of(
-        found.values(), weights, granularity, activations, usual
+        found.values(), weights, granularity, activations, USUAL
     )
     _check_blocks(scheme.granularity, opset)
     chosen = Kernels(found, scheme)
