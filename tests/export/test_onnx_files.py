@@ -10,7 +10,7 @@ import pytest
 
 from keras_policy_ext import stored_kernels
 from keras_policy_ext.export import onnx as onnx_export
-from keras_policy_ext.export.onnx import initializers
+from keras_policy_ext.export.onnx import graph, initializers
 from onnx_files import run
 
 pytestmark = pytest.mark.any_backend
@@ -276,3 +276,19 @@ def test_one_kernel_is_quantized_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_kernels, "quantize", watched)
     onnx_export.write(small_model(), tmp_path / "m.onnx")
     assert len(alive) == 2
+
+
+def test_equal_bytes_of_other_dtypes_are_other_initializers(tmp_path):
+    numbers = initializers.Initializers(tmp_path / "data")
+    made = graph.Graph(numbers)
+    codes = np.zeros(400, "uint8")
+    names = [
+        made.constant(codes.view("float32")).name,
+        made.constant(codes.view("int32")).name,
+        made.constant(np.zeros(100, "float32")).name,
+        made.codes(codes, "float8_e4m3fn", "kernel").name,
+        made.codes(codes, "float8_e5m2", "kernel").name,
+    ]
+    numbers.close()
+    assert names[0] == names[2]
+    assert len(set(names)) == len(numbers.tensors) == 4
