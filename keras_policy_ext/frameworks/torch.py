@@ -10,6 +10,7 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
+    HALVES,
     SECOND_DERIVATIVE,
     Framework,
     FrozenOperation,
@@ -135,9 +136,7 @@ class TorchFramework(Framework):
         """
         if codes.device.type == "cuda":
             return self.as_float8(codes, format_name).float()
-        table = torch.as_tensor(
-            numbers_of_codes(format_name), device=codes.device
-        )
+        table = _TABLES[format_name].to(codes.device)
         if torch.compiler.is_compiling():
             return table[codes.int()]
         found = table.index_select(0, codes.flatten().int())
@@ -149,6 +148,10 @@ class TorchFramework(Framework):
 
 
 FRAMEWORK = TorchFramework()
+
+# Made here and not where they are needed: its compiler takes a tensor of a
+# module for a constant.
+_TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
 def is_real(x: Tensor) -> bool:
