@@ -107,15 +107,15 @@ def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def _bytes(tensor: Tensor) -> Array:
-    array = np.ascontiguousarray(tensor.make())
+    array = np.asarray(tensor.make())
     dtype = DTYPES[tensor.dtype]
-    # An array without axes has got one.
-    if array.size != math.prod(tensor.shape) or array.dtype != dtype:
+    if array.shape != tensor.shape or array.dtype != dtype:
         raise ValueError(
             f"The tensor {tensor.name!r} is not what its file says. Received: "
             f"{array.dtype} {array.shape}. Allowed: {dtype} {tensor.shape}. "
             "This is a bug; please report it."
         )
+    # In the order of its axes, however it lies in memory.
     return array.reshape(-1).view("uint8")
 
 

@@ -90,6 +90,7 @@ def test_a_frozen_model_is_written_with_its_bytes(
     report = kpe.export(frozen, path, "safetensors")
     assert_same(quantized(path), held(frozen))
     assert sorted(quantized(path)) == sorted(KERNELS)
+    assert set(plain.read(path)) == {v.path for v in model().weights}
     assert [w.name for w in report.weights if w.quantized] == [
         name for name in plain.read(path) if name in KERNELS
     ]
