@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 
+import keras
 import pytest
 
 import keras_policy_ext_cli
 from keras_policy_ext import __version__, cli, recipes
 from keras_policy_ext.diagnostics import plots
+from keras_policy_ext.export import plain
+from keras_policy_ext.stored_kernels import StoredKernel
 
 BACKEND = os.environ["KERAS_BACKEND"]
 
@@ -51,7 +54,7 @@ def test_help_names_the_commands(capsys):
     assert "doctor" in printed
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "inspect"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "export", "inspect"])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
@@ -287,3 +290,47 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
     for name in (*(f"dense_{n}" for n in range(30)), "norm"):
         assert any(word.endswith(name) for word in full.split())
     assert "outputs_grad" in full
+
+
+def test_export_writes_what_the_options_say(tmp_path, capsys):
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(4)],
+        name="m",
+    )
+    file, out = str(tmp_path / "model.keras"), str(tmp_path / "out")
+    model.save(file)
+    options = ["--format", "safetensors", "--granularity", "tensor"]
+    assert cli.main(["export", file, out, *options, "--exclude", "_1"]) == 0
+    assert "per tensor" in capsys.readouterr().out
+    (name,) = (
+        name
+        for name, weight in plain.read(out).items()
+        if isinstance(weight, StoredKernel)
+    )
+    assert plain.read(out)[name].codes.shape == (8, 4)
+
+    assert "overwrite" in error_of(capsys, "export", file, out, *options)
+    assert cli.main(["export", file, out, *options, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "KerasHub"),
+        (["--format", "gguf"], "gguf"),
+        (["--format", "safetensors", "--activations", "static"], "freeze"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    arguments, words, tmp_path, capsys
+):
+    file = tmp_path / "model.keras"
+    keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]).save(file)
+    out = str(tmp_path / "out")
+    assert words in error_of(capsys, "export", str(file), out, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_to_export_that_is_missing(tmp_path, capsys):
+    arguments = ["export", str(tmp_path / "model.keras"), str(tmp_path / "out")]
+    assert "There is no such file" in error_of(capsys, *arguments)
