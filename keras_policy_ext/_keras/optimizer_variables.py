@@ -40,12 +40,16 @@ def retarget_optimizer(
 ) -> None:
     """Let a built optimizer know another list of variables.
 
-    Slots are moved and none is copied or made: only variables that are
-    overwritten with their gradient, which have no slots, may be new. An
-    optimizer keeps, for each model variable in order, one entry in each of
-    its lists of slots (keras 3.0 to 3.15), and variables for the
-    accumulation of gradients. Expires with a public way to add a variable.
+    Slots are moved and none is copied. An optimizer keeps, for each model
+    variable in order, one entry in each of its lists of slots (keras 3.0 to
+    3.15), and variables for the accumulation of gradients. Those that are
+    overwritten with their gradient have no slots; where others are gone or
+    new, the slots are those that `build` makes. Expires with a public way to
+    add a variable.
     """
+    if _slots_change(optimizer._trainable_variables, variables):
+        _build_again(optimizer, variables)
+        return
     before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
     places = [before.get(id(v)) for v in variables]
     slots = [
@@ -64,6 +68,68 @@ def retarget_optimizer(
         optimizer._var_key(v): i for i, v in enumerate(variables)
     }
     averages.fill_averages(optimizer, variables)
+
+
+def _slots_change(
+    old: list[keras.Variable], new: list[keras.Variable]
+) -> bool:
+    """Whether variables with slots are in one of two lists only."""
+    ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
+    changed = [v for v in old if id(v) not in new_ids]
+    changed += [v for v in new if id(v) not in ids]
+    return not all(getattr(v, "overwrite_with_gradient", 0) for v in changed)
+
+
+def _build_again(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    """Give a built optimizer other variables, and keep what it has of old ones.
+
+    Another one is built for them; what it makes for variables that were
+    known gives way to the slots that are there.
+    """
+    other = type(optimizer).from_config(optimizer.get_config())
+    other.build(variables)
+    before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    after = {id(v): i for i, v in enumerate(variables)}
+    kept: dict[int, keras.Variable] = {}
+    made: set[int] = set()
+    lists = {}
+    for name, new in vars(other).items():
+        if name in ("_variables", "_trainable_variables"):
+            continue
+        old = getattr(optimizer, name, None)
+        if not (_are_slots(new, after) and _are_slots(old, before)):
+            continue
+        made |= {id(slot) for slot in new if slot is not None}
+        for variable, slot in zip(variables, new, strict=True):
+            place = before.get(id(variable))
+            if slot is not None and place is not None:
+                kept[id(slot)] = old[place]
+            elif slot is not None and name == _AVERAGES:
+                slot.assign(variable)
+        lists[name] = [kept.get(id(slot), slot) for slot in new]
+    slots = [kept.get(id(v), v) for v in other._variables if id(v) in made]
+    own = {
+        id(slot)
+        for name in lists
+        for slot in getattr(optimizer, name)
+        if slot is not None
+    }
+    rest = [v for v in optimizer._variables if id(v) not in own]
+    for name, values in lists.items():
+        _replace_list(optimizer, name, values)
+    _replace_list(optimizer, "_variables", [*rest, *slots])
+    tracked = optimizer._tracker.config
+    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    _replace_list(optimizer, "_trainable_variables", list(variables))
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(v): i for i, v in enumerate(variables)
+    }
+    averages.fill_averages(optimizer, variables)
+
+
+_AVERAGES = "_model_variables_moving_average"
 
 
 def _are_slots(candidate: object, before: dict[int, int]) -> bool:

@@ -353,6 +353,7 @@ class Float8Mixin(
         """Let the state follow another policy, or raise if it cannot."""
         if isinstance(policy, Float8DTypePolicy):
             policy = policy.for_path(self.path)
+        stored_weights.check_policy(self, policy)
         if not isinstance(policy, Float8DTypePolicy):
             return
         if stock_float8.is_quantized(self):
@@ -363,7 +364,6 @@ class Float8Mixin(
                 f"{self.dtype_policy.name!r}. Make a new layer with the "
                 "float8 policy and load the weights from before."
             )
-        stored_weights.check_policy(self, policy)
         state, recipe = self.float8_state, policy.recipe
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and has_state(recipe)) or not state.fits(recipe):

@@ -12,6 +12,7 @@ from keras_policy_ext import _bases
 from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state_files import POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
 
@@ -62,7 +63,7 @@ class SavedWeights(_bases.MixedInto):
                 "the state."
             )
         for variable, value in zip(self.weights, weights, strict=True):
-            if isinstance(variable, StateVariable):
+            if isinstance(variable, (StateVariable, StoredVariable)):
                 variable.check(value)
         super().set_weights(weights)
 

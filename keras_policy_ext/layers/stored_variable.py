@@ -19,6 +19,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import formats
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.recipes import FrozenKernels
@@ -100,6 +101,25 @@ class StoredVariable(keras.Variable):
             variable_values.value_without_autocast(each)
             for each in held
             if each is not None
+        )
+
+    def check(self, value: Any) -> None:
+        """Raise if an array is no codes of finite numbers.
+
+        Raises:
+            ValueError: If so.
+        """
+        codes = np.asarray(value)
+        if codes.dtype == "uint8":
+            numbers = codes.view(formats.get(self.weights).dtype)
+            if np.all(np.isfinite(numbers.astype("float32"))):
+                return
+        kind = "codes of NaN" if codes.dtype == "uint8" else codes.dtype
+        raise ValueError(
+            "This is no stored kernel; nothing was set. Received: "
+            f"{kind} for {self.path!r}. Allowed: codes (uint8) of finite "
+            f"numbers in {self.weights}. Call `keras_policy_ext.thaw(model)` "
+            "to set float weights."
         )
 
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
