@@ -22,12 +22,17 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.paths import scope_of_path
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
 """What these variables are called after the name of the kernel."""
+
+
+class ScaleVariable(keras.Variable):
+    """A scale of a stored kernel, or of its inputs: no parameter."""
 
 
 class StoredVariable(keras.Variable):
@@ -178,10 +183,15 @@ def add_stored(
     return variable
 
 
-def _scale(shape: tuple[int, ...], name: str, value: Any) -> keras.Variable:
+def is_state(variable: object) -> bool:
+    """Whether a variable says how numbers are scaled, and is no parameter."""
+    return isinstance(variable, (StateVariable, ScaleVariable))
+
+
+def _scale(shape: tuple[int, ...], name: str, value: Any) -> ScaleVariable:
     if value is not None:
         value = np.asarray(value, "float32")
-    return keras.Variable(
+    return ScaleVariable(
         initializer="ones" if value is None else value,
         shape=shape,
         dtype="float32",
