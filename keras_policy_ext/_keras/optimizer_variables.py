@@ -107,7 +107,7 @@ def _build_again(
             if slot is not None and place is not None:
                 kept[id(slot)] = old[place]
             elif slot is not None and name == _AVERAGES:
-                slot.assign(variable)
+                slot.assign(keras.ops.copy(variable.value))
         lists[name] = [kept.get(id(slot), slot) for slot in new]
     slots = [kept.get(id(v), v) for v in other._variables if id(v) in made]
     own = {
