@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import variable_values
+
 
 @contextlib.contextmanager
 def unlocked(layer: keras.Layer) -> Iterator[None]:
@@ -172,6 +174,7 @@ def replace_variable(
         if value is old:
             layer._untrack_variable(old)
             setattr(layer, name, new)
+            variable_values.let_wait_no_longer(old)
             return
     raise ValueError(
         f"The weight {old.path!r} is in no attribute of its layer. Received: "
@@ -179,6 +182,20 @@ def replace_variable(
         "self.add_weight(...)`, and not a weight in a list or dict. Give it "
         "an attribute of its own, or leave the layer out with `exclude`."
     )
+
+
+def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
+    """Let a layer have its own weights in the order of their names.
+
+    By that Keras's default loader pairs them with those of a file
+    (`_trainable_variables`, keras 3.0 to 3.15); where that is gone, nothing.
+    Weights of other names come last. Expires when it goes by name.
+    """
+    place = {name: number for number, name in enumerate(names)}
+    tracked = getattr(layer, "_trainable_variables", None)
+    if tracked is not None:
+        ordered = sorted(tracked, key=lambda v: place.get(v.name, len(place)))
+        list.__setitem__(tracked, slice(None), ordered)
 
 
 def detach(layer: keras.Layer, name: str) -> None:
@@ -207,7 +224,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
             if hasattr(each, "_track_variables"):
                 found.setdefault(id(each), each)
     for each in found.values():
-        # Without values, as in `deferred_values`, there are no parameters.
-        if all(getattr(v, "_value", v) is not None for v in each.variables):
-            vars(each).get("_modules", {}).pop("_torch_params", None)
-            each._track_variables()
+        if any(getattr(v, "_value", v) is None for v in each.variables):
+            continue  # They wait for values, and Keras tracks them then.
+        vars(each).get("_modules", {}).pop("_torch_params", None)
+        each._track_variables()

@@ -69,6 +69,21 @@ def has_value(variable: keras.Variable) -> bool:
     return bool(scope) and scope.get_current_value(variable) is not None
 
 
+def let_wait_no_longer(variable: keras.Variable) -> None:
+    """Never give a value to a variable that was made without one.
+
+    In a scope without state Keras keeps a list of those, to give them memory
+    at its end (`uninitialized_variables`, keras 3.0 to 3.15). Where that is
+    gone, the value is made and dropped. Expires when the list is of weak
+    references.
+    """
+    waiting = _global_state and _global_state.get_global_attribute(
+        "uninitialized_variables"
+    )
+    if waiting and getattr(variable, "_value", variable) is None:
+        waiting[:] = [each for each in waiting if each is not variable]
+
+
 def _is_deleted(value: Tensor) -> bool:
     """Whether JAX has donated this array, or a part of it, to a computation.
 

@@ -13,6 +13,7 @@ from keras_policy_ext.conversion.freezing import freeze, thaw
 from keras_policy_ext.conversion.frozen_report import FrozenReport
 from keras_policy_ext.conversion.in_place import convert, revert
 from keras_policy_ext.conversion.loading import load_model, load_weights
+from keras_policy_ext.conversion.presets import load_preset
 from keras_policy_ext.conversion.report import Converted, Report, Skipped
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "filters",
     "freeze",
     "load_model",
+    "load_preset",
     "load_weights",
     "revert",
     "thaw",

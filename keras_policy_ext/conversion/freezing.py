@@ -22,7 +22,7 @@ from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
-from keras_policy_ext.layers.drop_in import drop_in_of
+from keras_policy_ext.layers.drop_in import drop_in_of, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.layers.transaction import unchanged_on_error
@@ -164,6 +164,20 @@ def freezable(
         found[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
     return [found[id(x)] for x in order if id(x) in found], skipped
+
+
+def form_to_freeze(layer: Any) -> Any:
+    """The class that a stock layer has when it is frozen.
+
+    None if it has that class, or has no kernels of its own to store.
+    """
+    try:
+        form: Any = form_of(type(layer))
+    except TypeError:  # It computes in a way of its own.
+        return None
+    if form is type(layer) or not issubclass(form or object, Float8Mixin):
+        return None
+    return form
 
 
 @dataclasses.dataclass(frozen=True)

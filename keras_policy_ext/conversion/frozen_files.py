@@ -1,7 +1,7 @@
 """Files of frozen models.
 
-Their layers are made without values, frozen as the file says, and only then
-loaded: the float kernels, which Keras makes first, never have memory.
+A layer that Keras makes anew with a float kernel is frozen as soon as it is
+built, so that there is never more than one such kernel, and loaded then.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import h5py
 import keras
 
 from keras_policy_ext._keras import (
-    built_layers,
-    deferred_values,
     saving_hooks,
     walking,
+    while_building,
 )
 from keras_policy_ext.conversion import (
     candidates,
@@ -35,12 +34,14 @@ from keras_policy_ext.conversion import (
     weight_files,
 )
 from keras_policy_ext.conversion.weight_files import PathLike
-from keras_policy_ext.layers import stored_files
-from keras_policy_ext.layers.class_swap import enter_float8
-from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers import stored_files, stored_weights
+from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
 from keras_policy_ext.mixed_precision import public_classes
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import source_policy_of
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    source_policy_of,
+)
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import StoredKernel
 
@@ -62,10 +63,10 @@ def load_model(
     config = json.loads(stock_files.config_in(path))
     compiled = config.pop("compile_config", None)
     with lost_float8.silent(), public_classes.for_private_names():
-        with deferred_values.without_values():
-            model = saving_hooks.model_of(config, custom_objects, safe_mode)
         with files.weights_of(path) as weights:
-            make_as_saved(model, weights)
+            with frozen_when_built(weights):
+                model = saving_hooks.model_of(config, custom_objects, safe_mode)
+            freeze_as_saved(model, weights)
             if compile and compiled:
                 model.compile_from_config(compiled)
             files.load(model, weights)
@@ -73,23 +74,32 @@ def load_model(
     return model
 
 
-def make_as_saved(model: keras.Layer, weights: PathLike) -> None:
-    """Freeze a model that was made without values, and give it the others."""
-    kernels = {
-        id(kernel)
-        for candidate in freezing.freezable(model)[0]
-        for kernel in candidate.kernels
-    }
-    deferred_values.give_values(
-        v for v in model.variables if id(v) not in kernels
-    )
-    freeze_as_saved(model, weights)
-    deferred_values.give_values(model.variables)
-    built_layers.track_again(reversed(walking.layers_within(model)))
+@contextlib.contextmanager
+def frozen_when_built(weights: PathLike) -> Iterator[None]:
+    """A block in which layers are frozen as soon as they are built.
+
+    With zeros, and in the way of the first frozen layer in a file; which of
+    them were frozen, and how, `freeze_as_saved` finds out.
+    """
+    recipe = _first_recipe(weights)
+    if recipe is None:
+        yield
+        return
+
+    def freeze(layer: Any) -> None:
+        form = freezing.form_to_freeze(layer)
+        if form is None:
+            _enter_composite(layer)
+        elif stored_weights.kernels_to_store(layer, form):
+            source = source_policy_of(layer).name
+            enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
+
+    with while_building.after_each_build(freeze):
+        yield
 
 
 def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
-    """Freeze the layers that were so when the weights were saved.
+    """Freeze the layers that were so when the weights were saved, no others.
 
     Their kernels are zeros then, for the weights to be loaded.
 
@@ -97,12 +107,9 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
         ValueError: If the file is damaged, or a layer can't be frozen.
     """
     recipes = _recipes_in(model, weights)
-    if not recipes:
-        return
     with training.continued(model), training.replicas(model):
-        for layer, recipe in recipes:
-            source = source_policy_of(layer).name
-            enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
+        for layer in walking.layers_within(model):
+            _freeze_as(layer, recipes.get(id(layer)))
         for layer in candidates.survey(model).composites:
             composites.enter_float8_with_children(layer)
         composites.declare_policies(model)
@@ -157,10 +164,44 @@ def _dequantize(group: h5py.Group) -> None:
         group[str(number)] = value
 
 
+def _enter_composite(layer: Any) -> None:
+    """Give a layer such as LSTM the form that asks its frozen cell.
+
+    The stock layer would read the codes of the cell as numbers.
+    """
+    survey = candidates.survey(layer)
+    if any(each is layer for each in survey.composites):
+        composites.enter_float8_with_children(layer)
+
+
+def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
+    """Freeze a layer in this way, or thaw it, if it is not so already."""
+    policy = float8_policy_of(layer)
+    held = None if policy is None or policy.recipe.trains else policy.recipe
+    if held == recipe:
+        return
+    if held is not None:
+        thaw_layer(layer)
+    if recipe is None:
+        return
+    source = source_policy_of(layer).name
+    enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
+
+
+def _first_recipe(weights: PathLike) -> FrozenKernels | None:
+    """That of the first frozen layer in a file of weights."""
+    with weight_files.opened(weights) as file:
+        for group in [] if file is None else weight_files.groups(file):
+            if _is_frozen(group):
+                header = stored_files.header_in(group, group.name)
+                return stored_files.recipe_of(header, group.name)
+    return None
+
+
 def _recipes_in(
     model: keras.Layer, weights: PathLike
-) -> list[tuple[Any, FrozenKernels]]:
-    """The layers that are frozen in a file and not yet here, and how.
+) -> dict[int, FrozenKernels]:
+    """How layers are frozen in a file, by their ids.
 
     Keras's own loader, which knows where in the file a layer is, is asked;
     meanwhile no layer loads.
@@ -172,7 +213,7 @@ def _recipes_in(
         for layer in layers:
             stack.enter_context(_noting(layer, found))
         files.load(model, weights)
-    return [(x, found[id(x)]) for x in layers if id(x) in found]
+    return found
 
 
 @contextlib.contextmanager
@@ -183,9 +224,7 @@ def _noting(layer: Any, found: dict[int, FrozenKernels]) -> Iterator[None]:
         if stored_files.STORED not in store:
             return
         header = stored_files.header_in(store, layer.path)
-        recipe = stored_files.recipe_of(header, layer.path)
-        if not (isinstance(layer, Float8Mixin) and layer.is_frozen):
-            found[id(layer)] = recipe
+        found[id(layer)] = stored_files.recipe_of(header, layer.path)
 
     vars(layer)["load_own_variables"] = note
     try:

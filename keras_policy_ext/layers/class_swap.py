@@ -24,6 +24,7 @@ _OF_FORMS = (
     "_float8_kernel_paths",
     "_float8_policy",
     "_float8_policy_path",
+    "_float8_weight_names",
     "_recipe_of_activations",
 )
 
@@ -94,8 +95,7 @@ def thaw_layer(layer: Any) -> None:
     """Give a frozen layer float kernels, dequantized, and its stock class."""
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
-            for variable in stored_weights.stored_in(layer):
-                stored_weights.widen(layer, variable)
+            stored_weights.widen_all(layer)
         leave_float8(layer)
 
 

@@ -87,6 +87,8 @@ class Float8Mixin(
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
     _float8_kernel_paths: tuple[str, ...] = ()
+    # In the order in which they are made, while kernels are stored.
+    _float8_weight_names: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs["dtype"] = policies.get(kwargs.get("dtype"))
@@ -140,7 +142,8 @@ class Float8Mixin(
         Returns:
             The variable.
         """
-        if self.is_frozen and float8 is not False:
+        if self.is_frozen:
+            self._float8_weight_names += (str(kwargs.get("name")),)
             stored = stored_weights.made(self, float8, *args, **kwargs)
             if stored is not None:
                 return stored

@@ -51,7 +51,9 @@ def made(
     dtype = keras.backend.standardize_dtype(
         asked.arguments.get("dtype") or layer.variable_dtype
     )
-    if shape is None or name is None or not is_floating(dtype):
+    if stored is False or not is_floating(dtype):
+        return None
+    if shape is None or name is None:
         return None
     weight: Any = Weight(name, tuple(shape), dtype)
     if not (stored or layer.is_stored_kernel(layer, weight)):
@@ -127,7 +129,11 @@ def store_all(layer: Any, kernels: Iterable[Frozen] | None) -> None:
             (kernel, layer.float8_axes(layer, kernel), None)
             for kernel in kernels_to_store(layer, type(layer))
         ]
-    for kernel, stored, scale in list(kernels):
+    kernels = list(kernels)
+    if kernels:
+        own = walking.own_weights(layer)
+        layer._float8_weight_names = tuple(each.name for each in own)
+    for kernel, stored, scale in kernels:
         store(layer, kernel, stored, scale)
     paths = tuple(each.path for each in stored_in(layer))
     layer._float8_kernel_paths = paths
@@ -159,6 +165,16 @@ def store(
     )
     built_layers.replace_variable(layer, kernel, variable)
     return variable
+
+
+def widen_all(layer: Any) -> None:
+    """Put float kernels in the places of all stored ones of a layer.
+
+    Its weights have the order again in which a stock layer has them.
+    """
+    for variable in stored_in(layer):
+        widen(layer, variable)
+    built_layers.order_variables(layer, layer._float8_weight_names)
 
 
 def widen(layer: Any, variable: StoredVariable) -> keras.Variable:
