@@ -142,12 +142,14 @@ class Float8Mixin(
         Returns:
             The variable.
         """
+        variable = None
         if self.is_frozen:
-            self._float8_weight_names += (str(kwargs.get("name")),)
-            stored = stored_weights.made(self, float8, *args, **kwargs)
-            if stored is not None:
-                return stored
-        variable = super().add_weight(*args, **kwargs)
+            variable = stored_weights.made(self, float8, *args, **kwargs)
+        if variable is None:
+            variable = super().add_weight(*args, **kwargs)
+        if self.is_frozen:
+            self._float8_weight_names += (variable.name,)
+            return variable
         if float8 is None:
             float8 = self.is_float8_kernel(self, variable)
         if float8:

@@ -98,6 +98,8 @@ def load(layer: Any, store: Entries) -> None:
             each.take(*value)
         else:
             each.assign(value)
+    if header["lora"]:
+        layer.lora_alpha = header["lora"]["alpha"]
 
 
 def header_in(store: Entries, path: str) -> dict[str, Any]:

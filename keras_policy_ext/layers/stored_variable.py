@@ -54,7 +54,7 @@ class StoredVariable(keras.Variable):
         shape: tuple[int, ...],
         axes: Axes,
         recipe: FrozenKernels,
-        name: str,
+        name: str | None,
         codes: Any = None,
     ):
         self.axes = axes
@@ -142,7 +142,7 @@ class StoredVariable(keras.Variable):
 
 def add_stored(
     layer: Any,
-    name: str,
+    name: str | None,
     shape: tuple[int, ...],
     recipe: FrozenKernels,
     axes: Axes,
@@ -153,7 +153,7 @@ def add_stored(
 
     Args:
         layer: The layer, with its `float8_state`; unlocked.
-        name: Of the kernel.
+        name: Of the kernel; None for one that Keras chooses.
         shape: Of the kernel.
         recipe: How it is stored.
         axes: Which of its axes are summed.
@@ -167,7 +167,7 @@ def add_stored(
     path = layer.path or layer.name
     with scope_of_path(path):
         variable = StoredVariable(shape, axes, recipe, name, codes)
-    state = layer.float8_state
+    state, name = layer.float8_state, variable.name
     with scope_of_path(path), keras.name_scope(state.name):
         variable.scale = _scale(
             scale_shape(shape, axes, recipe.per),

