@@ -114,9 +114,8 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
             raise ValueError(f"{raw.dtype} of shape {raw.shape}")
         header = json.loads(raw.tobytes())
         version = header["version"]
-        fields = [header[name] for name in ("names", "summed", "lora")]
-        if not isinstance(version, int) or not isinstance(fields[0], list):
-            raise ValueError(repr(header))
+        if type(version) is not int or version < 1:
+            raise ValueError(f"of version {version!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(damaged(path, f"{STORED!r} is {error}")) from error
     if version > VERSION:
@@ -125,7 +124,33 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
             f"of keras_policy_ext. Received: format {version}. Allowed: up to "
             f"{VERSION}. Update keras_policy_ext."
         )
+    _check_header(header, path)
     return dict(header)
+
+
+def _check_header(header: dict[str, Any], path: str) -> None:
+    names, summed, lora = (header.get(x) for x in ("names", "summed", "lora"))
+    known = isinstance(names, list) and all(type(x) is str for x in names)
+    checks = {
+        "names": known and len(set(names)) == len(names),
+        "summed": known
+        and isinstance(summed, dict)
+        and all(name in names and _are_axes(x) for name, x in summed.items()),
+        "lora": "lora" in header
+        and (lora is None or isinstance(lora, dict))
+        and (not lora or type(lora.get("rank")) is int and lora["rank"] > 0)
+        and (not lora or type(lora.get("alpha")) in (int, float)),
+    }
+    for field, is_right in checks.items():
+        if not is_right:
+            found = f"{field!r} in {STORED!r} is {header.get(field)!r}"
+            raise ValueError(damaged(path, found))
+
+
+def _are_axes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(axis) is int and 0 <= axis for axis in value
+    )
 
 
 def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
@@ -158,6 +183,8 @@ def stored_kernels_in(
             continue
         rank = np.ndim(_entry(store, name, path))
         summed = tuple(header["summed"][name])
+        if any(axis >= rank for axis in summed):
+            raise ValueError(damaged(path, f"{name!r} has {rank} axes"))
         free = tuple(axis for axis in range(rank) if axis not in summed)
         axes = Axes(summed, free)
         found[name] = _stored(store, name, recipe, axes, path)
@@ -259,6 +286,9 @@ def _checked(
             found = f"{name!r} of shape {tuple(value.shape)}"
             raise ValueError(damaged(layer.path, found))
         return value
+    if tuple(header["summed"][name]) != tuple(variable.axes.summed):
+        found = f"{name!r} is summed over axes {header['summed'][name]}"
+        raise ValueError(damaged(layer.path, found))
     stored = _stored(store, name, variable.recipe, variable.axes, layer.path)
     if stored.codes.shape != tuple(variable.shape):
         found = f"{name!r} of shape {stored.codes.shape}"
