@@ -20,6 +20,11 @@ SECOND_DERIVATIVE = (
     "those of the part whose gradient is penalised."
 )
 
+HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
+"""By how many bits a code is shifted to be that of a float16 number, and by
+what that is multiplied to be the number of the code. Not NaN of e4m3fn, which
+stored kernels do not have."""
+
 Tensor = Any
 Shape = tuple[Any, ...]
 Settle = Callable[[Tensor, Tensor], Tensor]
@@ -85,6 +90,10 @@ class Operation(Hashable, Protocol):
 
 class FrozenOperation(Hashable, Protocol):
     """A function of inputs and of constants, which get no gradient."""
+
+    @property
+    def only_widens(self) -> bool:
+        """Whether nothing is rounded, so that a compiler may look into it."""
 
     def resolved(self) -> FrozenOperation:
         """This operation, when what it leaves open can be known."""
@@ -166,7 +175,7 @@ class Framework:
         """The numbers of codes, from a table of all 256.
 
         Args:
-            codes: Uint8 tensor of any shape.
+            codes: Uint8 tensor of any shape, of finite numbers.
             format_name: The ml_dtypes name of a format of eight bits.
 
         Returns:

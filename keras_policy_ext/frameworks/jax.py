@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 
 from keras_policy_ext.frameworks.base import (
+    HALVES,
     SECOND_DERIVATIVE,
     Framework,
     FrozenOperation,
     Operation,
-    numbers_of_codes,
 )
 
 Tensor = Any
@@ -122,8 +122,16 @@ class JaxFramework(Framework):
         return _run_frozen(operation, inputs, constants)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Framework.numbers`."""
-        return jnp.asarray(numbers_of_codes(format_name))[codes]
+        """See `Framework.numbers`.
+
+        By way of float16, which has every number of both formats: half the
+        time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
+        """
+        shift, factor = HALVES[format_name]
+        wide = codes.astype(jnp.uint16)
+        bits = ((wide & 0x7F) << shift) | ((wide & 0x80) << 8)
+        halves = lax.bitcast_convert_type(bits, jnp.float16)
+        return halves.astype(jnp.float32) * factor
 
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """See `Framework.as_float8`."""

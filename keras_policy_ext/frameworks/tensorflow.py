@@ -11,11 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_policy_ext.frameworks.base import (
+    HALVES,
     SECOND_DERIVATIVE,
     Framework,
     FrozenOperation,
     Operation,
-    numbers_of_codes,
 )
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
@@ -249,8 +249,18 @@ class TensorFlowFramework(Framework):
         )
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Framework.numbers`."""
-        return tf.gather(numbers_of_codes(format_name), tf.cast(codes, "int32"))
+        """See `Framework.numbers`.
+
+        By way of float16, which has every number of both formats: half the
+        time of a table where XLA does not compile it (TF 2.21, CPU).
+        """
+        shift, factor = HALVES[format_name]
+        wide = tf.cast(codes, tf.uint16)
+        magnitude = tf.bitwise.bitwise_and(wide, 0x7F)
+        magnitude = tf.bitwise.left_shift(magnitude, shift)
+        sign = tf.bitwise.left_shift(tf.bitwise.bitwise_and(wide, 0x80), 8)
+        halves = tf.bitcast(tf.bitwise.bitwise_or(magnitude, sign), tf.half)
+        return tf.cast(halves, tf.float32) * factor
 
 
 FRAMEWORK = TensorFlowFramework()

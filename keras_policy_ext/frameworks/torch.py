@@ -10,6 +10,7 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
+    HALVES,
     SECOND_DERIVATIVE,
     Framework,
     FrozenOperation,
@@ -123,7 +124,12 @@ class TorchFramework(Framework):
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
         """See `Framework.run_frozen`."""
-        if torch.is_grad_enabled() and inputs.requires_grad:
+        learns = torch.is_grad_enabled() and inputs.requires_grad
+        if torch.compiler.is_dynamo_compiling() and (
+            learns or not operation.only_widens
+        ):
+            return torch_operators.run_frozen(operation, inputs, *constants)
+        if learns:
             return _Frozen.apply(operation, inputs, *constants)
         return operation.forward(inputs, constants)
 
@@ -133,11 +139,9 @@ class TorchFramework(Framework):
         There a cast takes four times as long as a table when it is compiled
         (4 M numbers: 8 ms and 1 ms of inductor, torch 2.13).
         """
-        if codes.device.type == "cuda":
+        if codes.device.type == "cuda" or not is_real(codes):
             return self.as_float8(codes, format_name).float()
-        table = torch.as_tensor(
-            numbers_of_codes(format_name), device=codes.device
-        )
+        table = _TABLES[format_name].to(codes.device)
         if torch.compiler.is_compiling():
             return table[codes.int()]
         found = table.index_select(0, codes.flatten().int())
@@ -149,6 +153,10 @@ class TorchFramework(Framework):
 
 
 FRAMEWORK = TorchFramework()
+
+# Made here and not where they are needed: its compiler takes a tensor of a
+# module for a constant.
+_TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
 def is_real(x: Tensor) -> bool:
