@@ -359,6 +359,7 @@ def test_shrink_says_what_it_cannot_do_and_writes_nothing(tmp_path, capsys):
     assert "--force" in error_of(capsys, "shrink", source, output)
     assert held.read_text() == "kept"
     assert cli.main(["shrink", source, output, "--overwrite"]) == 0
+    capsys.readouterr()
     again = str(tmp_path / "again.keras")
     assert "is frozen" in error_of(capsys, "shrink", output, again)
 
