@@ -46,8 +46,9 @@ def weights(model: Any) -> list[keras.Variable]:
     """The weights of a model without its float8 state.
 
     They are those of `model.weights` while it was not converted, in the same
-    order but for the kernels of frozen layers, which are codes, and so can be paired with the weights of a copy, whether that is in
-    float8 or not:
+    order, and so can be paired with the weights of a copy, whether that is in
+    float8 or not. (Kernels of frozen layers are codes, and come after others
+    of their layer.)
 
     ```python
     for w, average in zip(

@@ -41,9 +41,7 @@ def frozen():
     kpe.freeze(model, include="lstm", activations="dynamic")
     kpe.convert(model, DELAYED)
     kpe.calibrate(model, words_for(model)[0])
-    kpe.freeze(
-        model, include="head", granularity="block", activations="static"
-    )
+    kpe.freeze(model, include="head", granularity="block", activations="static")
     return model
 
 

@@ -1,6 +1,7 @@
 """The variables that an optimizer was built with, and its slots."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 
@@ -63,16 +64,10 @@ def retarget_optimizer(
         old = getattr(optimizer, name)
         moved = [None if i is None else old[i] for i in places]
         _replace_list(optimizer, name, moved)
-    _replace_list(optimizer, "_trainable_variables", list(variables))
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(v): i for i, v in enumerate(variables)
-    }
-    averages.fill_averages(optimizer, variables)
+    _replace_known(optimizer, variables)
 
 
-def _slots_change(
-    old: list[keras.Variable], new: list[keras.Variable]
-) -> bool:
+def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
     """Whether variables with slots are in one of two lists only."""
     ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
     changed = [v for v in old if id(v) not in new_ids]
@@ -83,45 +78,39 @@ def _slots_change(
 def _build_again(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Give a built optimizer other variables, and keep what it has of old ones.
+    """Give a built optimizer other variables; slots of known ones stay.
 
-    Another one is built for them; what it makes for variables that were
-    known gives way to the slots that are there.
+    Another one is built for them, and what it made for known variables gives
+    way to the slots that are there.
     """
     other = type(optimizer).from_config(optimizer.get_config())
     other.build(variables)
     before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
     after = {id(v): i for i, v in enumerate(variables)}
     kept: dict[int, keras.Variable] = {}
-    made: set[int] = set()
-    lists = {}
-    for name, new in vars(other).items():
-        if name in ("_variables", "_trainable_variables"):
+    own: set[int] = set()
+    for name, new in list(vars(other).items()):
+        old: Any = getattr(optimizer, name, None)
+        if name in _NO_SLOTS or not _are_slots(new, after):
             continue
-        old = getattr(optimizer, name, None)
-        if not (_are_slots(new, after) and _are_slots(old, before)):
+        if not _are_slots(old, before):
             continue
-        made |= {id(slot) for slot in new if slot is not None}
+        own |= {id(slot) for slot in old}
         for variable, slot in zip(variables, new, strict=True):
             place = before.get(id(variable))
-            if slot is not None and place is not None:
-                kept[id(slot)] = old[place]
-            elif slot is not None and name == _AVERAGES:
+            kept[id(slot)] = slot if place is None else old[place]
+            if place is None and name == _AVERAGES and slot is not None:
                 slot.assign(keras.ops.copy(variable.value))
-        lists[name] = [kept.get(id(slot), slot) for slot in new]
-    slots = [kept.get(id(v), v) for v in other._variables if id(v) in made]
-    own = {
-        id(slot)
-        for name in lists
-        for slot in getattr(optimizer, name)
-        if slot is not None
-    }
+        _replace_list(optimizer, name, [kept[id(slot)] for slot in new])
+    slots = [kept[id(v)] for v in other._variables if id(v) in kept]
     rest = [v for v in optimizer._variables if id(v) not in own]
-    for name, values in lists.items():
-        _replace_list(optimizer, name, values)
-    _replace_list(optimizer, "_variables", [*rest, *slots])
-    tracked = optimizer._tracker.config
-    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    _replace_variables(optimizer, [*rest, *slots])
+    _replace_known(optimizer, variables)
+
+
+def _replace_known(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
     _replace_list(optimizer, "_trainable_variables", list(variables))
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(variables)
@@ -129,6 +118,15 @@ def _build_again(
     averages.fill_averages(optimizer, variables)
 
 
+def _replace_variables(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    _replace_list(optimizer, "_variables", variables)
+    tracked = optimizer._tracker.config
+    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+
+
+_NO_SLOTS = ("_variables", "_trainable_variables")
 _AVERAGES = "_model_variables_moving_average"
 
 
@@ -166,9 +164,7 @@ def _retarget_accumulators(
     moved = {id(v) for v in (*old, *new)}
     rest = [v for v in optimizer._variables if id(v) not in moved]
     ordered = rest[:start] + new + rest[start:]
-    _replace_list(optimizer, "_variables", ordered)
-    tracked = optimizer._tracker.config
-    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    _replace_variables(optimizer, ordered)
     _replace_list(optimizer, "_accumulated_gradients", new)
 
 

@@ -140,11 +140,7 @@ def thaw(model: keras.Layer) -> Report:
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
     """The layers of a model whose kernels are stored."""
-    return [
-        layer
-        for layer in walking.layers_within(model)
-        if is_frozen(layer)
-    ]
+    return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
 def freezable(

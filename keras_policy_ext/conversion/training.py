@@ -136,9 +136,7 @@ def _stands_in(
 ) -> bool:
     """Whether an optimizer has none of the weights of a model."""
     ids = {id(v) for v in known}
-    return bool(ids) and ids.isdisjoint(
-        gone | {id(v) for v in model.variables}
-    )
+    return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
 
 def _has_all(

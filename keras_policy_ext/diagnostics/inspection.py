@@ -204,13 +204,14 @@ class Inspection(LayerTables):
             entry.kernel or "–",
         ]
         if entry.stored:
-            cells = [
-                cell
-                for each in entry.stored
-                for cell in each.rows(len(entry.stored) > 1)
-            ]
-            heads = [head, *([""] * 4 for _ in cells[1:])]
-            return [[*h, *c] for h, c in zip(heads, cells, strict=True)]
+            return _with_head(
+                head,
+                [
+                    cells
+                    for each in entry.stored
+                    for cells in each.rows(len(entry.stored) > 1)
+                ],
+            )
         if not entry.operands:
             return [[*head, "–", "–", "–", "–"]]
         rows = []
@@ -241,7 +242,6 @@ class Inspection(LayerTables):
         # The full table has no column of multiplications.
         return notes if full else [*notes, *super()._notes(full)]
 
-
     def _frozen_notes(self) -> list[str]:
         frozen = [each.stored for each in self.layers if each.stored]
         if not frozen:
@@ -253,6 +253,12 @@ class Inspection(LayerTables):
             f"{summary.counted(len(frozen), 'layer')} {verb} frozen, with "
             f"{summary.counted(len(stored), 'kernel')} of {size}"
         ]
+
+
+def _with_head(head: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """Rows of a layer, whose name and policy stand in the first."""
+    empty = [""] * len(head)
+    return [[*(empty if n else head), *row] for n, row in enumerate(rows)]
 
 
 def inspect(model: keras.Layer) -> Inspection:

@@ -129,28 +129,37 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
 
 
 def _check_header(header: dict[str, Any], path: str) -> None:
-    names, summed, lora = (header.get(x) for x in ("names", "summed", "lora"))
-    known = isinstance(names, list) and all(type(x) is str for x in names)
-    checks = {
-        "names": known and len(set(names)) == len(names),
-        "summed": known
-        and isinstance(summed, dict)
-        and all(name in names and _are_axes(x) for name, x in summed.items()),
-        "lora": "lora" in header
-        and (lora is None or isinstance(lora, dict))
-        and (not lora or type(lora.get("rank")) is int and lora["rank"] > 0)
-        and (not lora or type(lora.get("alpha")) in (int, float)),
-    }
-    for field, is_right in checks.items():
+    for field, is_right in (
+        ("names", _are_names(header.get("names"))),
+        ("summed", _are_summed(header.get("summed"), header.get("names"))),
+        ("lora", "lora" in header and _is_lora(header["lora"])),
+    ):
         if not is_right:
             found = f"{field!r} in {STORED!r} is {header.get(field)!r}"
             raise ValueError(damaged(path, found))
 
 
-def _are_axes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(axis) is int and 0 <= axis for axis in value
-    )
+def _are_names(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(x) is str for x in value) and len(set(value)) == len(value)
+
+
+def _are_summed(value: Any, names: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if not all(isinstance(each, list) for each in value.values()):
+        return False
+    axes = [axis for each in value.values() for axis in each]
+    right = all(type(axis) is int and axis >= 0 for axis in axes)
+    return right and set(value) <= set(names)
+
+
+def _is_lora(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    rank, alpha = value.get("rank"), value.get("alpha")
+    return type(rank) is int and rank > 0 and type(alpha) in (int, float)
 
 
 def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:

@@ -176,6 +176,7 @@ HEADERS = {
     "other names": dict(names=["bias", "../kernel"]),
     "no summed": dict(summed=GONE),
     "summed a list": dict(summed=["kernel"]),
+    "summed a number": dict(summed={"kernel": 0}),
     "summed text": dict(summed={"kernel": ["0"]}),
     "other axes": dict(summed={"kernel": [1]}),
     "axes too many": dict(summed={"kernel": [7]}),
@@ -273,9 +274,7 @@ def test_the_file_is_whole_where_nothing_is_damaged(saved, tmp_path):
         lambda: _loaded(weights),
         lambda: _loaded(same),
     ):
-        for one, other in zip(
-            load().weights, expected.weights, strict=True
-        ):
+        for one, other in zip(load().weights, expected.weights, strict=True):
             np.testing.assert_array_equal(numpy(one), numpy(other))
     shutil.rmtree(tmp_path)
 

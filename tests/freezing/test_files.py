@@ -119,7 +119,9 @@ def test_a_model_frozen_in_part_and_converted_in_part(tmp_path):
     loaded = kpe.load_model(tmp_path / "model.keras")
     assert_same(model, loaded, normal(4, 6))
     last = loaded.get_layer("b")
-    assert last.float8_policy.recipe == model.get_layer("b").float8_policy.recipe
+    assert (
+        last.float8_policy.recipe == model.get_layer("b").float8_policy.recipe
+    )
     assert any("amax" in v.path for v in loaded.variables)
 
 
@@ -257,9 +259,7 @@ def test_vocabularies_come_back_beside_frozen_layers(tmp_path):
     kpe.freeze(model)
     model.save(tmp_path / "model.keras")
     loaded = kpe.load_model(tmp_path / "model.keras")
-    found = [
-        x for x in loaded._flatten_layers() if x.name == "words"
-    ][0]
+    found = next(x for x in loaded._flatten_layers() if x.name == "words")
     assert found.get_vocabulary() == ["[UNK]", "a", "b", "c"]
     assert len(frozen_layers(loaded)) == len(frozen_layers(model)) > 0
 

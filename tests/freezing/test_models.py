@@ -47,7 +47,9 @@ def test_models_of_every_sort_are_frozen_and_thawed(kind):
     names = [type(v).__name__ for v in model._flatten_layers()]
     exact = outputs_of(model, x)
     report = kpe.freeze(model)
-    assert report.stored and not any("LayerNorm" in s.path for s in report.stored)
+    assert report.stored and not any(
+        "LayerNorm" in s.path for s in report.stored
+    )
     frozen = outputs_of(model, x)
     assert 0 < np.linalg.norm(frozen - exact) < 0.2 * np.linalg.norm(exact)
     np.testing.assert_allclose(

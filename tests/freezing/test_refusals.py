@@ -69,9 +69,7 @@ def test_a_model_that_is_not_built():
         kpe.thaw(model)
 
 
-@pytest.mark.parametrize(
-    "word", ["weights", "granularity", "activations"]
-)
+@pytest.mark.parametrize("word", ["weights", "granularity", "activations"])
 def test_unknown_words(word):
     model = two_layers()
     with unchanged(model, "'int4'", "Pass one of them"):
@@ -127,7 +125,9 @@ def test_the_rest_of_a_model_is_frozen_later():
     assert recipes == ["channel", "tensor"]
 
 
-@pytest.mark.parametrize("policy", [None, DELAYED, "float8/current_from_float32"])
+@pytest.mark.parametrize(
+    "policy", [None, DELAYED, "float8/current_from_float32"]
+)
 def test_static_scales_of_inputs_that_were_never_seen(policy):
     model = two_layers()
     if policy:
@@ -267,9 +267,7 @@ def test_codes_that_mean_nothing_are_not_set():
     bad[0, 0] = 0x7F  # NaN
     for wrong, told in ((bad, "NaN"), (normal(*bad.shape), "float32")):
         with unchanged(model, "a/kernel", told, "keras_policy_ext.thaw"):
-            layer.set_weights(
-                [*values[:place], wrong, *values[place + 1 :]]
-            )
+            layer.set_weights([*values[:place], wrong, *values[place + 1 :]])
     layer.set_weights(values)
 
 

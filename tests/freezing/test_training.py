@@ -159,9 +159,7 @@ def test_the_optimizer_of_a_trained_model_lets_its_slots_go():
     assert (5, 7) not in shapes and (3, 4, 5) not in shapes
     for variable in slots:
         if "bias" in variable.path:
-            np.testing.assert_array_equal(
-                numpy(variable), kept[variable.path]
-            )
+            np.testing.assert_array_equal(numpy(variable), kept[variable.path])
     model.fit(x, y, verbose=0)
     assert int(optimizer.iterations) == steps + 1
     kpe.thaw(model)

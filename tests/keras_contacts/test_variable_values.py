@@ -132,7 +132,7 @@ def test_keras_gives_values_to_variables_that_nobody_has_any_more():
         return keras.ops.zeros(shape, dtype)
 
     with keras.StatelessScope():
-        kept, dropped = (
+        _, dropped = (
             keras.Variable(initializer=zeros, shape=(n,), dtype="float32")
             for n in (2, 3)
         )
