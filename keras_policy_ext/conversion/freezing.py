@@ -29,6 +29,7 @@ from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
+    is_frozen,
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
@@ -139,11 +140,7 @@ def thaw(model: keras.Layer) -> Report:
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
     """The layers of a model whose kernels are stored."""
-    return [
-        layer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, Float8Mixin) and layer.is_frozen
-    ]
+    return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
 def freezable(
@@ -269,8 +266,8 @@ def _check_trained(trained_scales: bool, granularity: str) -> None:
 
 def _check_not_frozen(chosen: list[Candidate]) -> None:
     for each in chosen:
-        policy = float8_policy_of(each.layer)
-        if policy is not None and not policy.recipe.trains:
+        policy: Any = float8_policy_of(each.layer)
+        if is_frozen(each.layer):
             raise ValueError(
                 f"Layer {candidates.path_of(each.layer)!r} is frozen. "
                 f"Received: a layer under {policy.full_name!r}. Allowed: "
