@@ -17,6 +17,7 @@ from keras_policy_ext.conversion.frozen_report import (
     FrozenReport,
     Stored,
     frozen_report,
+    thawed_report,
 )
 from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
@@ -119,7 +120,8 @@ def thaw(model: keras.Layer) -> Report:
         model: As for `freeze`.
 
     Returns:
-        The layers that were frozen, and nothing skipped.
+        The layers that were frozen, and nothing skipped; it says that their
+        weights are rounded.
 
     Raises:
         ValueError: If the model or a part of it is not built.
@@ -134,8 +136,8 @@ def thaw(model: keras.Layer) -> Report:
         for layer in frozen:
             thaw_layer(layer)
         for layer in candidates.survey(model).composites:
-            composites.leave_if_empty(layer)
-        return report_of(model, frozen, [])
+            composites.leave_with_children(layer, frozen)
+        return thawed_report(report_of(model, frozen, []))
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:

@@ -117,6 +117,24 @@ def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class ThawedReport(Report):
+    """The report of `thaw`: `Report`, and that weights are rounded."""
+
+    def _notes(self, full: bool) -> list[str]:
+        layers = summary.counted(len(self.converted), "layer")
+        rounded = (
+            f"The weights of {layers} are those that `freeze` has rounded "
+            "them to; what was lost does not come back."
+        )
+        return [*super()._notes(full), *([rounded] if self.converted else [])]
+
+
+def thawed_report(report: Report) -> ThawedReport:
+    """A report of layers that were frozen."""
+    return ThawedReport(report.converted, report.skipped, report.parameters)
+
+
 def _sqnr_db(value: Any, approximation: Any) -> float:
     signal = float(np.linalg.norm(value.astype("float64")))
     noise = float(np.linalg.norm(value - approximation.astype("float64")))

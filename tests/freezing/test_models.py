@@ -257,3 +257,10 @@ def test_what_is_looked_up_multiplies_nothing():
     table, dense = kpe.inspect(model).layers
     assert table.multiplications == 0 and table.stored
     assert dense.multiplications == 4 * 12
+
+
+def test_the_report_of_thaw_says_that_weights_are_rounded():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    kpe.freeze(model)
+    assert "The weights of 1 layer are those" in str(kpe.thaw(model))
+    assert "rounded" not in str(kpe.thaw(model))
