@@ -35,6 +35,7 @@ from keras_policy_ext import (
     recipes,
 )
 from keras_policy_ext._keras import averages, saving_hooks
+from keras_policy_ext.export import export, load_quantized
 from keras_policy_ext.layers import autocast_scope, is_autocast_variable
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
@@ -94,6 +95,7 @@ __all__ = [
     "convert",
     "deserialize",
     "dtype_policy",
+    "export",
     "filters",
     "formats",
     "freeze",
@@ -104,6 +106,7 @@ __all__ = [
     "layers",
     "load_model",
     "load_preset",
+    "load_quantized",
     "load_weights",
     "loops",
     "migration",

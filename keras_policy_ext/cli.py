@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import keras
 
 from keras_policy_ext import recipes, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.diagnostics import demo
+from keras_policy_ext.export import FORMATS, export
+from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS
 
 _DEMO = """\
@@ -26,6 +28,13 @@ writes a plot and a CSV file of the losses.
 _DOCTOR = """\
 Say which backend, versions and device are in use, and which contractions run
 natively in float8 or are emulated, and why.
+"""
+
+_EXPORT = """\
+Write the model of a .keras file with float8 kernels, one byte a number, for a
+reader without Keras: vLLM, transformers, onnxruntime. Kernels that are frozen
+are written with the bytes that they have, others are quantized. Code in the
+file is not run.
 """
 
 _INSPECT = """\
@@ -113,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "what runs natively in float8 on this machine, and why",
         _DOCTOR,
     )
+    _add_export(commands)
     _add_inspect(commands)
     _add_migrate(commands)
     _add_shrink(commands)
@@ -199,6 +209,57 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="DIR",
         default="keras-policy-ext-demo",
         help="folder for the plot and the CSV file; made if missing",
+    )
+
+
+def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = _add(
+        commands,
+        _export,
+        "write a saved model with float8 kernels for other readers",
+        _EXPORT,
+    )
+    parser.add_argument("file", metavar="FILE", help="a .keras file")
+    parser.add_argument(
+        "output", metavar="OUT", help="the folder or file to write"
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="compressed-tensors",
+        help="what the reader takes",
+    )
+    as_frozen = "without it, what the file has, or the format mostly has"
+    for name, choices, what in (
+        ("granularity", GRANULARITIES, "what has a scale"),
+        ("weights", WEIGHTS, "the format of the numbers"),
+        (
+            "activations",
+            ("none", "dynamic", "static"),
+            "how inputs are quantized",
+        ),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            choices=choices,
+            default=argparse.SUPPRESS,
+            help=f"{what}; {as_frozen}",
+        )
+    parser.add_argument(
+        "--exclude",
+        metavar="PATTERN",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="layers to leave in floats, as a regular expression of their "
+        "paths; may be given again",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an earlier export",
     )
 
 
@@ -323,16 +384,43 @@ def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
     return doctor.run
 
 
+def _export(arguments: argparse.Namespace) -> Callable[[], object]:
+    options: dict[str, Any] = {
+        name: value
+        for name in ("granularity", "weights", "activations", "exclude")
+        if (value := getattr(arguments, name, None)) is not None
+    }
+    if options.get("activations") == "none":
+        options["activations"] = None
+    try:
+        report = export(
+            _loaded(arguments.file),
+            arguments.output,
+            arguments.format,
+            max_shard_size=arguments.max_shard_size,
+            overwrite=arguments.force,
+            **options,
+        )
+    except (ImportError, OSError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    return lambda: print(report)
+
+
 def _inspect(arguments: argparse.Namespace) -> Callable[[], object]:
-    from keras_policy_ext.conversion import load_model
     from keras_policy_ext.diagnostics.inspection import inspect
 
     full = getattr(arguments, "full", False)
-    try:
-        model = load_model(arguments.file, compile=False)
-    except (OSError, TypeError) as error:
-        raise ValueError(f"cannot load {arguments.file}: {error}") from error
+    model = _loaded(arguments.file)
     return lambda: print(inspect(model).table(full, "Every layer: --full"))
+
+
+def _loaded(path: str) -> keras.Model:
+    from keras_policy_ext.conversion import load_model
+
+    try:
+        return load_model(path, compile=False)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"cannot load {path}: {error}") from error
 
 
 def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:

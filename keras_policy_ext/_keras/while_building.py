@@ -1,4 +1,4 @@
-"""Layers that are changed as soon as they are built."""
+"""Layers that are changed while they are built, and as soon as they are."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras import ops
 
-_HOOK = "_post_build"
-# The hook is one attribute of one class.
-_HOOKED = threading.RLock()
+# A method of a class is replaced for all threads, and acts in one.
+_REPLACED = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -22,23 +22,67 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
     built. Keras calls `_post_build` once a layer has its weights (keras 3.12
     to 3.15); where it does not, nothing is called. Expires with a public hook.
     """
+
+    def post_build(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        stock(layer, *args, **kwargs)
+        change(layer)
+
+    with _in_place_of("_post_build", post_build):
+        yield
+
+
+@contextlib.contextmanager
+def without_initial_values(
+    wanted: Callable[[keras.Layer, str | None], bool],
+) -> Iterator[None]:
+    """Do not compute initial values of weights that this thread adds.
+
+    They are zeros that on PyTorch take no memory and cannot be assigned to:
+    for weights that are replaced once the layer is built. Memory that is
+    taken and given back for each layer would stay with the process, in holes
+    that the next layer does not fit into.
+
+    Args:
+        wanted: Whether it is so for the weight of this name of a layer.
+    """
+
+    def add_weight(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and wanted(layer, kwargs.get("name")):
+            kwargs["initializer"] = _zeros
+        return stock(layer, *args, **kwargs)
+
+    with _in_place_of("add_weight", add_weight):
+        yield
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    return ops.broadcast_to(ops.zeros((), dtype), shape)
+
+
+@contextlib.contextmanager
+def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a method of all layers be another one, which gets the stock one.
+
+    If there is none of this name, nothing happens.
+    """
     cls: Any = keras.Layer
     thread = threading.get_ident()
-    with _HOOKED:
-        before = getattr(cls, _HOOK, None)
-        own = vars(cls).get(_HOOK)
+    with _REPLACED:
+        stock, own = getattr(cls, name, None), vars(cls).get(name)
+        if stock is None:
+            yield
+            return
 
-        def post_build(layer: Any, *args: Any, **kwargs: Any) -> None:
-            if before is not None:
-                before(layer, *args, **kwargs)
-            if threading.get_ident() == thread:
-                change(layer)
+        def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return stock(layer, *args, **kwargs)
+            return function(stock, layer, *args, **kwargs)
 
-        setattr(cls, _HOOK, post_build)
+        setattr(cls, name, method)
         try:
             yield
         finally:
             if own is None:
-                delattr(cls, _HOOK)
+                delattr(cls, name)
             else:
-                setattr(cls, _HOOK, own)
+                setattr(cls, name, own)

@@ -1,46 +1,74 @@
-"""Why `_keras/while_building.py` is needed. See `_keras/__init__.py`."""
+"""What `_keras/while_building.py` relies on."""
 
 import threading
 
 import keras
+import numpy as np
+import pytest
 
-from keras_policy_ext._keras import while_building
-from public_api import functions_about, members_about
+from keras_policy_ext._keras.while_building import (
+    after_each_build,
+    without_initial_values,
+)
 
 
-def test_keras_tells_nobody_that_a_layer_was_built():
-    assert members_about(keras.layers.Layer, "post_build", "on_build") == []
-    assert functions_about("after_build", "on_build", "post_build") == []
+class Outer(keras.layers.Layer):
+    def __init__(self):
+        super().__init__(name="outer")
+        self.inner = keras.layers.Dense(2, name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
 
 
-def test_a_function_is_called_with_each_layer_once_it_is_built():
-    found = []
-    before = vars(keras.Layer).get("_post_build")
-    with while_building.after_each_build(found.append):
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
-    (dense,) = model.layers
-    assert sum(each is dense for each in found) == 1
-    assert dense.built
-    keras.layers.Dense(3).build((None, 2))
-    assert len([x for x in found if isinstance(x, keras.layers.Dense)]) == 1
-    assert vars(keras.Layer).get("_post_build") is before
+def test_each_layer_is_handed_over_with_its_weights_inner_first():
+    seen = []
+
+    def note(layer):
+        seen.append((layer.name, layer.path, len(layer.weights)))
+
+    with after_each_build(note):
+        Outer().build((None, 3))
+    assert seen == [("inner", "outer/inner", 2), ("outer", "outer", 2)]
+    keras.layers.Dense(1).build((None, 1))
+    assert len(seen) == 2
 
 
 def test_layers_of_other_threads_are_left_alone():
-    found = []
-    with while_building.after_each_build(found.append):
+    seen = []
+    with after_each_build(seen.append):
         thread = threading.Thread(
-            target=lambda: keras.layers.Dense(3).build((None, 2))
+            target=lambda: keras.layers.Dense(1).build((None, 1))
         )
         thread.start()
         thread.join()
-    assert found == []
+    assert not seen
 
 
-def test_inner_layers_come_first():
-    found = []
-    with while_building.after_each_build(found.append):
-        keras.layers.MultiHeadAttention(1, 2).build((1, 2, 3), (1, 2, 3))
-    names = [each.name for each in found]
-    assert names.index("query") < len(names) - 1
-    assert "attention" in names[-1]
+def test_what_was_replaced_is_put_back_after_an_error():
+    before = dict(vars(keras.Layer))
+    with pytest.raises(ZeroDivisionError):  # noqa: SIM117
+        with after_each_build(print), without_initial_values(lambda *_: True):
+            1 / 0  # noqa: B018
+    assert dict(vars(keras.Layer)) == before
+
+
+def test_initial_values_are_not_computed_for_what_is_wanted():
+    def wanted(layer, name):
+        return name == "kernel"
+
+    with without_initial_values(wanted):
+        dense = keras.layers.Dense(
+            3, kernel_initializer="ones", bias_initializer="ones"
+        )
+        dense.build((None, 2))
+    kernel, bias = map(keras.ops.convert_to_numpy, dense.weights)
+    np.testing.assert_array_equal(kernel, np.zeros((2, 3)))
+    np.testing.assert_array_equal(bias, np.ones(3))
+
+
+def test_keras_computes_initial_values_that_are_replaced():
+    """Why it is needed: a kernel takes memory before it is frozen."""
+    dense = keras.layers.Dense(3)
+    dense.build((None, 2))
+    assert np.any(keras.ops.convert_to_numpy(dense.kernel))

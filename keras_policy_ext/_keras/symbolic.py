@@ -1,0 +1,148 @@
+"""Functions of weights as graphs, to be computed one result at a time.
+
+A function such as KerasHub's map of names reads `layer.kernel`, reshapes and
+transposes with `keras.ops`, and returns all results at once. Given stand-ins
+for the layers, whose weights are symbolic tensors, it returns graphs instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext._keras import variable_values
+
+Array = np.ndarray[Any, Any]
+
+
+class Symbols:
+    """Symbolic tensors for variables, and what is computed of them."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Any] = {}
+        self._variables: dict[int, keras.Variable] = {}
+
+    def stand_in(self, layer: keras.Layer) -> Any:
+        """What has the attributes of a layer, with symbolic weights.
+
+        Layers and lists of layers in it are stand-ins too. Kernels and
+        embeddings are those without the adapters of LoRA.
+        """
+        return _StandIn(layer, self)
+
+    def tensor(self, variable: keras.Variable) -> Any:
+        """The symbolic tensor for a variable, the same one each time."""
+        if id(variable) not in self._tensors:
+            tensor = keras.KerasTensor(variable.shape, variable.dtype)
+            self._tensors[id(variable)] = tensor
+            self._variables[id(tensor)] = variable
+        return self._tensors[id(variable)]
+
+    def variables(self, result: Any) -> list[keras.Variable]:
+        """The variables that a result is computed of, in order.
+
+        Raises:
+            TypeError: If it is no symbolic tensor of these variables.
+        """
+        return [self._variable(tensor) for tensor in sources(result)]
+
+    def evaluate(
+        self, result: Any, value_of: Callable[[keras.Variable], Array]
+    ) -> Array:
+        """The array that a result stands for.
+
+        Args:
+            result: A symbolic tensor that was computed of these variables.
+            value_of: The array to take for a variable, of its shape.
+        """
+        tensors = sources(result)
+        values = [value_of(self._variable(tensor)) for tensor in tensors]
+        if tensors == [result]:
+            return values[0]
+        with keras.device("cpu"):
+            made = keras.Function(tensors, result)(values)
+            return np.asarray(keras.ops.convert_to_numpy(made))
+
+    def _variable(self, tensor: Any) -> keras.Variable:
+        if id(tensor) not in self._variables:
+            raise TypeError(
+                "A result is not computed of the weights of the model alone. "
+                f"Received: {tensor!r}. Allowed: what keras.ops makes of the "
+                "variables of its layers. Report this with the version of "
+                "KerasHub."
+            )
+        return self._variables[id(tensor)]
+
+
+def sources(tensor: Any) -> list[Any]:
+    """The symbolic tensors that one is computed of, each once, in order.
+
+    From `_keras_history` and `_inbound_nodes` (keras 3.0 to 3.15): a public
+    `keras.Function` computes a graph, but has to be told where it begins.
+    Expires with a public way to ask a tensor for its inputs.
+    """
+    history = getattr(tensor, "_keras_history", None)
+    operation = getattr(history, "operation", None)
+    if history is None or operation is None:
+        return [tensor]
+    node = operation._inbound_nodes[history.node_index]
+    found: dict[int, Any] = {}
+    for each in node.input_tensors:
+        found.update({id(source): source for source in sources(each)})
+    return list(found.values())
+
+
+class _StandIn:
+    """See `Symbols.stand_in`. It has no attributes of its own."""
+
+    __slots__ = ("__layer", "__symbols")
+
+    def __init__(self, layer: Any, symbols: Symbols) -> None:
+        self.__layer = layer
+        self.__symbols = symbols
+
+    def __getattr__(self, name: str) -> Any:
+        layer, symbols = self.__layer, self.__symbols
+        if name == "get_layer":
+            return lambda *args, **kwargs: symbols.stand_in(
+                layer.get_layer(*args, **kwargs)
+            )
+        return _replaced(_attribute(layer, name), symbols)
+
+
+def _attribute(layer: Any, name: str) -> Any:
+    """An attribute as it is in a float layer without adapters."""
+    if name == "kernel" and hasattr(layer, "kernel"):
+        return variable_values.stored_kernel(layer)
+    if name == "embeddings" and hasattr(layer, "embeddings"):
+        return variable_values.stored_embeddings(layer)
+    if name == "weights":
+        return _float_weights(layer)
+    return getattr(layer, name)
+
+
+def _float_weights(layer: Any) -> list[keras.Variable]:
+    """The weights of a layer in the order of a stock one.
+
+    The first of a layer with adapters, or whose kernel does not train, is
+    another one.
+    """
+    found = [
+        variable
+        for name in ("_kernel", "_embeddings", "reverse_embeddings", "bias")
+        if isinstance(variable := getattr(layer, name, None), keras.Variable)
+    ]
+    return found or list(layer.weights)
+
+
+def _replaced(value: Any, symbols: Symbols) -> Any:
+    if isinstance(value, keras.Variable):
+        return symbols.tensor(value)
+    if isinstance(value, keras.Layer):
+        return symbols.stand_in(value)
+    if isinstance(value, (list, tuple)):
+        return [_replaced(each, symbols) for each in value]
+    return value

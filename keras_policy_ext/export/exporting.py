@@ -1,0 +1,163 @@
+"""The checks of `export`, and the way to the writer of each format."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from keras_policy_ext._keras import keras_hub_export as hub
+from keras_policy_ext.conversion import models
+from keras_policy_ext.export import (
+    hugging_face,
+    kernels,
+    language_models,
+    outputs,
+    plain,
+    readers,
+    shards,
+)
+from keras_policy_ext.export.kernels import Kernel, Scheme
+from keras_policy_ext.export.readers import Reader
+from keras_policy_ext.export.report import ExportReport, Written
+
+_USUAL = Scheme(
+    weights="float8_e4m3fn", granularity="channel", activations=None
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of `export`.
+
+    Attributes:
+        path, format, include, exclude, tokenizer, max_shard_size, overwrite:
+            As there.
+        asked: `weights`, `granularity` and `activations`.
+        options: More arguments, of one format.
+    """
+
+    path: str | os.PathLike[str]
+    format: str
+    asked: tuple[str | None, str | None, str | None]
+    include: Any
+    exclude: Any
+    tokenizer: Any
+    max_shard_size: int | str
+    overwrite: bool
+    options: dict[str, Any]
+
+
+def run(model: Any, request: Request, formats: Sequence[str]) -> Any:
+    """Do what `export` was asked for; `formats` are those that there are."""
+    _check_format(request.format, request.options, formats)
+    if request.format == "onnx":
+        return _to_onnx(model, request)
+    models.check(model)
+    if request.format == "safetensors":
+        return _to_file(model, request)
+    return _to_folder(model, request)
+
+
+def _to_onnx(model: Any, request: Request) -> Any:
+    write = importlib.import_module("keras_policy_ext.export.onnx").write
+    weights, granularity, activations = request.asked
+    return write(
+        model,
+        request.path,
+        weights=weights,
+        granularity=granularity,
+        activations=activations,
+        include=request.include,
+        exclude=request.exclude,
+        overwrite=request.overwrite,
+        **request.options,
+    )
+
+
+def _to_file(model: Any, request: Request) -> ExportReport:
+    found = kernels.of_model(model, request.include, request.exclude)
+    scheme = kernels.scheme_of(found.values(), *request.asked, _USUAL)
+    _check_static(found.values(), scheme)
+    whole = outputs.whole(
+        request.path, folder=False, overwrite=request.overwrite
+    )
+    with whole as place:
+        written = plain.write(model, place, found, scheme)
+    return _report(request, scheme, written, ())
+
+
+def _to_folder(model: Any, request: Request) -> ExportReport:
+    size = shards.size_of(request.max_shard_size)
+    backbone, tokenizer = language_models.parts(model, request.format)
+    found = kernels.of_model(backbone, request.include, request.exclude)
+    scheme = kernels.scheme_of(
+        found.values(), *request.asked, readers.USUAL[request.format]
+    )
+    reader = Reader(request.format, str(hub.family(backbone)), scheme)
+    reader.check()
+    folder = hugging_face.Folder(backbone, found, reader)
+    _check_static(
+        [k for entry in folder.entries for k in entry.kernels], scheme
+    )
+    whole = outputs.whole(
+        request.path, folder=True, overwrite=request.overwrite
+    )
+    with whole as place:
+        written = folder.write(place, size, request.tokenizer or tokenizer)
+    notes = (*reader.notes, *folder.notes())
+    return _report(request, scheme, written, notes)
+
+
+def _report(
+    request: Request,
+    scheme: Scheme,
+    written: list[Written],
+    notes: tuple[str, ...],
+) -> ExportReport:
+    return ExportReport(
+        os.fspath(request.path),
+        request.format,
+        f"{scheme.weights} per {scheme.granularity}, "
+        f"inputs {scheme.activations or 'not quantized'}",
+        tuple(written),
+        notes,
+    )
+
+
+def _check_format(
+    format: object, options: dict[str, Any], formats: Sequence[str]
+) -> None:
+    if format not in formats:
+        raise ValueError(
+            f"This is no format of `export`. Received: format={format!r}. "
+            f"Allowed: {', '.join(map(repr, formats))}. Pass one of them."
+        )
+    if options and format != "onnx":
+        raise TypeError(
+            f"`export` has no such argument. Received: {sorted(options)} with "
+            f"format={format!r}. Allowed: the named ones; more go to "
+            "format='onnx' alone."
+        )
+
+
+def _check_static(found: Iterable[Kernel], scheme: Scheme) -> None:
+    """Raise if inputs have no scale that was observed."""
+    if scheme.activations != "static":
+        return
+    lacking = [
+        kernel.path
+        for kernel in found
+        if kernel.left_out is None and kernel.input_scale() is None
+    ]
+    if lacking:
+        raise ValueError(
+            "Static scales of inputs are those of frozen layers. Received: "
+            f"activations='static', and {len(lacking)} kernels without one, "
+            f"such as {lacking[0]!r}. Allowed: a model that was frozen with "
+            "them. Call `kpe.freeze(model, activations='static')` after "
+            "training in float8 or `kpe.calibrate`, or leave layers out with "
+            "`exclude`."
+        )

@@ -1,0 +1,258 @@
+"""The kernels of a model, as they are going to be written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import stored_kernels
+from keras_policy_ext._keras import variable_values, walking
+from keras_policy_ext.conversion import freezing
+from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.stored_kernels import Axes, StoredKernel
+
+Array = np.ndarray[Any, Any]
+
+NO_KERNEL = "it is multiplied with no matrix product"
+"""Why a weight is written in float that belongs to no kernel."""
+
+NOT_FROZEN = "it is not frozen, and others are"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How kernels are stored, and what is done to their inputs.
+
+    Attributes:
+        weights: The format of the numbers.
+        granularity: `"channel"`, `"tensor"` or `"block"`.
+        activations: None, `"dynamic"` or `"static"`.
+    """
+
+    weights: str
+    granularity: str
+    activations: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A weight that is multiplied, and what becomes of it.
+
+    Attributes:
+        layer: The layer that it is in.
+        variable: The weight, without the adapters of LoRA.
+        axes: Which of its axes are summed.
+        left_out: Why it is written in float; None if it is quantized.
+    """
+
+    layer: keras.Layer
+    variable: Any
+    axes: Axes
+    left_out: str | None
+
+    @property
+    def path(self) -> str:
+        """The path of the weight."""
+        return str(self.variable.path)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its bytes are in the model already."""
+        return is_frozen(self.variable)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has adapters, which are merged."""
+        return _adapters(self.layer, self.variable) is not None
+
+    def float_value(self) -> Array:
+        """The kernel in float32, with its adapters merged in."""
+        return float_value(self.layer, self.variable)
+
+    def stored(self, scheme: Scheme) -> StoredKernel:
+        """The kernel in float8: the bytes that it has, or new ones.
+
+        A frozen kernel is as it is; what has adapters is quantized again, in
+        the way that it was.
+        """
+        if self.frozen and not self.adapted:
+            stored: StoredKernel = self.variable.stored
+            return stored
+        kept = self.variable if self.frozen else scheme
+        return stored_kernels.quantize(
+            self.float_value(), self.axes, kept.granularity, kept.weights
+        )
+
+    def input_scale(self) -> float | None:
+        """The scale of its inputs, where it is frozen with one."""
+        form: Any = type(self.layer)
+        scale = getattr(self.variable, "inputs_scale", None)
+        if scale is not None and not form.is_float8_kernel(
+            self.layer, self.variable
+        ):
+            return None  # Rows are looked up in it; nothing is multiplied.
+        return None if scale is None else float(ops.convert_to_numpy(scale))
+
+
+def of_model(
+    model: keras.Layer, include: object, exclude: object
+) -> dict[int, Kernel]:
+    """All kernels of a model, by the `id` of their variables.
+
+    Where some are frozen, the others were left in floats, and stay so.
+    """
+    candidates, _ = freezing.freezable(model)
+    selection = Selection.read(include, exclude, None, None)
+    reasons = selection.reasons(candidates)
+    if freezing.frozen_layers(model):
+        for number, candidate in enumerate(candidates):
+            if not stored_weights.stored_in(candidate.layer):
+                reasons.setdefault(number, NOT_FROZEN)
+    found = {}
+    for number, candidate in enumerate(candidates):
+        form: Any = candidate.form
+        for variable in _kernels_of(candidate.layer, form):
+            axes = form.float8_axes(candidate.layer, variable)
+            found[id(variable)] = Kernel(
+                candidate.layer, variable, axes, reasons.get(number)
+            )
+    return found
+
+
+def _kernels_of(layer: keras.Layer, form: Any) -> list[Any]:
+    stored: list[Any] = list(stored_weights.stored_in(layer))
+    return stored or stored_weights.kernels_to_store(layer, form)
+
+
+def scheme_of(
+    kernels: Iterable[Kernel],
+    weights: str | None,
+    granularity: str | None,
+    activations: str | None,
+    usual: Scheme,
+) -> Scheme:
+    """What was asked for, else what frozen kernels have, else the usual.
+
+    Raises:
+        ValueError: If frozen kernels have something else than is asked, or
+            are not all alike.
+    """
+    frozen = [k for k in kernels if k.frozen and k.left_out is None]
+    known = activations in (None, "dynamic", "static", "auto")
+    if not known:
+        raise ValueError(
+            "This is no way to quantize inputs. Received: "
+            f"activations={activations!r}. Allowed: 'auto', None, 'dynamic', "
+            "'static'. Pass one of them."
+        )
+    asked = {"weights": weights, "granularity": granularity}
+    found: dict[str, Any] = {}
+    for name, value in asked.items():
+        has = {getattr(kernel.variable, name) for kernel in frozen}
+        _check_alike(name, has if value is None else has | {value})
+        found[name] = value or next(iter(has), getattr(usual, name))
+    if activations == "auto":
+        has = {kernel.variable.recipe.activations for kernel in frozen}
+        _check_alike("activations", has)
+        activations = next(iter(has), usual.activations)
+    scheme = Scheme(activations=activations, **found)
+    _check_names(scheme)
+    return scheme
+
+
+def _check_names(scheme: Scheme) -> None:
+    """The errors of `quantize`, before anything is written."""
+    empty = np.zeros((1, 1), "float32")
+    axes = Axes((0,), (1,))
+    stored_kernels.quantize(empty, axes, scheme.granularity, scheme.weights)
+
+
+def _check_alike(name: str, values: set[Any]) -> None:
+    if len(values) > 1:
+        listed = ", ".join(sorted(map(repr, values)))
+        raise ValueError(
+            f"Frozen kernels are written with the bytes that they have. "
+            f"Received: {name} of {listed}. Allowed: one for all kernels that "
+            f"are quantized. Freeze the whole model with one `{name}`, do not "
+            f"pass another to `export`, or leave layers out with `exclude`."
+        )
+
+
+def is_frozen(variable: Any) -> bool:
+    """Whether a variable holds the bytes of a frozen kernel."""
+    return isinstance(variable, StoredVariable)
+
+
+def float_value(layer: Any, variable: Any) -> Array:
+    """A weight as floats, dequantized, with its adapters merged in.
+
+    A weight of whole numbers or bools stays one.
+    """
+    if is_frozen(variable):
+        value: Array = variable.stored.dequantized()
+    else:
+        value = host_value(variable)
+    adapters = None if layer is None else _adapters(layer, variable)
+    if adapters is None:
+        return value
+    a, b, scale = adapters
+    merged: Array = np.matmul(a, b)
+    merged *= np.float32(scale)
+    merged += value
+    return merged
+
+
+def host_value(variable: keras.Variable) -> Array:
+    """A weight in NumPy; 16 bits become float32, without loss."""
+    value = variable_values.value_without_autocast(variable)
+    if keras.backend.standardize_dtype(variable.dtype) in (
+        "bfloat16",
+        "float16",
+    ):
+        value = ops.cast(value, "float32")
+    return np.asarray(ops.convert_to_numpy(value))
+
+
+def _adapters(
+    layer: keras.Layer, variable: Any
+) -> tuple[Array, Array, float] | None:
+    """The two factors and their scale, where LoRA is on for this weight."""
+    made: Any = layer
+    if not getattr(layer, "lora_enabled", False):
+        return None
+    for kind, stored in (
+        ("kernel", variable_values.stored_kernel),
+        ("embeddings", variable_values.stored_embeddings),
+    ):
+        factors = [getattr(made, f"lora_{kind}_{x}", None) for x in "ab"]
+        if all(f is not None for f in factors) and stored(layer) is variable:
+            a, b = (host_value(factor) for factor in factors)
+            return a, b, float(made.lora_alpha / made.lora_rank)
+    return None
+
+
+def adapters_within(model: keras.Layer) -> set[int]:
+    """The ids of the variables of LoRA's factors, which are merged."""
+    return {
+        id(variable)
+        for layer in walking.layers_within(model)
+        if getattr(layer, "lora_enabled", False)
+        for variable in walking.tracked_variables(layer)
+        if variable.name.startswith("lora_")
+    }
+
+
+def owners(model: keras.Layer) -> dict[int, keras.Layer]:
+    """The layer of each weight, by the id of the weight."""
+    return {
+        id(variable): layer
+        for layer in reversed(walking.layers_within(model))
+        for variable in walking.tracked_variables(layer)
+    }

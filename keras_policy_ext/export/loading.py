@@ -1,0 +1,280 @@
+"""Folders of Hugging Face into models of KerasHub, frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext._keras import (
+    keras_hub_import,
+    walking,
+    while_building,
+)
+from keras_policy_ext._keras.symbolic import Symbols
+from keras_policy_ext.conversion import candidates, composites, freezing
+from keras_policy_ext.export import quantized_folders, shards
+from keras_policy_ext.export.quantized_folders import QuantizedFolder
+from keras_policy_ext.export.safetensors_files import Slot
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
+from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import source_policy_of
+from keras_policy_ext.stored_kernels import (
+    StoredKernel,
+    as_matrix,
+    of_matrix,
+    scale_shape,
+)
+
+Array = np.ndarray[Any, Any]
+Hook = Callable[[Array, list[int]], Array]
+
+
+def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
+    """Do what `load_quantized` is asked for."""
+    place = pathlib.Path(path)
+    folder = QuantizedFolder.read(place)
+    slots = shards.read(place)
+    converter = keras_hub_import.Converter(place, folder.config)
+
+    def freeze(layer: Any) -> None:
+        form = _form(layer)
+        if form and stored_weights.kernels_to_store(layer, form):
+            source = source_policy_of(layer).name
+            policy = Float8DTypePolicy(source, recipe=folder.recipe)
+            enter_float8(layer, policy)
+
+    with (
+        while_building.after_each_build(freeze),
+        while_building.without_initial_values(_is_to_be_frozen),
+    ):
+        backbone = converter.make_backbone(dtype or folder.dtype)
+    asked = _Asked(backbone, slots)
+    converter.port(asked.stand_in, asked)
+    thawed = _thawed(backbone, asked)
+    for port in asked.ports:
+        _fill(thawed.get(id(port.variable), port.variable), port, slots)
+    return keras_hub_import.language_model_of(backbone)
+
+
+def _form(layer: Any) -> Any:
+    """What a layer is frozen as; None if it is not.
+
+    Not embeddings, which folders have in floats.
+    """
+    if isinstance(layer, keras.layers.Embedding):
+        return None
+    return freezing.form_to_freeze(layer)
+
+
+def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
+    """Whether a weight that a layer adds is frozen once it is built."""
+    return name in (getattr(_form(layer), "float8_kernels", None) or ())
+
+
+def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
+    """Thaw the layers that the folder has in floats.
+
+    Returns:
+        What has taken the place of their kernels, by the ids of those.
+    """
+    wide = {id(port.variable) for port in asked.ports if not port.is_float8}
+    found: dict[int, Any] = {}
+    for layer in freezing.frozen_layers(backbone):
+        before = {v.name: id(v) for v in stored_weights.stored_in(layer)}
+        if wide.isdisjoint(before.values()):
+            continue
+        thaw_layer(layer)
+        own = {v.name: v for v in walking.own_weights(layer)}
+        found.update({place: own[name] for name, place in before.items()})
+    for layer in candidates.survey(backbone).composites:
+        composites.enter_float8_with_children(layer)
+    composites.declare_policies(backbone)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Port:
+    """A tensor for a variable.
+
+    Attributes:
+        variable: Of the model as it was made.
+        name: Of the tensor.
+        hook: Makes the shape of the variable of that of the tensor.
+        is_float8: Whether the tensor is.
+    """
+
+    variable: keras.Variable
+    name: str
+    hook: Hook
+    is_float8: bool
+
+
+class _Asked:
+    """What KerasHub's converters ask for; nothing is read but what they see.
+
+    Args:
+        backbone: The model that they are for.
+        slots: The tensors of the folder.
+    """
+
+    safetensor_config = None
+    """No list of tensors to count against those that are ported."""
+
+    def __init__(
+        self, backbone: keras.Model, slots: Mapping[str, Slot]
+    ) -> None:
+        self._slots = slots
+        self._symbols = Symbols()
+        self.stand_in = self._symbols.stand_in(backbone)
+        self.ports: list[_Port] = []
+
+    def get_tensor(self, name: str) -> Array:
+        """A tensor as it is in its file."""
+        return self._slots[self._name(name)].read()
+
+    def port_weight(
+        self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None
+    ) -> None:
+        """Note which tensor belongs to which variable.
+
+        Args:
+            keras_variable: A symbol of it.
+            hf_weight_key: The name of the tensor, or the end of it.
+            hook_fn: Makes the shape of the variable of that of the tensor.
+        """
+        (variable,) = self._symbols.variables(keras_variable)
+        name = self._name(hf_weight_key)
+        hook: Hook = hook_fn or (lambda value, shape: value)
+        is_float8 = self._slots[name].dtype == "F8_E4M3"
+        self.ports.append(_Port(variable, name, hook, is_float8))
+
+    def _name(self, wanted: str) -> str:
+        """The name in the files, which may have more in front."""
+        if wanted in self._slots:
+            return wanted
+        ends = [n for n in self._slots if n.endswith(f".{wanted}")]
+        if not ends:
+            raise ValueError(
+                "This folder lacks a weight of the model. Received: no "
+                f"tensor {wanted!r}. Allowed: all that config.json tells of. "
+                "Copy the folder again, or export it again."
+            )
+        return min(ends, key=len)
+
+
+def _fill(variable: Any, port: _Port, slots: Mapping[str, Slot]) -> None:
+    """Give a variable the numbers of its tensor, or the codes."""
+    value = slots[port.name].read()
+    shape = list(variable.shape)
+    if not port.is_float8:
+        if value.dtype.kind not in "biu":
+            value = value.astype("float32")
+        variable.assign(_hooked(value, port, shape))
+        return
+    scale, inputs_scale = quantized_folders.scales(slots, port.name)
+    if not isinstance(variable, StoredVariable):
+        value = value.astype("float32") * _spread(scale, value.shape)
+        variable.assign(_hooked(value, port, shape))
+        return
+    bits = value.view("uint8")
+    codes = _hooked(bits, port, shape)
+    stored = StoredKernel(
+        codes=codes,
+        scale=_scale_of(variable, bits, codes, scale, port.hook),
+        weights=variable.weights,
+        granularity=variable.granularity,
+        axes=variable.axes,
+    )
+    variable.take(stored, inputs_scale)
+
+
+def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
+    """A tensor in the shape of its variable."""
+    try:
+        made = np.asarray(port.hook(value.view(_Kept), shape), order="C")
+    except (IndexError, ValueError) as error:
+        raise _misshapen(port.name, value.shape, shape) from error
+    if list(made.shape) != shape:
+        raise _misshapen(port.name, value.shape, shape)
+    return made
+
+
+class _Kept(np.ndarray[Any, Any]):
+    """An array that stays as it is.
+
+    KerasHub's converter for Mistral casts each tensor to float16.
+    """
+
+    def astype(self, *args: Any, **kwargs: Any) -> Any:
+        """The array itself."""
+        return self
+
+
+def _scale_of(
+    variable: StoredVariable,
+    bits: Array,
+    hooked: Array,
+    scale: Array,
+    hook: Hook,
+) -> Array:
+    """The scales in the shape of those of the kernel.
+
+    Where the tensor is the matrix of the kernel they are in the same order;
+    else, as in GPT-2, each number is given its scale, and they follow the
+    numbers.
+
+    Raises:
+        ValueError: If they do not fit the kernel.
+    """
+    shape, axes = tuple(variable.shape), variable.axes
+    wanted = scale_shape(shape, axes, variable.granularity)
+    columns, rows = axes.sizes(shape)
+    same = bits.shape == (rows, columns) and np.array_equal(
+        hooked, of_matrix(bits, shape, axes)
+    )
+    if variable.granularity == "block":
+        if same and scale.shape == wanted:
+            return scale
+    elif scale.size == 1:
+        tensor = np.full((1,) * len(shape), scale.reshape(()), "float32")
+        return np.broadcast_to(tensor, wanted)
+    elif same and scale.shape == (rows, 1):
+        return of_matrix(scale, wanted, axes)
+    elif not same:
+        spread = np.asarray(hook(_spread(scale, bits.shape), list(shape)))
+        matrix = as_matrix(spread, axes)
+        if np.all(matrix == matrix[:, :1]):
+            return of_matrix(matrix[:, :1], wanted, axes)
+    raise ValueError(
+        "The scales of a kernel do not fit it. Received: scales of shape "
+        f"{scale.shape} for a tensor {bits.shape}, per "
+        f"{variable.granularity}. Allowed: {wanted} for the kernel {shape}. "
+        "Export the model again."
+    )
+
+
+def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
+    """The scale of each number of a tensor; blocks have one for 128x128."""
+    try:
+        return np.broadcast_to(scale, shape)
+    except ValueError:
+        rows, columns = (np.arange(size) // 128 for size in shape)
+        return np.asarray(scale[rows[:, None], columns[None, :]])
+
+
+def _misshapen(
+    name: str, received: tuple[int, ...], allowed: list[int]
+) -> ValueError:
+    return ValueError(
+        f"A tensor does not fit the model. Received: {name!r} of shape "
+        f"{received}. Allowed: what makes a weight of shape {allowed}. The "
+        "config.json of the folder is of another model; copy both again."
+    )

@@ -1,0 +1,188 @@
+"""The plain form: one file with a model's own names.
+
+A weight has the name of its path. A quantized one has the codes of its
+numbers in the shape of the kernel, and beside it `<name>_scale`; the metadata
+says of each what a product sums over, which blocks of 128x128 go by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import formats, loops, stored_kernels
+from keras_policy_ext._version import __version__
+from keras_policy_ext.export import kernels, safetensors_files
+from keras_policy_ext.export.kernels import Kernel, Scheme
+from keras_policy_ext.export.lazily import OneAtATime
+from keras_policy_ext.export.report import Written
+from keras_policy_ext.export.safetensors_files import DTYPES, Tensor
+from keras_policy_ext.stored_kernels import Axes, StoredKernel
+
+Array = np.ndarray[Any, Any]
+
+FORMAT = "keras_policy_ext"
+VERSION = 1
+
+_KEY = "kernels"
+_SCALE, _INPUT_SCALE = "_scale", "_input_scale"
+_FLOAT8 = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_CODES = {str(dtype): code for code, dtype in DTYPES.items()}
+
+
+def write(
+    model: keras.Layer,
+    path: str | os.PathLike[str],
+    found: dict[int, Kernel],
+    scheme: Scheme,
+) -> list[Written]:
+    """Write a file, and say what is in it."""
+    tensors: list[Tensor] = []
+    written: list[Written] = []
+    about: dict[str, Any] = {}
+    owners = kernels.owners(model)
+    for name, variable in _weights(model).items():
+        kernel = found.get(id(variable))
+        if kernel is not None and kernel.left_out is None:
+            made = _quantized(name, kernel, scheme)
+            about[name] = _about(kernel, scheme)
+            reason = ""
+        else:
+            made = [_float(name, owners.get(id(variable)), variable)]
+            reason = getattr(kernel, "left_out", None) or kernels.NO_KERNEL
+        tensors += made
+        nbytes = sum(tensor.nbytes for tensor in made)
+        dtype = str(DTYPES[made[0].dtype])
+        written.append(
+            Written(name, name, made[0].shape, dtype, reason, nbytes)
+        )
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "writer": f"keras_policy_ext {__version__}",
+        _KEY: json.dumps(about),
+    }
+    safetensors_files.write(path, tensors, metadata)
+    return written
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
+    """The weights in a file of the plain form.
+
+    Returns:
+        By their names arrays, which are views of the file, and for quantized
+        ones a `StoredKernel`, with `dequantized()`. Scales of inputs are
+        arrays named `<name>_input_scale`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, or not of this form.
+    """
+    slots, metadata = safetensors_files.read(path)
+    if metadata.get("format") != FORMAT or metadata.get("version") != "1":
+        raise ValueError(
+            "This file is not of the plain form. Received: "
+            f"{str(path)!r} with the metadata {metadata}. Allowed: a file that "
+            "`export(model, path, format='safetensors')` wrote. For a folder "
+            "in the form of Hugging Face there is `load_quantized`."
+        )
+    arrays: dict[str, Any] = {n: slot.read() for n, slot in slots.items()}
+    try:
+        for name, about in json.loads(metadata[_KEY]).items():
+            arrays[name] = _stored(
+                arrays[name], arrays.pop(name + _SCALE), about
+            )
+    except safetensors_files.OF_DAMAGE as error:
+        raise ValueError(
+            "The metadata of this file does not fit its tensors. Received: "
+            f"{str(path)!r}: {error!r}. Allowed: a file as it was written. "
+            "Export it again."
+        ) from error
+    return arrays
+
+
+def _weights(model: keras.Layer) -> dict[str, Any]:
+    """The weights by their names: paths, with a number where two are alike."""
+    merged = kernels.adapters_within(model)
+    of_kernels = {
+        id(part)
+        for variable in model.weights
+        if kernels.is_frozen(variable)
+        for part in (variable.scale, variable.inputs_scale)
+        if part is not None
+    }
+    found: dict[str, Any] = {}
+    for variable in loops.weights(model):
+        if id(variable) in merged | of_kernels:
+            continue
+        name, number = variable.path, 1
+        while name in found:
+            number += 1
+            name = f"{variable.path}#{number}"
+        found[name] = variable
+    return found
+
+
+def _float(name: str, layer: Any, variable: Any) -> Tensor:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if kernels.is_frozen(variable):
+        dtype = layer.variable_dtype
+
+    def make() -> Array:
+        value = kernels.float_value(layer, variable)
+        return value.astype(DTYPES[_CODES[dtype]])
+
+    return Tensor(name, _CODES[dtype], tuple(variable.shape), make)
+
+
+def _quantized(name: str, kernel: Kernel, scheme: Scheme) -> list[Tensor]:
+    one = OneAtATime(lambda: kernel.stored(scheme))
+    kept = kernel.variable if kernel.frozen else scheme
+    shape = tuple(kernel.variable.shape)
+    of_scale = stored_kernels.scale_shape(shape, kernel.axes, kept.granularity)
+    made = [
+        Tensor(name, _FLOAT8[kept.weights], shape, lambda: one.big().values),
+        Tensor(name + _SCALE, "F32", of_scale, lambda: one.small()),
+    ]
+    scale = kernel.input_scale()
+    if scale is not None:
+        array = np.full((), scale, "float32")
+        made.append(Tensor(name + _INPUT_SCALE, "F32", (), lambda: array))
+    return made
+
+
+def _about(kernel: Kernel, scheme: Scheme) -> dict[str, Any]:
+    kept = kernel.variable if kernel.frozen else scheme
+    return {
+        "weights": kept.weights,
+        "granularity": kept.granularity,
+        "summed": list(kernel.axes.summed),
+        "free": list(kernel.axes.free),
+    }
+
+
+def _stored(values: Array, scale: Array, about: Any) -> StoredKernel:
+    """Raises where what is said of a kernel does not fit it."""
+    axes = Axes(tuple(about["summed"]), tuple(about["free"]))
+    if sorted(axes.summed + axes.free) != list(range(values.ndim)):
+        raise ValueError(f"axes {axes} of {values.ndim}")
+    if values.dtype != formats.get(about["weights"]).dtype:
+        raise ValueError(f"{values.dtype} for {about['weights']}")
+    if about["granularity"] not in stored_kernels.GRANULARITIES:
+        raise ValueError(f"granularity {about['granularity']!r}")
+    expected = stored_kernels.scale_shape(
+        values.shape, axes, about["granularity"]
+    )
+    if scale.shape != expected or scale.dtype != np.float32:
+        raise ValueError(f"scales {scale.shape} for {expected}")
+    return StoredKernel(
+        codes=values.view("uint8"),
+        scale=scale,
+        weights=about["weights"],
+        granularity=about["granularity"],
+        axes=axes,
+    )

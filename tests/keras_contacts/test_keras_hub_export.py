@@ -1,0 +1,117 @@
+"""Why `_keras/keras_hub_export.py` and `keras_hub_import.py` are needed."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from keras_policy_ext._keras import keras_hub_export, keras_hub_import
+from keras_policy_ext._keras.symbolic import Symbols
+
+hub = pytest.importorskip(
+    "keras_hub", reason="KerasHub is installed by `tox run -e export`"
+)
+
+FAMILIES = [
+    "GPT2Backbone",
+    "Gemma3Backbone",
+    "Gemma4Backbone",
+    "GemmaBackbone",
+    "Llama3Backbone",
+    "MistralBackbone",
+    "Qwen3_5Backbone",
+    "QwenBackbone",
+]
+
+
+def backbone():
+    return hub.models.Llama3Backbone(
+        vocabulary_size=8,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=8,
+        intermediate_dim=12,
+    )
+
+
+def test_the_families_that_are_written():
+    assert keras_hub_export.families() == FAMILIES
+    assert keras_hub_export.family(backbone()) == "Llama3Backbone"
+
+    class Mine(hub.models.Llama3Backbone):
+        pass
+
+    mine = Mine(**{**SIZES, "num_layers": 1})
+    assert keras_hub_export.family(mine) == "Llama3Backbone"
+    assert keras_hub_export.family(keras.layers.Dense(2)) is None
+
+
+SIZES = {
+    "vocabulary_size": 8,
+    "num_query_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_dim": 8,
+    "intermediate_dim": 12,
+}
+
+
+def test_a_map_of_stand_ins_is_that_of_the_model():
+    model = backbone()
+    symbols = Symbols()
+    found = keras_hub_export.weight_map(model, symbols)
+    exporter = keras_hub_export._exporter()
+    stock = exporter.MODEL_EXPORTERS["Llama3Backbone"](
+        model, include_lm_head=True
+    )
+    assert found.keys() == stock.keys()
+    for name, expected in stock.items():
+        got = symbols.evaluate(found[name], keras.ops.convert_to_numpy)
+        np.testing.assert_array_equal(
+            got, keras.ops.convert_to_numpy(expected), err_msg=name
+        )
+
+
+def test_configs_are_dictionaries_with_a_kind_of_model():
+    config = keras_hub_export.config(backbone())
+    assert config["model_type"] == "llama"
+    assert config["hidden_size"] == 8
+
+
+def test_stock_export_does_not_know_frozen_kernels(tmp_path):
+    """It writes the codes as numbers, and on PyTorch calls float8 float32."""
+    model = backbone()
+    kpe.freeze(model)
+    exporter = keras_hub_export._exporter()
+    exporter.export_backbone(model, str(tmp_path))
+    header = (tmp_path / "model.safetensors").read_bytes()
+    assert b'"U8"' in header[:2000]
+
+
+def test_the_loader_of_converters_is_asked_for_little():
+    """What `loading._Asked` has; more fails here first."""
+    loader = pytest.importorskip(
+        "keras_hub.src.utils.transformers.safetensor_utils"
+    ).SafetensorLoader
+    signature = inspect.signature(loader.port_weight)
+    assert list(signature.parameters) == [
+        "self",
+        "keras_variable",
+        "hf_weight_key",
+        "hook_fn",
+    ]
+
+
+def test_a_backbone_is_made_of_a_config(tmp_path):
+    config = keras_hub_export.config(backbone())
+    converter = keras_hub_import.Converter(
+        tmp_path, {**config, "rms_norm_eps": 1e-3}
+    )
+    made = converter.make_backbone("bfloat16")
+    assert made.compute_dtype == "bfloat16"
+    # KerasHub's converter leaves this one at its default.
+    assert made.layer_norm_epsilon == 1e-3
+    task = keras_hub_import.language_model_of(made)
+    assert isinstance(task, hub.models.Llama3CausalLM)
