@@ -295,6 +295,50 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
     assert "outputs_grad" in full
 
 
+def test_export_writes_what_the_options_say(tmp_path, capsys):
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(4)],
+        name="m",
+    )
+    file, out = str(tmp_path / "model.keras"), str(tmp_path / "out")
+    model.save(file)
+    options = ["--format", "safetensors", "--granularity", "tensor"]
+    assert cli.main(["export", file, out, *options, "--exclude", "_1"]) == 0
+    assert "per tensor" in capsys.readouterr().out
+    (name,) = (
+        name
+        for name, weight in plain.read(out).items()
+        if isinstance(weight, StoredKernel)
+    )
+    assert plain.read(out)[name].codes.shape == (8, 4)
+
+    assert "overwrite" in error_of(capsys, "export", file, out, *options)
+    assert cli.main(["export", file, out, *options, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "KerasHub"),
+        (["--format", "gguf"], "gguf"),
+        (["--format", "safetensors", "--activations", "static"], "freeze"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    arguments, words, tmp_path, capsys
+):
+    file = tmp_path / "model.keras"
+    keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]).save(file)
+    out = str(tmp_path / "out")
+    assert words in error_of(capsys, "export", str(file), out, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_to_export_that_is_missing(tmp_path, capsys):
+    arguments = ["export", str(tmp_path / "model.keras"), str(tmp_path / "out")]
+    assert "There is no such file" in error_of(capsys, *arguments)
+
+
 def file_to_shrink(folder, policy=None):
     import keras
     import numpy as np
@@ -388,47 +432,3 @@ def test_shrink_that_fails_leaves_the_earlier_file(
     assert pathlib.Path(output).read_text() == "kept"
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"in.keras", "out.keras"}
-
-
-def test_export_writes_what_the_options_say(tmp_path, capsys):
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(4)],
-        name="m",
-    )
-    file, out = str(tmp_path / "model.keras"), str(tmp_path / "out")
-    model.save(file)
-    options = ["--format", "safetensors", "--granularity", "tensor"]
-    assert cli.main(["export", file, out, *options, "--exclude", "_1"]) == 0
-    assert "per tensor" in capsys.readouterr().out
-    (name,) = (
-        name
-        for name, weight in plain.read(out).items()
-        if isinstance(weight, StoredKernel)
-    )
-    assert plain.read(out)[name].codes.shape == (8, 4)
-
-    assert "overwrite" in error_of(capsys, "export", file, out, *options)
-    assert cli.main(["export", file, out, *options, "--force"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "KerasHub"),
-        (["--format", "gguf"], "gguf"),
-        (["--format", "safetensors", "--activations", "static"], "freeze"),
-    ],
-)
-def test_what_cannot_be_exported_is_one_line(
-    arguments, words, tmp_path, capsys
-):
-    file = tmp_path / "model.keras"
-    keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]).save(file)
-    out = str(tmp_path / "out")
-    assert words in error_of(capsys, "export", str(file), out, *arguments)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_file_to_export_that_is_missing(tmp_path, capsys):
-    arguments = ["export", str(tmp_path / "model.keras"), str(tmp_path / "out")]
-    assert "There is no such file" in error_of(capsys, *arguments)
