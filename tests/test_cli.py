@@ -339,7 +339,7 @@ def test_a_file_to_export_that_is_missing(tmp_path, capsys):
     assert "There is no such file" in error_of(capsys, *arguments)
 
 
-def saved_model(folder, policy=None):
+def file_to_shrink(folder, policy=None):
     import keras
     import numpy as np
 
@@ -358,7 +358,7 @@ def saved_model(folder, policy=None):
 def test_shrink_loads_freezes_and_saves(tmp_path, capsys):
     import keras_policy_ext as kpe
 
-    source, output = saved_model(tmp_path)
+    source, output = file_to_shrink(tmp_path)
     options = "--granularity=tensor", "--activations=dynamic"
 
     assert cli.main(["shrink", source, output, *options]) == 0
@@ -382,7 +382,7 @@ def test_shrink_loads_freezes_and_saves(tmp_path, capsys):
 def test_shrink_takes_static_scales_from_the_file(tmp_path, capsys):
     import keras_policy_ext as kpe
 
-    arguments = saved_model(tmp_path, "float8/4_from_float32")
+    arguments = file_to_shrink(tmp_path, "float8/4_from_float32")
     options = "--activations=static", "--weights=float8_e5m2"
 
     assert cli.main(["shrink", *arguments, *options]) == 0
@@ -392,7 +392,7 @@ def test_shrink_takes_static_scales_from_the_file(tmp_path, capsys):
 
 
 def test_shrink_says_what_it_cannot_do_and_writes_nothing(tmp_path, capsys):
-    source, output = saved_model(tmp_path)
+    source, output = file_to_shrink(tmp_path)
     held = pathlib.Path(output)
 
     static = error_of(capsys, "shrink", source, output, "--activations=static")
@@ -418,7 +418,7 @@ def test_shrink_that_fails_leaves_the_earlier_file(
 ):
     import keras
 
-    source, output = saved_model(tmp_path)
+    source, output = file_to_shrink(tmp_path)
     pathlib.Path(output).write_text("kept")
 
     def full(self, path, *args, **kwargs):

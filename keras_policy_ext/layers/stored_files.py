@@ -129,37 +129,37 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
 
 
 def _check_header(header: dict[str, Any], path: str) -> None:
-    for field, is_right in (
-        ("names", _are_names(header.get("names"))),
-        ("summed", _are_summed(header.get("summed"), header.get("names"))),
-        ("lora", "lora" in header and _is_lora(header["lora"])),
-    ):
-        if not is_right:
+    for field, check in _FIELDS.items():
+        if field not in header or not check(header[field], header):
             found = f"{field!r} in {STORED!r} is {header.get(field)!r}"
             raise ValueError(damaged(path, found))
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: Any, header: dict[str, Any]) -> bool:
     if not isinstance(value, list):
         return False
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
 
 
-def _are_summed(value: Any, names: Any) -> bool:
+def _are_summed(value: Any, header: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return False
     if not all(isinstance(each, list) for each in value.values()):
         return False
     axes = [axis for each in value.values() for axis in each]
     right = all(type(axis) is int and axis >= 0 for axis in axes)
-    return right and set(value) <= set(names)
+    return right and set(value) <= set(header["names"])
 
 
-def _is_lora(value: Any) -> bool:
+def _is_lora(value: Any, header: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return value is None
     rank, alpha = value.get("rank"), value.get("alpha")
     return type(rank) is int and rank > 0 and type(alpha) in (int, float)
+
+
+_FIELDS = {"names": _are_names, "summed": _are_summed, "lora": _is_lora}
+"""What each field must be; the later ones build on the earlier."""
 
 
 def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
