@@ -40,10 +40,8 @@ class Axes(NamedTuple):
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The columns and the rows of a kernel of this shape as a matrix."""
-        return (
-            math.prod(shape[axis] for axis in self.summed),
-            math.prod(shape[axis] for axis in self.free),
-        )
+        columns = math.prod([shape[axis] for axis in self.summed])
+        return columns, math.prod([shape[axis] for axis in self.free])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

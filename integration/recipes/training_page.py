@@ -81,7 +81,7 @@ two, means over the seeds that both have. The products of a single step are as
 exact with one as with the other. What differs over steps: a scale that stays
 the same power of two rounds a weight to the same number until it has moved by
 half a spacing, and one that follows the amax rounds it now up, now down. That
-this is the cause is a guess.
+this is the cause is a guess, and the backends do not agree on the size of it.
 """
 
 CHANCE = """### Where delayed scaling loses

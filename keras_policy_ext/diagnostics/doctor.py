@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from keras_policy_ext import kernels, recipes
+from keras_policy_ext import kernels, recipes, stored_kernels
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.diagnostics import machine
 from keras_policy_ext.kernels import Choice
@@ -30,6 +30,7 @@ def run(console: Console | None = None) -> None:
         facts.add_row(name, value)
     console.print(facts)
     console.print(contraction_table())
+    console.print(frozen_table())
     console.print(break_even_table())
 
 
@@ -78,6 +79,37 @@ def contraction_table() -> Table:
     for heading in ("contraction", "recipe", "kernel", "why"):
         table.add_column(heading, overflow="fold")
     for row in rows():
+        table.add_row(*row)
+    return table
+
+
+def frozen_rows() -> list[tuple[str, str, str, str]]:
+    """Kernels that are stored and their inputs, kind of kernel and reason.
+
+    Of the product of a Dense layer. Granularities for which the answer is the
+    same share a row.
+    """
+    found: dict[tuple[str, Choice], list[str]] = {}
+    contraction = CONTRACTIONS["matmul (Dense)"]
+    for activations in recipes.ACTIVATIONS:
+        for per in stored_kernels.GRANULARITIES:
+            recipe = recipes.FrozenKernels(per=per, activations=activations)
+            axes = stored_kernels.Axes((0,), (1,))
+            plan = kernels.frozen_plan(contraction, recipe, axes, "bfloat16")
+            key = str(activations or "not quantized"), plan.choice
+            found.setdefault(key, []).append(per)
+    return [
+        (", ".join(granularities), inputs, *choice)
+        for (inputs, choice), granularities in found.items()
+    ]
+
+
+def frozen_table() -> Table:
+    """What a frozen Dense layer runs, and why."""
+    table = Table(title="Frozen kernels (Dense)", show_lines=True)
+    for heading in ("scales per", "inputs", "kernel", "why"):
+        table.add_column(heading, overflow="fold")
+    for row in frozen_rows():
         table.add_row(*row)
     return table
 

@@ -91,6 +91,10 @@ class Operation(Hashable, Protocol):
 class FrozenOperation(Hashable, Protocol):
     """A function of inputs and of constants, which get no gradient."""
 
+    @property
+    def only_widens(self) -> bool:
+        """Whether nothing is rounded, so that a compiler may look into it."""
+
     def resolved(self) -> FrozenOperation:
         """This operation, when what it leaves open can be known."""
 

@@ -124,7 +124,12 @@ class TorchFramework(Framework):
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
         """See `Framework.run_frozen`."""
-        if torch.is_grad_enabled() and inputs.requires_grad:
+        learns = torch.is_grad_enabled() and inputs.requires_grad
+        if torch.compiler.is_dynamo_compiling() and (
+            learns or not operation.only_widens
+        ):
+            return torch_operators.run_frozen(operation, inputs, *constants)
+        if learns:
             return _Frozen.apply(operation, inputs, *constants)
         return operation.forward(inputs, constants)
 
@@ -134,7 +139,7 @@ class TorchFramework(Framework):
         There a cast takes four times as long as a table when it is compiled
         (4 M numbers: 8 ms and 1 ms of inductor, torch 2.13).
         """
-        if codes.device.type == "cuda":
+        if codes.device.type == "cuda" or not is_real(codes):
             return self.as_float8(codes, format_name).float()
         table = _TABLES[format_name].to(codes.device)
         if torch.compiler.is_compiling():

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from keras_policy_ext.frameworks import torch_observations
-from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Operation
+from keras_policy_ext.frameworks.base import (
+    SECOND_DERIVATIVE,
+    FrozenOperation,
+    Operation,
+)
 
 Tensor = Any
 
-_OPERATIONS: dict[str, Operation] = {}
+_OPERATIONS: dict[str, Operation | FrozenOperation] = {}
 """By what is written of them in a graph, which may outlive the process."""
 
 
@@ -76,7 +80,7 @@ def _forward(
     keep: bool,
 ) -> list[torch.Tensor]:
     """The outputs and, if they are kept for a gradient, the residuals."""
-    operation = _OPERATIONS[name]
+    operation: Any = _OPERATIONS[name]
     observe = keep and operation.training is not False
     if keep and state is not None:
         torch_observations.know_replicas_in_graph()
@@ -96,7 +100,7 @@ def _(
     name: str, inputs: Tensor, kernel: Tensor, state: Tensor | None, keep: bool
 ) -> list[Tensor]:
     # Observing needs no branch, which could not be chosen without numbers.
-    operation = _OPERATIONS[name]
+    operation: Any = _OPERATIONS[name]
     outputs, residuals = operation.forward(
         inputs, kernel, _listed(state), observe=True
     )
@@ -122,7 +126,7 @@ def _backward(
 
     `shapes` are the sizes of the inputs, `rank` of them, and of the kernel.
     """
-    operation = _OPERATIONS[name]
+    operation: Any = _OPERATIONS[name]
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
     residuals = operation.residuals(leaves, sizes)
     with no_autocast(outputs_grad):
@@ -151,7 +155,8 @@ def _(
     if needed[0]:
         found.append(outputs_grad.new_empty(shapes[:rank]))
     if needed[1]:
-        dtype = getattr(torch, _OPERATIONS[name].kernel_dtype)
+        operation: Any = _OPERATIONS[name]
+        dtype = getattr(torch, operation.kernel_dtype)
         found.append(outputs_grad.new_empty(shapes[rank:], dtype=dtype))
     return found + [torch.empty_like(matrix) for matrix in _listed(state)]
 
@@ -189,6 +194,76 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
 
 _forward.register_autograd(_gradients, setup_context=_save)
 _backward.register_autograd(_refuse)
+
+
+def run_frozen(
+    operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+) -> Tensor:
+    """The outputs of an operation of constants, in a graph that is being made.
+
+    Args:
+        operation: As for `run`.
+        inputs: See `FrozenOperation.forward`.
+        *constants: Likewise.
+    """
+    return _frozen(_written(operation), inputs, list(constants))
+
+
+@torch.library.custom_op("keras_policy_ext::frozen", mutates_args=())
+def _frozen(
+    name: str, inputs: torch.Tensor, constants: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The outputs."""
+    operation: Any = _OPERATIONS[name]
+    outputs = operation.forward(inputs, tuple(constants))
+    return _apart(outputs.contiguous(), [inputs, *constants])
+
+
+@_frozen.register_fake
+def _(name: str, inputs: Tensor, constants: Sequence[Tensor]) -> Tensor:
+    operation: Any = _OPERATIONS[name]
+    outputs = operation.forward(inputs, tuple(constants))
+    return torch.empty_like(outputs.contiguous())
+
+
+@torch.library.custom_op("keras_policy_ext::frozen_grad", mutates_args=())
+def _frozen_grad(
+    name: str,
+    outputs_grad: torch.Tensor,
+    constants: Sequence[torch.Tensor],
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """The gradient of inputs of this shape."""
+    operation: Any = _OPERATIONS[name]
+    gradient = operation.inputs_grad(
+        outputs_grad, tuple(constants), tuple(shape)
+    )
+    return _apart(gradient.contiguous(), [outputs_grad, *constants])
+
+
+@_frozen_grad.register_fake
+def _(
+    name: str,
+    outputs_grad: Tensor,
+    constants: Sequence[Tensor],
+    shape: Sequence[int],
+) -> Tensor:
+    return outputs_grad.new_empty(shape)
+
+
+def _save_frozen(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.name, x, constants = inputs
+    ctx.shape = list(x.shape)
+    ctx.save_for_backward(*constants)
+
+
+def _frozen_gradients(ctx: Any, outputs_grad: Tensor) -> Any:
+    constants = list(ctx.saved_tensors)
+    gradient = _frozen_grad(ctx.name, outputs_grad, constants, ctx.shape)
+    return None, gradient, [None] * len(constants)
+
+
+_frozen.register_autograd(_frozen_gradients, setup_context=_save_frozen)
 
 
 def _listed(state: Tensor | None) -> tuple[Tensor, ...]:

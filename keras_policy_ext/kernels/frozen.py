@@ -22,6 +22,9 @@ from keras_policy_ext.stored_kernels import BLOCK, Axes
 Tensor = Any
 Constants = tuple[Tensor, ...]
 
+_INPUTS = formats.ALIASES["e4m3"]
+_LARGEST_INPUT = formats.get(_INPUTS).max
+
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
@@ -51,6 +54,11 @@ class FrozenPlan:
         if self.prefer:
             return self
         return dataclasses.replace(self, prefer=preferred())
+
+    @property
+    def only_widens(self) -> bool:
+        """Whether inputs are not rounded."""
+        return self.recipe.activations is None
 
     @property
     def choice(self) -> Choice:
@@ -199,20 +207,18 @@ class FrozenPlan:
 
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
         """What the quantized inputs stand for, float32, in their own axes."""
-        asked: Any = self.recipe.quantization("inputs", "forward")
-        scale = known[0] if known else self._scale(inputs, asked.format)
-        numbers = engines.engine().cast(inputs, scale, asked.format, False)
+        scale = known[0] if known else self._scale(inputs)
+        numbers = engines.engine().cast(inputs, scale, _INPUTS, False)
         return ops.multiply(numbers, scale)
 
-    def _scale(self, inputs: Tensor, format_name: str) -> Tensor:
+    def _scale(self, inputs: Tensor) -> Tensor:
         """That of each token, or example of a convolution.
 
         NaN where a number of one is not finite, so that the outputs tell.
         """
         axes = self.contraction.summed_axes(len(inputs.shape))
         amax = scaling.amax(inputs, axis=axes, keepdims=True)
-        limit = formats.get(format_name).max
-        scale = scaling.scale_for_limit(amax, limit)
+        scale = scaling.scale_for_limit(amax, _LARGEST_INPUT)
         return scale * (amax * 0.0 + 1.0)
 
     def _native(

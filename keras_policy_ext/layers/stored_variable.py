@@ -19,6 +19,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import frameworks, kernels
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.recipes import FrozenKernels
@@ -138,6 +139,9 @@ def add_stored(
     Returns:
         The codes. The caller keeps them in an attribute of the layer.
     """
+    # Loaded here, and not in the first call, which a compiler may trace.
+    kernels.engine()
+    frameworks.current()
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):

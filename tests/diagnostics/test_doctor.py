@@ -2,6 +2,7 @@
 
 import io
 
+import keras
 import pytest
 from rich.console import Console
 
@@ -86,3 +87,20 @@ def test_the_table_of_contractions_fits_on_a_screen(width):
     assert len(lines) <= 40
     for recipe in recipes.names():
         assert any(recipe in line or " all " in line for line in lines)
+
+
+@pytest.mark.parametrize("asked", ["emulated", "native"])
+def test_every_frozen_kernel_has_one_answer(asked):
+    with kernels.prefer(asked):
+        rows = doctor.frozen_rows()
+        seen = [
+            (per, inputs)
+            for granularities, inputs, *_ in rows
+            for per in granularities.split(", ")
+        ]
+    assert len(seen) == len(set(seen)) == 9
+    kinds = {kind for _, inputs, kind, _ in rows if inputs == "not quantized"}
+    assert kinds == {"emulated"}
+    # TensorFlow has a float8 matmul where XLA compiles, which it does not here.
+    can = asked == "native" and keras.backend.backend() != "tensorflow"
+    assert ("native" in {kind for *_, kind, _ in rows}) == can
