@@ -131,7 +131,7 @@ class FrozenPlan:
         """Whether one einsum of the kernel as it lies does it.
 
         A matrix made of it would be read against the order of memory: for
-        one row XLA takes twenty times as long (JAX 0.10, CPU).
+        one row XLA takes twice as long (JAX 0.10, CPU).
         """
         contraction = self.contraction
         return isinstance(contraction, Einsum) and (

@@ -1,0 +1,225 @@
+"""Activation functions, as layers, arguments of layers and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.refused import Refused
+from keras_policy_ext.export.onnx.registry import Context, layer, operation
+
+_SQRT_HALF = 0.7071067811865476
+_SQRT_2_OVER_PI = 0.7978845608028654
+
+
+def _operator(kind: str, **attributes: Any) -> Callable[..., Value]:
+    """What one operator of ONNX computes."""
+
+    def write(graph: Graph, x: Value) -> Value:
+        return graph.op(kind, x, **attributes)
+
+    return write
+
+
+def _linear(graph: Graph, x: Value) -> Value:
+    return x
+
+
+def _relu(
+    graph: Graph,
+    x: Value,
+    negative_slope: float = 0.0,
+    max_value: float | None = None,
+    threshold: float = 0.0,
+) -> Value:
+    if threshold:
+        is_above = graph.op("Greater", x, threshold, dtype="bool")
+        below: Value | float = 0.0
+        if negative_slope:
+            excess = graph.op("Sub", x, threshold)
+            below = graph.op("Mul", excess, negative_slope)
+        y = graph.op("Where", is_above, x, below, dtype="float32")
+    elif negative_slope:
+        y = graph.op("LeakyRelu", x, alpha=float(negative_slope))
+    else:
+        y = graph.op("Relu", x)
+    return y if max_value is None else graph.op("Min", y, float(max_value))
+
+
+def _relu6(graph: Graph, x: Value) -> Value:
+    return _relu(graph, x, max_value=6.0)
+
+
+def _leaky_relu(graph: Graph, x: Value, negative_slope: float = 0.2) -> Value:
+    return graph.op("LeakyRelu", x, alpha=float(negative_slope))
+
+
+def _elu(graph: Graph, x: Value, alpha: float = 1.0) -> Value:
+    return graph.op("Elu", x, alpha=float(alpha))
+
+
+def _celu(graph: Graph, x: Value, alpha: float = 1.0) -> Value:
+    return graph.op("Celu", x, alpha=float(alpha))
+
+
+def _selu(graph: Graph, x: Value) -> Value:
+    # The constants of ONNX, which it rounds to float32, as Keras does.
+    return graph.op("Selu", x)
+
+
+def _silu(graph: Graph, x: Value) -> Value:
+    return graph.op("Mul", x, graph.op("Sigmoid", x))
+
+
+def _gelu(graph: Graph, x: Value, approximate: bool = False) -> Value:
+    """Not the operator `Gelu`, which opset 19 lacks."""
+    if approximate:
+        cube = graph.op("Mul", graph.op("Mul", x, x), x)
+        inner = graph.op("Add", x, graph.op("Mul", cube, 0.044715))
+        bent = graph.op("Tanh", graph.op("Mul", inner, _SQRT_2_OVER_PI))
+    else:
+        bent = graph.op("Erf", graph.op("Mul", x, _SQRT_HALF))
+    half = graph.op("Mul", x, 0.5)
+    return graph.op("Mul", half, graph.op("Add", bent, 1.0))
+
+
+def _hard_sigmoid(graph: Graph, x: Value) -> Value:
+    return graph.op("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+
+
+def _hard_silu(graph: Graph, x: Value) -> Value:
+    return graph.op("Mul", x, _hard_sigmoid(graph, x))
+
+
+def _hard_tanh(graph: Graph, x: Value) -> Value:
+    return graph.op("Clip", x, -1.0, 1.0)
+
+
+def _log_sigmoid(graph: Graph, x: Value) -> Value:
+    return graph.op("Neg", graph.op("Softplus", graph.op("Neg", x)))
+
+
+def _softmax(kind: str) -> Callable[..., Value]:
+    def write(graph: Graph, x: Value, axis: Any = -1) -> Value:
+        axes = list(axis) if isinstance(axis, (list, tuple)) else [axis]
+        if len(axes) != 1:
+            raise Refused(f"it has several axes: {axis}", "one axis")
+        return graph.op(kind, x, axis=int(axes[0]))
+
+    return write
+
+
+FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "celu": _celu,
+    "elu": _elu,
+    "exponential": _operator("Exp"),
+    "gelu": _gelu,
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_silu": _hard_silu,
+    "hard_tanh": _hard_tanh,
+    "leaky_relu": _leaky_relu,
+    "linear": _linear,
+    "log_sigmoid": _log_sigmoid,
+    "log_softmax": _softmax("LogSoftmax"),
+    "mish": _operator("Mish"),
+    "relu": _relu,
+    "relu6": _relu6,
+    "selu": _selu,
+    "sigmoid": _operator("Sigmoid"),
+    "silu": _silu,
+    "softmax": _softmax("Softmax"),
+    "softplus": _operator("Softplus"),
+    "softsign": _operator("Softsign"),
+    "tanh": _operator("Tanh"),
+}
+"""By their names in `keras.activations`; with its arguments and defaults."""
+
+
+def activated(context: Context, activation: Any, x: Value) -> Value:
+    """What a layer does at its end: `activation(x)`.
+
+    Raises:
+        Refused: If there is no way to write it.
+    """
+    if activation is None:
+        return x
+    if isinstance(activation, keras.Layer):
+        return context.call(activation, x)
+    for name, write in FUNCTIONS.items():
+        if activation is getattr(keras.activations, name, None):
+            return write(context.graph, context.graph.cast(x, "float32"))
+    name = getattr(activation, "__name__", repr(activation))
+    raise Refused(
+        f"its activation is {name}",
+        f"of keras.activations {', '.join(sorted(FUNCTIONS))}",
+    )
+
+
+@layer("Activation")
+def _activation(context: Context, layer: Any, x: Value) -> Value:
+    return activated(context, layer.activation, x)
+
+
+@layer("ReLU")
+def _relu_layer(context: Context, layer: Any, x: Value) -> Value:
+    return _relu(
+        context.graph,
+        context.graph.cast(x, "float32"),
+        layer.negative_slope,
+        layer.max_value,
+        layer.threshold,
+    )
+
+
+@layer("LeakyReLU")
+def _leaky_relu_layer(context: Context, layer: Any, x: Value) -> Value:
+    return _leaky_relu(context.graph, x, layer.negative_slope)
+
+
+@layer("ELU")
+def _elu_layer(context: Context, layer: Any, x: Value) -> Value:
+    return _elu(context.graph, x, layer.alpha)
+
+
+@layer("PReLU")
+def _prelu(context: Context, layer: Any, x: Value) -> Value:
+    return context.graph.op("PRelu", x, context.kernels.weight(layer.alpha))
+
+
+@layer("Softmax")
+def _softmax_layer(context: Context, layer: Any, x: Value) -> Value:
+    return FUNCTIONS["softmax"](context.graph, x, layer.axis)
+
+
+_OPERATIONS = {
+    "Celu": ("celu", "alpha"),
+    "Elu": ("elu", "alpha"),
+    "Gelu": ("gelu", "approximate"),
+    "HardSigmoid": ("hard_sigmoid",),
+    "HardSilu": ("hard_silu",),
+    "HardTanh": ("hard_tanh",),
+    "LeakyRelu": ("leaky_relu", "negative_slope"),
+    "LogSigmoid": ("log_sigmoid",),
+    "LogSoftmax": ("log_softmax", "axis"),
+    "ReLU": ("relu", "negative_slope", "max_value", "threshold"),
+    "Relu": ("relu",),
+    "Relu6": ("relu6",),
+    "Selu": ("selu",),
+    "Sigmoid": ("sigmoid",),
+    "Silu": ("silu",),
+    "Softmax": ("softmax", "axis"),
+    "Softplus": ("softplus",),
+    "Softsign": ("softsign",),
+    "Tanh": ("tanh",),
+}
+
+
+@operation(*_OPERATIONS)
+def _function(context: Context, operation: Any, x: Value) -> Value:
+    name, *options = _OPERATIONS[type(operation).__name__]
+    given = {option: getattr(operation, option) for option in options}
+    x = context.graph.cast(x, "float32")
+    return FUNCTIONS[name](context.graph, x, **given)

@@ -1,0 +1,15 @@
+"""What cannot be written to ONNX."""
+
+from __future__ import annotations
+
+
+class Refused(Exception):
+    """Why a layer or operation cannot be written, and what can be.
+
+    Who knows its name makes a message of it.
+    """
+
+    def __init__(self, reason: str, allowed: str):
+        super().__init__(reason)
+        self.reason = reason
+        self.allowed = allowed

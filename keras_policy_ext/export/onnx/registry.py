@@ -1,0 +1,58 @@
+"""Which function writes which layer and which operation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.kernels import Kernels
+
+LAYERS: dict[type, Callable[..., Value]] = {}
+"""By class of `keras.layers`: called with a context, a layer, its inputs."""
+
+OPERATIONS: dict[str, Callable[..., Value]] = {}
+"""By class name: called with a context, an operation, its arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a function that writes a layer works with.
+
+    Attributes:
+        graph: Takes the nodes.
+        kernels: Tells how the kernels of layers are stored.
+        call: Writes another layer or operation: `call(layer, *inputs)`.
+    """
+
+    graph: Graph
+    kernels: Kernels
+    call: Callable[..., Value]
+
+
+def layer(*names: str) -> Callable[[Any], Any]:
+    """Register a function for layers, by their names in `keras.layers`.
+
+    Those that this Keras does not have are left out.
+    """
+
+    def register(function: Callable[..., Value]) -> Callable[..., Value]:
+        for name in names:
+            if hasattr(keras.layers, name):
+                LAYERS[getattr(keras.layers, name)] = function
+        return function
+
+    return register
+
+
+def operation(*names: str) -> Callable[[Any], Any]:
+    """Register a function for operations, by the names of their classes."""
+
+    def register(function: Callable[..., Value]) -> Callable[..., Value]:
+        OPERATIONS.update(dict.fromkeys(names, function))
+        return function
+
+    return register

@@ -1,0 +1,225 @@
+"""From the layers of a Keras model to the nodes of an ONNX graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+from onnx import helper
+
+from keras_policy_ext._keras import graphs
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.export.onnx import (  # noqa: F401  they register
+    activations,
+    channels,
+    contractions,
+    elementwise,
+    operations,
+)
+from keras_policy_ext.export.onnx.graph import Graph, Value, onnx_type
+from keras_policy_ext.export.onnx.kernels import Kernels
+from keras_policy_ext.export.onnx.refused import Refused
+from keras_policy_ext.export.onnx.registry import LAYERS, OPERATIONS, Context
+from keras_policy_ext.layers.drop_in import original_of
+
+_HARMLESS = frozenset(
+    {"__class__", "__init__", "build", "from_config", "get_config"}
+)
+
+
+def is_functional(layer: Any) -> bool:
+    """Whether a model is a graph, and computes nothing else."""
+    return _is_graph(layer, "operations") and hasattr(layer, "inputs")
+
+
+def is_sequential(layer: Any) -> bool:
+    """Whether a model is a list of layers, and computes nothing else."""
+    return isinstance(layer, keras.Sequential) and _is_graph(layer, "layers")
+
+
+def check(model: Any) -> None:
+    """Raise if a model is neither, or was not built.
+
+    Raises:
+        ValueError: If so.
+    """
+    if is_sequential(model) and model.built and model.inputs:
+        return
+    if is_functional(model) and not isinstance(model, keras.Sequential):
+        return
+    raise ValueError(
+        "This model has no graph that could be written to ONNX. Received: "
+        f"{model!r}. Allowed: a built Sequential or Functional model, without "
+        "a `call` of its own. Build it, or write it as a Functional model: "
+        "keras.Model(inputs, outputs)."
+    )
+
+
+class Walk:
+    """Writes one model into one graph."""
+
+    def __init__(self, graph: Graph, kernels: Kernels):
+        self._graph = graph
+        self._context = Context(graph, kernels, self.call)
+
+    def model(self, model: Any) -> tuple[list[Any], list[Any]]:
+        """Write a whole model.
+
+        Returns:
+            The inputs and outputs of the graph, as ONNX describes them.
+        """
+        inputs = [self._input(tensor) for tensor in model.inputs]
+        results = self._run(model, inputs)
+        names = getattr(model, "output_names", None) or [
+            model.layers[-1].name
+        ] * len(results)
+        outputs = [
+            self._output(*each) for each in zip(names, results, strict=True)
+        ]
+        return [_described(x, batch="batch") for x in inputs], outputs
+
+    def call(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write one call of a layer, a model in the model, or an operation.
+
+        Raises:
+            NotImplementedError: If it cannot be written.
+        """
+        try:
+            if isinstance(layer, keras.Layer):
+                _check_arguments(args, kwargs)
+                kwargs = {}
+            if is_sequential(layer) or is_functional(layer):
+                results = self._run(layer, keras.tree.flatten(args))
+                return results if len(results) > 1 else results[0]
+            write = _writer_of(layer)
+            with self._graph.scope(_name_of(layer)):
+                value = write(self._context, layer, *args, **kwargs)
+        except Refused as error:
+            raise NotImplementedError(_message(layer, error)) from error
+        if value.shape is not None:
+            return value
+        return dataclasses.replace(value, shape=_shape(layer, args, kwargs))
+
+    def _run(self, model: Any, inputs: list[Value]) -> list[Value]:
+        if not is_sequential(model):
+            return graphs.follow_graph(model, inputs, self.call)
+        (x,) = inputs
+        for layer in model.layers:
+            x = self.call(layer, x)
+        return [x]
+
+    def _input(self, tensor: Any) -> Value:
+        dtype = tensor.dtype
+        if keras.backend.is_float_dtype(dtype):
+            dtype = "float32"
+        name = self._graph.unique(tensor.name)
+        return Value(name, dtype, tuple(tensor.shape))
+
+    def _output(self, name: str, value: Value) -> Any:
+        """An output of its own name, even if it is an input or there twice."""
+        name = self._graph.unique(name)
+        self._graph.nodes.append(
+            helper.make_node("Identity", [value.name], [name], f"{name}:out")
+        )
+        return _described(dataclasses.replace(value, name=name), batch=None)
+
+
+def _described(value: Value, batch: str | None) -> Any:
+    sizes: list[int | str | None] = list(value.shape or ())
+    for axis, size in enumerate(sizes):
+        if size is None and batch is not None:
+            sizes[axis] = batch if axis == 0 else f"{value.name}_{axis}"
+    return helper.make_tensor_value_info(
+        value.name, onnx_type(value.dtype), sizes
+    )
+
+
+def _writer_of(layer: Any) -> Any:
+    """The function that writes a layer or an operation."""
+    if not isinstance(layer, keras.Layer):
+        write = OPERATIONS.get(type(layer).__name__)
+        if write is None or not type(layer).__module__.startswith("keras."):
+            raise Refused(
+                "ONNX files have no such operation here",
+                f"the operations {', '.join(sorted(OPERATIONS))}",
+            )
+        return write
+    cls = original_of(type(layer)) or type(layer)
+    known = next((base for base in cls.__mro__ if base in LAYERS), None)
+    if known is None:
+        raise Refused(
+            "ONNX files have no such layer here", f"the layers {_known()}"
+        )
+    replaced = _replaced(layer, cls.__mro__[: cls.__mro__.index(known)], known)
+    if replaced:
+        raise Refused(
+            f"it replaces {replaced[0]!r} of {known.__name__}, and may "
+            "compute something else",
+            f"the layers {_known()}",
+        )
+    return LAYERS[known]
+
+
+def _replaced(layer: Any, classes: tuple[type, ...], known: type) -> list[str]:
+    """Methods of a class of Keras that a layer, or its class, has replaced."""
+    members = [each for cls in classes for each in vars(cls).items()]
+    found = {
+        name
+        for name, member in members
+        if callable(member) and hasattr(known, name)
+    }
+    return sorted(found - _HARMLESS | vars(layer).keys() & {"call"})
+
+
+def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer is called with more than its inputs."""
+    given = {key for key, value in kwargs.items() if value is not None}
+    if kwargs.get("training") is False:
+        given -= {"training"}
+    if len(args) != 1 or given:
+        named = ", ".join(f"{key}={kwargs[key]!r}" for key in sorted(given))
+        raise Refused(
+            f"it is called with {named or f'{len(args)} arguments'}",
+            "its inputs alone, for inference",
+        )
+
+
+def _shape(layer: Any, args: Any, kwargs: Any) -> tuple[int | None, ...]:
+    """The shape of what a layer or operation yields."""
+    symbolic = keras.tree.map_structure(
+        lambda x: (
+            keras.KerasTensor(x.shape, x.dtype) if isinstance(x, Value) else x
+        ),
+        args,
+    )
+    if isinstance(layer, keras.Layer):
+        shapes = keras.tree.map_structure(lambda x: x.shape, symbolic[0])
+        return tuple(layer.compute_output_shape(shapes))
+    return tuple(layer.compute_output_spec(*symbolic, **kwargs).shape)
+
+
+def _is_graph(model: Any, attribute: str) -> bool:
+    """Whether a model has this, and Keras's own `call`."""
+    return (
+        isinstance(model, keras.Model)
+        and hasattr(model, attribute)
+        and type(model).call.__module__.startswith("keras.")
+    )
+
+
+def _name_of(layer: Any) -> str:
+    return path_of(layer) if isinstance(layer, keras.Layer) else layer.name
+
+
+def _known() -> str:
+    return ", ".join(sorted({cls.__name__ for cls in LAYERS}))
+
+
+def _message(layer: Any, error: Refused) -> str:
+    return (
+        "A part of this model cannot be written to ONNX; nothing was "
+        f"written. Received: {type(layer).__name__} {_name_of(layer)!r}: "
+        f"{error.reason}. Allowed: {error.allowed}. Change this part of the "
+        "model, or write what is before and behind it as two models."
+    )
