@@ -36,6 +36,7 @@ PROVED = [
     ("qwen", "fp8", "block", None),
     ("gemma3", "compressed-tensors", "channel", "dynamic"),
     ("gemma3", "compressed-tensors", "channel", None),
+    ("gemma4", "compressed-tensors", "channel", None),
     ("qwen3_5", "compressed-tensors", "channel", "dynamic"),
 ]
 
@@ -223,7 +224,7 @@ def test_blocks_that_are_not_whole(tmp_path):
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "fp8"])
 def test_sixteen_bits(format, tmp_path):
-    model = trained("llama", dtype="bfloat16")
+    model = trained("gemma", dtype="bfloat16")
     kpe.freeze(
         model,
         granularity="tensor" if format == "fp8" else "channel",

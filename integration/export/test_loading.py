@@ -34,6 +34,7 @@ SCHEMES = [
     [
         *[("llama", *scheme) for scheme in SCHEMES],
         *[(n, *STATIC) for n in ("gemma", "gemma3", "mistral", "qwen")],
+        ("gemma4", *CHANNEL),
         ("qwen3_5", *CHANNEL),
         ("gpt2", *CHANNEL),
     ],

@@ -115,9 +115,9 @@ class _StandIn:
 
 def _attribute(layer: Any, name: str) -> Any:
     """An attribute as it is in a float layer without adapters."""
-    if name == "kernel" and hasattr(layer, "kernel"):
+    if name == "kernel":
         return variable_values.stored_kernel(layer)
-    if name == "embeddings" and hasattr(layer, "embeddings"):
+    if name == "embeddings":
         return variable_values.stored_embeddings(layer)
     if name == "weights":
         return _float_weights(layer)

@@ -22,7 +22,7 @@ from keras_policy_ext.conversion.frozen_report import (
 from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import drop_in_of, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import Frozen
@@ -134,7 +134,7 @@ def thaw(model: keras.Layer) -> Report:
         training.replicas(model),
     ):
         for layer in frozen:
-            thaw_layer(layer)
+            leave_float8(layer)
         for layer in candidates.survey(model).composites:
             composites.leave_with_children(layer, frozen)
         return thawed_report(report_of(model, frozen, []))

@@ -35,7 +35,7 @@ from keras_policy_ext.conversion import (
 )
 from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import stored_files, stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.mixed_precision import public_classes
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -181,7 +181,7 @@ def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
     if held == recipe:
         return
     if held is not None:
-        thaw_layer(layer)
+        leave_float8(layer)
     if recipe is None:
         return
     source = source_policy_of(layer).name

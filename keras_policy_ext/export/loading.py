@@ -22,7 +22,7 @@ from keras_policy_ext.export import quantized_folders, shards
 from keras_policy_ext.export.quantized_folders import QuantizedFolder
 from keras_policy_ext.export.safetensors_files import Slot
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8, thaw_layer
+from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
@@ -91,7 +91,7 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
         before = {v.name: id(v) for v in stored_weights.stored_in(layer)}
         if wide.isdisjoint(before.values()):
             continue
-        thaw_layer(layer)
+        leave_float8(layer)
         own = {v.name: v for v in walking.own_weights(layer)}
         found.update({place: own[name] for name, place in before.items()})
     for layer in candidates.survey(backbone).composites:

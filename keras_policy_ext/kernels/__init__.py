@@ -24,7 +24,12 @@ from keras_policy_ext.kernels.contract import (
 )
 from keras_policy_ext.kernels.contractions import Conv, Einsum
 from keras_policy_ext.kernels.engines import engine
-from keras_policy_ext.kernels.frozen import FrozenPlan, frozen_plan, run_frozen
+from keras_policy_ext.kernels.frozen import (
+    FrozenPlan,
+    dequantized,
+    frozen_plan,
+    run_frozen,
+)
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
 from keras_policy_ext.numerics.quantized import Quantized
@@ -43,6 +48,7 @@ __all__ = [
     "Plan",
     "Quantized",
     "Request",
+    "dequantized",
     "engine",
     "frozen_plan",
     "make_plan",

@@ -190,20 +190,7 @@ class FrozenPlan:
 
     def _dequantized(self, codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
         """The kernel in its own axes."""
-        numbers = frameworks.current().numbers(codes, self.recipe.weights)
-        if self.recipe.per == "block":
-            scale = self._spread(scale, tuple(codes.shape))
-        return ops.cast(ops.multiply(numbers, scale), dtype)
-
-    def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The scale of each number, from those of blocks of a matrix."""
-        columns, rows = self.axes.sizes(shape)
-        scale = ops.repeat(ops.repeat(scale, BLOCK, 0), BLOCK, 1)
-        scale = scale[:rows, :columns]
-        order = self.axes.free + self.axes.summed
-        scale = ops.reshape(scale, [shape[axis] for axis in order])
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return ops.transpose(scale, back)
+        return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
         """What the quantized inputs stand for, float32, in their own axes."""
@@ -253,6 +240,35 @@ class FrozenPlan:
         else:
             scale = contraction.form.matrix("kernel", scale)
         return Quantized(values, scale, self._asked("kernel"))
+
+
+def dequantized(
+    recipe: FrozenKernels, axes: Axes, codes: Tensor, scale: Tensor, dtype: str
+) -> Tensor:
+    """What a stored kernel stands for, in its own axes.
+
+    Args:
+        recipe: How it is stored.
+        axes: Which of its axes are summed.
+        codes: Its numbers, uint8.
+        scale: Its scales.
+        dtype: Of the result.
+    """
+    numbers = frameworks.current().numbers(codes, recipe.weights)
+    if recipe.per == "block":
+        scale = _spread(axes, scale, tuple(codes.shape))
+    return ops.cast(ops.multiply(numbers, scale), dtype)
+
+
+def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The scale of each number, from those of blocks of a matrix."""
+    columns, rows = axes.sizes(shape)
+    scale = ops.repeat(ops.repeat(scale, BLOCK, 0), BLOCK, 1)
+    scale = scale[:rows, :columns]
+    order = axes.free + axes.summed
+    scale = ops.reshape(scale, [shape[axis] for axis in order])
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return ops.transpose(scale, back)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -70,7 +70,8 @@ def leave_float8(layer: Any) -> None:
     """Undo `enter_float8`: the stock class, the source policy, no float8 state.
 
     A layer of a class that has no original, such as a user's own with the
-    mixin, keeps the class. Weights stay bit for bit as they are.
+    mixin, keeps the class. Weights stay bit for bit as they are; kernels that
+    are stored become float ones, dequantized.
 
     Args:
         layer: Any built layer; one without float8 stays as it is.
@@ -80,6 +81,8 @@ def leave_float8(layer: Any) -> None:
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             if isinstance(layer, Float8Mixin):
+                if layer.is_frozen:
+                    stored_weights.widen_all(layer)
                 layer.follow_policy(plain)
                 if original is not None:
                     built_layers.detach(layer, "float8_state")
@@ -89,14 +92,6 @@ def leave_float8(layer: Any) -> None:
                     vars(layer).pop(name, None)
             global_policy.replace_layer_policy(layer, plain)
         built_layers.track_again([layer])
-
-
-def thaw_layer(layer: Any) -> None:
-    """Give a frozen layer float kernels, dequantized, and its stock class."""
-    with unchanged_on_error([layer]):
-        with built_layers.unlocked(layer):
-            stored_weights.widen_all(layer)
-        leave_float8(layer)
 
 
 def _form(layer: Any) -> type:

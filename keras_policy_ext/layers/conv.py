@@ -12,11 +12,12 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.public_weights import KernelInFloats
 
 Tensor = Any
 
 
-class _Float8Conv(Float8Mixin):
+class _Float8Conv(KernelInFloats, Float8Mixin):
     """What the convolutions of every rank share."""
 
     float8_kernels = ("kernel",)

@@ -1,0 +1,61 @@
+"""The weights of a frozen layer as others read them: in floats.
+
+Some layers multiply with `layer.kernel` of another one, as KerasHub's Gemma4
+does, and would take the codes for numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext import _bases, kernels
+from keras_policy_ext._keras import variable_values
+
+Tensor = Any
+
+
+class KernelInFloats(_bases.MixedInto):
+    """A layer whose `kernel` is in floats though it is frozen."""
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel; of a frozen layer a tensor, with adapters merged in."""
+        layer: Any = self
+        if not (layer.built and layer.is_frozen):
+            return super().kernel
+        return _dequantized(
+            layer, variable_values.stored_kernel(layer), "kernel"
+        )
+
+
+class EmbeddingsInFloats(_bases.MixedInto):
+    """A layer whose `embeddings` are in floats though it is frozen."""
+
+    @property
+    def embeddings(self) -> Any:
+        """The embeddings; see `KernelInFloats.kernel`."""
+        layer: Any = self
+        if not (layer.built and layer.is_frozen):
+            return super().embeddings
+        return _dequantized(
+            layer, variable_values.stored_embeddings(layer), "embeddings"
+        )
+
+
+def _dequantized(layer: Any, variable: Any, kind: str) -> Tensor:
+    """In the compute dtype, as a float weight is in a call."""
+    codes, scale, *_ = variable.constants
+    dtype = layer.compute_dtype
+    value = kernels.dequantized(
+        variable.recipe, variable.axes, codes, scale, dtype
+    )
+    if not layer.lora_enabled:
+        return value
+    a, b = (
+        ops.cast(getattr(layer, f"lora_{kind}_{factor}"), dtype)
+        for factor in "ab"
+    )
+    share = layer.lora_alpha / layer.lora_rank
+    return ops.add(value, ops.multiply(ops.matmul(a, b), share))

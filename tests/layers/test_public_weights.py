@@ -1,0 +1,89 @@
+"""What others read of a frozen layer is in floats."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from keras_policy_ext.layers.stored_variable import StoredVariable
+
+
+def layer(name):
+    layers = keras.layers
+    return {
+        "dense": lambda: layers.Dense(3),
+        "einsum": lambda: layers.EinsumDense("abc,cd->abd", (None, 3)),
+        "conv": lambda: layers.Conv1D(3, 2),
+        "embedding": lambda: layers.Embedding(7, 5),
+        "reversible": lambda: layers.ReversibleEmbedding(7, 5),
+    }[name]()
+
+
+def frozen(name, dtype=None, **options):
+    keras.utils.set_random_seed(0)
+    with kpe.policy_scope(dtype or "float32"):
+        made = layer(name)
+    made.build((None, 4) if "emb" in name or "rev" in name else (None, 4, 6))
+    kpe.freeze(made, **options)
+    (kernel,) = (v for v in made.weights if isinstance(v, StoredVariable))
+    return made, kernel.stored.dequantized()
+
+
+def public(made):
+    name = "kernel" if hasattr(made, "kernel") else "embeddings"
+    return getattr(made, name)
+
+
+NAMES = ["dense", "einsum", "conv", "embedding", "reversible"]
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_layer_shows_numbers_and_not_codes(name, granularity):
+    made, expected = frozen(name, granularity=granularity)
+    got = keras.ops.convert_to_numpy(public(made))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["dense", "embedding"])
+def test_in_the_compute_dtype(name):
+    made, expected = frozen(name, "mixed_bfloat16")
+    value = public(made)
+    assert keras.backend.standardize_dtype(value.dtype) == "bfloat16"
+    got = keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))
+    np.testing.assert_allclose(got, expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_are_merged_in(name):
+    made, expected = frozen(name)
+    made.enable_lora(2, lora_alpha=4)
+    rng = np.random.default_rng(0)
+    a, b = (v for v in made.trainable_weights if "lora" in v.path)
+    for factor in (a, b):
+        factor.assign(rng.normal(size=factor.shape))
+    a, b = map(keras.ops.convert_to_numpy, (a, b))
+    got = keras.ops.convert_to_numpy(public(made))
+    np.testing.assert_allclose(
+        got, expected + 2 * (a @ b), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_revert_gives_float_kernels_back():
+    """Codes that a stock layer took for numbers would be silent garbage."""
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)]
+    )
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")
+    kpe.freeze(model)
+    expected = keras.ops.convert_to_numpy(model(x))
+    kpe.revert(model)
+    assert type(model.layers[0]) is keras.layers.Dense
+    assert all("float32" in str(v.dtype) for v in model.weights)
+    got = keras.ops.convert_to_numpy(model(x))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_is_not_built_has_no_kernel():
+    made = kpe.layers.Dense(3, dtype=kpe.Float8DTypePolicy("float32"))
+    assert not hasattr(made, "kernel")
