@@ -69,7 +69,7 @@ def test_adapters_are_merged_in(name):
     )
 
 
-def test_revert_gives_float_kernels_back():
+def test_thaw_gives_float_kernels_back():
     """Codes that a stock layer took for numbers would be silent garbage."""
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)]
@@ -77,7 +77,7 @@ def test_revert_gives_float_kernels_back():
     x = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")
     kpe.freeze(model)
     expected = keras.ops.convert_to_numpy(model(x))
-    kpe.revert(model)
+    kpe.thaw(model)
     assert type(model.layers[0]) is keras.layers.Dense
     assert all("float32" in str(v.dtype) for v in model.weights)
     got = keras.ops.convert_to_numpy(model(x))
