@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_policy_ext import recipes
+from keras_policy_ext import recipes, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.diagnostics import demo
 from keras_policy_ext.export import FORMATS, export
@@ -47,6 +47,13 @@ in the file is not run.
 _MIGRATE = """\
 Write a .keras file of Keras 3 from a .h5 or .keras file of tf_keras (Keras 2):
 the model, its weights, and how it was compiled. The input is only read, and
+code in it is not run.
+"""
+
+_SHRINK = """\
+Write a .keras file with float8 kernels, one byte a number, of a .keras file:
+load, freeze, save. It loads with keras_policy_ext.load_model, and is a quarter
+of the size of float32. The optimizer is left out. The input is only read, and
 code in it is not run.
 """
 
@@ -118,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_inspect(commands)
     _add_migrate(commands)
+    _add_shrink(commands)
     return parser
 
 
@@ -293,6 +301,41 @@ def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = _add(
+        commands, _shrink, "store the kernels of a saved model", _SHRINK
+    )
+    parser.add_argument("input", metavar="IN", help="a .keras file")
+    parser.add_argument(
+        "output", metavar="OUT", help="the .keras file to write"
+    )
+    parser.add_argument(
+        "--granularity",
+        choices=stored_kernels.GRANULARITIES,
+        default="channel",
+        help="what has a scale: an output, a kernel, or 128 by 128 of it",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=["none", "dynamic", "static"],
+        default="none",
+        help="how inputs are quantized; static needs a model that was trained "
+        "or calibrated under delayed scaling",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=stored_kernels.WEIGHTS,
+        default="float8_e4m3fn",
+        help="the format of the numbers",
+    )
+    parser.add_argument(
+        "--force",
+        "--overwrite",
+        action="store_true",
+        help="overwrite OUT if it exists",
+    )
+
+
 def _at_least(least: int) -> Callable[[str], int]:
     """An argparse type: an int that is not smaller."""
 
@@ -388,4 +431,18 @@ def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:
         arguments.output,
         on_loss_scale=arguments.on_loss_scale,
         force=arguments.force,
+    ).run
+
+
+def _shrink(arguments: argparse.Namespace) -> Callable[[], object]:
+    from keras_policy_ext.conversion import shrinking
+
+    activations = arguments.activations
+    return shrinking.prepare(
+        arguments.input,
+        arguments.output,
+        arguments.force,
+        granularity=arguments.granularity,
+        activations=None if activations == "none" else activations,
+        weights=arguments.weights,
     ).run

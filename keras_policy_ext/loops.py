@@ -23,7 +23,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers import stored_variable
 
 Tensor = Any
 
@@ -39,7 +39,7 @@ def is_state(variable: object) -> bool:
     Returns:
         True for the amax histories and scales of a float8 kernel.
     """
-    return isinstance(variable, StateVariable)
+    return stored_variable.is_state(variable)
 
 
 def weights(model: Any) -> list[keras.Variable]:
@@ -47,7 +47,8 @@ def weights(model: Any) -> list[keras.Variable]:
 
     They are those of `model.weights` while it was not converted, in the same
     order, and so can be paired with the weights of a copy, whether that is in
-    float8 or not:
+    float8 or not. (Kernels of frozen layers are codes, and come after others
+    of their layer.)
 
     ```python
     for w, average in zip(

@@ -1,6 +1,7 @@
 """The command line: what it prints, and how it refuses."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -54,7 +55,9 @@ def test_help_names_the_commands(capsys):
     assert "doctor" in printed
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "export", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["demo", "doctor", "export", "inspect", "shrink"]
+)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
@@ -334,3 +337,98 @@ def test_what_cannot_be_exported_is_one_line(
 def test_a_file_to_export_that_is_missing(tmp_path, capsys):
     arguments = ["export", str(tmp_path / "model.keras"), str(tmp_path / "out")]
     assert "There is no such file" in error_of(capsys, *arguments)
+
+
+def file_to_shrink(folder, policy=None):
+    import keras
+    import numpy as np
+
+    import keras_policy_ext as kpe
+
+    layers = [keras.layers.Dense(300, name="wide"), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((300,)), *layers])
+    model.compile("adam", "mse")
+    if policy:
+        kpe.convert(model, policy)
+        kpe.calibrate(model, np.ones((2, 300), "float32"))
+    model.save(folder / "in.keras")
+    return str(folder / "in.keras"), str(folder / "out.keras")
+
+
+def test_shrink_loads_freezes_and_saves(tmp_path, capsys):
+    import keras_policy_ext as kpe
+
+    source, output = file_to_shrink(tmp_path)
+    options = "--granularity=tensor", "--activations=dynamic"
+
+    assert cli.main(["shrink", source, output, *options]) == 0
+    said = capsys.readouterr().out
+    assert cli.main(["inspect", "--full", output]) == 0
+    inspected = capsys.readouterr().out
+
+    assert "Kernels: 365 kB before, 91.2 kB now" in said
+    assert f"-> {output}" in said
+    for word in ("2 layers are frozen", "90 kB, tensor", "inputs, dynamic"):
+        assert word in inspected
+    model = kpe.load_model(output)
+    assert [x.is_frozen for x in model.layers] == [True, True]
+    assert not model.compiled
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"in.keras", "out.keras"}
+    sizes = [os.path.getsize(path) for path in (source, output)]
+    assert sizes[1] < 0.4 * sizes[0]
+
+
+def test_shrink_takes_static_scales_from_the_file(tmp_path, capsys):
+    import keras_policy_ext as kpe
+
+    arguments = file_to_shrink(tmp_path, "float8/4_from_float32")
+    options = "--activations=static", "--weights=float8_e5m2"
+
+    assert cli.main(["shrink", *arguments, *options]) == 0
+
+    recipe = kpe.load_model(arguments[1]).layers[0].float8_policy.recipe
+    assert (recipe.activations, recipe.weights) == ("static", "float8_e5m2")
+
+
+def test_shrink_says_what_it_cannot_do_and_writes_nothing(tmp_path, capsys):
+    source, output = file_to_shrink(tmp_path)
+    held = pathlib.Path(output)
+
+    static = error_of(capsys, "shrink", source, output, "--activations=static")
+    assert "seen no amax" in static and not held.exists()
+    line = error_of(capsys, "shrink", str(tmp_path / "no.keras"), output)
+    assert "no.keras" in line
+    line = error_of(capsys, "shrink", source, str(tmp_path / "out.h5"))
+    assert "must be a .keras file" in line
+    line = error_of(capsys, "shrink", source, str(tmp_path / "x/out.keras"))
+    assert "no folder" in line
+    assert "never overwritten" in error_of(capsys, "shrink", source, source)
+    held.write_text("kept")
+    assert "--force" in error_of(capsys, "shrink", source, output)
+    assert held.read_text() == "kept"
+    assert cli.main(["shrink", source, output, "--overwrite"]) == 0
+    capsys.readouterr()
+    again = str(tmp_path / "again.keras")
+    assert "is frozen" in error_of(capsys, "shrink", output, again)
+
+
+def test_shrink_that_fails_leaves_the_earlier_file(
+    tmp_path, capsys, monkeypatch
+):
+    import keras
+
+    source, output = file_to_shrink(tmp_path)
+    pathlib.Path(output).write_text("kept")
+
+    def full(self, path, *args, **kwargs):
+        pathlib.Path(path).write_text("half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(keras.Model, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        cli.main(["shrink", source, output, "--force"])
+
+    assert pathlib.Path(output).read_text() == "kept"
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"in.keras", "out.keras"}

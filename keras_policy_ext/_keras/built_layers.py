@@ -215,12 +215,16 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     nothing to do elsewhere. They are registered last again: copies of a model
     and checkpoints of optimizers go by the order of `parameters()`, and a
     model that was loaded has been built anew. A Sequential model keeps a
-    Functional one that is no layer of it.
+    Functional one that is no layer of it, and in its tracker those from when
+    it had fewer layers: they would keep what a layer has let go.
     """
     found: dict[int, Any] = {}
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()
-        for each in (*children, layer):
+        tracker = getattr(layer, "_tracker", None)
+        tracked = tracker.config.get("layers") if tracker else None
+        earlier = tracked[1] if tracked else ()
+        for each in (*earlier, *children, layer):
             if hasattr(each, "_track_variables"):
                 found.setdefault(id(each), each)
     for each in found.values():

@@ -1,6 +1,7 @@
 """The variables that an optimizer was built with, and its slots."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 
@@ -40,12 +41,16 @@ def retarget_optimizer(
 ) -> None:
     """Let a built optimizer know another list of variables.
 
-    Slots are moved and none is copied or made: only variables that are
-    overwritten with their gradient, which have no slots, may be new. An
-    optimizer keeps, for each model variable in order, one entry in each of
-    its lists of slots (keras 3.0 to 3.15), and variables for the
-    accumulation of gradients. Expires with a public way to add a variable.
+    Slots are moved and none is copied. An optimizer keeps, for each model
+    variable in order, one entry in each of its lists of slots (keras 3.0 to
+    3.15), and variables for the accumulation of gradients. Those that are
+    overwritten with their gradient have no slots; where others are gone or
+    new, the slots are those that `build` makes. Expires with a public way to
+    add a variable.
     """
+    if _slots_change(optimizer._trainable_variables, variables):
+        _build_again(optimizer, variables)
+        return
     before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
     places = [before.get(id(v)) for v in variables]
     slots = [
@@ -59,11 +64,70 @@ def retarget_optimizer(
         old = getattr(optimizer, name)
         moved = [None if i is None else old[i] for i in places]
         _replace_list(optimizer, name, moved)
+    _replace_known(optimizer, variables)
+
+
+def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
+    """Whether variables with slots are in one of two lists only."""
+    ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
+    changed = [v for v in old if id(v) not in new_ids]
+    changed += [v for v in new if id(v) not in ids]
+    return not all(getattr(v, "overwrite_with_gradient", 0) for v in changed)
+
+
+def _build_again(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    """Give a built optimizer other variables; slots of known ones stay.
+
+    Another one is built for them, and what it made for known variables gives
+    way to the slots that are there.
+    """
+    other = type(optimizer).from_config(optimizer.get_config())
+    other.build(variables)
+    before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    after = {id(v): i for i, v in enumerate(variables)}
+    kept: dict[int, keras.Variable] = {}
+    own: set[int] = set()
+    for name, new in list(vars(other).items()):
+        old: Any = getattr(optimizer, name, None)
+        if name in _NO_SLOTS or not _are_slots(new, after):
+            continue
+        if not _are_slots(old, before):
+            continue
+        own |= {id(slot) for slot in old}
+        for variable, slot in zip(variables, new, strict=True):
+            place = before.get(id(variable))
+            kept[id(slot)] = slot if place is None else old[place]
+            if place is None and name == _AVERAGES and slot is not None:
+                slot.assign(keras.ops.copy(variable.value))
+        _replace_list(optimizer, name, [kept[id(slot)] for slot in new])
+    slots = [kept[id(v)] for v in other._variables if id(v) in kept]
+    rest = [v for v in optimizer._variables if id(v) not in own]
+    _replace_variables(optimizer, [*rest, *slots])
+    _replace_known(optimizer, variables)
+
+
+def _replace_known(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
     _replace_list(optimizer, "_trainable_variables", list(variables))
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(variables)
     }
     averages.fill_averages(optimizer, variables)
+
+
+def _replace_variables(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    _replace_list(optimizer, "_variables", variables)
+    tracked = optimizer._tracker.config
+    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+
+
+_NO_SLOTS = ("_variables", "_trainable_variables")
+_AVERAGES = "_model_variables_moving_average"
 
 
 def _are_slots(candidate: object, before: dict[int, int]) -> bool:
@@ -100,9 +164,7 @@ def _retarget_accumulators(
     moved = {id(v) for v in (*old, *new)}
     rest = [v for v in optimizer._variables if id(v) not in moved]
     ordered = rest[:start] + new + rest[start:]
-    _replace_list(optimizer, "_variables", ordered)
-    tracked = optimizer._tracker.config
-    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    _replace_variables(optimizer, ordered)
     _replace_list(optimizer, "_accumulated_gradients", new)
 
 

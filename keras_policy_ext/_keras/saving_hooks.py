@@ -72,13 +72,28 @@ def load_assets(model: keras.Model, folder: Any) -> None:
     Args:
         model: The model.
         folder: That of the assets.
+
+    Raises:
+        ValueError: If those of a layer do not load.
     """
     from keras.src.saving import saving_lib
 
-    assets = saving_lib.DiskIOStore(str(folder), mode="r")
+    failed: set[int] = set()
+    errors: dict[int, Any] = {}
     saving_lib._load_state(
-        model, weights_store=None, assets_store=assets, inner_path=""
+        model,
+        weights_store=None,
+        assets_store=saving_lib.DiskIOStore(str(folder), mode="r"),
+        inner_path="",
+        visited_saveables=set(),
+        # A layer that is found in two places has assets in one of them.
+        failed_saveables=failed,
+        error_msgs=errors,
     )
+    for layer, error in (errors[each] for each in failed):
+        raise ValueError(
+            f"The assets of {layer.name!r} did not load. Cause: {error}"
+        ) from error
 
 
 def before_export(check: Callable[[keras.Model, str], None]) -> None:

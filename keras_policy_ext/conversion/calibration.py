@@ -19,7 +19,7 @@ from keras_policy_ext.layers.contraction_hooks import contraction_hook
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
-from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 
 BATCH = 32
 
@@ -157,7 +157,17 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
 
 def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
     models.check_is_layer(model, "are calibrated")
-    layers = layers_in_float8(model)
+    in_float8 = layers_in_float8(model)
+    layers = [layer for layer in in_float8 if not is_frozen(layer)]
+    if in_float8 and not layers:
+        raise ValueError(
+            f"All float8 layers of {model.name!r} are frozen, and their "
+            "scales stay. Received: a frozen model. Allowed: one whose layers "
+            "keep float weights. For scales from data call `kpe.convert"
+            "(model)`, `kpe.calibrate(model, data)` and "
+            "`kpe.freeze(model, activations='static')`, in this order; "
+            "`kpe.thaw(model)` gives a frozen model float weights."
+        )
     if not layers:
         raise ValueError(
             f"No layer of {model.name!r} is in float8. Received: a model "

@@ -43,10 +43,16 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     return True
 
 
-def leave_if_empty(layer: keras.Layer) -> None:
-    """Give a composite its stock form, if nothing in it is in float8."""
-    layers = walking.layers_within(layer)[1:]
-    if not any(float8_policy_of(each) is not None for each in layers):
+def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
+    """Give a composite its stock form, if its last layer has left float8.
+
+    Args:
+        layer: The composite.
+        left: The layers that have left.
+    """
+    within = walking.layers_within(layer)[1:]
+    none_stays = not any(float8_policy_of(each) is not None for each in within)
+    if none_stays and any(each is one for each in within for one in left):
         leave_float8(layer)
 
 

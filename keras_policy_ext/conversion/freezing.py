@@ -17,6 +17,7 @@ from keras_policy_ext.conversion.frozen_report import (
     FrozenReport,
     Stored,
     frozen_report,
+    thawed_report,
 )
 from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
@@ -29,6 +30,7 @@ from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
+    is_frozen,
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
@@ -118,7 +120,8 @@ def thaw(model: keras.Layer) -> Report:
         model: As for `freeze`.
 
     Returns:
-        The layers that were frozen, and nothing skipped.
+        The layers that were frozen, and nothing skipped; it says that their
+        weights are rounded.
 
     Raises:
         ValueError: If the model or a part of it is not built.
@@ -133,17 +136,13 @@ def thaw(model: keras.Layer) -> Report:
         for layer in frozen:
             leave_float8(layer)
         for layer in candidates.survey(model).composites:
-            composites.leave_if_empty(layer)
-        return report_of(model, frozen, [])
+            composites.leave_with_children(layer, frozen)
+        return thawed_report(report_of(model, frozen, []))
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
     """The layers of a model whose kernels are stored."""
-    return [
-        layer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, Float8Mixin) and layer.is_frozen
-    ]
+    return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
 def freezable(
@@ -269,8 +268,8 @@ def _check_trained(trained_scales: bool, granularity: str) -> None:
 
 def _check_not_frozen(chosen: list[Candidate]) -> None:
     for each in chosen:
-        policy = float8_policy_of(each.layer)
-        if policy is not None and not policy.recipe.trains:
+        policy: Any = float8_policy_of(each.layer)
+        if is_frozen(each.layer):
             raise ValueError(
                 f"Layer {candidates.path_of(each.layer)!r} is frozen. "
                 f"Received: a layer under {policy.full_name!r}. Allowed: "

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_policy_ext.conversion import summary, tables
 from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.conversion.tables import Column, Table
 from keras_policy_ext.stored_kernels import StoredKernel
 
-_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_KERNELS = (
+    Column("kernel", path=True, above=True),
+    Column("before", right=True),
+    Column("now", right=True),
+    Column("SQNR in dB", right=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +75,23 @@ class FrozenReport(Report):
         """Of their codes and scales."""
         return sum(each.bytes_after for each in self.stored)
 
+    def table(self, full: bool = False, every: str | None = None) -> str:
+        """See `Report.table`; the full one has a row for each kernel too."""
+        text = super().table(full, every)
+        if not full or not self.stored:
+            return text
+        rows = [
+            [
+                tables.printable(each.path),
+                summary.readable_bytes(each.bytes_before),
+                summary.readable_bytes(each.bytes_after),
+                f"{each.sqnr_db:.1f}",
+            ]
+            for each in self.stored
+        ]
+        width = shutil.get_terminal_size((80, 24)).columns
+        return "\n".join([text, "", *Table(_KERNELS, rows).text(width)])
+
     def as_dict(self) -> dict[str, Any]:
         """`Report.as_dict`, with what was stored."""
         stored = [dataclasses.asdict(each) for each in self.stored]
@@ -77,8 +102,8 @@ class FrozenReport(Report):
         if self.stored:
             worst = min(self.stored, key=lambda each: each.sqnr_db)
             notes.append(
-                f"Kernels: {readable_bytes(self.bytes_before)} before, "
-                f"{readable_bytes(self.bytes_after)} now "
+                f"Kernels: {summary.readable_bytes(self.bytes_before)} before, "
+                f"{summary.readable_bytes(self.bytes_after)} now "
                 f"({self.bytes_after / self.bytes_before:.3f}). The least "
                 f"exact one, {worst.path!r}, has {worst.sqnr_db:.1f} dB."
             )
@@ -92,12 +117,22 @@ def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:
     )
 
 
-def readable_bytes(number: int) -> str:
-    """Bytes as text, to three digits."""
-    for factor, unit in _UNITS:
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number} B"
+@dataclasses.dataclass(frozen=True)
+class ThawedReport(Report):
+    """The report of `thaw`: `Report`, and that weights are rounded."""
+
+    def _notes(self, full: bool) -> list[str]:
+        layers = summary.counted(len(self.converted), "layer")
+        rounded = (
+            f"The weights of {layers} are those that `freeze` has rounded "
+            "them to; what was lost does not come back."
+        )
+        return [*super()._notes(full), *([rounded] if self.converted else [])]
+
+
+def thawed_report(report: Report) -> ThawedReport:
+    """A report of layers that were frozen."""
+    return ThawedReport(report.converted, report.skipped, report.parameters)
 
 
 def _sqnr_db(value: Any, approximation: Any) -> float:

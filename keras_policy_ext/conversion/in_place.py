@@ -20,6 +20,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     held_policy,
+    is_frozen,
     layers_in_float8,
     source_policy_of,
 )
@@ -125,10 +126,12 @@ def revert(model: keras.Layer) -> Report:
         The layers that were in float8, and nothing skipped.
 
     Raises:
-        ValueError: If the model or a part of it is not built.
+        ValueError: If the model or a part of it is not built, or a layer is
+            frozen. The model is then unchanged.
     """
     models.check(model)
     reverted = layers_in_float8(model)
+    _check_not_frozen(reverted)
     with unchanged_on_error(training.parts(model)), training.continued(model):
         for layer in walking.layers_within(model):
             if (
@@ -145,7 +148,8 @@ def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
     if isinstance(policy, recipes.Recipe) or (
         isinstance(policy, str) and policy.partition("(")[0] in recipes.names()
     ):
-        return Float8DTypePolicy("float32", recipe=recipes.get(policy))
+        recipe = recipes.get(policy)
+        return _float8(Float8DTypePolicy("float32", recipe=recipe))
     if policy is not None:
         return _float8(_policy(policy))
     layers = walking.layers_within(model)
@@ -167,9 +171,16 @@ def _policy(policy: object) -> keras.DTypePolicy:
 
 
 def _float8(policy: keras.DTypePolicy) -> Float8DTypePolicy:
-    if isinstance(policy, Float8DTypePolicy):
-        return policy
-    raise ValueError(_no_float8(policy.name))
+    if not isinstance(policy, Float8DTypePolicy):
+        raise ValueError(_no_float8(policy.name))
+    if not policy.recipe.trains:
+        raise ValueError(
+            "This policy is that of layers whose kernels are stored in "
+            f"float8. Received: {policy.full_name!r}. Allowed: one with a "
+            f"recipe to train with: {', '.join(recipes.names())}. "
+            "`keras_policy_ext.freeze(model)` stores kernels."
+        )
+    return policy
 
 
 def _no_float8(received: object) -> str:
@@ -201,10 +212,25 @@ def _decide(
     return decisions, left
 
 
+def _check_not_frozen(layers: list[keras.Layer]) -> None:
+    for layer in layers:
+        if is_frozen(layer):
+            raise ValueError(
+                f"Layer {candidates.path_of(layer)!r} is frozen, and its "
+                "float weights are gone. Received: a model with frozen "
+                "layers. Allowed: layers that compute in float8 and keep "
+                "float weights. `keras_policy_ext.thaw(model)` gives frozen "
+                "layers the weights that theirs were rounded to; call "
+                "`revert` then, if others are in float8 still."
+            )
+
+
 def _target(
     layer: keras.Layer, requested: Float8DTypePolicy | None
 ) -> tuple[Float8DTypePolicy | None, str | None]:
     """The policy that a layer gets, or the reason why it gets none."""
+    if is_frozen(layer):
+        return None, "it is frozen; `thaw` gives it float weights"
     own = held_policy(layer)
     given = own if requested is None else requested
     if not isinstance(given, Float8DTypePolicy):

@@ -20,7 +20,7 @@ from keras_policy_ext.conversion.candidates import (
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.conversion.work import Work
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stored_variable import is_state
 from keras_policy_ext.policies.of_layers import float8_policy_of
 
 LITTLE = 0.1
@@ -221,7 +221,7 @@ def report_of(
         )
         for each, counted in zip(left, counts[len(done) :], strict=True)
     ]
-    weights = [v for v in model.weights if not isinstance(v, StateVariable)]
+    weights = [v for v in model.weights if not is_state(v)]
     return Report(tuple(done), tuple(rest), work.scalars(weights))
 
 

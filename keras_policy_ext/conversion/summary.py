@@ -265,6 +265,14 @@ def amount(number: int) -> str:
     return f"{number:,}"
 
 
+def readable_bytes(number: int) -> str:
+    """Bytes as text, to three digits."""
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number} B"
+
+
 def counted(number: int, noun: str) -> str:
     """A number and its noun."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -34,13 +34,14 @@ def continued(model: keras.Layer) -> Iterator[None]:
         for layer in walking.layers_within(model)
         if isinstance(layer, keras.Model)
     ]
-    states = [v for v in model.variables if is_overwritten(v)]
+    # Kept until then, so that no other variable gets the id of one.
+    before = model.variables
     yield
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
-    gone = {id(v) for v in states} - present
+    ids = {id(v) for v in before}
     for each in models:
-        _update_optimizers(each, gone)
+        _update_optimizers(each, ids - present, present - ids)
 
 
 def parts(model: keras.Layer) -> list[Any]:
@@ -77,7 +78,9 @@ def replicas(model: keras.Layer) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def _update_optimizers(model: keras.Model, gone: set[int]) -> None:
+def _update_optimizers(
+    model: keras.Model, gone: set[int], come: set[int]
+) -> None:
     compiled_steps.forget_compiled_functions(model)
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
@@ -86,11 +89,17 @@ def _update_optimizers(model: keras.Model, gone: set[int]) -> None:
             optimizer_variables.known_to_optimizer(each) for each in within
         ]
         is_own = optimizer is getattr(model, "optimizer", None)
-        has_all = is_own and any(_has_all(model, known) for known in all_known)
+        has_all = is_own and any(
+            _has_all(model, known, come) for known in all_known
+        )
         for each, known in zip(within, all_known, strict=True):
             if known is None:
                 continue
             new = _states(model, known, has_all)
+            if has_all and not _stands_in(model, known, gone):
+                new |= {
+                    id(v) for v in model.trainable_variables if id(v) in come
+                }
             wanted = _to_optimize(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
                 optimizer_variables.retarget_optimizer(each, wanted)
@@ -122,8 +131,22 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list(found.values())
 
 
-def _has_all(model: keras.Model, known: list[keras.Variable] | None) -> bool:
+def _stands_in(
+    model: keras.Model, known: list[keras.Variable], gone: set[int]
+) -> bool:
+    """Whether an optimizer has none of the weights of a model."""
+    ids = {id(v) for v in known}
+    return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
+
+
+def _has_all(
+    model: keras.Model,
+    known: list[keras.Variable] | None,
+    come: set[int],
+) -> bool:
     """Whether an optimizer has all weights of a model that are not frozen.
+
+    Those that have come since it was built do not count.
 
     One that is wrapped may have stand-ins, and none of the weights.
     """
@@ -133,7 +156,7 @@ def _has_all(model: keras.Model, known: list[keras.Variable] | None) -> bool:
     if ids.isdisjoint(id(v) for v in model.variables):
         return True
     weights = (v for v in model.trainable_variables if not is_overwritten(v))
-    return all(id(v) in ids for v in weights)
+    return all(id(v) in ids | come for v in weights)
 
 
 def _states(

@@ -165,7 +165,7 @@ def _kernels(
 ) -> list[keras.Variable]:
     """The weights that a layer multiplies with, in float8 or not."""
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
-        return layer.float8_contracted
+        return [v for v in layer.float8_contracted if not _looks_up(layer, v)]
     # Of the stock class, whatever a subclass makes of it.
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
@@ -173,6 +173,12 @@ def _kernels(
     if _keras_class(layer).__name__ in _BASES | _FOREIGN:
         return [v for v in own if _looks_like_kernel(v)]
     return [v for v in own if v.name.endswith("kernel")]
+
+
+def _looks_up(layer: Any, kernel: keras.Variable) -> bool:
+    """Whether a kernel is stored in float8, and not multiplied with."""
+    stored = layer.is_stored_kernel(layer, kernel)
+    return stored and not layer.is_float8_kernel(layer, kernel)
 
 
 def _keras_class(layer: keras.Layer) -> type[keras.Layer]:

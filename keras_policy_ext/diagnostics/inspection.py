@@ -8,16 +8,18 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import models, tables, work
+from keras_policy_ext.conversion import models, summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.conversion.work import Work
+from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stored_variable import StoredVariable, is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     stock_policy_of,
@@ -48,6 +50,61 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredOperand:
+    """A kernel that is stored in float8, of a frozen layer.
+
+    Attributes:
+        kernel: Its path.
+        format: Of its numbers, e.g. `"float8_e4m3fn"`.
+        granularity: What has a scale: `"channel"`, `"tensor"` or `"block"`.
+        bytes: Of codes and scales.
+        smallest_scale: Of its scales.
+        largest_scale: Likewise.
+        activations: `"dynamic"` or `"static"`; None where its inputs are not
+            quantized.
+        inputs_scale: That of its inputs, where it is static.
+    """
+
+    kernel: str
+    format: str
+    granularity: str
+    bytes: int
+    smallest_scale: float
+    largest_scale: float
+    activations: str | None
+    inputs_scale: float | None
+
+    @classmethod
+    def of(cls, kernel: StoredVariable) -> StoredOperand:
+        """Of a kernel of a frozen layer."""
+        stored, given = kernel.stored, kernel.inputs_scale
+        return cls(
+            kernel.path,
+            kernel.weights,
+            kernel.granularity,
+            stored.nbytes,
+            float(np.min(stored.scale, initial=np.inf)),
+            float(np.max(stored.scale, initial=0)),
+            kernel.recipe.activations,
+            None if given is None else float(ops.convert_to_numpy(given)),
+        )
+
+    def rows(self, several: bool) -> list[list[str]]:
+        """Name, amax, scale and saturation of the kernel and its inputs."""
+        size = summary.readable_bytes(self.bytes)
+        name = self.kernel.rpartition("/")[2] if several else "kernel"
+        scales = f"{self.smallest_scale:.3g}"
+        if self.largest_scale != self.smallest_scale:
+            scales += f"–{self.largest_scale:.3g}"
+        found = [[f"{name}, {size}, {self.granularity}", "–", scales, "–"]]
+        if self.activations is not None:
+            given = self.inputs_scale
+            scale = "–" if given is None else f"{given:.3g}"
+            found.append([f"inputs, {self.activations}", "–", scale, "–"])
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class Inspected(Work):
     """One layer with weights, and its `Work`.
 
@@ -60,6 +117,7 @@ class Inspected(Work):
             was not called in this process yet.
         reason: Why it is native or emulated.
         operands: What its state says; empty under a recipe without state.
+        stored: Its kernels, if it is frozen.
         parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
@@ -70,6 +128,7 @@ class Inspected(Work):
     kernel: str | None
     reason: str | None
     operands: tuple[Operand, ...]
+    stored: tuple[StoredOperand, ...] = ()
 
     @property
     def in_float8(self) -> bool:
@@ -144,6 +203,15 @@ class Inspection(LayerTables):
             tables.printable(entry.policy),
             entry.kernel or "–",
         ]
+        if entry.stored:
+            return _with_head(
+                head,
+                [
+                    cells
+                    for each in entry.stored
+                    for cells in each.rows(len(entry.stored) > 1)
+                ],
+            )
         if not entry.operands:
             return [[*head, "–", "–", "–", "–"]]
         rows = []
@@ -170,8 +238,27 @@ class Inspection(LayerTables):
             if each.in_float8 and each.reason is not None
         }
         notes = [*([state] if self.state else []), *sorted(reasons)]
+        notes[:0] = self._frozen_notes()
         # The full table has no column of multiplications.
         return notes if full else [*notes, *super()._notes(full)]
+
+    def _frozen_notes(self) -> list[str]:
+        frozen = [each.stored for each in self.layers if each.stored]
+        if not frozen:
+            return []
+        stored = [kernel for layer in frozen for kernel in layer]
+        size = summary.readable_bytes(sum(each.bytes for each in stored))
+        verb = "is" if len(frozen) == 1 else "are"
+        return [
+            f"{summary.counted(len(frozen), 'layer')} {verb} frozen, with "
+            f"{summary.counted(len(stored), 'kernel')} of {size}"
+        ]
+
+
+def _with_head(head: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """Rows of a layer, whose name and policy stand in the first."""
+    empty = [""] * len(head)
+    return [[*(empty if n else head), *row] for n, row in enumerate(rows)]
 
 
 def inspect(model: keras.Layer) -> Inspection:
@@ -199,8 +286,8 @@ def inspect(model: keras.Layer) -> Inspection:
         and (float8_policy_of(layer) or walking.own_weights(layer))
     ]
     counts = work.count(model, shown)
-    states = [v for v in model.weights if isinstance(v, StateVariable)]
-    weights = [v for v in model.weights if not isinstance(v, StateVariable)]
+    states = [v for v in model.weights if is_state(v)]
+    weights = [v for v in model.weights if not is_state(v)]
     return Inspection(
         tuple(map(_inspected, shown, counts)),
         work.scalars(weights),
@@ -219,6 +306,9 @@ def _inspected(layer: keras.Layer, counted: Work) -> Inspected:
         kernel=choice.kind if choice else None,
         reason=choice.reason if choice else None,
         operands=tuple(_operands(layer)) if policy else (),
+        stored=tuple(
+            StoredOperand.of(each) for each in stored_weights.stored_in(layer)
+        ),
         **dataclasses.asdict(counted),
     )
 

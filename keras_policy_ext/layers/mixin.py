@@ -15,10 +15,10 @@ from keras_policy_ext._keras import (
     global_policy,
     stock_float8,
     variable_values,
-    walking,
 )
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import contraction_hooks, stored_weights
+from keras_policy_ext.layers.contracted_weights import ContractedWeights
 from keras_policy_ext.layers.operands import (
     check_sizes,
     floating_dtype,
@@ -34,7 +34,6 @@ from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.of_layers import policy_of
-from keras_policy_ext.stored_kernels import Axes
 
 Tensor = Any
 
@@ -42,6 +41,7 @@ Tensor = Any
 class Float8Mixin(
     built_layers.QuantizedAsLeaf,
     BuiltUnderSavedPath,
+    ContractedWeights,
     SavedWeights,
     StockCalls,
     _bases.MixedInto,
@@ -71,8 +71,6 @@ class Float8Mixin(
         TypeError: By the `class` statement, if the Keras class comes first.
     """
 
-    float8_kernels: tuple[str, ...] | None = None
-
     float8_replaces: tuple[str, ...] = ("call", "kernel", "convolution_op")
     """Attributes of the Keras class that a float8 call does without: a
     subclass that changes one of them computes something else."""
@@ -81,14 +79,8 @@ class Float8Mixin(
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
 
-    float8_trains: bool = True
-    """Whether it follows policies to train under. Else it can be frozen."""
-
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
-    _float8_kernel_paths: tuple[str, ...] = ()
-    # In the order in which they are made, while kernels are stored.
-    _float8_weight_names: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs["dtype"] = policies.get(kwargs.get("dtype"))
@@ -127,90 +119,6 @@ class Float8Mixin(
         if self.float8_policy is not None:
             return "float8"
         return super().quantization_mode
-
-    def add_weight(
-        self, *args: Any, float8: bool | None = None, **kwargs: Any
-    ) -> keras.Variable:
-        """`Layer.add_weight`, which also makes the state of a kernel.
-
-        Args:
-            *args: As for `keras.layers.Layer.add_weight`.
-            float8: Whether this weight is contracted in float8. None: as
-                `float8_kernels` says.
-            **kwargs: As for `keras.layers.Layer.add_weight`.
-
-        Returns:
-            The variable.
-        """
-        if self.is_frozen:
-            self._float8_weight_names += (str(kwargs.get("name")),)
-            stored = stored_weights.made(self, float8, *args, **kwargs)
-            if stored is not None:
-                return stored
-        variable = super().add_weight(*args, **kwargs)
-        if float8 is None:
-            float8 = self.is_float8_kernel(self, variable)
-        if float8:
-            self._float8_kernel_paths += (variable.path,)
-            policy = self.float8_policy
-            if policy is not None:
-                self.float8_state.add(variable, policy.recipe)
-        return variable
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether kernels are stored in float8, and not trained."""
-        policy = self.float8_policy
-        return policy is not None and not policy.recipe.trains
-
-    @property
-    def float8_contracted(self) -> list[keras.Variable]:
-        """The weights of this layer that are contracted in float8."""
-        paths = self._float8_kernel_paths
-        return [v for v in self.weights if v.path in paths]
-
-    @classmethod
-    def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """Whether a weight is contracted, as far as the class can tell.
-
-        Args:
-            layer: A layer of this class, or of the stock class.
-            variable: One of its own weights.
-
-        Returns:
-            What `float8_kernels` says.
-        """
-        names = getattr(layer, "float8_kernels", cls.float8_kernels)
-        if names is not None:
-            return variable.name in names
-        return len(variable.shape) >= 2 and is_floating(variable.dtype)
-
-    @classmethod
-    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """Whether a weight is stored in float8 when the layer is frozen.
-
-        Args:
-            layer: A layer of this class, or of the stock class.
-            variable: One of its own weights, or what it is going to be.
-
-        Returns:
-            Here: whether it is contracted.
-        """
-        return cls.is_float8_kernel(layer, variable)
-
-    @classmethod
-    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
-        """Which axes of a kernel its product sums over, and which it keeps.
-
-        Args:
-            layer: A layer of this class, or of the stock class.
-            kernel: One of its contracted weights.
-
-        Returns:
-            Here: all axes but the last are summed over.
-        """
-        *summed, free = range(len(kernel.shape))
-        return Axes(tuple(summed), (free,))
 
     def follow_policy(self, policy: keras.DTypePolicy) -> None:
         """Follow a policy with the kernels that are made, and unlocked.
@@ -356,6 +264,7 @@ class Float8Mixin(
         """Let the state follow another policy, or raise if it cannot."""
         if isinstance(policy, Float8DTypePolicy):
             policy = policy.for_path(self.path)
+        stored_weights.check_policy(self, policy)
         if not isinstance(policy, Float8DTypePolicy):
             return
         if stock_float8.is_quantized(self):
@@ -366,7 +275,6 @@ class Float8Mixin(
                 f"{self.dtype_policy.name!r}. Make a new layer with the "
                 "float8 policy and load the weights from before."
             )
-        stored_weights.check_policy(self, policy)
         state, recipe = self.float8_state, policy.recipe
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and has_state(recipe)) or not state.fits(recipe):
@@ -397,12 +305,6 @@ class Float8Mixin(
         )
         self._has_state = follows and has_state(policy.recipe)
         self._float8_policy_path = self.path
-
-    def _kernels_to_contract(self) -> list[keras.Variable]:
-        if self._float8_kernel_paths:
-            return self.float8_contracted
-        own = walking.own_weights(self)
-        return [v for v in own if self.is_float8_kernel(self, v)]
 
     def _plain_einsum(
         self, equation: str, inputs: Tensor, kernel: Any, dtype: Any = None

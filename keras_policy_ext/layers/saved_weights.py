@@ -12,6 +12,7 @@ from keras_policy_ext import _bases
 from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state_files import POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stored_variable import StoredVariable, is_state
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
 
@@ -62,7 +63,7 @@ class SavedWeights(_bases.MixedInto):
                 "the state."
             )
         for variable, value in zip(self.weights, weights, strict=True):
-            if isinstance(variable, StateVariable):
+            if isinstance(variable, (StateVariable, StoredVariable)):
                 variable.check(value)
         super().set_weights(weights)
 
@@ -117,7 +118,7 @@ class SavedWeights(_bases.MixedInto):
 
     def count_params(self) -> int:
         """`Layer.count_params`, without the float8 state."""
-        states = [v for v in self.weights if isinstance(v, StateVariable)]
+        states = [v for v in self.weights if is_state(v)]
         return super().count_params() - sum(math.prod(v.shape) for v in states)
 
     @property

@@ -52,6 +52,14 @@ class StockCalls(_bases.MixedInto):
     ) -> None:
         """`quantize`, which goes on to a given function of the stock layer."""
         policy = self.float8_policy
+        if policy is not None and not policy.recipe.trains:
+            stock_float8.refuse_quantization(
+                f"Layer {self.name!r} is frozen and was not quantized: its "
+                f"kernels are stored in float8. Received: {mode!r}. Allowed: "
+                "a layer with float weights. "
+                "`keras_policy_ext.thaw(model)` gives it those that its "
+                "kernels were rounded to."
+            )
         if policy is not None:
             stock_float8.refuse_quantization(
                 f"Layer {self.name!r} follows the policy "

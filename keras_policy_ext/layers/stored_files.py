@@ -98,6 +98,8 @@ def load(layer: Any, store: Entries) -> None:
             each.take(*value)
         else:
             each.assign(value)
+    if header["lora"]:
+        layer.lora_alpha = header["lora"]["alpha"]
 
 
 def header_in(store: Entries, path: str) -> dict[str, Any]:
@@ -112,9 +114,8 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
             raise ValueError(f"{raw.dtype} of shape {raw.shape}")
         header = json.loads(raw.tobytes())
         version = header["version"]
-        fields = [header[name] for name in ("names", "summed", "lora")]
-        if not isinstance(version, int) or not isinstance(fields[0], list):
-            raise ValueError(repr(header))
+        if type(version) is not int or version < 1:
+            raise ValueError(f"of version {version!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(damaged(path, f"{STORED!r} is {error}")) from error
     if version > VERSION:
@@ -123,7 +124,42 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
             f"of keras_policy_ext. Received: format {version}. Allowed: up to "
             f"{VERSION}. Update keras_policy_ext."
         )
+    _check_header(header, path)
     return dict(header)
+
+
+def _check_header(header: dict[str, Any], path: str) -> None:
+    for field, check in _FIELDS.items():
+        if field not in header or not check(header[field], header):
+            found = f"{field!r} in {STORED!r} is {header.get(field)!r}"
+            raise ValueError(damaged(path, found))
+
+
+def _are_names(value: Any, header: dict[str, Any]) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(x) is str for x in value) and len(set(value)) == len(value)
+
+
+def _are_summed(value: Any, header: dict[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if not all(isinstance(each, list) for each in value.values()):
+        return False
+    axes = [axis for each in value.values() for axis in each]
+    right = all(type(axis) is int and axis >= 0 for axis in axes)
+    return right and set(value) <= set(header["names"])
+
+
+def _is_lora(value: Any, header: dict[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    rank, alpha = value.get("rank"), value.get("alpha")
+    return type(rank) is int and rank > 0 and type(alpha) in (int, float)
+
+
+_FIELDS = {"names": _are_names, "summed": _are_summed, "lora": _is_lora}
+"""What each field must be; the later ones build on the earlier."""
 
 
 def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
@@ -156,6 +192,8 @@ def stored_kernels_in(
             continue
         rank = np.ndim(_entry(store, name, path))
         summed = tuple(header["summed"][name])
+        if any(axis >= rank for axis in summed):
+            raise ValueError(damaged(path, f"{name!r} has {rank} axes"))
         free = tuple(axis for axis in range(rank) if axis not in summed)
         axes = Axes(summed, free)
         found[name] = _stored(store, name, recipe, axes, path)
@@ -257,6 +295,9 @@ def _checked(
             found = f"{name!r} of shape {tuple(value.shape)}"
             raise ValueError(damaged(layer.path, found))
         return value
+    if tuple(header["summed"][name]) != tuple(variable.axes.summed):
+        found = f"{name!r} is summed over axes {header['summed'][name]}"
+        raise ValueError(damaged(layer.path, found))
     stored = _stored(store, name, variable.recipe, variable.axes, layer.path)
     if stored.codes.shape != tuple(variable.shape):
         found = f"{name!r} of shape {stored.codes.shape}"

@@ -19,15 +19,20 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks, kernels
+from keras_policy_ext import formats, frameworks, kernels
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.paths import scope_of_path
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
 """What these variables are called after the name of the kernel."""
+
+
+class ScaleVariable(keras.Variable):
+    """A scale of a stored kernel, or of its inputs: no parameter."""
 
 
 class StoredVariable(keras.Variable):
@@ -49,7 +54,7 @@ class StoredVariable(keras.Variable):
         shape: tuple[int, ...],
         axes: Axes,
         recipe: FrozenKernels,
-        name: str,
+        name: str | None,
         codes: Any = None,
     ):
         self.axes = axes
@@ -103,6 +108,25 @@ class StoredVariable(keras.Variable):
             if each is not None
         )
 
+    def check(self, value: Any) -> None:
+        """Raise if an array is no codes of finite numbers.
+
+        Raises:
+            ValueError: If so.
+        """
+        codes = np.asarray(value)
+        if codes.dtype == "uint8":
+            numbers = codes.view(formats.get(self.weights).dtype)
+            if np.all(np.isfinite(numbers.astype("float32"))):
+                return
+        kind = "codes of NaN" if codes.dtype == "uint8" else codes.dtype
+        raise ValueError(
+            "This is no stored kernel; nothing was set. Received: "
+            f"{kind} for {self.path!r}. Allowed: codes (uint8) of finite "
+            f"numbers in {self.weights}. Call `keras_policy_ext.thaw(model)` "
+            "to set float weights."
+        )
+
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
         """Hold another kernel, one of the same shapes.
 
@@ -118,7 +142,7 @@ class StoredVariable(keras.Variable):
 
 def add_stored(
     layer: Any,
-    name: str,
+    name: str | None,
     shape: tuple[int, ...],
     recipe: FrozenKernels,
     axes: Axes,
@@ -129,7 +153,7 @@ def add_stored(
 
     Args:
         layer: The layer, with its `float8_state`; unlocked.
-        name: Of the kernel.
+        name: Of the kernel; None for one that Keras chooses.
         shape: Of the kernel.
         recipe: How it is stored.
         axes: Which of its axes are summed.
@@ -146,7 +170,7 @@ def add_stored(
     path = layer.path or layer.name
     with scope_of_path(path):
         variable = StoredVariable(shape, axes, recipe, name, codes)
-    state = layer.float8_state
+    state, name = layer.float8_state, variable.name
     with scope_of_path(path), keras.name_scope(state.name):
         variable.scale = _scale(
             scale_shape(shape, axes, recipe.per),
@@ -162,10 +186,15 @@ def add_stored(
     return variable
 
 
-def _scale(shape: tuple[int, ...], name: str, value: Any) -> keras.Variable:
+def is_state(variable: object) -> bool:
+    """Whether a variable says how numbers are scaled, and is no parameter."""
+    return isinstance(variable, (StateVariable, ScaleVariable))
+
+
+def _scale(shape: tuple[int, ...], name: str, value: Any) -> ScaleVariable:
     if value is not None:
         value = np.asarray(value, "float32")
-    return keras.Variable(
+    return ScaleVariable(
         initializer="ones" if value is None else value,
         shape=shape,
         dtype="float32",

@@ -14,7 +14,6 @@ from keras_policy_ext._keras import built_layers, variable_values, walking
 from keras_policy_ext.layers.operands import is_floating
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.stored_variable import StoredVariable, add_stored
-from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
@@ -25,7 +24,7 @@ Frozen = tuple[Any, StoredKernel | Axes, Any]
 class Weight(NamedTuple):
     """What a weight is going to be."""
 
-    name: str
+    name: str | None
     shape: tuple[int, ...]
     dtype: str
 
@@ -54,7 +53,7 @@ def made(
     )
     if stored is False or not is_floating(dtype):
         return None
-    if shape is None or name is None:
+    if shape is None:
         return None
     weight: Any = Weight(name, tuple(shape), dtype)
     if not (stored or layer.is_stored_kernel(layer, weight)):
@@ -67,23 +66,27 @@ def made(
     return variable
 
 
-def check_policy(layer: Any, policy: Float8DTypePolicy) -> None:
+def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
     """Raise if kernels that are made would have to change for a policy.
+
+    Args:
+        layer: A layer.
+        policy: What it is to follow, without rules.
 
     Raises:
         ValueError: If so.
     """
-    made_already = bool(layer._float8_kernel_paths)
-    recipe = layer.float8_policy and layer.float8_policy.recipe
-    if not made_already or recipe == policy.recipe:
+    asked = getattr(policy, "recipe", None)
+    stores = asked is not None and not asked.trains
+    if not (layer._float8_kernel_paths and (stores or layer.is_frozen)):
         return
-    if policy.recipe.trains and not layer.is_frozen:
+    if layer.is_frozen and asked == layer.float8_policy.recipe:
         return
     raise ValueError(
         f"The kernels of layer {layer.name!r} are made, and what they are "
-        f"made of does not change with a policy. Received: "
-        f"{policy.full_name!r}. The layer has: {layer.dtype_policy!r}. "
-        "Allowed now: a recipe of the same kind. "
+        "made of does not change with a policy. Received: "
+        f"{getattr(policy, 'full_name', policy.name)!r}. The layer has: "
+        f"{layer.dtype_policy!r}. Allowed now: a recipe of the same kind. "
         "`keras_policy_ext.freeze(model)` stores kernels in float8, and "
         "`keras_policy_ext.thaw(model)` gives them back in floating point."
     )

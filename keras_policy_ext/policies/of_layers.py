@@ -52,6 +52,12 @@ def float8_policy_of(layer: keras.Layer) -> Float8DTypePolicy | None:
     return getattr(layer, "float8_policy", None)
 
 
+def is_frozen(layer: keras.Layer) -> bool:
+    """Whether the kernels of a layer are stored in float8, and not trained."""
+    policy = float8_policy_of(layer)
+    return policy is not None and not policy.recipe.trains
+
+
 def layers_in_float8(model: keras.Layer) -> list[keras.Layer]:
     """The layers of a model that are in float8, in its order."""
     layers = walking.layers_within(model)

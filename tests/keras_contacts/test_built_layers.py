@@ -145,3 +145,79 @@ def test_parameters_on_torch_have_the_order_in_which_layers_came_in():
     assert units() == [[3, 3, 2, 2], [2, 2, 3, 3]]
     built_layers.track_again(layers)
     assert units() == [[3, 3, 2, 2], [3, 3, 2, 2]]
+
+
+class Codes(keras.Variable):
+    """A variable of another class."""
+
+
+def test_a_layer_makes_its_variables_itself_and_of_one_class():
+    layer = keras.layers.Layer()
+    assert type(layer.add_weight(shape=())) is keras.Variable
+    assert members_about(keras.layers.Layer, "track_variable") == []
+    variable = Codes(1.0, trainable=False)
+    built_layers.track(layer, variable)
+    assert "weights" in lists_with(layer, variable)
+    layer.weight = variable
+    assert sum(v is variable for v in layer.weights) == 1
+
+
+def test_a_variable_whose_attribute_gets_another_one_stays_in_keras():
+    def assign(layer, old, new):
+        layer.weight = new
+
+    for replace, stays in [
+        (assign, True),
+        (built_layers.replace_variable, False),
+    ]:
+        layer = keras.layers.Layer()
+        layer.weight = old = keras.Variable(1.0)
+        new = keras.Variable(2.0)
+        replace(layer, old, new)
+        assert layer.weight is new
+        assert ("weights" in lists_with(layer, old)) == stays
+        assert "weights" in lists_with(layer, new)
+
+
+def test_weights_are_paired_with_a_file_by_their_order():
+    class Cell(keras.layers.Layer):
+        def __init__(self, names):
+            super().__init__()
+            for name in names:
+                weight = self.add_weight(name=name, shape=())
+                weight.assign(float(name == "kernel"))
+                setattr(self, name, weight)
+            self.built = True
+
+    first, second = Cell(["kernel", "bias"]), Cell(["bias", "kernel"])
+    store = {}
+    first.save_own_variables(store)
+    second.load_own_variables(store)
+    assert float(second.kernel.numpy()) == 0
+    built_layers.order_variables(second, ["kernel", "bias"])
+    assert [v.name for v in second.weights] == ["kernel", "bias"]
+    second.load_own_variables(store)
+    assert float(second.kernel.numpy()) == 1
+    assert members_about(keras.layers.Layer, "order", "sort") == []
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="torch has parameters")
+def test_a_sequential_model_keeps_parameters_of_its_shorter_forms(tmp_path):
+    layers = [keras.layers.Dense(1) for _ in range(2)]
+    keras.Sequential([keras.Input((1,)), *layers]).save(tmp_path / "m.keras")
+    model = keras.saving.load_model(tmp_path / "m.keras")
+    kept = [
+        each
+        for each in model._tracker.config["layers"][1]
+        if isinstance(each, keras.Model) and each is not model._functional
+    ]
+    assert kept
+    kernel = model.layers[0].kernel
+    model.layers[0].kernel.value  # noqa: B018
+    with built_layers.unlocked(model.layers[0]):
+        built_layers.replace_variable(
+            model.layers[0], kernel, keras.Variable([[2.0]])
+        )
+    built_layers.track_again([*reversed(model.layers), model])
+    held = [p for each in kept for p in each.parameters()]
+    assert not any(p is kernel.value for p in held)

@@ -5,6 +5,7 @@ import warnings
 
 import h5py
 import keras
+import pytest
 
 from keras_policy_ext._keras import saving_hooks
 from public_api import functions_about, members_about
@@ -91,3 +92,52 @@ def test_a_file_written_on_torch_names_a_private_class_of_optimizer():
     optimizer = model.get_compile_config()["optimizer"]
     is_private = "keras.src" in optimizer["module"]
     assert is_private == (keras.backend.backend() == "torch")
+
+
+def test_keras_loads_a_model_with_its_weights_or_a_config_that_shares_none():
+    """Nothing public makes the model of a file without its weights."""
+    assert "weights" not in str(inspect.signature(keras.saving.load_model))
+    policy = keras.initializers.Ones()
+    config = keras.saving.serialize_keras_object([policy, policy])
+    with_ids = [dict(each, shared_object_id=7) for each in config]
+    first, second = keras.saving.deserialize_keras_object(with_ids)
+    assert first is not second
+    first, second = saving_hooks.model_of(with_ids, None, safe_mode=True)
+    assert first is second
+
+
+class Remembers(keras.layers.Layer):
+    """Has a file beside the weights."""
+
+    word = ""
+
+    def save_assets(self, folder):
+        with open(f"{folder}/word.txt", "w") as file:
+            file.write(self.word)
+
+    def load_assets(self, folder):
+        with open(f"{folder}/word.txt") as file:
+            self.word = file.read()
+
+
+def test_assets_are_read_while_weights_of_a_model_are_and_not_alone(tmp_path):
+    assert functions_about("load_assets") == []
+    layer = Remembers()
+    layer.word = "kept"
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.save(tmp_path / "model", zipped=False)
+    layer.word = ""
+    model.load_weights(tmp_path / "model" / "model.weights.h5")
+    assert layer.word == ""
+    saving_hooks.load_assets(model, tmp_path / "model" / "assets")
+    assert layer.word == "kept"
+
+
+def test_assets_that_are_damaged_are_an_error(tmp_path):
+    layer = Remembers(name="remembers")
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.save(tmp_path / "model", zipped=False)
+    for path in (tmp_path / "model" / "assets").rglob("word.txt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="'remembers' did not load"):
+        saving_hooks.load_assets(model, tmp_path / "model" / "assets")

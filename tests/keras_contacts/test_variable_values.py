@@ -122,3 +122,23 @@ def test_keras_merges_adapters_into_what_it_offers(layer, name, stored):
     assert getattr(layer, name) is not variable
     assert stored(layer) is variable
     assert "variables" in lists_with(layer, variable)
+
+
+def test_keras_gives_values_to_variables_that_nobody_has_any_more():
+    given = []
+
+    def zeros(shape, dtype=None):
+        given.append(tuple(shape))
+        return keras.ops.zeros(shape, dtype)
+
+    with keras.StatelessScope():
+        _, dropped = (
+            keras.Variable(initializer=zeros, shape=(n,), dtype="float32")
+            for n in (2, 3)
+        )
+        variable_values.let_wait_no_longer(dropped)
+    assert (2,) in given and (3,) not in given
+    given.clear()
+    with keras.StatelessScope():
+        keras.Variable(initializer=zeros, shape=(5,), dtype="float32")
+    assert (5,) in given

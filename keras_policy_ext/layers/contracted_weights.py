@@ -1,0 +1,122 @@
+"""Which weights of a float8 layer are kernels, and how they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_policy_ext import _bases
+from keras_policy_ext._keras import walking
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.operands import is_floating
+from keras_policy_ext.policies.of_layers import is_frozen
+from keras_policy_ext.stored_kernels import Axes
+
+
+class ContractedWeights(_bases.MixedInto):
+    """What `Float8Mixin` knows of the weights that a layer contracts."""
+
+    float8_policy: Any
+    float8_state: Any
+    weights: Any
+
+    float8_kernels: tuple[str, ...] | None = None
+
+    float8_trains: bool = True
+    """Whether it follows policies to train under. Else it can be frozen."""
+
+    _float8_kernel_paths: tuple[str, ...] = ()
+    # In the order in which they are made, while kernels are stored.
+    _float8_weight_names: tuple[str, ...] = ()
+
+    def add_weight(
+        self, *args: Any, float8: bool | None = None, **kwargs: Any
+    ) -> keras.Variable:
+        """`Layer.add_weight`, which also makes the state of a kernel.
+
+        Args:
+            *args: As for `keras.layers.Layer.add_weight`.
+            float8: Whether this weight is contracted in float8. None: as
+                `float8_kernels` says.
+            **kwargs: As for `keras.layers.Layer.add_weight`.
+
+        Returns:
+            The variable.
+        """
+        variable = None
+        if self.is_frozen:
+            variable = stored_weights.made(self, float8, *args, **kwargs)
+        if variable is None:
+            variable = super().add_weight(*args, **kwargs)
+        if self.is_frozen:
+            self._float8_weight_names += (variable.name,)
+            return variable
+        if float8 is None:
+            float8 = self.is_float8_kernel(self, variable)
+        if float8:
+            self._float8_kernel_paths += (variable.path,)
+            policy = self.float8_policy
+            if policy is not None:
+                self.float8_state.add(variable, policy.recipe)
+        return variable
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether kernels are stored in float8, and not trained."""
+        return is_frozen(self)
+
+    @property
+    def float8_contracted(self) -> list[keras.Variable]:
+        """The weights of this layer that are contracted in float8."""
+        paths = self._float8_kernel_paths
+        return [v for v in self.weights if v.path in paths]
+
+    @classmethod
+    def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+        """Whether a weight is contracted, as far as the class can tell.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            variable: One of its own weights.
+
+        Returns:
+            What `float8_kernels` says.
+        """
+        names = getattr(layer, "float8_kernels", cls.float8_kernels)
+        if names is not None:
+            return variable.name in names
+        return len(variable.shape) >= 2 and is_floating(variable.dtype)
+
+    @classmethod
+    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+        """Whether a weight is stored in float8 when the layer is frozen.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            variable: One of its own weights, or what it is going to be.
+
+        Returns:
+            Here: whether it is contracted.
+        """
+        return cls.is_float8_kernel(layer, variable)
+
+    @classmethod
+    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+        """Which axes of a kernel its product sums over, and which it keeps.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            kernel: One of its contracted weights.
+
+        Returns:
+            Here: all axes but the last are summed over.
+        """
+        *summed, free = range(len(kernel.shape))
+        return Axes(tuple(summed), (free,))
+
+    def _kernels_to_contract(self) -> list[keras.Variable]:
+        if self._float8_kernel_paths:
+            return self.float8_contracted
+        own = walking.own_weights(self)
+        return [v for v in own if self.is_float8_kernel(self, v)]

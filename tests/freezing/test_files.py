@@ -1,0 +1,376 @@
+"""Files of frozen models keep the bytes, and come back whole."""
+
+import json
+import zipfile
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from converted_models import BUILDERS, batch_for
+from frozen_models import (
+    JIT,
+    dequantized,
+    float_twin,
+    frozen_layers,
+    normal,
+    outputs_of,
+)
+from steps import numpy
+
+LAYERS = keras.layers
+DELAYED = "float8/4_from_float32"
+
+
+def stack():
+    layers = [
+        LAYERS.Dense(5, activation="tanh", name="a"),
+        LAYERS.LayerNormalization(name="norm"),
+        LAYERS.Dense(3, name="b"),
+    ]
+    model = keras.Sequential([keras.Input((6,)), *layers], name="model")
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=JIT)
+    return model
+
+
+def trained(**kwargs):
+    """A compiled and frozen model that has trained after that."""
+    model = stack()
+    if kwargs.get("activations") == "static":
+        kpe.convert(model, DELAYED)
+        kpe.calibrate(model, normal(8, 6))
+    kpe.freeze(model, **kwargs)
+    model.fit(normal(16, 6), normal(16, 3), verbose=0)
+    return model
+
+
+def assert_same(model, other, x):
+    """Weights, policies and outputs are equal, bit for bit."""
+    assert other is not model
+    assert len(other.weights) == len(model.weights)
+    for one, two in zip(model.weights, other.weights, strict=True):
+        assert one.dtype == two.dtype
+        np.testing.assert_array_equal(numpy(one), numpy(two))
+    for one, two in zip(
+        frozen_layers(model), frozen_layers(other), strict=True
+    ):
+        assert one.float8_policy == two.float8_policy
+    np.testing.assert_array_equal(outputs_of(model, x), outputs_of(other, x))
+
+
+def floats_in(path):
+    """Shapes of the float arrays in a file of weights."""
+    shapes = []
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: (
+                shapes.append(item.shape)
+                if isinstance(item, h5py.Dataset) and item.dtype.kind == "f"
+                else None
+            )
+        )
+    return shapes
+
+
+@pytest.mark.parametrize("activations", [None, "dynamic", "static"])
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+def test_a_model_comes_back_whole(tmp_path, granularity, activations):
+    model = trained(granularity=granularity, activations=activations)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = kpe.load_model(path)
+    assert_same(model, loaded, normal(4, 6))
+    assert int(loaded.optimizer.iterations) == 1
+    for one, other in zip(
+        model.optimizer.variables, loaded.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(numpy(one), numpy(other))
+    model.fit(normal(16, 6), normal(16, 3), verbose=0, shuffle=False)
+    loaded.fit(normal(16, 6), normal(16, 3), verbose=0, shuffle=False)
+    for one, other in zip(
+        model.trainable_variables, loaded.trainable_variables, strict=True
+    ):
+        np.testing.assert_allclose(numpy(one), numpy(other), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_models_of_every_sort_come_back(tmp_path, kind):
+    model, _ = BUILDERS[kind]()
+    kpe.freeze(model, granularity="tensor")
+    path = tmp_path / "model.keras"
+    model.save(path)
+    assert_same(model, kpe.load_model(path), batch_for(model)[0])
+
+
+def test_a_folder_comes_back(tmp_path):
+    model = trained()
+    model.save(tmp_path / "model", zipped=False)
+    assert_same(model, kpe.load_model(tmp_path / "model"), normal(4, 6))
+
+
+def test_a_model_frozen_in_part_and_converted_in_part(tmp_path):
+    model = stack()
+    kpe.freeze(model, include="/a")
+    kpe.convert(model, DELAYED)
+    model.fit(normal(16, 6), normal(16, 3), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert_same(model, loaded, normal(4, 6))
+    last = loaded.get_layer("b")
+    assert (
+        last.float8_policy.recipe == model.get_layer("b").float8_policy.recipe
+    )
+    assert any("amax" in v.path for v in loaded.variables)
+
+
+def test_codes_are_in_the_file_and_no_float_kernels(tmp_path):
+    model = trained()
+    model.save_weights(tmp_path / "model.weights.h5")
+    shapes = floats_in(tmp_path / "model.weights.h5")
+    assert (6, 5) not in shapes and (5, 3) not in shapes
+    with h5py.File(tmp_path / "model.weights.h5") as file:
+        group = file["layers/dense/vars"]
+        header = json.loads(group["stored"][()].tobytes())
+        assert header["version"] == 1
+        assert sorted(group) == ["bias", "kernel", "kernel.scale", "stored"]
+        codes = numpy(model.layers[0].kernel)
+        np.testing.assert_array_equal(group["kernel"][()], codes)
+
+
+def test_weights_load_into_a_model_that_is_frozen_alike(tmp_path):
+    model, path = trained(), tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    for load in (kpe.load_weights, lambda m, p: m.load_weights(p)):
+        other = stack()
+        kpe.freeze(other)
+        load(other, path)
+        assert_same(model, other, normal(4, 6))
+
+
+def test_as_saved_freezes_a_float_model(tmp_path):
+    model, path = trained(granularity="block"), tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    other = stack()
+    other.fit(normal(16, 6), normal(16, 3), verbose=0)
+    kpe.load_weights(other, path, as_saved=True)
+    assert_same(model, other, normal(4, 6))
+    other.fit(normal(16, 6), normal(16, 3), verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["weights.h5", "keras"])
+def test_dequantize_loads_what_codes_stand_for(tmp_path, kind):
+    source = stack()
+    model = stack()
+    model.set_weights(source.get_weights())
+    kpe.freeze(model, granularity="tensor")
+    path = tmp_path / f"model.{kind}"
+    model.save(path) if kind == "keras" else model.save_weights(path)
+    other = stack()
+    kpe.load_weights(other, path, dequantize=True)
+    expected = float_twin(stack, source, {"kernel": (0,)}, "tensor")
+    for one, two in zip(other.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(numpy(one), numpy(two))
+    assert not frozen_layers(other)
+
+
+def test_dequantize_of_layers_of_many_kernels(tmp_path):
+    def build():
+        x = keras.Input((4,), dtype="int32")
+        y = LAYERS.Embedding(11, 6)(x)
+        y = LAYERS.MultiHeadAttention(2, 3)(y, y)
+        y = LAYERS.Bidirectional(LAYERS.LSTM(3, return_sequences=True))(y)
+        return keras.Model(x, LAYERS.Conv1D(3, 2)(y))
+
+    model, other = build(), build()
+    kpe.freeze(model)
+    model.save_weights(tmp_path / "model.weights.h5")
+    kpe.load_weights(other, tmp_path / "model.weights.h5", dequantize=True)
+    x = np.random.default_rng(0).integers(0, 11, (3, 4))
+    np.testing.assert_allclose(
+        outputs_of(other, x), outputs_of(model, x), rtol=1e-4, atol=1e-6
+    )
+    kpe.thaw(model)
+    for one, two in zip(other.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(numpy(one), numpy(two))
+
+
+def test_a_float_model_refuses_codes_with_the_way_out(tmp_path):
+    model, path = trained(), tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    for converts in (False, True):
+        other = stack()
+        if converts:
+            kpe.convert(other, DELAYED)
+        before = [numpy(v) for v in other.weights]
+        with pytest.raises(ValueError) as error:
+            kpe.load_weights(other, path)
+        if converts:
+            for word in ("load_model", "as_saved=True", "dequantize=True"):
+                assert word in str(error.value)
+        for value, variable in zip(before, other.weights, strict=True):
+            np.testing.assert_array_equal(value, numpy(variable))
+
+
+def test_a_frozen_model_refuses_float_weights_with_the_way_out(tmp_path):
+    path = tmp_path / "model.weights.h5"
+    stack().save_weights(path)
+    model = trained()
+    before = [numpy(v) for v in model.weights]
+    with pytest.raises(ValueError, match=r"keras_policy_ext\.freeze"):
+        kpe.load_weights(model, path)
+    for value, variable in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(value, numpy(variable))
+
+
+def test_a_model_frozen_otherwise_refuses_the_file(tmp_path):
+    path = tmp_path / "model.weights.h5"
+    trained(granularity="tensor").save_weights(path)
+    model = trained()
+    before = [numpy(v) for v in model.weights]
+    with pytest.raises(ValueError, match="frozen in another way"):
+        kpe.load_weights(model, path)
+    for value, variable in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(value, numpy(variable))
+
+
+def test_stock_keras_loads_the_file_or_says_why(tmp_path):
+    """Its own loader makes the frozen layers, whose policy is in the file."""
+    model = trained()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert_same(model, loaded, normal(4, 6))
+
+
+def test_vocabularies_come_back_beside_frozen_layers(tmp_path):
+    if keras.backend.backend() != "tensorflow":
+        pytest.importorskip("tensorflow", reason="it keeps the tables")
+    words = LAYERS.StringLookup(name="words")
+    words.adapt(["a", "b", "c", "a", "b", "a"])
+    text = keras.Input((4,), dtype="string")
+    x = LAYERS.Embedding(5, 6, name="embedding")(words(text))
+    if keras.backend.backend() != "tensorflow":
+        # Strings are in no graph of other backends: a model that only has it.
+        model = Speller(words)
+        model.build((None, 4))
+    else:
+        model = keras.Model(text, LAYERS.Dense(3)(x))
+    kpe.freeze(model)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    found = next(x for x in loaded._flatten_layers() if x.name == "words")
+    assert found.get_vocabulary() == ["[UNK]", "a", "b", "c"]
+    assert len(frozen_layers(loaded)) == len(frozen_layers(model)) > 0
+
+
+@keras.saving.register_keras_serializable("test_frozen_files")
+class Speller(keras.Model):
+    """Words and what is learned of them."""
+
+    def __init__(self, words=None, **kwargs):
+        super().__init__(**kwargs)
+        self.words = words or LAYERS.StringLookup(name="words")
+        self.embedding = LAYERS.Embedding(5, 6)
+
+    def build(self, input_shape):
+        self.embedding.build(input_shape)
+
+    def call(self, ids):
+        return self.embedding(ids)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    layers = [LAYERS.Lambda(lambda x: 2 * x), LAYERS.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    kpe.freeze(model)
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match="safe_mode=False"):
+        kpe.load_model(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras", safe_mode=False)
+    x = normal(3, 6)
+    np.testing.assert_array_equal(outputs_of(loaded, x), outputs_of(model, x))
+
+
+def test_without_its_optimizer(tmp_path):
+    model = trained()
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras", compile=False)
+    assert not loaded.compiled
+    assert_same(model, loaded, normal(4, 6))
+
+
+def test_a_thawed_model_is_saved_as_any_other(tmp_path):
+    model = trained()
+    kpe.thaw(model)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    x = normal(3, 6)
+    np.testing.assert_array_equal(outputs_of(loaded, x), outputs_of(model, x))
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        assert b"float8" not in archive.read("config.json")
+
+
+def test_sharded_weights_come_back(tmp_path):
+    model = trained()
+    path = tmp_path / "model.weights.json"
+    try:
+        model.save_weights(path, max_shard_size=0.000002)
+    except (TypeError, ValueError):
+        pytest.skip("this version of Keras writes no shards")
+    other = stack()
+    kpe.freeze(other)
+    kpe.load_weights(other, path)
+    assert_same(model, other, normal(4, 6))
+    other = stack()
+    kpe.load_weights(other, path, as_saved=True)
+    assert_same(model, other, normal(4, 6))
+
+
+def test_a_kernel_without_a_name_comes_back(tmp_path):
+    from saving_models import Gated
+
+    def build():
+        return keras.Sequential([keras.Input((6,)), Gated(4, name="gated")])
+
+    model = build()
+    kpe.freeze(model)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    x = normal(3, 6)
+    np.testing.assert_array_equal(outputs_of(loaded, x), outputs_of(model, x))
+    other = build()
+    kpe.freeze(other)
+    model.save_weights(tmp_path / "model.weights.h5")
+    kpe.load_weights(other, tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(outputs_of(other, x), outputs_of(model, x))
+
+
+def test_lora_comes_back_beside_the_bytes(tmp_path):
+    model = stack()
+    kernel = numpy(model.layers[0].kernel)
+    kpe.freeze(model, granularity="tensor")
+    layer = model.layers[0]
+    layer.enable_lora(2, lora_alpha=3)
+    layer.lora_kernel_b.assign(normal(2, 5))
+    codes = numpy(variable_of(layer))
+    x = normal(4, 6)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        outputs_of(loaded, x), outputs_of(model, x), rtol=1e-5
+    )
+    np.testing.assert_array_equal(numpy(variable_of(loaded.layers[0])), codes)
+    assert loaded.layers[0].lora_enabled
+    other = stack()
+    kpe.load_weights(other, tmp_path / "model.keras", dequantize=True)
+    a, b = layer.lora_kernel_a, layer.lora_kernel_b
+    merged = dequantized(kernel, (0,), "tensor") + 1.5 * numpy(a) @ numpy(b)
+    np.testing.assert_allclose(
+        numpy(other.layers[0].kernel), merged, rtol=1e-5, atol=1e-6
+    )
+
+
+def variable_of(layer):
+    """The stored kernel, without adapters."""
+    return layer._kernel
