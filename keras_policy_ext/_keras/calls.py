@@ -52,6 +52,18 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
+def is_in_a_call() -> bool:
+    """Whether the call of a layer is under way on this thread.
+
+    From the same context as `training_of_call`; where that is gone, True.
+    Expires with a public way to ask.
+    """
+    if _global_state is None:
+        return True
+    found = _global_state.get_global_attribute("current_call_ctx")
+    return found is not None
+
+
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     """Keras's context manager under which variables are read in a dtype.
 

@@ -94,7 +94,10 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
             source = source_policy_of(layer).name
             enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
 
-    with while_building.after_each_build(freeze):
+    with (
+        while_building.after_each_build(freeze),
+        while_building.without_initial_values(_is_to_be_frozen),
+    ):
         yield
 
 
@@ -162,6 +165,15 @@ def _dequantize(group: h5py.Group) -> None:
         del group[key]
     for number, value in enumerate([*values, *rest]):
         group[str(number)] = value
+
+
+def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
+    """Whether a weight that a layer adds is frozen once it is built."""
+    form = freezing.form_to_freeze(layer)
+    if form is None or name is None or form.float8_kernels is None:
+        return False
+    weight: Any = stored_weights.Weight(name, (1, 1), "float32")
+    return bool(form.is_stored_kernel(layer, weight))
 
 
 def _enter_composite(layer: Any) -> None:

@@ -1,7 +1,9 @@
-"""The weights of a frozen layer as others read them: in floats.
+"""The weights of a frozen layer as others read them in a call: in floats.
 
 Some layers multiply with `layer.kernel` of another one, as KerasHub's Gemma4
-does, and would take the codes for numbers.
+does, and would take the codes for numbers. Outside of calls `kernel` is the
+variable with the codes: what saves and loads reads every attribute, and would
+widen every kernel.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import _bases, kernels
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import calls, variable_values
 
 Tensor = Any
 
 
 class KernelInFloats(_bases.MixedInto):
-    """A layer whose `kernel` is in floats though it is frozen."""
+    """A layer whose `kernel` is in floats in a call though it is frozen."""
 
     @property
     def kernel(self) -> Any:
-        """The kernel; of a frozen layer a tensor, with adapters merged in."""
+        """The kernel; of a frozen layer in a call a tensor, merged."""
         layer: Any = self
         if not (layer.built and layer.is_frozen):
             return super().kernel
@@ -31,7 +33,7 @@ class KernelInFloats(_bases.MixedInto):
 
 
 class EmbeddingsInFloats(_bases.MixedInto):
-    """A layer whose `embeddings` are in floats though it is frozen."""
+    """A layer whose `embeddings` are in floats in a call though frozen."""
 
     @property
     def embeddings(self) -> Any:
@@ -46,6 +48,8 @@ class EmbeddingsInFloats(_bases.MixedInto):
 
 def _dequantized(layer: Any, variable: Any, kind: str) -> Tensor:
     """In the compute dtype, as a float weight is in a call."""
+    if not calls.is_in_a_call():
+        return variable
     codes, scale, *_ = variable.constants
     dtype = layer.compute_dtype
     value = kernels.dequantized(

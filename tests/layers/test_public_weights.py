@@ -29,9 +29,20 @@ def frozen(name, dtype=None, **options):
     return made, kernel.stored.dequantized()
 
 
+class Reads(keras.layers.Layer):
+    """Uses the weight of another layer, as KerasHub's Gemma4 does."""
+
+    def __init__(self, other):
+        super().__init__(dtype=other.dtype_policy)
+        self.other = other
+        self.weight = "kernel" if hasattr(other, "kernel") else "embeddings"
+
+    def call(self, x):
+        return keras.ops.convert_to_tensor(getattr(self.other, self.weight))
+
+
 def public(made):
-    name = "kernel" if hasattr(made, "kernel") else "embeddings"
-    return getattr(made, name)
+    return Reads(made)(np.zeros(1, "float32"))
 
 
 NAMES = ["dense", "einsum", "conv", "embedding", "reversible"]
