@@ -202,12 +202,23 @@ def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     """That of the first frozen layer in a file of weights."""
-    with weight_files.opened(weights) as file:
-        for group in [] if file is None else weight_files.groups(file):
-            if _is_frozen(group):
-                header = stored_files.header_in(group, group.name)
-                return stored_files.recipe_of(header, group.name)
+    for part in _parts(pathlib.Path(str(weights))):
+        with weight_files.opened(part) as file:
+            for group in [] if file is None else weight_files.groups(file):
+                if _is_frozen(group):
+                    header = stored_files.header_in(group, group.name)
+                    return stored_files.recipe_of(header, group.name)
     return None
+
+
+def _parts(weights: pathlib.Path) -> list[pathlib.Path]:
+    """The file of weights, or those that an index names."""
+    if weights.suffix != ".json":
+        return [weights]
+    found = json.loads(weights.read_text("utf8"))["weight_map"].values()
+    listed = [[each] if isinstance(each, str) else each for each in found]
+    names = sorted({name for names in listed for name in names})
+    return [weights.parent / pathlib.Path(name).name for name in names]
 
 
 def _recipes_in(

@@ -18,6 +18,7 @@ from frozen_models import (
     normal,
     outputs_of,
 )
+from keras_policy_ext.conversion import frozen_files
 from steps import numpy
 
 LAYERS = keras.layers
@@ -374,3 +375,20 @@ def test_lora_comes_back_beside_the_bytes(tmp_path):
 def variable_of(layer):
     """The stored kernel, without adapters."""
     return layer._kernel
+
+
+@pytest.mark.parametrize("suffix", ["h5", "json"])
+def test_layers_are_frozen_as_soon_as_they_are_built(suffix, tmp_path):
+    layers = [keras.layers.Dense(256) for _ in range(3)]
+    model = keras.Sequential([keras.Input((256,)), *layers])
+    kpe.freeze(model)
+    path = tmp_path / f"a.weights.{suffix}"
+    shards = {"max_shard_size": 1e-4} if suffix == "json" else {}
+    model.save_weights(path, **shards)
+    with frozen_files.frozen_when_built(path):
+        layers = [keras.layers.Dense(256) for _ in range(3)]
+        again = keras.Sequential([keras.Input((256,)), *layers])
+    assert all(layer.is_frozen for layer in again.layers)
+    again.load_weights(path)
+    x = normal(2, 256)
+    np.testing.assert_array_equal(numpy(again(x)), numpy(model(x)))

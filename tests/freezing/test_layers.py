@@ -373,7 +373,7 @@ def test_a_layer_that_reads_inputs_of_another_rank():
     whole = numpy(layer(x))
     assert whole.shape == (2, 3, 4, 5)
     for n in range(2):
-        np.testing.assert_allclose(numpy(layer(x[n])), whole[n], rtol=2e-6)
+        np.testing.assert_allclose(numpy(layer(x[n])), whole[n], rtol=1e-5)
 
 
 def test_each_frozen_layer_reports_float8_and_its_recipe():
