@@ -85,6 +85,26 @@ for _ in range(3):
 model.save(folder / "converted.keras")
 np.savez(folder / "converted-slots.npz", *map(numpy, model.optimizer.variables))
 write("converted", model)
+
+model = stock()
+rng = np.random.default_rng(1)
+for variable in model.weights:
+    variable.assign(rng.normal(size=variable.shape).astype("float32"))
+model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=jit)
+kpe.convert(model, "float8/4_from_float32")
+kpe.calibrate(model, x)
+kpe.freeze(model, include="attention", granularity="block")
+kpe.freeze(model, include="block", activations="dynamic")
+kpe.freeze(
+    model,
+    exclude="attention|block",
+    granularity="tensor",
+    activations="static",
+)
+write("frozen-untrained", model)
+model.train_on_batch(x, y)
+model.save(folder / "frozen.keras")
+write("frozen", model)
 """
 
 LOAD = """
@@ -111,6 +131,10 @@ def load(way, source):
     return model
 
 for source in map(pathlib.Path, sys.argv[2:]):
+    model = kpe.load_model(source / "frozen.keras")
+    write(f"{source.name}-frozen-loaded", model)
+    loss = float(model.train_on_batch(x, y))
+    (folder / f"{source.name}-frozen.json").write_text(json.dumps(loss))
     model = kpe.load_model(source / "converted.keras")
     model.jit_compile = jit
     write(f"{source.name}-converted-loaded", model)
@@ -270,3 +294,29 @@ def test_a_converted_model_goes_on_training(pair):
     assert facts["modes"] == ["float8"] * 7
     assert facts["optimizer"] == "Adam"
     assert np.isfinite(facts["loss"])
+
+
+def test_a_frozen_model_comes_back_whole(pair):
+    saved, loaded = pair
+    expected = read(saved, "frozen")
+    found = read(loaded, f"{saved.name}-frozen-loaded")
+    assert found.keys() == expected.keys()
+    for name in expected.keys() - {"outputs"}:
+        np.testing.assert_array_equal(found[name], expected[name])
+    # As above; the last layer has 8 inputs too.
+    error = np.linalg.norm(found["outputs"] - expected["outputs"])
+    assert error < 2**-3 * 2 / 8 * np.linalg.norm(expected["outputs"])
+    text = (loaded / f"{saved.name}-frozen.json").read_text()
+    assert np.isfinite(json.loads(text))
+
+
+def test_equal_weights_have_equal_bytes(pair):
+    one, other = (read(folder, "frozen-untrained") for folder in pair)
+    assert one.keys() == other.keys()
+    codes = 0
+    for name in one.keys() - {"outputs"}:
+        np.testing.assert_array_equal(one[name], other[name])
+        codes += one[name].max() > 127
+    assert codes >= 7
+    difference = np.linalg.norm(one["outputs"] - other["outputs"])
+    assert difference < 2**-3 * 2 / 8 * np.linalg.norm(one["outputs"])

@@ -173,6 +173,7 @@ def with_shape(name, shape):
         (with_shape(PROJECTION + "_scale", (2, 2)), {}, "do not fit"),
         (None, {"hidden_size": 64}, "does not fit the model"),
         (None, {"num_hidden_layers": 3}, "lacks a weight"),
+        (None, {"num_hidden_layers": 1}, "have no place"),
         (None, {"model_type": "unheard"}, "unheard"),
     ],
 )

@@ -35,6 +35,11 @@ def complete(
         # Left out, or worked out of other sizes.
         found["rms_norm_eps"] = backbone.layer_norm_epsilon
         found["head_dim"] = backbone.head_dim or found["head_dim"]
+    if found.get("model_type") == "gemma4_text":
+        # Set, it says that keys are values too; KerasHub always sets it.
+        heads = backbone.num_global_key_value_heads
+        found["num_global_key_value_heads"] = heads
+        found["attention_k_eq_v"] = heads is not None
     found = _part(found, dtype)
     architecture = _ARCHITECTURES.get(found.get("model_type", ""))
     if architecture:

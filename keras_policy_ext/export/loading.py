@@ -58,6 +58,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
         backbone = converter.make_backbone(dtype or folder.dtype)
     asked = _Asked(backbone, slots)
     converter.port(asked.stand_in, asked)
+    asked.check_all()
     thawed = _thawed(backbone, asked)
     for port in asked.ports:
         _fill(thawed.get(id(port.variable), port.variable), port, slots)
@@ -155,6 +156,25 @@ class _Asked:
         hook: Hook = hook_fn or (lambda value, shape: value)
         is_float8 = self._slots[name].dtype == "F8_E4M3"
         self.ports.append(_Port(variable, name, hook, is_float8))
+
+    def check_all(self) -> None:
+        """Raise if a kernel of the folder has no place in the model."""
+        ported = {port.name for port in self.ports}
+        left = [
+            name
+            for name, slot in self._slots.items()
+            if slot.dtype == "F8_E4M3"
+            and name not in ported
+            # Layers that predict several tokens, which KerasHub has not.
+            and not name.startswith("mtp.")
+        ]
+        if left:
+            raise ValueError(
+                "KerasHub makes another model of this folder. Received: "
+                f"{len(left)} kernels that have no place in it, such as "
+                f"{left[0]!r}. Allowed: a folder of which KerasHub knows the "
+                "architecture whole. Read it with transformers."
+            )
 
     def _name(self, wanted: str) -> str:
         """The name in the files, which may have more in front."""

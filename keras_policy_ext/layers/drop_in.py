@@ -117,7 +117,7 @@ def _replaced(cls: type, stock: type) -> str | None:
         for name in getattr(form, "float8_replaces", ()):
             if name not in vars(base):
                 continue
-            called = any(name in vars(part) for part in own)
+            called = any(callable(vars(part).get(name)) for part in own)
             if not (called and vars(base).get("float8_calls_super")):
                 return f"a `{name}`"
     return None

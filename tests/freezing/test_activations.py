@@ -46,7 +46,7 @@ def test_dynamic_scales_each_token(granularity):
 def test_dynamic_scales_over_all_summed_axes_together():
     layer = LAYERS.EinsumDense("abde,dec->abc", (None, 5))
     model = sequential((3, 2, 4), layer)
-    kernel = numpy(model.layers[0].kernel)
+    kernel = numpy(model.layers[0]._kernel)
     kpe.freeze(model, activations="dynamic")
     x = spread_inputs(2, 3, 2, 4)
     wide = dequantized(kernel, (0, 1))
@@ -58,7 +58,7 @@ def test_dynamic_scales_over_all_summed_axes_together():
 
 def test_dynamic_scales_tokens_of_a_kernel_with_a_batch():
     model = sequential((3, 6), LAYERS.EinsumDense("abc,bcd->abd", (3, 5)))
-    kernel = numpy(model.layers[0].kernel)
+    kernel = numpy(model.layers[0]._kernel)
     kpe.freeze(model, activations="dynamic")
     x = spread_inputs(2, 3, 6)
     wide = dequantized(kernel, (1,))
@@ -82,7 +82,7 @@ def test_dynamic_scales_logits_of_a_reversible_embedding():
     layer = LAYERS.ReversibleEmbedding(11, 6)
     layer.build((None,))
     table = normal(11, 6)
-    layer.embeddings.assign(table)
+    layer._embeddings.assign(table)
     kpe.freeze(layer, activations="dynamic")
     x = spread_inputs(2, 3, 6)
     expected = rounded_inputs(x) @ dequantized(table, (1,)).T
@@ -123,7 +123,7 @@ def test_static_takes_the_scale_of_calibration():
     kernel, bias = map(numpy, model.layers[0].weights[:2])
     kpe.freeze(model, activations="static")
     scale = np.abs(seen).max() / np.float32(448)
-    assert numpy(model.layers[0].kernel.inputs_scale) == scale
+    assert numpy(model.layers[0]._kernel.inputs_scale) == scale
     x = 2 * normal(3, 4, 6)  # Some of it is larger than all that was seen.
     assert np.abs(x).max() > 448 * scale
     expected = rounded_inputs(x, scale=scale) @ dequantized(kernel, (0,))
@@ -136,7 +136,7 @@ def test_static_takes_the_largest_amax_of_the_history():
     for factor in (1, 3, 2):
         kpe.calibrate(model, factor * np.ones((2, 6), "float32"))
     kpe.freeze(model, activations="static", granularity="tensor")
-    scale = numpy(model.layers[0].kernel.inputs_scale)
+    scale = numpy(model.layers[0]._kernel.inputs_scale)
     assert scale == np.float32(3) / np.float32(448)
 
 
@@ -146,10 +146,10 @@ def test_trained_scales_are_kept():
     model.compile("sgd", "mse")
     model.fit(normal(8, 6), normal(8, 5), epochs=2, verbose=0)
     layer = model.layers[0]
-    kept = layer.float8_state.of(layer.kernel).rows()["kernel"][0]
-    kernel = numpy(layer.kernel)
+    kept = layer.float8_state.of(layer._kernel).rows()["kernel"][0]
+    kernel = numpy(layer._kernel)
     kpe.freeze(model, granularity="tensor", trained_scales=True)
-    stored = model.layers[0].kernel.stored
+    stored = model.layers[0]._kernel.stored
     np.testing.assert_array_equal(stored.scale, [[kept]])
     assert kept != np.abs(kernel).max() / np.float32(448)
     assert np.abs(stored.dequantized() - kernel).max() <= 2**-4 * 448 * kept
@@ -186,7 +186,7 @@ def test_tokens_of_zeros_give_the_bias(activations):
 def test_inputs_in_bfloat16_are_rounded_as_they_are():
     layer = LAYERS.Dense(5, dtype="mixed_bfloat16", use_bias=False)
     model = sequential((6,), layer)
-    kernel = numpy(model.layers[0].kernel)
+    kernel = numpy(model.layers[0]._kernel)
     kpe.freeze(model, activations="dynamic")
     x = normal(7, 6)
     given = numpy(keras.ops.cast(keras.ops.cast(x, "bfloat16"), "float32"))
@@ -199,7 +199,7 @@ def test_inputs_in_bfloat16_are_rounded_as_they_are():
 @pytest.mark.parametrize("activations", ["dynamic", "static"])
 def test_gradients_take_rounding_for_the_identity(activations):
     model = calibrated(normal(8, 4, 6))
-    kernel = numpy(model.layers[0].kernel)
+    kernel = numpy(model.layers[0]._kernel)
     kpe.freeze(model, activations=activations)
     _, found, _ = gradients(
         model, normal(2, 4, 6), lambda y: keras.ops.sum(y * y) / 2

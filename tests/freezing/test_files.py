@@ -135,7 +135,7 @@ def test_codes_are_in_the_file_and_no_float_kernels(tmp_path):
         header = json.loads(group["stored"][()].tobytes())
         assert header["version"] == 1
         assert sorted(group) == ["bias", "kernel", "kernel.scale", "stored"]
-        codes = numpy(model.layers[0].kernel)
+        codes = numpy(model.layers[0]._kernel)
         np.testing.assert_array_equal(group["kernel"][()], codes)
 
 
@@ -348,7 +348,7 @@ def test_a_kernel_without_a_name_comes_back(tmp_path):
 
 def test_lora_comes_back_beside_the_bytes(tmp_path):
     model = stack()
-    kernel = numpy(model.layers[0].kernel)
+    kernel = numpy(model.layers[0]._kernel)
     kpe.freeze(model, granularity="tensor")
     layer = model.layers[0]
     layer.enable_lora(2, lora_alpha=3)
@@ -367,7 +367,7 @@ def test_lora_comes_back_beside_the_bytes(tmp_path):
     a, b = layer.lora_kernel_a, layer.lora_kernel_b
     merged = dequantized(kernel, (0,), "tensor") + 1.5 * numpy(a) @ numpy(b)
     np.testing.assert_allclose(
-        numpy(other.layers[0].kernel), merged, rtol=1e-5, atol=1e-6
+        numpy(other.layers[0]._kernel), merged, rtol=1e-5, atol=1e-6
     )
 
 

@@ -99,7 +99,7 @@ def test_a_kernel_that_is_not_finite():
     model = two_layers()
     kernel = normal(5, 3)
     kernel[1, 2] = np.nan
-    model.layers[1].kernel.assign(kernel)
+    model.layers[1]._kernel.assign(kernel)
     with unchanged(model, "b/kernel", "1 numbers that are NaN"):
         kpe.freeze(model)
     kpe.freeze(model, exclude="b")
@@ -166,13 +166,13 @@ def test_a_weight_in_a_list():
 def test_a_frozen_layer_is_not_converted_and_the_report_says_why():
     model = frozen(include="a")
     before = outputs_of(model, normal(3, 6))
-    codes = numpy(model.layers[0].kernel)
+    codes = numpy(model.layers[0]._kernel)
     for policy in ("current", DELAYED, None):
         report = kpe.convert(model, policy)
         (skipped,) = [x for x in report.skipped if x.path.endswith("a")]
         assert "frozen" in skipped.reason and "thaw" in skipped.reason
         assert model.layers[0].is_frozen
-        np.testing.assert_array_equal(numpy(model.layers[0].kernel), codes)
+        np.testing.assert_array_equal(numpy(model.layers[0]._kernel), codes)
     kpe.freeze(model, include="b")
     kpe.thaw(model)
     kpe.freeze(model, include="a")
@@ -262,7 +262,7 @@ def test_codes_that_mean_nothing_are_not_set():
     model = frozen()
     layer = model.layers[0]
     values = layer.get_weights()
-    (place,) = [n for n, v in enumerate(layer.weights) if v is layer.kernel]
+    (place,) = [n for n, v in enumerate(layer.weights) if v is layer._kernel]
     bad = values[place].copy()
     bad[0, 0] = 0x7F  # NaN
     for wrong, told in ((bad, "NaN"), (normal(*bad.shape), "float32")):

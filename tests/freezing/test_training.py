@@ -76,7 +76,7 @@ def test_only_the_rest_trains():
     model = compiled(tower())
     kpe.freeze(model)
     codes = {
-        layer.name: numpy(layer.kernel)
+        layer.name: numpy(layer._kernel)
         for layer in model.layers
         if layer.name in ("conv", "wide", "head")
     }
@@ -93,7 +93,7 @@ def test_only_the_rest_trains():
         assert np.any(one != other)
     for name, value in codes.items():
         np.testing.assert_array_equal(
-            numpy(model.get_layer(name).kernel), value
+            numpy(model.get_layer(name)._kernel), value
         )
     again = [
         numpy(v) for v in model.variables if v.path.endswith("kernel_scale")
@@ -107,11 +107,11 @@ def test_a_head_trains_over_a_frozen_base():
     kpe.freeze(model, exclude="head", activations="dynamic")
     head = model.get_layer("head")
     assert type(head) is keras.layers.Dense
-    before = numpy(head.kernel)
+    before = numpy(head._kernel)
     x, y = normal(64, 6, 4), normal(64, 3)
     losses = model.fit(x, y, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-    assert np.any(numpy(head.kernel) != before)
+    assert np.any(numpy(head._kernel) != before)
 
 
 def test_no_float_form_of_a_kernel_is_left():
@@ -121,7 +121,7 @@ def test_no_float_form_of_a_kernel_is_left():
     kpe.freeze(model)
     assert floats_of_shape(model, shape) == []
     wide = model.get_layer("wide")
-    assert wide.kernel.dtype == "uint8" and wide.kernel.shape == shape
+    assert wide._kernel.dtype == "uint8" and wide._kernel.shape == shape
     kpe.thaw(model)
     assert floats_of_shape(model, shape)
 
@@ -164,7 +164,7 @@ def test_the_optimizer_of_a_trained_model_lets_its_slots_go():
     assert int(optimizer.iterations) == steps + 1
     kpe.thaw(model)
     assert int(optimizer.iterations) == steps + 1
-    kernel = model.get_layer("wide").kernel
+    kernel = model.get_layer("wide")._kernel
     before = numpy(kernel)
     model.fit(x, y, verbose=0)
     assert np.any(numpy(kernel) != before)
@@ -186,18 +186,18 @@ def test_a_thawed_model_trains_again():
     assert all(
         type(x).__module__.startswith("keras.") for x in model._flatten_layers()
     )
-    kernel = numpy(model.get_layer("wide").kernel)
+    kernel = numpy(model.get_layer("wide")._kernel)
     model.fit(normal(16, 6, 4), normal(16, 3), verbose=0)
-    assert np.any(numpy(model.get_layer("wide").kernel) != kernel)
+    assert np.any(numpy(model.get_layer("wide")._kernel) != kernel)
 
 
 def test_a_thawed_kernel_is_the_rounded_one():
     model = tower()
-    kernel = numpy(model.get_layer("wide").kernel)
+    kernel = numpy(model.get_layer("wide")._kernel)
     kpe.freeze(model, weights="float8_e5m2", granularity="tensor")
     kpe.thaw(model)
     np.testing.assert_array_equal(
-        numpy(model.get_layer("wide").kernel),
+        numpy(model.get_layer("wide")._kernel),
         dequantized(kernel, (0,), "tensor", "float8_e5m2"),
     )
 
@@ -209,14 +209,14 @@ def test_a_model_trained_in_float8_is_frozen_with_its_scales():
     model.fit(x, y, epochs=3, batch_size=8, verbose=0)
     exact = outputs_of(model, x)
     wide = model.get_layer("wide")
-    rows = wide.float8_state.of(wide.kernel).rows()
+    rows = wide.float8_state.of(wide._kernel).rows()
     scale, amax = rows["kernel"][0], rows["inputs"][1].max()
     kpe.freeze(
         model, granularity="tensor", activations="static", trained_scales=True
     )
-    stored = wide.kernel.stored
+    stored = wide._kernel.stored
     np.testing.assert_array_equal(stored.scale, [[scale]])
-    assert numpy(wide.kernel.inputs_scale) == amax / np.float32(448)
+    assert numpy(wide._kernel.inputs_scale) == amax / np.float32(448)
     found = outputs_of(model, x)
     # Rounding to e4m3fn moves a number by 2.6 % (RMS). Five products of two
     # rounded operands, in both models: 2.6 % · √20 is 12 %.
@@ -244,7 +244,7 @@ def test_averages_of_weights_start_at_thawed_kernels():
     model.train_on_batch(x, y)
     kpe.thaw(model)
     for name in ("wide", "conv"):
-        kernel = model.get_layer(name).kernel
+        kernel = model.get_layer(name)._kernel
         place = [v is kernel for v in optimizer._trainable_variables].index(1)
         average = optimizer._model_variables_moving_average[place]
         np.testing.assert_array_equal(numpy(average), numpy(kernel))
@@ -265,6 +265,6 @@ def test_an_optimizer_with_loss_scaling_goes_on_over_a_frozen_base():
     assert (5, 7) not in shapes
     model.fit(x, y, verbose=0)
     kpe.thaw(model)
-    kernel = numpy(model.get_layer("wide").kernel)
+    kernel = numpy(model.get_layer("wide")._kernel)
     model.fit(x, y, verbose=0)
-    assert np.any(numpy(model.get_layer("wide").kernel) != kernel)
+    assert np.any(numpy(model.get_layer("wide")._kernel) != kernel)

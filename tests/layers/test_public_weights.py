@@ -69,21 +69,6 @@ def test_adapters_are_merged_in(name):
     )
 
 
-def test_revert_gives_float_kernels_back():
-    """Codes that a stock layer took for numbers would be silent garbage."""
-    model = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)]
-    )
-    x = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")
-    kpe.freeze(model)
-    expected = keras.ops.convert_to_numpy(model(x))
-    kpe.revert(model)
-    assert type(model.layers[0]) is keras.layers.Dense
-    assert all("float32" in str(v.dtype) for v in model.weights)
-    got = keras.ops.convert_to_numpy(model(x))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_layer_that_is_not_built_has_no_kernel():
     made = kpe.layers.Dense(3, dtype=kpe.Float8DTypePolicy("float32"))
     assert not hasattr(made, "kernel")
