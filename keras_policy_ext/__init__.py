@@ -119,6 +119,7 @@ __all__ = [
     "revert",
     "serialize",
     "set_dtype_policy",
+    "thaw",
 ]
 
 

@@ -161,7 +161,40 @@ def freezable(
         kernels = tuple(stored_weights.kernels_to_store(each.layer, form))
         found[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
-    return [found[id(x)] for x in order if id(x) in found], skipped
+    holders = _holders(order)
+    chosen = []
+    for layer in order:
+        if id(layer) not in found:
+            continue
+        if reason := _shared(found[id(layer)], holders):
+            skipped.append(Unconverted(layer, reason))
+        else:
+            chosen.append(found[id(layer)])
+    return chosen, skipped
+
+
+def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
+    """The layers that hold each variable, by its id."""
+    holders: dict[int, list[keras.Layer]] = {}
+    for layer in layers:
+        for variable in walking.tracked_variables(layer):
+            holders.setdefault(id(variable), []).append(layer)
+    return holders
+
+
+def _shared(
+    candidate: Candidate, holders: dict[int, list[keras.Layer]]
+) -> str | None:
+    """Why a layer is not frozen: another one holds a kernel of it too.
+
+    The other layer would keep the float kernel, and train it alone.
+    """
+    for kernel in candidate.kernels:
+        for holder in holders.get(id(kernel), ()):
+            if holder is not candidate.layer:
+                path = candidates.path_of(holder)
+                return f"layer {path!r} holds its weight {kernel.name!r} too"
+    return None
 
 
 def form_to_freeze(layer: Any) -> Any:

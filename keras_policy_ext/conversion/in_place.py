@@ -152,7 +152,7 @@ def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
         return _float8(Float8DTypePolicy("float32", recipe=recipe))
     if policy is not None:
         return _float8(_policy(policy))
-    layers = walking.layers_within(model)
+    layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
     if any(isinstance(held_policy(x), Float8DTypePolicy) for x in layers):
         return None
     current = policies.dtype_policy()

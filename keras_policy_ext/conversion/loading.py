@@ -171,8 +171,9 @@ def load_weights(
             f"The weights did not load into {model.name!r}, which is "
             f"unchanged. Received: {str(path)!r}. Cause: {error} Allowed: "
             "weights of a model with the same layers in the same order, with "
-            "any policies. Build the model as the saved one was, or load the "
-            "model itself: `kpe.load_model`."
+            "any policies; of frozen layers with `as_saved=True`, which "
+            "freezes these, or `dequantize=True`. Build the model as the "
+            "saved one was, or load the model itself: `kpe.load_model`."
         ) from error
 
 

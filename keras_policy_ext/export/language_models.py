@@ -86,5 +86,6 @@ def _not_one(model: Any, format: str, received: str) -> Exception:
     return TypeError(
         f"This model cannot be written as {format!r}. Received: {received}. "
         f"Allowed: a causal language model, or the backbone of one: {known}. "
-        "Write it as format='safetensors' or 'onnx', which take any model."
+        "Write it as format='safetensors', which takes any model, or 'onnx', "
+        "which takes Functional and Sequential ones."
     )

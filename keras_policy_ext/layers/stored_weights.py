@@ -192,6 +192,8 @@ def widen(layer: Any, variable: StoredVariable) -> keras.Variable:
             trainable=not getattr(layer, "lora_enabled", False),
         )
     built_layers.replace_variable(layer, variable, kernel)
+    # Not before: `layer.trainable = True` reaches what was tracked as such.
+    kernel.trainable = kernel.trainable and layer.trainable
     return kernel
 
 
