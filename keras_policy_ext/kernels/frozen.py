@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_policy_ext import formats, frameworks
@@ -91,11 +92,10 @@ class FrozenPlan:
             return self._native(inputs, codes, scale, known, shapes)
         else:
             x, wide = self._rounded(inputs, known), "float32"
-        kernel = self._dequantized(codes, scale, wide)
         if self._is_einsum:
             equation = self.contraction.equation
-            outputs = ops.einsum(equation, ops.cast(x, wide), kernel)
-            return ops.cast(outputs, self.dtype)
+            return self._einsum(equation, ops.cast(x, wide), codes, scale)
+        kernel = self._dequantized(codes, scale, wide)
         reads = (
             self._read("inputs", x, wide),
             self._read("kernel", kernel, wide),
@@ -115,10 +115,10 @@ class FrozenPlan:
             shape: Of the inputs.
         """
         codes, scale, *_ = constants
-        kernel = self._dequantized(codes, scale, self.dtype)
         equation = self._gradient_equation
         if equation is not None:
-            return ops.einsum(equation, outputs_grad, kernel)
+            return self._einsum(equation, outputs_grad, codes, scale)
+        kernel = self._dequantized(codes, scale, self.dtype)
         read = self._read("kernel", kernel, self.dtype)
         reads = (
             self._read("outputs_grad", outputs_grad, self.dtype),
@@ -146,6 +146,25 @@ class FrozenPlan:
         first, second, out = einsum.split(self.contraction.equation)
         alone = set(first) - set(second + out)
         return None if alone else f"{out},{second}->{first}"
+
+    def _einsum(
+        self, equation: str, x: Tensor, codes: Tensor, scale: Tensor
+    ) -> Tensor:
+        """One einsum with the kernel, in the dtype of `x`, then cast."""
+        dtype = keras.backend.standardize_dtype(x.dtype)
+
+        def product(codes: Tensor, scale: Tensor) -> Tensor:
+            kernel = self._dequantized(codes, scale, dtype)
+            return ops.cast(ops.einsum(equation, x, kernel), self.dtype)
+
+        first, second, out = einsum.split(equation)
+        free = [c for c in second if c in out and c not in first]
+        if self.recipe.per == "block" or not free:
+            return product(codes, scale)
+        letter = max(free, key=lambda c: int(codes.shape[second.index(c)]))
+        return frameworks.current().in_parts(
+            product, codes, scale, second.index(letter), out.index(letter)
+        )
 
     def _asked(self, operand: str) -> Quantization | None:
         asked = self.recipe.quantization(operand, "forward")
