@@ -154,9 +154,17 @@ class TorchFramework(Framework):
 
 FRAMEWORK = TorchFramework()
 
+
+# This module may be loaded while a step is being compiled.
+@torch.compiler.disable
+def _tables() -> dict[str, Tensor]:
+    """The numbers of all codes of the formats of stored kernels."""
+    return {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
+
+
 # Made here and not where they are needed: its compiler takes a tensor of a
 # module for a constant.
-_TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
+_TABLES = _tables()
 
 
 def is_real(x: Tensor) -> bool:

@@ -161,9 +161,12 @@ class FrozenPlan:
         free = [c for c in second if c in out and c not in first]
         if self.recipe.per == "block" or not free:
             return product(codes, scale)
-        letter = max(free, key=lambda c: int(codes.shape[second.index(c)]))
+        # The largest; what torch.compile follows has no `key=`.
+        places = [second.index(letter) for letter in free]
+        sizes = [codes.shape[place] for place in places]
+        place = places[sizes.index(max(sizes))]
         return frameworks.current().in_parts(
-            product, codes, scale, second.index(letter), out.index(letter)
+            product, codes, scale, place, out.index(second[place])
         )
 
     def _asked(self, operand: str) -> Quantization | None:
