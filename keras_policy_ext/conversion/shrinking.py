@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._output_files import check_output
 from keras_policy_ext.conversion import summary
 from keras_policy_ext.conversion.freezing import freeze, frozen_layers
 from keras_policy_ext.conversion.frozen_report import FrozenReport
@@ -61,7 +62,7 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
             the model not frozen.
     """
     read, written = pathlib.Path(source), pathlib.Path(output)
-    _check_output(read, written, force)
+    check_output(read, written, force)
     try:
         model = load_model(read, compile=False)
     except (OSError, TypeError) as error:
@@ -72,19 +73,3 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
     if not report.stored:
         raise ValueError(f"no layer of {source!r} can be frozen")
     return Shrunk(model, read, written, report)
-
-
-def _check_output(
-    source: pathlib.Path, output: pathlib.Path, force: bool
-) -> None:
-    name = str(output)
-    if output.suffix != ".keras":
-        raise ValueError(f"the output must be a .keras file, not {name!r}")
-    if not output.parent.is_dir():
-        raise ValueError(f"there is no folder {str(output.parent)!r}")
-    if not output.exists():
-        return
-    if source.exists() and output.samefile(source):
-        raise ValueError(f"{name!r} is the input, which is never overwritten")
-    if not force or output.is_dir():
-        raise ValueError(f"{name!r} exists; overwrite it with --force")

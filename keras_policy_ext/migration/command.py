@@ -10,6 +10,7 @@ import warnings
 
 import keras
 
+from keras_policy_ext._output_files import check_output
 from keras_policy_ext.migration.loading import load_legacy_model
 
 
@@ -50,7 +51,7 @@ def prepare(
         ValueError: If the file cannot be loaded or the other not written.
     """
     read, written = pathlib.Path(source), pathlib.Path(output)
-    _check_output(read, written, force)
+    check_output(read, written, force)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -61,22 +62,6 @@ def prepare(
             raise ValueError(" ".join(str(error).split())) from error
     notes = [str(w.message) for w in caught if w.category is UserWarning]
     return Migration(model, read, written, list(dict.fromkeys(notes)))
-
-
-def _check_output(
-    source: pathlib.Path, output: pathlib.Path, force: bool
-) -> None:
-    name, folder = str(output), str(output.parent)
-    if output.suffix != ".keras":
-        raise ValueError(f"the output must be a .keras file, not {name!r}")
-    if not output.parent.is_dir():
-        raise ValueError(f"there is no folder {folder!r}")
-    if not output.exists():
-        return
-    if source.exists() and output.samefile(source):
-        raise ValueError(f"{name!r} is the input, which is never overwritten")
-    if not force or output.is_dir():
-        raise ValueError(f"{name!r} exists; overwrite it with --force")
 
 
 def _policies(model: keras.Model) -> str:

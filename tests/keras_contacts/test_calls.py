@@ -20,6 +20,7 @@ class Asks(keras.layers.Layer):
     def call(self, inputs):
         self.training = calls.training_of_call()
         self.in_scope = calls.stored_autocast_scope()
+        self.in_a_call = calls.is_in_a_call()
         return inputs
 
 
@@ -31,6 +32,15 @@ def test_keras_offers_no_public_way_to_ask_whether_a_call_trains(training):
     assert layer.training is training
     assert functions_about("call_context", "training", "phase") == []
     assert members_about(keras.layers.Layer, "context", "training") == []
+
+
+def test_keras_offers_no_public_way_to_ask_whether_a_call_is_under_way():
+    layer = Asks()
+    layer(np.ones((1, 2), "float32"))
+    assert layer.in_a_call is True
+    assert calls.is_in_a_call() is False
+    assert functions_about("call_context", "in_call") == []
+    assert members_about(keras.layers.Layer, "in_call", "call_ctx") == []
 
 
 def test_keras_offers_no_public_scope_of_autocasting():
