@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_policy_ext.frameworks import tensorflow_relu
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -180,6 +181,10 @@ class TensorFlowFramework(Framework):
             tape.watch(point)
             value = function(point)
         return tape.gradient(value, point, output_gradients=cotangent)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`."""
+        return tensorflow_relu.relu(x, self.traces_for_xla())
 
     def run(
         self,

@@ -18,6 +18,7 @@ from keras_policy_ext.frameworks.base import (
     Settle,
     numbers_of_codes,
 )
+from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
 
@@ -105,6 +106,12 @@ class TorchFramework(Framework):
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`; its compiler chooses what is kept."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return torch.relu(x)
+        return Relu.apply(x)
 
     def run(
         self,
