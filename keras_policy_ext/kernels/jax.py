@@ -65,11 +65,13 @@ class Float8Dot:
         """Why a matmul is not native whatever its scales are, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
-        return None if request.prefer == "native" else jax_devices.lacking()
+        if request.prefer == "native":
+            return None
+        return jax_devices.lacking(*request.formats)
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
-        if jax_devices.lacking() is None:
+        if jax_devices.lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
 
@@ -157,6 +159,7 @@ def _dequantized_product(
 
 ENGINE = Engine(
     name="jax",
+    device=jax_devices.here,
     matmuls=(Float8Dot(), Float8DotOfRows(), ScaledDot(), Emulated(_product)),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),

@@ -128,7 +128,9 @@ def on(monkeypatch, capability):
         ("10.0", None, None),
         ("10.3", None, None),
         ("12.0", None, "is no Blackwell that scales MX"),
-        ("gfx942", "has no float8 matmul", "is no Blackwell that scales MX"),
+        ("gfx90a", "has no float8 matmul", "is no Blackwell that scales MX"),
+        ("gfx942", "those named fnuz", "is no Blackwell that scales MX"),
+        ("gfx950", None, "is no Blackwell that scales MX"),
     ],
 )
 def test_devices_have_their_finer_scales(monkeypatch, capability, rows, mx):
