@@ -212,6 +212,10 @@ class Framework:
         """The same bytes in a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)
 
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """`ops.cast`, from and to formats that Keras does not know."""
+        return ops.cast(x, dtype)
+
     # Branches and replicas
 
     def run_if(
@@ -268,7 +272,8 @@ class Framework:
         """
         if self.on_cpu(x):
             return "float32"
-        return format_name if formats.get(format_name).bits == 8 else "uint8"
+        own = formats.get(format_name).family == "ocp"
+        return format_name if own else "uint8"
 
     def run(
         self,

@@ -11,11 +11,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
-FORMATS = {
-    "ocp": ("float8_e4m3fn", "float8_e5m2"),
-    "fnuz": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
-}
-"""The float8 formats that matmuls read, by family. A device reads one."""
+from keras_policy_ext.formats import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +22,7 @@ class Device:
         title: What it is called in a sentence.
         maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, or
             `"unknown"`.
-        float8: Which family of `FORMATS` its matmuls read, or None.
+        float8: Which family of `formats.FAMILIES` its matmuls read, or None.
         scales: With which scales a matmul of its libraries reads float8:
             `"tensor"`, `"rows"`, `"blocks"` (of 128), `"mx"`. Others are
             applied to the product, or the matmul is emulated.
@@ -52,7 +48,7 @@ class Device:
         sums = f"emulated products are of {self.multiplies_in}"
         if self.float8 is None:
             return f"{self.lacking()}; {sums}"
-        read = " and ".join(FORMATS[self.float8])
+        read = " and ".join(FAMILIES[self.float8])
         scales = ", ".join(_SCALES[each] for each in self.scales)
         return f"multiplies {read}, with scales of {scales}; {sums}"
 
@@ -65,7 +61,7 @@ class Device:
             )
         if self.float8 is None:
             return f"{self.title} has no float8 matmul"
-        if set(formats) <= set(FORMATS[self.float8]):
+        if set(formats) <= set(FAMILIES[self.float8]):
             return None
         fnuz = self.float8 == "fnuz"
         named, native = ("named fnuz", "_fnuz") if fnuz else ("of OCP", "")

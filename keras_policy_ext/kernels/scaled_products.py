@@ -7,6 +7,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext.kernels.contract import Request
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 
 Tensor = Any
@@ -74,7 +75,7 @@ class Plain:
 
 def float32(operand: Quantized) -> Tensor:
     """The values of an operand, unscaled, in float32."""
-    return ops.cast(operand.values, "float32")
+    return casting.as_dtype(operand.values, "float32")
 
 
 def unscaled(operand: Quantized) -> Tensor:

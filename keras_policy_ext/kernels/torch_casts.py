@@ -28,7 +28,7 @@ def cast(
     """`casting.quantize_float32`, in what is compiled and exported too."""
     if torch.compiler.is_exporting():
         values = _clipped(x, scale, dtype, is_factor)
-        return _round_to_format(values, dtype).copysign(x)
+        return _signed_like(x, _round_to_format(values, dtype), dtype)
     if torch.compiler.is_compiling():
         return _rounded_in_graph(x, scale, dtype, is_factor)
     return _rounded(x, scale, dtype, is_factor)
@@ -67,7 +67,16 @@ def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
     castable = dtype in casting.CASTABLE
     if castable and torch_devices.casts_to_float8(values.device):
         return values.to(getattr(torch, dtype)).float()
-    return _round_to_format(values, dtype).copysign_(x)
+    return _signed_like(x, _round_to_format(values, dtype), dtype)
+
+
+def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
+    """With the signs of zeros, where the format has them."""
+    if not formats.get(dtype).has_negative_zero:
+        return rounded
+    if torch.compiler.is_exporting():
+        return rounded.copysign(x)
+    return rounded.copysign_(x)
 
 
 @torch.library.custom_op("keras_policy_ext::rounded", mutates_args=())

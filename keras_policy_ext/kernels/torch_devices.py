@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.kernels import devices
 from keras_policy_ext.kernels.devices import Device
 
@@ -27,7 +28,7 @@ def lacking(*formats: str) -> str | None:
     """
     device = here()
     if device.maker == "cpu":
-        others = set(formats) - set(devices.FORMATS["ocp"])
+        others = set(formats) - set(FAMILIES["ocp"])
         return f"scaled_mm on a CPU reads no {min(others)}" if others else None
     if device.maker == "google":
         return f"PyTorch does not run on {device.title} here"

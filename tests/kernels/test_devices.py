@@ -31,7 +31,7 @@ def chosen(name, recipe="current"):
 @pytest.mark.any_backend
 def test_every_device_says_what_it_is_and_where_that_is_written():
     assert set(ASKED) <= set(devices.KNOWN)
-    families = {name for each in devices.FORMATS.values() for name in each}
+    families = {name for each in formats.FAMILIES.values() for name in each}
     assert families <= set(formats.names())
     for device in devices.KNOWN.values():
         assert device.source
@@ -105,7 +105,7 @@ def test_cards_of_nvidia_go_by_their_capability(
 
 @pytest.mark.any_backend
 def test_a_format_of_the_other_family_is_told_what_would_be_native():
-    fnuz, ocp = devices.FORMATS["fnuz"], devices.FORMATS["ocp"]
+    fnuz, ocp = formats.FAMILIES["fnuz"], formats.FAMILIES["ocp"]
     mi300, mi350 = devices.get("mi300"), devices.get("mi350")
     assert mi300.lacking(*fnuz) is None
     assert mi350.lacking(*ocp) is None

@@ -3,6 +3,8 @@
 The layouts that CUDA demands of the float8 matmul are checked without a GPU.
 """
 
+import functools
+
 import keras
 import pytest
 from hypothesis import given, settings
@@ -44,6 +46,12 @@ def test_the_three_matmuls_obey_the_layout_rules_of_cuda(cuda, sizes, gradient):
     three_matmuls(
         "ab,bc->ac", dict(zip("abc", sizes, strict=True)), gradient, cuda
     )
+
+
+def test_formats_named_fnuz_obey_them(cuda):
+    empty = functools.partial(cuda, dtype="float8_e4m3fnuz")
+    sizes = {"a": 17, "b": 16, "c": 33}
+    three_matmuls("ab,bc->ac", sizes, "float8_e5m2fnuz", empty)
 
 
 @pytest.mark.parametrize(
