@@ -15,7 +15,10 @@ from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
     are_powers_of_two,
+    exact_in,
     product_scale,
+    scaled,
+    unscaled,
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
@@ -42,6 +45,29 @@ def _product(
         preferred_element_type=dtype,
     )
     return product[jnp.newaxis] if single else product
+
+
+class EmulatedDot(Emulated):
+    """Multiplies in 16 bits where that is exact and the device is faster so.
+
+    Sums are in float32 either way. Of float32 operands XLA for a TPU or GPU
+    takes fewer bits, unless it is asked for all.
+    """
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        device = jax_devices.here()
+        x, y = unscaled(a), unscaled(b)
+        narrow = device.multiplies_in
+        if exact_in(narrow, a, b):
+            product = _product(x.astype(narrow), y.astype(narrow))
+        elif device.maker == "cpu" or exact_in("bfloat16", a, b):
+            product = _product(x, y)
+        else:
+            product = _product(x, y, lax.Precision.HIGHEST)
+        return scaled(product, a, b, dtype)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -160,7 +186,12 @@ def _dequantized_product(
 ENGINE = Engine(
     name="jax",
     device=jax_devices.here,
-    matmuls=(Float8Dot(), Float8DotOfRows(), ScaledDot(), Emulated(_product)),
+    matmuls=(
+        Float8Dot(),
+        Float8DotOfRows(),
+        ScaledDot(),
+        EmulatedDot(_product),
+    ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,

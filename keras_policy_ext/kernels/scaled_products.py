@@ -105,7 +105,29 @@ def folded(operand: Quantized, across: bool) -> Quantized:
     values = operand.dequantize()
     # Numbers of bfloat16, which a kernel may want to know.
     exact = asked.tensorwise if are_powers_of_two(operand) else None
-    return Quantized(values, _ones(), exact, operand.tensor_scale)
+    return Folded(values, _ones(), exact, operand.tensor_scale)
+
+
+class Folded(Quantized):
+    """Values that are multiplied by their scales, powers of two or not."""
+
+
+def exact_in(dtype: str, *operands: Quantized) -> bool:
+    """Whether what is multiplied are numbers of a dtype of 16 bits.
+
+    All numbers of the narrow formats are, in bfloat16 also times a power of
+    two.
+    """
+    return all(_is_exact_in(dtype, each) for each in operands)
+
+
+def _is_exact_in(dtype: str, operand: Quantized) -> bool:
+    asked = operand.quantization
+    if asked is None or dtype == "float32":
+        return False
+    if asked.scale_leaves_sum and not isinstance(operand, Folded):
+        return True
+    return dtype == "bfloat16" and are_powers_of_two(operand)
 
 
 def product_scale(a: Quantized, b: Quantized) -> Tensor:

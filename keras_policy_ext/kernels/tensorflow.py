@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import tensorflow_devices
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Engine, Request
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
@@ -13,8 +14,10 @@ from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
     are_powers_of_two,
+    exact_in,
     float32,
     scaled,
+    unscaled,
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
@@ -142,6 +145,27 @@ class XlaMatmulOfRows(XlaMatmul):
         return scaled(tf.cast(sums, tf.float32), a, b, dtype)
 
 
+class EmulatedMatmul(Emulated):
+    """Multiplies in 16 bits where that is exact and the device is faster so.
+
+    XLA alone has a matmul of 16 bits that writes its sums in float32.
+    """
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        narrow = tensorflow_devices.here().multiplies_in
+        in_xla = frameworks.current().traces_for_xla()
+        if not in_xla or not exact_in(narrow, a, b):
+            return super().multiply(a, b, dtype, fast)
+        x, y = (tf.cast(unscaled(each), narrow) for each in (a, b))
+        product = tf.raw_ops.BatchMatMulV3(
+            x=x, y=y, Tout=tf.float32, adj_y=True
+        )
+        return scaled(product, a, b, dtype)
+
+
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     if xla is None:
         return _product(a, b)
@@ -168,7 +192,7 @@ ENGINE = Engine(
         DequantizedMatmul(),
         XlaMatmul(),
         XlaMatmulOfRows(),
-        Emulated(_product),
+        EmulatedMatmul(_product),
     ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),

@@ -79,6 +79,30 @@ def casts_to_float8(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def sums_in_float32(dtype: str) -> bool:
+    """Whether a matmul of 16 bits writes its sums in float32 on this GPU."""
+    halves = getattr(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation", False
+    )
+    return _sums_in_float32(dtype, bool(halves))
+
+
+@functools.cache
+def _sums_in_float32(dtype: str, halves: bool) -> bool:
+    """Asked once for a process, with numbers of which no 16 bits have the sum.
+
+    Older versions of PyTorch, and builds for other makers, have no such matmul.
+    """
+    try:
+        x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
+        x[:, 0] = 0.5
+        sums = torch.mm(x, torch.ones_like(x).t(), out_dtype=torch.float32)
+        return bool((sums == 4111.5).all())
+    # Whatever a build raises for what it lacks: float32 is left.
+    except Exception:
+        return False
+
+
 def _found() -> Device:
     if torch.cuda.is_available():
         if torch.version.hip:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,8 @@ def counterpart(recipe: Recipe) -> Recipe | None:
     word = getattr(recipe, "fp8_format", None)
     if word not in _COUNTERPARTS:
         return None
-    return dataclasses.replace(recipe, fp8_format=_COUNTERPARTS[word])
+    changes: dict[str, Any] = {"fp8_format": _COUNTERPARTS[word]}
+    return dataclasses.replace(recipe, **changes)
 
 
 def put(recipe: Recipe, field: str, value: object) -> None:
