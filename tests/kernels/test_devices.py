@@ -6,6 +6,7 @@ import types
 import keras
 import pytest
 
+import devices_page
 from keras_policy_ext import formats, kernels, recipes
 from keras_policy_ext.kernels import devices
 
@@ -40,6 +41,12 @@ def test_every_device_says_what_it_is_and_where_that_is_written():
         assert device.multiplies_in in ("float32", "bfloat16", "float16")
     listed = {**devices.NVIDIA, **devices.AMD, **devices.TPUS}.values()
     assert set(listed) | {"mps", "cpu", "cpu_bf16"} == set(devices.KNOWN)
+
+
+@pytest.mark.any_backend
+def test_the_page_has_the_table_of_the_devices():
+    found = devices_page.PAGE.read_text("utf-8")
+    assert found == devices_page.page(), "run python tests/devices_page.py"
 
 
 @pytest.mark.parametrize("name", devices.KNOWN)
