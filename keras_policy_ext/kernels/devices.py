@@ -46,6 +46,8 @@ class Device:
     def summary(self) -> str:
         """One sentence on what it can do."""
         sums = f"emulated products are of {self.multiplies_in}"
+        if not self.holds_float8:
+            sums += ", and float8 numbers are kept as bytes"
         if self.float8 is None:
             return f"{self.lacking()}; {sums}"
         read = " and ".join(FAMILIES[self.float8])

@@ -28,8 +28,8 @@ def lacking(*formats: str) -> str | None:
     """
     device = here()
     if device.maker == "cpu":
-        others = set(formats) - set(FAMILIES["ocp"])
-        return f"scaled_mm on a CPU reads no {min(others)}" if others else None
+        others = [each for each in formats if each not in FAMILIES["ocp"]]
+        return f"scaled_mm on a CPU reads no {others[0]}" if others else None
     if device.maker == "google":
         return f"PyTorch does not run on {device.title} here"
     return device.lacking(*formats)
@@ -76,7 +76,11 @@ def casts_to_float8(device: torch.device) -> bool:
     On a CPU integers are four times as fast (torch 2.13); on Apple's GPUs
     such a cast raises TypeError (all releases up to September 2026).
     """
-    return device.type == "cuda"
+    if device.type == "cpu":
+        return False
+    apple = device.type == "mps"
+    described = devices.KNOWN["mps"] if apple else here()
+    return described.holds_float8
 
 
 def sums_in_float32(dtype: str) -> bool:

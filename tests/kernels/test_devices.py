@@ -39,6 +39,7 @@ def test_every_device_says_what_it_is_and_where_that_is_written():
         assert device.title in device.summary or device.float8
         assert (device.float8 is None) == (device.scales == ())
         assert device.multiplies_in in ("float32", "bfloat16", "float16")
+    assert not devices.KNOWN["mps"].holds_float8
     listed = {**devices.NVIDIA, **devices.AMD, **devices.TPUS}.values()
     assert set(listed) | {"mps", "cpu", "cpu_bf16"} == set(devices.KNOWN)
 

@@ -244,6 +244,38 @@ def test_a_gpu_with_float8_hardware_is_used_unasked(
         assert "jit_compile=True" in choices[1].reason
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "known"),
+    [
+        ([], "cpu"),
+        ([(7, 5)], "t4"),
+        ([(8, 0), (9, 0)], "h200"),
+        ([None], None),
+    ],
+)
+def test_the_gpu_that_is_best_at_float8_is_the_device(
+    monkeypatch, capabilities, known
+):
+    config = tf.config
+    monkeypatch.setattr(config, "list_physical_devices", lambda k: capabilities)
+    monkeypatch.setattr(
+        config.experimental,
+        "get_device_details",
+        lambda gpu: {"compute_capability": gpu, "device_name": "some GPU"},
+    )
+    tensorflow_devices.found.cache_clear()
+    try:
+        device = kernels.engine().device()
+    finally:
+        tensorflow_devices.found.cache_clear()
+    if known is None:
+        assert "some GPU is not known" in device.lacking()
+        assert device.multiplies_in == "float32"
+        return
+    for field in ("maker", "float8", "scales", "multiplies_in"):
+        assert getattr(device, field) == getattr(devices.KNOWN[known], field)
+
+
 def test_what_tensorflow_does_not_offer_is_done_without(monkeypatch):
     from keras_policy_ext.frameworks import tensorflow as framework
     from keras_policy_ext.kernels import tensorflow as engine
