@@ -30,6 +30,7 @@ POLICIES = {  # What a TPU7x multiplies, and an older one.
     "float8/current_from_float32": (HYBRID, "bf16"),
     "float8/rowwise_from_mixed_bfloat16": ([(E4M3, E4M3)] * 3, "bf16"),
     "float8/mxfp8_from_mixed_bfloat16": ("bf16", "bf16"),
+    "float8/nvfp4_from_mixed_bfloat16": ("bf16", "bf16"),
     # Of which no 16 bits have the numbers.
     "float8/block(power_of_two=False)_from_mixed_bfloat16": ("f32", "f32"),
 }

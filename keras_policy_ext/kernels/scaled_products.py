@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from keras import ops
@@ -102,32 +103,43 @@ def folded(operand: Quantized, across: bool) -> Quantized:
     as_read = asked.transposed if across else asked
     if as_read.scale_leaves_sum:
         return operand
-    values = operand.dequantize()
-    # Numbers of bfloat16, which a kernel may want to know.
-    exact = asked.tensorwise if are_powers_of_two(operand) else None
-    return Folded(values, _ones(), exact, operand.tensor_scale)
+    return Folded(
+        operand.dequantize(),
+        _ones(),
+        asked.tensorwise if are_powers_of_two(operand) else None,
+        operand.tensor_scale,
+        asked.exact_in_bfloat16,
+    )
 
 
+@dataclasses.dataclass(frozen=True)
 class Folded(Quantized):
-    """Values that are multiplied by their scales, powers of two or not."""
+    """Values that are multiplied by their scales.
+
+    Attributes:
+        exact: Whether they are numbers of bfloat16.
+    """
+
+    exact: bool = False
 
 
 def exact_in(dtype: str, *operands: Quantized) -> bool:
     """Whether what is multiplied are numbers of a dtype of 16 bits.
 
     All numbers of the narrow formats are, in bfloat16 also times a power of
-    two.
+    two or a scale of eight bits.
     """
     return all(_is_exact_in(dtype, each) for each in operands)
 
 
 def _is_exact_in(dtype: str, operand: Quantized) -> bool:
     asked = operand.quantization
+    if isinstance(operand, Folded):
+        return dtype == "bfloat16" and operand.exact
     if asked is None or dtype == "float32":
         return False
-    if asked.scale_leaves_sum and not isinstance(operand, Folded):
-        return True
-    return dtype == "bfloat16" and are_powers_of_two(operand)
+    in_bfloat16 = dtype == "bfloat16" and asked.exact_in_bfloat16
+    return asked.scale_leaves_sum or in_bfloat16
 
 
 def product_scale(a: Quantized, b: Quantized) -> Tensor:

@@ -41,6 +41,12 @@ SIZES = (64, 256, 48)
 XLA = {"jax": "jit", "tensorflow": "xla", "torch": "eager"}[BACKEND]
 NEAREST = asked(Tile(1, 128), scale_rounding="nearest")
 E5M2 = asked(WHOLE.tile, "float8_e5m2")
+NVFP4 = asked(
+    Tile(1, 16),
+    "float4_e2m1fn",
+    scale_format="float8_e4m3fn",
+    scale_rounding="nearest",
+)
 FNUZ = asked(WHOLE.tile, "float8_e4m3fnuz")
 PAIRS = {  # Two quantizations, and whether float16 has their products.
     "tensors": (WHOLE, WHOLE, True),
@@ -50,6 +56,7 @@ PAIRS = {  # Two quantizations, and whether float16 has their products.
     "rows of any scale": (ANY_ROW, WHOLE, True),
     "blocks": (THIN, SQUARE, False),
     "MX": (MX, MX, False),
+    "NVFP4": (NVFP4, NVFP4, False),
 }
 
 
