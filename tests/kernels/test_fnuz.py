@@ -263,3 +263,30 @@ def test_where_nothing_or_the_same_family_is_native_no_word_is_said(files):
                 model.load_weights(folder / "model.weights.h5")
     if not visible_gpus():
         assert kernels.engine().device().float8 is None
+
+
+@keras.saving.register_keras_serializable("fnuz")
+class Block(keras.layers.Layer):
+    """Makes its layer itself, a stock one whenever it is made."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(8)
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def test_a_layer_that_its_model_makes_anew_says_it_too(tmp_path):
+    model = keras.Sequential([keras.Input((8,)), Block()])
+    kpe.convert(model, f"{HYBRID}_from_float32")
+    model.save(tmp_path / "model.keras")
+    with devices.pretend("h200"), warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter("always")
+        loaded = kpe.load_model(tmp_path / "model.keras")
+    (word,) = words(w)
+    assert "kpe.convert(model, 'float8/current_from_float32')" in word
+    assert loaded.layers[0].dense.float8_policy is not None

@@ -180,3 +180,12 @@ def test_why_triton_does_not_cast_is_told(monkeypatch):
         assert "no compiler on this machine" in torch_fused.lacking()
     finally:
         torch_fused.lacking.cache_clear()
+
+
+def test_triton_leaves_formats_named_fnuz_to_pytorch():
+    casts = torch_fused.TritonCasts(interpreted=True)
+    x = torch.ones(2, 2)
+    for name in formats.FAMILIES["ocp"]:
+        assert casts.supports(x, name) is None
+    for name in formats.FAMILIES["fnuz"]:
+        assert name in casts.supports(x, name)
