@@ -16,6 +16,7 @@ from keras_policy_ext import recipes, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.diagnostics import demo
 from keras_policy_ext.export import FORMATS, export
+from keras_policy_ext.kernels.devices import KNOWN
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS
 
@@ -116,11 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True
     )
     _add_demo(commands)
-    _add(
-        commands,
-        _doctor,
-        "what runs natively in float8 on this machine, and why",
-        _DOCTOR,
+    here = "what runs natively in float8 on this machine, and why"
+    _add(commands, _doctor, here, _DOCTOR).add_argument(
+        "--device",
+        choices=KNOWN,
+        help="what would run on one that is elsewhere",
+        default=argparse.SUPPRESS,
     )
     _add_export(commands)
     _add_inspect(commands)
@@ -381,7 +383,7 @@ def _demo(arguments: argparse.Namespace) -> Callable[[], object]:
 def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics import doctor
 
-    return doctor.run
+    return lambda: doctor.run(device=getattr(arguments, "device", None))
 
 
 def _export(arguments: argparse.Namespace) -> Callable[[], object]:

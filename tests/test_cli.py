@@ -84,12 +84,21 @@ def test_doctor_tells_backend_and_a_reason_for_every_contraction(capsys):
     assert 'gains from which size on: `filter="auto"`' in printed
 
 
+def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
+    assert cli.main(["doctor", "--device", "a100"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "an NVIDIA A100" in printed
+    assert "emulated" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
+        (["doctor", "--device", "h300"], "(choose from 'h200', 'b200', "),
         (["demo", "--steps", "0"], "an integer of 1 or more"),
         (["demo", "--steps", "ten"], "an integer of 1 or more"),
         (["demo", "--seed", "-1"], "an integer of 0 or more"),

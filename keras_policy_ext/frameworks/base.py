@@ -212,6 +212,10 @@ class Framework:
         """The same bytes in a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)
 
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """`ops.cast`, from and to formats that Keras does not know."""
+        return ops.cast(x, dtype)
+
     # Branches and replicas
 
     def run_if(
@@ -264,7 +268,8 @@ class Framework:
         A byte each: uint8, for codes, where no framework computes in the
         dtype of the format.
         """
-        return format_name if formats.get(format_name).bits == 8 else "uint8"
+        own = formats.get(format_name).family == "ocp"
+        return format_name if own else "uint8"
 
     def relu(self, x: Tensor) -> Tensor:
         """`ops.relu(x)`, of which a bit a number is kept for the gradient.

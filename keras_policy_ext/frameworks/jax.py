@@ -173,6 +173,10 @@ class JaxFramework(Framework):
         """See `Framework.as_float8`."""
         return lax.bitcast_convert_type(codes, jnp.dtype(format_name))
 
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """See `Framework.as_dtype`."""
+        return jnp.asarray(x).astype(dtype)
+
 
 FRAMEWORK = JaxFramework()
 

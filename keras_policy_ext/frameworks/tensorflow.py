@@ -71,6 +71,10 @@ class TensorFlowFramework(Framework):
             return dtype
         return "uint8" if _in_a_loop() else dtype
 
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """See `Framework.as_dtype`; TensorFlow has these casts in XLA only."""
+        return _cast_by_xla(tf.convert_to_tensor(x), tf.as_dtype(dtype))
+
     @contextlib.contextmanager
     def functions_step_by_step(self) -> Iterator[None]:
         """See `Framework.functions_step_by_step`; there is one switch."""
@@ -374,3 +378,8 @@ def _shared_backward(
 @functools.lru_cache(maxsize=1024)
 def _shared_settle(settle: Any, shapes: Any) -> _Graph:
     return _Graph(settle)
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _cast_by_xla(x: Tensor, dtype: tf.DType) -> Tensor:
+    return tf.cast(x, dtype)

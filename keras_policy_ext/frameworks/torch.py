@@ -158,6 +158,10 @@ class TorchFramework(Framework):
         """See `Framework.as_float8`."""
         return codes.view(getattr(torch, format_name))
 
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """See `Framework.as_dtype`."""
+        return x.to(getattr(torch, dtype))
+
 
 FRAMEWORK = TorchFramework()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 from keras_policy_ext.kernels.both_layouts import BothLayouts
+from keras_policy_ext.kernels.devices import Device
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import Quantization, Tile
@@ -14,9 +15,6 @@ from keras_policy_ext.recipes import Quantization, Tile
 Tensor = Any
 Shapes = tuple[Any, Any]
 Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
-
-HOPPER_OR_ADA = (8, 9)
-"""Smallest compute capability of NVIDIA's devices with float8 matmuls."""
 
 OTHER_SCALES = "its scales are those of other tiles"
 """What a kernel says of a matmul with scales that it is not made for."""
@@ -72,6 +70,11 @@ class Request(NamedTuple):
     def of_rows(self) -> bool:
         """Whether an operand has a scale for each row, the other one or so."""
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The formats of both operands."""
+        return self.a.format, self.b.format
 
     @property
     def tiles(self) -> tuple[Tile, Tile]:
@@ -156,6 +159,7 @@ class Engine:
 
     Attributes:
         name: That of the framework.
+        device: Says which device it computes on.
         matmuls: The ways to multiply, the best first; the last supports
             everything.
         plain: Multiplies what is not quantized.
@@ -174,6 +178,7 @@ class Engine:
     """
 
     name: str
+    device: Callable[[], Device]
     matmuls: tuple[MatmulKernel, ...]
     plain: MatmulKernel
     convolutions: Convolutions

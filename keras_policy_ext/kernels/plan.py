@@ -312,7 +312,7 @@ class Plan:
             or not self.contraction.reads_what_is_quantized
             or self.source.rule is None
             or not all(chosen[m][1].native for m in matmuls)
-            or both.supports(x)
+            or both.supports(x, asked.format)
         ):
             return None
         return both

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +39,7 @@ def cast(
     """
     if torch.compiler.is_exporting():
         values = _clipped(x, scale, dtype, is_factor)
-        return _round_to_format(values, dtype).copysign(x)
+        return _signed_like(x, _round_to_format(values, dtype), dtype)
     if torch.compiler.is_compiling():
         return _rounded_in_graph(x, scale, dtype, is_factor)
     if _is_castable(dtype, x.device):
@@ -54,20 +53,12 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
     Part by part then, so that they are never all there in float32.
     """
     narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
-    if not (narrow and _is_on_cpu(q) and multiplies_bfloat16()):
+    if not (narrow and _is_on_cpu(q) and torch_devices.multiplies_bfloat16()):
         return _widened(q)
     wide = torch.empty_like(q, dtype=torch.bfloat16)
     for numbers, part in _in_parts(q, wide):
         part.copy_(_widened(numbers))
     return wide
-
-
-@functools.cache
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, as far as torch can tell."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    checks = [getattr(torch.cpu, name, None) for name in names]
-    return any(check is not None and check() for check in checks)
 
 
 def _widened(q: Tensor) -> Tensor:
@@ -120,8 +111,7 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 
 def _is_castable(dtype: str, device: torch.device) -> bool:
-    castable = dtype in casting.CASTABLE
-    return castable and torch_devices.casts_to_float8(device)
+    return dtype in HALVES and torch_devices.casts_to_float8(device)
 
 
 def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
@@ -136,7 +126,16 @@ def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
     values = _clipped(x, scale, dtype, is_factor)
     if _is_castable(dtype, x.device):
         return widen(values.to(getattr(torch, dtype)))
-    return _round_to_format(values, dtype).copysign_(x)
+    return _signed_like(x, _round_to_format(values, dtype), dtype)
+
+
+def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
+    """With the signs of zeros, where the format has them."""
+    if not formats.get(dtype).has_negative_zero:
+        return rounded
+    if torch.compiler.is_exporting():
+        return rounded.copysign(x)
+    return rounded.copysign_(x)
 
 
 @torch.library.custom_op("keras_policy_ext::rounded", mutates_args=())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_casts
 from keras_policy_ext.kernels.both_layouts import Both, Known
@@ -33,8 +34,10 @@ class TritonCasts:
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
 
-    def supports(self, x: Tensor) -> str | None:
+    def supports(self, x: Tensor, format_name: str) -> str | None:
         """See `BothLayouts.supports`."""
+        if format_name not in FAMILIES["ocp"]:
+            return f"Triton's casts do not write {format_name}"
         if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"Triton's casts do not read {x.dtype}"
         return _refusal(x, self.interpreted)
@@ -121,7 +124,7 @@ def _gives_our_codes() -> bool:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
     x = every.view(torch.bfloat16).reshape(256, 256)
     x = torch.where(torch.isnan(x), 0.0, x)
-    for name in ("float8_e4m3fn", "float8_e5m2"):
+    for name in FAMILIES["ocp"]:
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(torch_casts.narrow_cast(x, scale, name))
             known = Known(scale, None, ScaleRule(inverted=True))

@@ -85,7 +85,7 @@ class Quantized:
         if is_wide(values) and dtype == "uint8":
             values = codes.encode(values, asked.format)
         elif is_wide(values):
-            values = ops.cast(values, dtype)
+            values = casting.as_dtype(values, dtype)
         if is_wide(scale) and asked.scale_format != "float32":
             scale = codes.encode_scales(scale, asked.scale_format)
         return dataclasses.replace(self, values=values, scale=scale)
@@ -150,7 +150,7 @@ def of_leaves(
 
 def is_wide(values: Tensor) -> bool:
     """Whether values are held in float32."""
-    return bool(keras.backend.standardize_dtype(values.dtype) == "float32")
+    return _is_held_in(values, "float32")
 
 
 def unquantized(x: Tensor) -> Quantized:
@@ -225,7 +225,12 @@ def _at_random(
 
 
 def _is_code(values: Tensor) -> bool:
-    return bool(keras.backend.standardize_dtype(values.dtype) == "uint8")
+    return _is_held_in(values, "uint8")
+
+
+def _is_held_in(values: Tensor, dtype: str) -> bool:
+    """By the name of the dtype: of some, Keras knows none."""
+    return dtype in str(values.dtype)
 
 
 def swapped(matrix: Tensor) -> Tensor:

@@ -121,6 +121,7 @@ RECIPES = {
     "hybrid": CurrentScaling(),
     "e4m3": CurrentScaling(fp8_format="e4m3"),
     "power_of_two": CurrentScaling(power_of_two=True),
+    "hybrid_fnuz": CurrentScaling(fp8_format="hybrid_fnuz"),
 }
 
 
@@ -178,6 +179,7 @@ DENSE = [
     ("hybrid", (6, 5)),
     ("e4m3", (6, 5)),
     ("power_of_two", (6, 5)),
+    ("hybrid_fnuz", (6, 5)),
     ("hybrid", (2, 3, 5)),
     ("hybrid", (2, 2, 3, 5)),
 ]

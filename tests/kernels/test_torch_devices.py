@@ -1,5 +1,7 @@
 """Which devices have float8 matmuls on PyTorch, by what they say they are."""
 
+import dataclasses
+
 import keras
 import pytest
 
@@ -16,7 +18,12 @@ import numpy as np
 import torch
 
 from fake_gpus import fake
-from keras_policy_ext.kernels import torch_casts, torch_devices, torch_fused
+from keras_policy_ext.kernels import (
+    devices,
+    torch_casts,
+    torch_devices,
+    torch_fused,
+)
 
 FORWARD = kernels.Einsum("ab,bc->ac")
 
@@ -53,6 +60,74 @@ def test_cards_of_amd_go_by_their_architecture(monkeypatch, name):
     choice = kernels.select(FORWARD)
     assert choice.native == (lacking is None)
     assert lacking is None or lacking in choice.reason
+
+
+FACTS = {  # Capability, architecture: what is known of such a device.
+    "t4": ((7, 5), None),
+    "a100": ((8, 0), None),
+    "h200": ((9, 0), None),
+    "mi200": ((9, 0), "gfx90a:sramecc+:xnack-"),
+    "mi300": ((9, 4), "gfx942:sramecc+:xnack-"),
+    "rdna4": ((12, 0), "gfx1201"),
+    "mps": (None, None),
+    "cpu": (None, None),
+    "cpu_bf16": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_device_is_the_known_one_of_what_it_says_of_itself(
+    monkeypatch, name
+):
+    fake(monkeypatch, *FACTS[name], mps=name == "mps")
+    monkeypatch.setattr(
+        torch_devices, "_multiplies_bfloat16", lambda: name == "cpu_bf16"
+    )
+    found = kernels.engine().device()
+    title = {"title": devices.KNOWN[name].title}
+    assert dataclasses.replace(found, **title) == devices.KNOWN[name]
+
+
+def test_formats_named_fnuz_are_native_on_an_mi300_alone(monkeypatch):
+    recipe = "current(fp8_format='hybrid_fnuz')"
+    for name, (capability, architecture, _) in AMD.items():
+        fake(monkeypatch, capability, architecture)
+        assert kernels.select(FORWARD, recipe).native == (name == "MI300")
+    fake(monkeypatch)
+    with kernels.prefer("native"):
+        choice = kernels.select(FORWARD, recipe)
+    assert choice.kind == "emulated"
+    assert "fnuz" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("sums", "expected"),
+    [
+        (lambda x, y: x.float() @ y.float(), True),
+        (lambda x, y: (x @ y).float(), False),
+        (NotImplementedError("no such matmul"), False),
+    ],
+    ids=["float32", "16 bits", "none"],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_in_float32_are_tried_before_they_are_used(
+    monkeypatch, dtype, sums, expected
+):
+    def product(x, y, out_dtype):
+        if isinstance(sums, Exception):
+            raise sums
+        return sums(x, y)
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(
+        torch, "ones", lambda shape, device, dtype: ones(shape, dtype=dtype)
+    )
+    torch_devices._sums_in_float32.cache_clear()
+    try:
+        assert torch_devices.sums_in_float32(dtype) == expected
+    finally:
+        torch_devices._sums_in_float32.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["auto", "native"])
@@ -107,3 +182,12 @@ def test_why_triton_does_not_cast_is_told(monkeypatch):
         assert "no compiler on this machine" in torch_fused.lacking()
     finally:
         torch_fused.lacking.cache_clear()
+
+
+def test_triton_leaves_formats_named_fnuz_to_pytorch():
+    casts = torch_fused.TritonCasts(interpreted=True)
+    x = torch.ones(2, 2)
+    for name in formats.FAMILIES["ocp"]:
+        assert casts.supports(x, name) is None
+    for name in formats.FAMILIES["fnuz"]:
+        assert name in casts.supports(x, name)
