@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from keras_policy_ext.frameworks import torch_observations, torch_operators
+from keras_policy_ext.frameworks import (
+    torch_kept,
+    torch_observations,
+    torch_operators,
+)
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -18,6 +22,7 @@ from keras_policy_ext.frameworks.base import (
     Settle,
     numbers_of_codes,
 )
+from keras_policy_ext.frameworks.kept import Measured, Step
 
 Tensor = Any
 
@@ -105,6 +110,10 @@ class TorchFramework(Framework):
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())
+
+    def kept(self, step: Step) -> Measured:
+        """See `Framework.kept`."""
+        return torch_kept.kept(step)
 
     def run(
         self,

@@ -1,0 +1,131 @@
+"""PyTorch: which tensors autograd saves, of tensors without numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import torch
+from keras import ops
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keras_policy_ext.frameworks.kept import (
+    Kept,
+    Measured,
+    Origin,
+    Step,
+    kept_of,
+    source_of_variable,
+)
+
+# The public way to compute without numbers, the device "meta", has other
+# kernels than the device of the model. Where this is gone, the forward pass is
+# run.
+try:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+except ImportError:
+    FakeTensorMode = None
+
+Tensor = Any
+
+_ORIGIN = "keras_policy_ext_origin"
+"""The attribute by which a memory keeps its `Origin`."""
+
+
+def kept(step: Step) -> Measured:
+    """What autograd saves in the forward pass, each memory once.
+
+    Where a layer cannot be called on tensors without numbers, it is called
+    on zeros.
+    """
+    if FakeTensorMode is not None:
+        # A layer may do anything with its tensors, and fail in any way.
+        with contextlib.suppress(Exception):
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with mode:
+                found = _saved(step, mode.from_tensor)
+            return Measured(found, "saved tensors of PyTorch, without numbers")
+    with torch.random.fork_rng():
+        found = _saved(step, torch.detach)
+    return Measured(found, "saved tensors of PyTorch, of a forward pass")
+
+
+def _saved(step: Step, taken: Any) -> list[Kept]:
+    """Call the model on its variables, as `taken` hands them out, and zeros."""
+    layers: list[int] = []
+    found: dict[int, Kept] = {}
+    # So that no other memory gets the id of one that was saved.
+    saved = []
+
+    @contextlib.contextmanager
+    def inside(number: int) -> Iterator[None]:
+        layers.append(number)
+        try:
+            yield
+        finally:
+            layers.pop()
+
+    def save(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        saved.append(memory)
+        kept = kept_of(_origin(tensor), layers[-1] if layers else None)
+        if kept is not None:
+            found.setdefault(id(memory), kept)
+        return tensor
+
+    values = [
+        _given(taken(variable.value.detach()), source_of_variable(is_weight))
+        for variable, is_weight in zip(
+            step.variables, step.weights, strict=True
+        )
+    ]
+    for value, trained in zip(values, step.trained, strict=True):
+        value.requires_grad_(trained)
+    batch = keras.tree.map_structure(_zeros, step.batch)
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
+    with _Sources(), hooks, torch.enable_grad():
+        step.call(values, batch, inside)
+    return list(found.values())
+
+
+class _Sources(TorchDispatchMode):
+    """Notes of each tensor that is computed what it is computed of."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        operands = [_origin(x) for x in _tensors((args, kwargs))]
+        sources = frozenset[str]().union(*(x.sources for x in operands))
+        for tensor in _tensors(results):
+            memory = tensor.untyped_storage()
+            origin = getattr(memory, _ORIGIN, None)
+            if origin is None:
+                origin = Origin(memory.nbytes(), sources or {"others"})
+                setattr(memory, _ORIGIN, origin)
+            origin.sources |= sources
+        return results
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(structure)
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _origin(tensor: Tensor) -> Origin:
+    memory = tensor.untyped_storage()
+    origin = getattr(memory, _ORIGIN, None)
+    return Origin(memory.nbytes(), {"others"}) if origin is None else origin
+
+
+def _given(tensor: Tensor, source: str) -> Tensor:
+    memory = tensor.untyped_storage()
+    setattr(memory, _ORIGIN, Origin(memory.nbytes(), {source}, is_given=True))
+    return tensor
+
+
+def _zeros(like: Any) -> Tensor:
+    return _given(ops.zeros(like.shape, like.dtype), "batch")
