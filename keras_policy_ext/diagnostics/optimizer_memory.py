@@ -6,7 +6,11 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import (
+    optimizer_variables,
+    variable_values,
+    walking,
+)
 from keras_policy_ext.conversion import training
 from keras_policy_ext.diagnostics.batches import size_of
 from keras_policy_ext.layers.stored_variable import is_state
@@ -20,26 +24,43 @@ def bytes_of(model: keras.Layer) -> int | None:
         which variables it is going to make.
     """
     found: dict[int, Any] = {}
-    for optimizer in training.all_optimizers(model):
-        variables = optimizer.variables
-        if not optimizer.built:
-            variables = _to_be_made(optimizer, model)
-        if variables is None:
-            return None
-        found.update({id(v): v for v in variables})
+    models = [
+        layer
+        for layer in walking.layers_within(model)
+        if isinstance(layer, keras.Model)
+    ]
+    for each in models:
+        for optimizer in training.optimizers(each):
+            variables = _variables(optimizer, each)
+            if variables is None:
+                return None
+            found.update({id(v): v for v in variables})
     return sum(size_of(v) for v in found.values())
 
 
-def _to_be_made(optimizer: Any, model: keras.Layer) -> list[Any] | None:
-    """The variables that an optimizer makes in the first step."""
+def _variables(optimizer: Any, model: keras.Model) -> list[Any] | None:
+    """Those of an optimizer and of one that it wraps."""
+    if not optimizer.built:
+        optimizer = _built_copy(optimizer, model)
+    within = optimizer_variables.optimizers_within(optimizer)
+    return [v for each in within for v in each.variables] or None
+
+
+def _built_copy(optimizer: Any, model: keras.Model) -> Any:
+    """An optimizer as it is after the first step, without memory.
+
+    Returns:
+        The copy; None if variables of it need values.
+    """
     copy = type(optimizer).from_config(optimizer.get_config())
     weights = [v for v in model.trainable_variables if not is_state(v)]
     try:
         # What is made in such a scope has no values.
         with keras.StatelessScope():
             copy.build(weights)
-            for variable in copy.variables:
-                variable_values.let_wait_no_longer(variable)
+            for each in optimizer_variables.optimizers_within(copy):
+                for variable in each.variables:
+                    variable_values.let_wait_no_longer(variable)
     except ValueError:
         return None
-    return list(copy.variables)
+    return copy

@@ -148,7 +148,7 @@ class _Origins:
             if operands[number].is_given:
                 return operands[number]
             size = size or self._bytes_of_list(operation.inputs[number].op)
-        wanted = [each is tensor for each in operation.outputs]
+        wanted = [n == number for n in range(len(operation.outputs))]
         used = self._functions.used(operation, wanted)
         sources = frozenset[str]().union(
             *(
