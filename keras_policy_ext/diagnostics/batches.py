@@ -85,27 +85,15 @@ def _of_shapes(model: keras.Layer, shapes: Any) -> Any:
 
 def _symbolic(x: Any) -> Any:
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if shape is None or (dtype is None and not _is_spec(x)):
-        x = _array(x)
-        shape, dtype = x.shape, x.dtype
-    name = keras.backend.standardize_dtype(dtype or keras.config.floatx())
-    if name == "float64" and isinstance(x, np.ndarray):
-        name = keras.config.floatx()  # as Keras converts it
-    return _known(tuple(shape), name)
-
-
-def _array(x: Any) -> Any:
-    array = np.asarray(x)
-    if array.dtype.kind not in "biuf":
+    if shape is None:
         raise TypeError(
             f"This is no batch. Received: {x!r} (of type {type(x).__name__}). "
             f"{_ALLOWED}"
         )
-    return array
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, keras.layers.InputSpec)
+    name = keras.backend.standardize_dtype(dtype or keras.config.floatx())
+    if name == "float64" and isinstance(x, np.ndarray):
+        name = keras.config.floatx()  # as Keras converts it
+    return _known(tuple(shape), name)
 
 
 def _known(shape: tuple[Any, ...], dtype: Any) -> Any:

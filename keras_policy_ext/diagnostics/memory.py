@@ -12,6 +12,7 @@ import keras
 from keras_policy_ext import frameworks, policies, recipes
 from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.conversion import in_place, models
+from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics import batches, optimizer_memory
 from keras_policy_ext.diagnostics.memory_report import (
     AS_IT_IS,
@@ -27,6 +28,7 @@ from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
+    layers_in_float8,
     stock_policy_of,
 )
 
@@ -48,7 +50,7 @@ def memory(
     policies. Nothing is trained, and the model stays as it is.
 
     ```python
-    print(kpe.memory(model, 256, "delayed"))
+    print(kpe.memory(model, 256))
     ```
 
     Args:
@@ -60,7 +62,8 @@ def memory(
         policy: A policy, a recipe, or the name of one; several in a list. A
             recipe and a float8 policy: as `convert` would make the model. A
             plain policy, such as `"mixed_bfloat16"`: with it in all layers.
-            None: only as it is.
+            None: as `convert(model)` would make it, unless a layer is in
+            float8 already. An empty list: only as it is.
         compile: Whether XLA is asked too what it plans for both passes. That
             takes as long as compiling a training step, and JAX only.
         **options: Of `convert`: `include`, `exclude`, `filter`, `min_size`,
@@ -79,12 +82,12 @@ def memory(
         model, "have a training step", "; a file goes to `load_model` first"
     )
     models.check(model)
-    wanted = _asked(policy)
+    wanted = _asked(model, policy)
     tensors = batches.read(model, batch)
     counted = [_counted(model, AS_IT_IS, tensors, compile)]
-    for each in wanted:
+    for name, each in wanted.items():
         with _under(model, each, options):
-            counted.append(_counted(model, _name(each), tensors, compile))
+            counted.append(_counted(model, name, tensors, compile))
     return MemoryReport(
         model=model.name,
         forms=tuple(counted),
@@ -93,12 +96,13 @@ def memory(
     )
 
 
-def _asked(policy: Any) -> list[Any]:
-    """The policies and recipes that are asked for, each read once."""
+def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
+    """Policies and recipes that are asked for, by the names of the forms."""
     if policy is None:
-        return []
+        is_converted = bool(layers_in_float8(model))
+        return {} if is_converted else {"converted": None}
     several = policy if isinstance(policy, (list, tuple)) else [policy]
-    return [_read(each) for each in several]
+    return {_name(each): _read(each) for each in several}
 
 
 def _read(policy: Any) -> Any:
@@ -109,6 +113,9 @@ def _read(policy: Any) -> Any:
 
 
 def _name(policy: Any) -> str:
+    if isinstance(policy, str):
+        return policy
+    policy = _read(policy)
     if isinstance(policy, recipes.Recipe):
         return str(policy.spec or policy.name)
     return str(getattr(policy, "full_name", policy.name))
@@ -117,7 +124,9 @@ def _name(policy: Any) -> str:
 def _under(
     model: keras.Layer, policy: Any, options: dict[str, Any]
 ) -> AbstractContextManager[Any]:
-    if isinstance(policy, (recipes.Recipe, Float8DTypePolicy)):
+    if policy is None or isinstance(
+        policy, (recipes.Recipe, Float8DTypePolicy)
+    ):
         return in_place.converted(model, policy, **options)
     return _in_plain(model, policy)
 
@@ -178,7 +187,9 @@ def _step(model: keras.Layer, layers: list[Any], batch: Any) -> Step:
     ) -> list[Tensor]:
         def scope(layer: keras.Layer) -> AbstractContextManager[Any]:
             number = numbers.get(id(layer))
-            return contextlib.nullcontext() if number is None else inside(number)
+            return (
+                contextlib.nullcontext() if number is None else inside(number)
+            )
 
         state = list(zip(variables, values, strict=True))
         with (
@@ -231,7 +242,7 @@ def _rows(layers: list[Any], measured: Measured) -> Iterator[LayerMemory]:
         kept = [k for k in measured.kept if (k.layer or 0) == number]
         policy = float8_policy_of(layer)
         row = LayerMemory(
-            path=in_place.candidates.path_of(layer),
+            path=path_of(layer),
             class_name=type(layer).__name__,
             policy=policy.full_name if policy else stock_policy_of(layer).name,
             weights=_bytes(v for v in own if not is_state(v)),

@@ -173,7 +173,7 @@ class MemoryReport:
 
     def _totals(self) -> Table:
         forms = self.forms
-        rows = [
+        rows: list[tuple[str, list[int | None]]] = [
             ("weights", [form.weights for form in forms]),
             ("optimizer", [self.optimizer] * len(forms)),
             ("float8 state", [form.state for form in forms]),

@@ -22,13 +22,31 @@ from keras_policy_ext.frameworks.kept import (
 Jaxpr = Any
 
 _VIEWS = frozenset(
-    "broadcast_in_dim copy copy_p name reshape squeeze transpose".split()
+    [
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "name",
+        "reshape",
+        "squeeze",
+        "transpose",
+    ]
 )
 """Primitives whose result XLA reads in the memory of their operand."""
 
 _CALLS = frozenset(
-    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr jit pjit remat remat2".split()
+    [
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+    ]
 )
 """Primitives that compute one program with their operands as its inputs."""
 
@@ -65,7 +83,7 @@ def planned(step: Step) -> int:
 
     values, batch = _shapes(step)
     outputs_grad = jax.eval_shape(
-        lambda *given: step.call(*given, _inside), values, batch
+        lambda values, batch: step.call(values, batch, _inside), values, batch
     )
     compiled = jax.jit(gradients).lower(values, batch, outputs_grad).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
@@ -198,4 +216,3 @@ def _bytes(variable: Any) -> int:
     aval = variable.aval
     itemsize = getattr(aval.dtype, "itemsize", 0)
     return int(getattr(aval, "size", 0)) * int(itemsize)
-

@@ -24,11 +24,18 @@ from keras_policy_ext.frameworks.kept import (
 Tensor = Any
 
 _VIEWS = frozenset(
-    "ExpandDims Identity PreventGradient Reshape Squeeze StopGradient".split()
+    [
+        "ExpandDims",
+        "Identity",
+        "PreventGradient",
+        "Reshape",
+        "Squeeze",
+        "StopGradient",
+    ]
 )
 """Operations whose result shows the memory of their first operand."""
 
-_OF_SHAPES = frozenset("Rank Shape ShapeN Size ZerosLike".split())
+_OF_SHAPES = frozenset(["Rank", "Shape", "ShapeN", "Size", "ZerosLike"])
 """Operations for which an optimized graph does not keep their operand."""
 
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
@@ -41,20 +48,21 @@ def kept(step: Step) -> Measured:
     forward = {each.name for each in operations[:count]}
     functions = _Functions(graph)
     origins = _Origins(operations[:count], given, functions, _evaluator(graph))
-    found: dict[int, tuple[Kept, Origin]] = {}
-    # In the order of the backward pass, so that the first that keeps a tensor
-    # comes last.
-    for operation, tensor in _reads(
-        operations, forward, gradients, functions
-    ):
-        origin = origins.of(tensor)
+    # In the order of their calls, so that the first that keeps a tensor
+    # counts.
+    layers = dict.fromkeys(layer_of(x.name) for x in operations[:count])
+    places = {layer: place for place, layer in enumerate(layers)}
+    found: dict[int, Kept] = {}
+    for operation, tensor in _reads(operations, forward, gradients, functions):
         layer = layer_of(operation.name)
         layer = layer_of(tensor.op.name) if layer is None else layer
+        origin = origins.of(tensor)
         kept = kept_of(origin, layer)
         if kept is not None:
-            found[id(origin)] = kept, origin
+            both = kept, found.get(id(origin), kept)
+            found[id(origin)] = min(both, key=lambda x: places.get(x.layer, 0))
     return Measured(
-        [kept for kept, _ in found.values()],
+        list(found.values()),
         "what gradients of TensorFlow read, in a graph that is not run",
     )
 
@@ -177,9 +185,9 @@ def _evaluator(graph: Any) -> Callable[[Tensor], int | None]:
     def evaluated(tensor: Tensor) -> int | None:
         value = tf.get_static_value(tensor)
         if value is None:
-            with contextlib.suppress(tf.errors.OpError):
-                with tf.compat.v1.Session(graph=graph) as session:
-                    value = session.run(tensor)
+            session = tf.compat.v1.Session(graph=graph)
+            with contextlib.suppress(tf.errors.OpError), session:
+                value = session.run(tensor)
         return None if value is None else int(value)
 
     return evaluated
@@ -191,7 +199,7 @@ def _reads(
     gradients: list[Tensor],
     functions: _Functions,
 ) -> list[tuple[Any, Tensor]]:
-    """What operations of gradients read of the forward pass, in order.
+    """What operations of gradients read of the forward pass.
 
     Operations without a gradient to show for it are left out, as TensorFlow
     leaves them out.
@@ -210,7 +218,7 @@ def _reads(
             of_shapes = operation.type in _OF_SHAPES
             if tensor.op.name in forward and not of_shapes:
                 found.append((operation, tensor))
-    return found[::-1]
+    return found
 
 
 class _Functions:

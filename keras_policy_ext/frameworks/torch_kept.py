@@ -86,8 +86,12 @@ def _saved(step: Step, taken: Any) -> list[Kept]:
         value.requires_grad_(trained)
     batch = keras.tree.map_structure(_zeros, step.batch)
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
-    with _Sources(), hooks, torch.enable_grad():
-        step.call(values, batch, inside)
+    try:
+        with _Sources(), hooks, torch.enable_grad():
+            step.call(values, batch, inside)
+    finally:
+        for value in values:
+            vars(value.untyped_storage()).pop(_ORIGIN, None)
     return list(found.values())
 
 
