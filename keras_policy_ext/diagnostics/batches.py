@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext.conversion.kept_numbers import itemsize
+
 _ALLOWED = (
     "Allowed: what the model is called on, as arrays; keras.KerasTensor or "
     "keras.InputSpec with all sizes; a shape such as (32, 128), or nested "
@@ -43,15 +45,6 @@ def size_of(batch: Any) -> int:
         int(np.prod(x.shape)) * itemsize(x.dtype)
         for x in keras.tree.flatten(batch)
     )
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of a number of a Keras dtype."""
-    name = keras.backend.standardize_dtype(dtype)
-    if name == "bool":
-        return 1
-    digits = "".join(c if c.isdigit() else " " for c in name).split()
-    return int(digits[0]) // 8
 
 
 def _of_size(model: keras.Layer, size: int) -> Any:

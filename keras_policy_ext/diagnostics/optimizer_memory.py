@@ -6,11 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import (
-    optimizer_variables,
-    variable_values,
-    walking,
-)
+from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import training
 from keras_policy_ext.diagnostics.batches import size_of
 from keras_policy_ext.layers.stored_variable import is_state
@@ -39,11 +35,10 @@ def bytes_of(model: keras.Layer) -> int | None:
 
 
 def _variables(optimizer: Any, model: keras.Model) -> list[Any] | None:
-    """Those of an optimizer and of one that it wraps."""
+    """Those of an optimizer, with those of one that it wraps."""
     if not optimizer.built:
         optimizer = _built_copy(optimizer, model)
-    within = optimizer_variables.optimizers_within(optimizer)
-    return [v for each in within for v in each.variables] or None
+    return None if optimizer is None else list(optimizer.variables)
 
 
 def _built_copy(optimizer: Any, model: keras.Model) -> Any:
@@ -58,9 +53,8 @@ def _built_copy(optimizer: Any, model: keras.Model) -> Any:
         # What is made in such a scope has no values.
         with keras.StatelessScope():
             copy.build(weights)
-            for each in optimizer_variables.optimizers_within(copy):
-                for variable in each.variables:
-                    variable_values.let_wait_no_longer(variable)
+            for variable in copy.variables:
+                variable_values.let_wait_no_longer(variable)
     except ValueError:
         return None
     return copy

@@ -142,6 +142,15 @@ def test_what_two_layers_keep_counts_once_with_the_first():
     assert by_name(form)["two"].kept == 0
 
 
+def test_a_view_is_no_memory_of_its_own():
+    inputs = keras.Input((IN,))
+    x = keras.layers.Rescaling(2.0)(inputs)
+    halves = keras.layers.Reshape((2, IN // 2))(x)
+    outputs = [keras.layers.Dense(4)(each) for each in (x, halves)]
+    (form,) = kpe.memory(keras.Model(inputs, outputs), BATCH, ()).forms
+    assert form.kept == 4 * X
+
+
 def test_a_layer_that_is_used_twice_keeps_for_both():
     shared = keras.layers.Dense(IN, name="shared")
     inputs = keras.Input((IN,))
@@ -150,6 +159,26 @@ def test_a_layer_that_is_used_twice_keeps_for_both():
     assert form.kept == 4 * X
     (row,) = form.layers
     assert row.weights == 4 * (IN * IN + IN)
+
+
+class Tied(keras.layers.Layer):
+    """Multiplies with the kernel of another layer, which it has too."""
+
+    def __init__(self, other, **kwargs):
+        super().__init__(**kwargs)
+        self.kernel = other.kernel
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(self.kernel))
+
+
+def test_a_weight_of_two_layers_counts_once():
+    dense = keras.layers.Dense(OUT, use_bias=False)
+    inputs = keras.Input((IN,))
+    x = dense(inputs)
+    model = keras.Model(inputs, Tied(dense)(x))
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert form.weights == 4 * IN * OUT
 
 
 class Subclassed(keras.Model):
@@ -429,9 +458,29 @@ def test_it_is_what_hooks_of_pytorch_see_in_a_real_step():
     assert form.kept == sum(sizes.values())
 
 
+class Copies(keras.layers.Dense):
+    def call(self, x):
+        import torch
+
+        copy = torch.empty(self.kernel.shape).copy_(self.kernel.value)
+        return ops.matmul(x, copy)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="others do not write in place")
+def test_what_is_written_in_place_is_of_what_it_is_written_from():
+    inputs = keras.Input((IN,))
+    x = keras.layers.Dense(WIDE)(inputs)
+    model = keras.Model(inputs, Copies(OUT)(x))
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert (form.activations, form.weight_copies) == (4 * H, 4 * SECOND)
+
+
 class ReadsNumbers(keras.layers.Layer):
     def call(self, x):
-        return x * float(ops.convert_to_numpy(ops.max(ops.abs(x)) + 1.0))
+        import torch
+
+        largest = float(ops.convert_to_numpy(ops.max(ops.abs(x))))
+        return x * (largest + float(torch.rand(())) + 1.0)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="others trace such a layer not")
