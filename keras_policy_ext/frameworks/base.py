@@ -262,14 +262,18 @@ class Framework:
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """In what dtype numbers of a format are kept for a backward pass.
 
-        Float32 on a CPU, where what is not compiled has memory rather than
-        time to spend: a step of a 512-2048-512 MLP takes 5 to 10 % longer
-        with one byte (PyTorch 2.13). Uint8, for codes, where no framework
-        computes in the dtype of the format.
+        A byte each: uint8, for codes, where no framework computes in the
+        dtype of the format.
         """
-        if self.on_cpu(x):
-            return "float32"
         return format_name if formats.get(format_name).bits == 8 else "uint8"
+
+    def relu(self, x: Tensor) -> Tensor:
+        """`ops.relu(x)`, of which a bit a number is kept for the gradient.
+
+        What Keras calls keeps the outputs, which the layer after this one
+        keeps as codes already. The gradient has the same bits.
+        """
+        raise NotImplementedError(_needs_a_framework(self.name))
 
     def run(
         self,

@@ -143,6 +143,10 @@ class JaxFramework(Framework):
         halves = lax.bitcast_convert_type(bits, jnp.float16)
         return halves.astype(jnp.float32) * factor
 
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`."""
+        return _relu(x)
+
     def in_parts(
         self,
         product: Callable[[Tensor, Tensor], Tensor],
@@ -181,6 +185,28 @@ class JaxFramework(Framework):
 
 
 FRAMEWORK = JaxFramework()
+
+
+@jax.custom_vjp
+def _relu(x: Tensor) -> Tensor:
+    return jax.nn.relu(x)
+
+
+def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Behind a barrier, or XLA would keep the outputs and not the bits."""
+    mask = x > 0
+    kept = jnp.packbits(mask, axis=-1) if x.size and x.ndim else mask
+    return jax.nn.relu(x), lax.optimization_barrier(kept)
+
+
+def _relu_backward(kept: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
+    if kept.dtype == jnp.uint8:
+        count = outputs_grad.shape[-1]
+        kept = jnp.unpackbits(kept, axis=-1, count=count).astype(bool)
+    return (jnp.where(kept, outputs_grad, jnp.zeros_like(outputs_grad)),)
+
+
+_relu.defvjp(_relu_forward, _relu_backward)
 
 
 def _finite_or_inf(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.frameworks import tensorflow_kept
+from keras_policy_ext.frameworks import tensorflow_kept, tensorflow_relu
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -186,6 +186,10 @@ class TensorFlowFramework(Framework):
     def kept(self, step: Step) -> Measured:
         """See `Framework.kept`."""
         return tensorflow_kept.kept(step)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`."""
+        return tensorflow_relu.relu(x, self.traces_for_xla())
 
     def run(
         self,

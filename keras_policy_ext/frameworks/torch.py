@@ -23,6 +23,7 @@ from keras_policy_ext.frameworks.base import (
     numbers_of_codes,
 )
 from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
 
@@ -114,6 +115,12 @@ class TorchFramework(Framework):
     def kept(self, step: Step) -> Measured:
         """See `Framework.kept`."""
         return torch_kept.kept(step)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`; its compiler chooses what is kept."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return torch.relu(x)
+        return Relu.apply(x)
 
     def run(
         self,

@@ -162,9 +162,10 @@ class Engine:
         convolutions: Those of the framework.
         cast: Takes a tensor, the scale of each number, the name of a format,
             and whether to multiply by the scale instead of dividing by it;
-            returns numbers of the format, in float32.
+            returns numbers of the format, in float32 or in its dtype.
         narrow_cast: The same, in the dtype of the format.
-        widen: Takes numbers in a float8 dtype; returns them in float32.
+        widen: Takes numbers in a float8 dtype or in float32; returns them in
+            float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
             where casting and transposing are left to the framework.
         states: The arithmetic of states as kernels of its own, the best

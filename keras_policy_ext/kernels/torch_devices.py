@@ -77,12 +77,11 @@ def _other_than(major: int, cuda: tuple[int, int], block: str) -> str | None:
 
 
 def casts_to_float8(device: torch.device) -> bool:
-    """Whether a cast to a float8 dtype is there, and the best way to round.
+    """Whether there are casts to float8 dtypes.
 
-    On a CPU integers are four times as fast (torch 2.13); on Apple's GPUs
-    such a cast raises TypeError (all releases up to September 2026).
+    On Apple's GPUs they raise TypeError (all releases up to September 2026).
     """
-    return device.type == "cuda"
+    return device.type != "mps"
 
 
 def _of_nvidia() -> str | None:
