@@ -165,9 +165,9 @@ def _counted(
         for layer in walking.layers_within(model)
         if not isinstance(layer, Float8State)
     ]
-    step = _step(model, layers, batch)
     framework = frameworks.current()
     with undone(layers), _counters(layers):
+        step = _step(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None
         measured = framework.kept(step)
     rows = tuple(_rows(layers, measured))
@@ -206,6 +206,7 @@ def _step(model: keras.Layer, layers: list[Any], batch: Any) -> Step:
         trained=[id(v) in trained for v in variables],
         weights=[id(v) in weights for v in variables],
         batch=batch,
+        for_xla=bool(getattr(model, "jit_compile", False)),
     )
 
 

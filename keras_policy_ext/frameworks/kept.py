@@ -47,6 +47,7 @@ class Step:
         trained: Of which of them a gradient is taken.
         weights: Which of them are weights.
         batch: Nested `keras.KerasTensor`, with all sizes.
+        for_xla: Whether XLA compiles it where a framework leaves a choice.
     """
 
     call: Callable[[Sequence[Tensor], Any, Inside], list[Tensor]]
@@ -54,6 +55,7 @@ class Step:
     trained: Sequence[bool]
     weights: Sequence[bool]
     batch: Any
+    for_xla: bool = False
 
 
 def scope_name(number: int) -> str:

@@ -61,9 +61,10 @@ def kept(step: Step) -> Measured:
         if kept is not None:
             both = kept, found.get(id(origin), kept)
             found[id(origin)] = min(both, key=lambda x: places.get(x.layer, 0))
+    graph_is = "for XLA, which" if step.for_xla else "that"
     return Measured(
         list(found.values()),
-        "what gradients of TensorFlow read, in a graph that is not run",
+        f"what gradients of TensorFlow read, in a graph {graph_is} is not run",
     )
 
 
@@ -94,7 +95,9 @@ def _traced(step: Step) -> tuple[Any, dict[str, Origin], list[Tensor], int]:
 
     values = [spec(variable) for variable in step.variables]
     batch = keras.tree.map_structure(spec, step.batch)
-    function = tf.function(run, autograph=False)
+    function = tf.function(
+        run, autograph=False, jit_compile=step.for_xla or None
+    )
     graph = function.get_concrete_function(values, batch).graph
     return graph, found[0], found[1], found[2]
 

@@ -79,14 +79,25 @@ def test_what_bfloat16_layers_keep(activation):
 def test_what_float8_layers_keep(activation, recipe):
     form = kpe.memory(mlp(activation), BATCH, recipe)[recipe]
     one = np.dtype(kept_dtype()).itemsize
-    # A rectifier keeps bits, others what they do in a stock layer.
-    gelu = activation == "gelu"
-    own = kept_by_activation(activation, 4) if gelu else H // 8
+    # A rectifier keeps a mask, and GELU what it does in a stock layer.
+    mask = H if BACKEND == "tensorflow" else H // 8
+    own = mask if activation == "relu" else kept_by_activation(activation, 4)
     known = own + one * (X + H)
     assert 0 <= form.activations - known <= 2 * SCALARS
     # PyTorch saves a kernel whose gradient is not asked for.
     kernels = one * (SECOND + (FIRST if BACKEND == "torch" else 0))
     assert 0 <= form.weight_copies - kernels <= 2 * SCALARS
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is a choice there")
+def test_a_model_that_xla_compiles_counts_as_it_is_compiled():
+    model = mlp()
+    plain = kpe.memory(model, BATCH, "delayed")["delayed"]
+    model.compile("adam", "mse", jit_compile=True)
+    compiled = kpe.memory(model, BATCH, "delayed")["delayed"]
+    # Bits and not bytes.
+    assert plain.activations - compiled.activations == H - H // 8
+    assert "XLA" in compiled.counted_by and "XLA" not in plain.counted_by
 
 
 def kept_dtype():
