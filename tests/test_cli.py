@@ -296,7 +296,8 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
 
 
 def test_memory_compares_a_saved_model_with_policies(tmp_path, capsys):
-    model = keras.Sequential([keras.Input((None, 8)), keras.layers.Dense(4)])
+    projection = keras.layers.Dense(4, name="projection")
+    model = keras.Sequential([keras.Input((None, 8)), projection])
     path = str(tmp_path / "model.keras")
     model.save(path)
     asked = ["--policy", "current", "--policy", "mixed_bfloat16"]
@@ -308,7 +309,7 @@ def test_memory_compares_a_saved_model_with_policies(tmp_path, capsys):
 
     assert all(word in short for word in ("current", "mixed_bfloat16"))
     assert short.endswith("Every layer: --full\n")
-    assert "converted" in full and "/dense" in full
+    assert "converted" in full and "/projection" in full
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,8 @@ def test_memory_compares_a_saved_model_with_policies(tmp_path, capsys):
     ],
 )
 def test_memory_says_in_one_line_what_is_wrong(tmp_path, capsys, options, said):
-    model = keras.Sequential([keras.Input((None, 8)), keras.layers.Dense(4)])
+    projection = keras.layers.Dense(4, name="projection")
+    model = keras.Sequential([keras.Input((None, 8)), projection])
     path = str(tmp_path / "model.keras")
     model.save(path)
 

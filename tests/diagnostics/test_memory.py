@@ -8,6 +8,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+import memory_page
 from cases import mostly
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import walking
@@ -538,3 +539,11 @@ def test_the_report_as_data_and_as_tables():
     assert "mixed_bfloat16" in text and "weights" in text
     assert "first" in full and "second" in full
     assert "<table>" in report._repr_html_()
+
+
+@pytest.mark.skipif(
+    not keras.__version__.startswith("3.15"), reason="the page is of Keras 3.15"
+)
+def test_the_page_shows_what_is_printed():
+    advice = f"run KERAS_BACKEND={BACKEND} python tests/memory_page.py"
+    assert memory_page.page() == memory_page.PAGE.read_text("utf-8"), advice
