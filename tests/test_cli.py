@@ -309,7 +309,7 @@ def test_memory_compares_a_saved_model_with_policies(tmp_path, capsys):
 
     assert all(word in short for word in ("current", "mixed_bfloat16"))
     assert short.endswith("Every layer: --full\n")
-    assert "converted" in full and "/projection" in full
+    assert "converted" in full and "projection  Dense" in full
 
 
 @pytest.mark.parametrize(
