@@ -74,14 +74,21 @@ def memory(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the model is not built, a size of the batch is not
-            known, a policy means none, or `compile` is asked of a framework
-            that does not say. The model is unchanged in any case.
+        ValueError: If the model is not built or has no `call`, a size of the
+            batch is not known, a policy means none, or `compile` is asked of
+            a framework that does not say. The model is unchanged in any case.
     """
     models.check_is_layer(
         model, "have a training step", "; a file goes to `load_model` first"
     )
     models.check(model)
+    if not models.has_call(model):
+        raise ValueError(
+            f"{type(model).__name__} {model.name!r} has no `call`, and what a "
+            "step of it computes is not known. Received: a model that has "
+            "parts only. Allowed: models and layers that can be called. Ask "
+            "for the memory of each part."
+        )
     wanted = _asked(model, policy)
     tensors = batches.read(model, batch)
     counted = [_counted(model, AS_IT_IS, tensors, compile)]

@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from keras_policy_ext.frameworks import (
-    torch_kept,
-    torch_observations,
-    torch_operators,
-)
+from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -114,6 +110,9 @@ class TorchFramework(Framework):
 
     def kept(self, step: Step) -> Measured:
         """See `Framework.kept`."""
+        # Here, because it loads what a training step does not need.
+        from keras_policy_ext.frameworks import torch_kept
+
         return torch_kept.kept(step)
 
     def relu(self, x: Tensor) -> Tensor:

@@ -336,6 +336,19 @@ def test_a_model_that_is_not_built_is_refused():
         kpe.memory("model.keras", 2)
 
 
+class Parts(keras.Model):
+    """As a GAN is: two models, and no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = mlp(), mlp()
+
+
+def test_a_model_without_a_call_is_asked_for_its_parts():
+    with pytest.raises(ValueError, match="each part"):
+        kpe.memory(Parts(), (BATCH, IN))
+
+
 def test_policies_in_all_ways():
     model = mlp()
     recipe = kpe.recipes.CurrentScaling()
