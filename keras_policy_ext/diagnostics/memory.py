@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
 from keras_policy_ext import frameworks, policies, recipes
-from keras_policy_ext._keras import calls, walking
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import in_place, models
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics import batches, optimizer_memory
+from keras_policy_ext.diagnostics.forward_pass import (
+    step_of,
+    unchanged_counters,
+)
 from keras_policy_ext.diagnostics.memory_report import (
     AS_IT_IS,
     LayerMemory,
     MemoryReport,
     ModelMemory,
 )
-from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.kept import Measured
 from keras_policy_ext.layers.class_swap import leave_float8
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_variable import is_state
@@ -32,8 +36,6 @@ from keras_policy_ext.policies.of_layers import (
     stock_policy_of,
 )
 
-Tensor = Any
-
 
 def memory(
     model: keras.Layer,
@@ -41,7 +43,11 @@ def memory(
     policy: Any = None,
     *,
     compile: bool = False,
-    **options: Any,
+    include: object = None,
+    exclude: object = None,
+    filter: Callable[[Any], bool] | Any = None,
+    min_size: int | None = None,
+    attention: str | None = None,
 ) -> MemoryReport:
     """What a training step of a model keeps in memory, by layer.
 
@@ -66,8 +72,11 @@ def memory(
             float8 already. An empty list: only as it is.
         compile: Whether XLA is asked too what it plans for both passes. That
             takes as long as compiling a training step, and JAX only.
-        **options: Of `convert`: `include`, `exclude`, `filter`, `min_size`,
-            `attention`.
+        include: As for `convert`, and so are the other arguments.
+        exclude: Likewise.
+        filter: Likewise.
+        min_size: Likewise.
+        attention: Likewise.
 
     Returns:
         Rows of bytes; `print` it for a table.
@@ -78,17 +87,14 @@ def memory(
             batch is not known, a policy means none, or `compile` is asked of
             a framework that does not say. The model is unchanged in any case.
     """
-    models.check_is_layer(
-        model, "have a training step", "; a file goes to `load_model` first"
-    )
-    models.check(model)
-    if not models.has_call(model):
-        raise ValueError(
-            f"{type(model).__name__} {model.name!r} has no `call`, and what a "
-            "step of it computes is not known. Received: a model that has "
-            "parts only. Allowed: models and layers that can be called. Ask "
-            "for the memory of each part."
-        )
+    _check(model)
+    options = {
+        "include": include,
+        "exclude": exclude,
+        "filter": filter,
+        "min_size": min_size,
+        "attention": attention,
+    }
     wanted = _asked(model, policy)
     tensors = batches.read(model, batch)
     counted = [_counted(model, AS_IT_IS, tensors, compile)]
@@ -101,6 +107,21 @@ def memory(
         batch=batches.size_of(tensors),
         optimizer=optimizer_memory.bytes_of(model),
     )
+
+
+def _check(model: Any) -> None:
+    """Raise if a model cannot be called."""
+    models.check_is_layer(
+        model, "have a training step", "; a file goes to `load_model` first"
+    )
+    models.check(model)
+    if not models.has_call(model):
+        raise ValueError(
+            f"{type(model).__name__} {model.name!r} has no `call`, and what a "
+            "step of it computes is not known. Received: a model that has "
+            "parts only. Allowed: models and layers that can be called. Ask "
+            "for the memory of each part."
+        )
 
 
 def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
@@ -173,68 +194,12 @@ def _counted(
         if not isinstance(layer, Float8State)
     ]
     framework = frameworks.current()
-    with undone(layers), _counters(layers):
-        step = _step(model, layers, batch)
+    with undone(layers), unchanged_counters(layers):
+        step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None
         measured = framework.kept(step)
     rows = tuple(_rows(layers, measured))
     return ModelMemory(name, rows, measured.by, planned)
-
-
-def _step(model: keras.Layer, layers: list[Any], batch: Any) -> Step:
-    numbers = {id(layer): number for number, layer in enumerate(layers)}
-    variables = model.variables
-    trained = {id(v) for v in model.trainable_variables}
-    weights = {id(v) for v in model.weights if not is_state(v)}
-
-    def call(
-        values: Sequence[Tensor],
-        tensors: Any,
-        inside: Callable[[int], AbstractContextManager[Any]],
-    ) -> list[Tensor]:
-        def scope(layer: keras.Layer) -> AbstractContextManager[Any]:
-            number = numbers.get(id(layer))
-            return (
-                contextlib.nullcontext() if number is None else inside(number)
-            )
-
-        state = list(zip(variables, values, strict=True))
-        with (
-            keras.StatelessScope(state, collect_losses=True) as scope_of_state,
-            calls.around_each_call(scope),
-        ):
-            outputs = model(tensors, training=True)
-        found = [*keras.tree.flatten(outputs), *scope_of_state.losses]
-        return [x for x in found if keras.backend.is_float_dtype(x.dtype)]
-
-    return Step(
-        call=call,
-        variables=variables,
-        trained=[id(v) in trained for v in variables],
-        weights=[id(v) in weights for v in variables],
-        batch=batch,
-        for_xla=bool(getattr(model, "jit_compile", False)),
-    )
-
-
-@contextlib.contextmanager
-def _counters(layers: list[Any]) -> Iterator[None]:
-    """Put back what float8 layers count and note in a call."""
-    states = [
-        layer.float8_state
-        for layer in layers
-        if isinstance(getattr(layer, "float8_state", None), Float8State)
-    ]
-    plans = [state.last_call.plan for state in states]
-    matrices = [matrix for state in states for matrix in state.matrices]
-    uses = [matrix.uses for matrix in matrices]
-    try:
-        yield
-    finally:
-        for state, plan in zip(states, plans, strict=True):
-            state.last_call.plan = plan
-        for matrix, number in zip(matrices, uses, strict=True):
-            matrix.uses = number
 
 
 def _rows(layers: list[Any], measured: Measured) -> Iterator[LayerMemory]:

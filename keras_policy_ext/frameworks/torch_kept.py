@@ -55,27 +55,6 @@ def kept(step: Step) -> Measured:
 
 def _saved(step: Step, taken: Any) -> list[Kept]:
     """Call the model on its variables, as `taken` hands them out, and zeros."""
-    layers: list[int] = []
-    found: dict[int, Kept] = {}
-    # So that no other memory gets the id of one that was saved.
-    saved = []
-
-    @contextlib.contextmanager
-    def inside(number: int) -> Iterator[None]:
-        layers.append(number)
-        try:
-            yield
-        finally:
-            layers.pop()
-
-    def save(tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        saved.append(memory)
-        kept = kept_of(_origin(tensor), layers[-1] if layers else None)
-        if kept is not None:
-            found.setdefault(id(memory), kept)
-        return tensor
-
     values = [
         _given(taken(variable.value.detach()), source_of_variable(is_weight))
         for variable, is_weight in zip(
@@ -85,14 +64,47 @@ def _saved(step: Step, taken: Any) -> list[Kept]:
     for value, trained in zip(values, step.trained, strict=True):
         value.requires_grad_(trained)
     batch = keras.tree.map_structure(_zeros, step.batch)
-    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
+    saved = _Saved()
     try:
-        with _Sources(), hooks, torch.enable_grad():
-            step.call(values, batch, inside)
+        with _Sources(), saved.hooks(), torch.enable_grad():
+            step.call(values, batch, saved.inside)
     finally:
         for value in values:
             vars(value.untyped_storage()).pop(_ORIGIN, None)
-    return list(found.values())
+    return list(saved.kept.values())
+
+
+class _Saved:
+    """What autograd saves, and in the call of which layer."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Kept] = {}
+        self._layers: list[int] = []
+        # So that no other memory gets the id of one that was saved.
+        self._memories: list[Any] = []
+
+    @contextlib.contextmanager
+    def inside(self, number: int) -> Iterator[None]:
+        """The call of a layer."""
+        self._layers.append(number)
+        try:
+            yield
+        finally:
+            self._layers.pop()
+
+    def hooks(self) -> contextlib.AbstractContextManager[Any]:
+        """A block in which autograd tells what it saves."""
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        return hooks(self._save, lambda saved: saved)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        self._memories.append(memory)
+        layer = self._layers[-1] if self._layers else None
+        kept = kept_of(_origin(tensor), layer)
+        if kept is not None:
+            self.kept.setdefault(id(memory), kept)
+        return tensor
 
 
 class _Sources(TorchDispatchMode):
