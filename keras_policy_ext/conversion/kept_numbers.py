@@ -59,7 +59,8 @@ def note(entries: Iterable[Any]) -> list[str]:
         return []
     several = len(sizes) > 1
     found = [
-        f"{summary.counted(now, 'byte')} a number, not {before}"
+        f"{summary.counted(now, 'byte')} a number, "
+        + ("as before" if now == before else f"not {before}")
         + (f" ({summary.counted(layers, 'layer')})" if several else "")
         for (now, before), layers in sorted(sizes.items())
     ]

@@ -128,6 +128,7 @@ def test_what_is_kept_for_the_backward_pass_is_told(dtype, before, monkeypatch):
     recipe = "delayed(kernel_grad='high_precision')"
     report = kpe.convert(model, recipe)
     assert {entry.kept_bytes for entry in report.converted} == {before}
+    assert f"in {before} bytes a number, as before." in str(report)
     assert "backward" not in str(kpe.revert(model))
 
 
