@@ -158,7 +158,7 @@ class _Origins:
         if operation.type in ("While", "StatelessWhile"):
             if operands[number].is_given:
                 return operands[number]
-            size = size or self._bytes_of_list(operation.inputs[number].op)
+            size = size or self._bytes_of_list(operation, number)
         wanted = [n == number for n in range(len(operation.outputs))]
         used = self._functions.used(operation, wanted)
         sources = frozenset[str]().union(
@@ -170,16 +170,29 @@ class _Origins:
         )
         return Origin(size, sources)
 
-    def _bytes_of_list(self, operation: Any) -> int:
-        """Of all steps of a loop, in a list that is empty before it."""
-        if operation.type != "EmptyTensorList":
-            return sum(self.of(each).bytes for each in operation.inputs)
-        shape, steps = operation.inputs
-        sizes, number = tf.get_static_value(shape), self._evaluated(steps)
-        if sizes is None or number is None or min(sizes, default=0) < 0:
+    def _bytes_of_list(self, loop: Any, number: int) -> int:
+        """Of a list that a loop has, with an entry of each step."""
+        made = loop.inputs[number].op
+        if made.type != "EmptyTensorList":
+            return sum(self.of(each).bytes for each in made.inputs)
+        sizes = tf.get_static_value(made.inputs[0])
+        if sizes is None or min(sizes, default=0) < 0:
             return 0
-        itemsize = operation.get_attr("element_dtype").size
-        return int(math.prod(sizes.tolist())) * number * itemsize
+        itemsize = int(made.get_attr("element_dtype").size)
+        steps = self._evaluated(made.inputs[1]) or 0
+        if steps < 1:
+            steps = self._steps(loop)
+        return int(math.prod(sizes.tolist())) * itemsize * steps
+
+    def _steps(self, loop: Any) -> int:
+        """How often a loop runs without a limit: as long as its lists are."""
+        lengths = [1]
+        for tensor in loop.inputs:
+            if tensor.op.type == "TensorListReserve":
+                lengths.append(self._evaluated(tensor.op.inputs[1]) or 0)
+            elif tensor.op.type == "TensorListFromTensor":
+                lengths.append(tensor.op.inputs[0].shape[0] or 0)
+        return max(lengths)
 
 
 def _evaluator(graph: Any) -> Callable[[Tensor], int | None]:

@@ -458,6 +458,31 @@ def test_loops_of_tensorflow_keep_each_step():
     assert 0 <= step - 4 * BATCH * (IN + 2 * units) <= 32
 
 
+class Repeats(keras.layers.Layer):
+    """A hyperbolic tangent of itself, some times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def call(self, x):
+        def step(x, _):
+            return ops.tanh(x), None
+
+        return ops.scan(step, x, ops.zeros((self.times, 1)))[0]
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="where loops are traced")
+def test_loops_of_tensorflow_without_a_limit_are_as_long_as_their_lists():
+    def kept(times):
+        layers = [keras.layers.Dense(4), Repeats(times)]
+        model = keras.Sequential([keras.Input((IN,)), *layers])
+        return kpe.memory(model, BATCH, ()).forms[0].kept
+
+    step = (kept(12) - kept(6)) / 6
+    assert 0 <= step - 4 * BATCH * 4 <= 32
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="shows what autograd saves")
 def test_it_is_what_hooks_of_pytorch_see_in_a_real_step():
     import torch
