@@ -34,7 +34,15 @@ def step_of(model: Any, layers: Sequence[Any], batch: Any) -> Step:
         weights=[id(v) in weights for v in model.variables],
         batch=batch,
         for_xla=bool(getattr(model, "jit_compile", False)),
+        held=_held(model),
     )
+
+
+def _held(model: Any) -> list[Tensor]:
+    """What a model holds as a module of PyTorch."""
+    if keras.backend.backend() != "torch":
+        return []
+    return [*model.parameters(), *model.buffers()]
 
 
 class _Forward:

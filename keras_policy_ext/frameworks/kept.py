@@ -48,6 +48,8 @@ class Step:
         weights: Which of them are weights.
         batch: Nested `keras.KerasTensor`, with all sizes.
         for_xla: Whether XLA compiles it where a framework leaves a choice.
+        held: Tensors of the framework that the model holds, its variables
+            among them, where the framework knows them.
     """
 
     call: Callable[[Sequence[Tensor], Any, Inside], list[Tensor]]
@@ -56,6 +58,7 @@ class Step:
     weights: Sequence[bool]
     batch: Any
     for_xla: bool = False
+    held: Sequence[Tensor] = ()
 
 
 def scope_name(number: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -41,6 +41,11 @@ def kept(step: Step) -> Measured:
     Where a layer cannot be called on tensors without numbers, it is called
     on zeros.
     """
+    with _unchanged(step.held):
+        return _kept(step)
+
+
+def _kept(step: Step) -> Measured:
     if FakeTensorMode is not None:
         # A layer may do anything with its tensors, and fail in any way.
         with contextlib.suppress(Exception):
@@ -53,8 +58,23 @@ def kept(step: Step) -> Measured:
     return Measured(found, "saved tensors of PyTorch, of a forward pass")
 
 
+@contextlib.contextmanager
+def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put back numbers that a module of PyTorch writes into its buffers."""
+    buffers = [x for x in tensors if not isinstance(x, torch.nn.Parameter)]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
 def _saved(step: Step, taken: Any) -> list[Kept]:
     """Call the model on its variables, as `taken` hands them out, and zeros."""
+    for tensor in step.held:
+        _given(tensor, "weights")
     values = [
         _given(taken(variable.value.detach()), source_of_variable(is_weight))
         for variable, is_weight in zip(
@@ -69,7 +89,7 @@ def _saved(step: Step, taken: Any) -> list[Kept]:
         with _Sources(), saved.hooks(), torch.enable_grad():
             step.call(values, batch, saved.inside)
     finally:
-        for value in values:
+        for value in (*values, *step.held):
             vars(value.untyped_storage()).pop(_ORIGIN, None)
     return list(saved.kept.values())
 

@@ -525,6 +525,31 @@ def test_what_is_written_in_place_is_of_what_it_is_written_from():
     assert (form.activations, form.weight_copies) == (4 * H, 4 * SECOND)
 
 
+class Wraps(keras.Model):
+    def __init__(self):
+        super().__init__()
+        from torch import nn
+
+        module = nn.Sequential(nn.Linear(IN, IN), nn.BatchNorm1d(IN))
+        self.module = keras.layers.TorchModuleWrapper(module)
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, x, training=False):
+        return self.dense(self.module(x, training=training))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a module of PyTorch")
+def test_modules_of_pytorch_in_a_model():
+    model = Wraps()
+    model(ARRAY)
+    before = [buffer.tolist() for buffer in model.buffers()]
+    (form,) = kpe.memory(model, ARRAY, ()).forms
+    assert [buffer.tolist() for buffer in model.buffers()] == before
+    # Inputs of the two after the first, and a mean and a deviation.
+    assert form.kept == 2 * 4 * X + 2 * 4 * IN
+    assert not any(vars(x.untyped_storage()) for x in model.buffers())
+
+
 class ReadsNumbers(keras.layers.Layer):
     def call(self, x):
         import torch
