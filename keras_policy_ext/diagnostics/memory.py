@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import frameworks, policies, recipes
+from keras_policy_ext import frameworks, kernels, policies, recipes
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import in_place, models
 from keras_policy_ext.conversion.candidates import path_of
@@ -193,6 +193,8 @@ def _counted(
         for layer in walking.layers_within(model)
         if not isinstance(layer, Float8State)
     ]
+    # Loaded here, and not while tensors have no numbers.
+    kernels.engine()
     framework = frameworks.current()
     with undone(layers), unchanged_counters(layers):
         step = step_of(model, layers, batch)

@@ -68,7 +68,8 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _saved(step: Step, taken: Any) -> list[Kept]:
