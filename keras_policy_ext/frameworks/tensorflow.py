@@ -66,9 +66,9 @@ class TensorFlowFramework(Framework):
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """See `Framework.kept_dtype`; codes in a loop and under XLA."""
         dtype = super().kept_dtype(x, format_name)
-        if self.traces_for_xla():
-            return "uint8" if dtype == "float32" else dtype
-        if tf.executing_eagerly() or dtype == "float32":
+        if self.on_cpu(x):
+            return "uint8" if self.traces_for_xla() else "float32"
+        if self.traces_for_xla() or tf.executing_eagerly():
             return dtype
         return "uint8" if _in_a_loop() else dtype
 

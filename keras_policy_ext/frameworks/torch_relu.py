@@ -18,12 +18,14 @@ class Relu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The outputs."""
         outputs = torch.relu(x)
         ctx.save_for_backward(_kept(outputs))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+        """The gradient of `x`."""
         (kept,) = ctx.saved_tensors
         passes = _mask(kept, outputs_grad.shape).to(outputs_grad.dtype)
         return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)

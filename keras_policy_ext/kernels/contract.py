@@ -164,8 +164,9 @@ class Engine:
             and whether to multiply by the scale instead of dividing by it;
             returns numbers of the format, in float32 or in its dtype.
         narrow_cast: The same, in the dtype of the format.
-        widen: Takes numbers in a float8 dtype or in float32; returns them in
-            float32.
+        widen: Takes numbers in a float8 dtype or in float32, and the dtype in
+            which a layer computes; returns them in that where the engine
+            multiplies such numbers, otherwise in float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
             where casting and transposing are left to the framework.
         states: The arithmetic of states as kernels of its own, the best
@@ -178,7 +179,7 @@ class Engine:
     convolutions: Convolutions
     cast: Cast
     narrow_cast: Cast
-    widen: Callable[[Tensor], Tensor]
+    widen: Callable[[Tensor, str], Tensor]
     both_layouts: BothLayouts | None = None
     states: tuple[StateKernels, ...] = ()
 

@@ -218,7 +218,8 @@ class FrozenPlan:
         """What the quantized inputs stand for, float32, in their own axes."""
         scale = known[0] if known else self._scale(inputs)
         engine = engines.engine()
-        numbers = engine.widen(engine.cast(inputs, scale, _INPUTS, False))
+        numbers = engine.cast(inputs, scale, _INPUTS, False)
+        numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
 
     def _scale(self, inputs: Tensor) -> Tensor:

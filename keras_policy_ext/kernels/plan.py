@@ -254,9 +254,13 @@ class Plan:
         across = self.operands.is_across(operand, matmul)
         if not choice.native:
             # Before it is transposed, which then costs nothing.
-            read = read.widened(engines.engine().widen)
+            read = read.widened(self._widened)
             read = scaled_products.folded(read, across)
         return self.contraction.transposed(read) if across else read
+
+    def _widened(self, values: Tensor) -> Tensor:
+        """Numbers of a float8 dtype as what is emulated multiplies them."""
+        return engines.engine().widen(values, self.inputs_dtype)
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""

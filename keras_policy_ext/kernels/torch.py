@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -96,24 +95,16 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
     """
     return (
         dtype == "bfloat16"
-        and a.values.dtype == torch.float32
+        and a.values.dtype in (torch.float32, torch.bfloat16)
         and (_in_one_scale(a, b) or are_powers_of_two(a, b))
         and is_known(a.scale)
-        and _multiplies_bfloat16()
+        and torch_casts.multiplies_bfloat16()
     )
 
 
 def _in_one_scale(*operands: Quantized) -> bool:
     asked = [each.quantization for each in operands]
     return all(each is not None and each.keeps_axes for each in asked)
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, as far as torch can tell."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    checks = [getattr(torch.cpu, name, None) for name in names]
-    return any(check is not None and check() for check in checks)
 
 
 def _bfloat16_product(a: Quantized, b: Quantized) -> Tensor:

@@ -139,8 +139,8 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
     return ops.cast(ops.multiply(ops.cast(q, "float32"), scale), dtype)
 
 
-def widen(q: Tensor) -> Tensor:
-    """Numbers in a float8 dtype, in float32."""
+def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
+    """Numbers in a float8 dtype, in float32 whatever a layer computes in."""
     return ops.cast(q, "float32")
 
 

@@ -79,15 +79,14 @@ class Quantized:
             dtype: Float32 for no change, uint8 for codes, or that of the
                 format. Scales that are numbers of eight bits are codes then.
         """
-        asked = self.quantization
-        if asked is None or dtype == "float32" or not is_wide(self.values):
+        asked, values, scale = self.quantization, self.values, self.scale
+        if asked is None or dtype == "float32":
             return self
-        if dtype == "uint8":
-            values = codes.encode(self.values, asked.format)
-        else:
-            values = ops.cast(self.values, dtype)
-        scale = self.scale
-        if asked.scale_format != "float32":
+        if is_wide(values) and dtype == "uint8":
+            values = codes.encode(values, asked.format)
+        elif is_wide(values):
+            values = ops.cast(values, dtype)
+        if is_wide(scale) and asked.scale_format != "float32":
             scale = codes.encode_scales(scale, asked.scale_format)
         return dataclasses.replace(self, values=values, scale=scale)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from fake_gpus import fake_cuda
-from keras_policy_ext.kernels import torch as torch_kernels
+from keras_policy_ext.kernels import torch_casts
 from keras_policy_ext.kernels.residuals import settled
 from keras_policy_ext.kernels.torch_scaled_mm import ScaledMM, _padded
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -142,7 +142,7 @@ EQUATIONS = [
 def test_a_bfloat16_result_is_rounded_once(
     equation, first, second, bfloat16, monkeypatch
 ):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: bfloat16)
+    monkeypatch.setattr(torch_casts, "multiplies_bfloat16", lambda: bfloat16)
     a, b = operands(first, second)
     y = forward_product(equation, EMULATED, a, b, "bfloat16")
     assert y.dtype == torch.bfloat16
@@ -157,7 +157,7 @@ def test_a_bfloat16_result_is_rounded_once(
 
 
 def test_scales_that_are_not_finite_reach_a_bfloat16_result(monkeypatch):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch_casts, "multiplies_bfloat16", lambda: True)
     a, b = operands((4, 8), (8, 3))
     spoiled = whole(a.values, torch.full((1, 1, 1), float("nan")))
     y = forward_product("ab,bc->ac", EMULATED, spoiled, b, "bfloat16")
@@ -165,7 +165,7 @@ def test_scales_that_are_not_finite_reach_a_bfloat16_result(monkeypatch):
 
 
 def test_other_results_are_not_computed_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch_casts, "multiplies_bfloat16", lambda: True)
     a, b = operands((33, 129), (129, 17))
     scale = (a.scale * b.scale).reshape(())
     exact = a.values.double() @ b.values.double() * scale

@@ -70,16 +70,18 @@ def test_apple_s_gpus_emulate_even_if_native_is_asked_for(monkeypatch, kind):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_rounding_asks_for_no_float8_where_there_is_none(monkeypatch, dtype):
     assert not torch_devices.casts_to_float8(torch.device("mps"))
-    assert not torch_devices.casts_to_float8(torch.device("cpu"))
-    assert torch_devices.casts_to_float8(torch.device("cuda"))
+    for name in ("cpu", "cuda"):
+        assert torch_devices.casts_to_float8(torch.device(name))
     x = torch.tensor(np.random.default_rng(0).normal(size=500)).float() * 300
     scale = torch.tensor(0.37)
-    by_integers = torch_casts.cast(x, scale, dtype)
-    monkeypatch.setattr(torch_devices, "casts_to_float8", lambda device: True)
     by_cast = torch_casts.cast(x, scale, dtype)
+    assert str(by_cast.dtype) == f"torch.{dtype}"
+    monkeypatch.setattr(torch_devices, "casts_to_float8", lambda device: False)
+    by_integers = torch_casts.cast(x, scale, dtype)
+    assert by_integers.dtype == torch.float32
     expected = casting.quantize(x, scale, dtype).float()
     np.testing.assert_array_equal(by_integers, expected)
-    np.testing.assert_array_equal(by_cast, expected)
+    np.testing.assert_array_equal(by_cast.float(), expected)
 
 
 def test_what_is_kept_on_apple_s_gpus_is_no_float8():
@@ -92,8 +94,8 @@ def test_what_is_kept_on_apple_s_gpus_is_no_float8():
         return frameworks.current().kept_dtype(OnDevice(name), name_of_format)
 
     assert kept("mps") == "uint8"
-    assert kept("cpu") == "float32"
-    assert kept("cuda") == formats.names()[0]
+    for name in ("cpu", "cuda"):
+        assert kept(name) == formats.names()[0]
 
 
 def test_triton_is_tried_with_numbers_where_others_have_none(monkeypatch):

@@ -163,7 +163,7 @@ def test_where_torch_takes_scales_of_rows(monkeypatch, capability):
 @pytest.mark.parametrize("sizes", SIZES[2:], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch_casts, "multiplies_bfloat16", lambda: True)
     read, product = [], EMULATED.product
 
     def watched(a, b):
@@ -187,7 +187,7 @@ def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
 @pytest.mark.parametrize("pair", [*BLOCKS, "MX"])
 def test_scales_of_blocks_in_the_values_are_emulated_alike(monkeypatch, pair):
     """As a plan hands operands over: their scales are multiplied in."""
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch_casts, "multiplies_bfloat16", lambda: True)
     a, b = (
         scaled_products.folded(x.with_values(x.values.float()), False)
         for x in operands(pair, (17, 260, 33))[:2]
