@@ -196,11 +196,33 @@ def _users(
 
 def _read(equation: Any, results: list[bool]) -> list[Any]:
     """The operands that some results of an equation are computed of."""
+    if equation.primitive.name == "while":
+        return _read_by_loop(equation, results)
     within = _within(equation)
     if within is None:
         return list(equation.invars)
     users = _users(within, results)
     return [v for v, used in zip(equation.invars, users, strict=True) if used]
+
+
+def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
+    """The same of a loop, of which XLA leaves out what no result needs."""
+    params = equation.params
+    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    asked = [bool(users) for users in _users(condition, [True])]
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    carried = [
+        a or b for a, b in zip(asked[of_condition:], results, strict=True)
+    ]
+    before: list[bool] = []
+    while carried != before:
+        before = carried
+        read = [bool(users) for users in _users(body, carried)]
+        carried = [a or b for a, b in zip(read[of_body:], carried, strict=True)]
+    used = [*asked[:of_condition], *read[:of_body], *carried]
+    return [
+        v for v, is_used in zip(equation.invars, used, strict=True) if is_used
+    ]
 
 
 def _within(equation: Any) -> Jaxpr | None:

@@ -116,6 +116,8 @@ def test_layers_that_follow_float8_already_count_as_in_float8(monkeypatch):
 @pytest.mark.parametrize("dtype, before", [("float32", 4), ("bfloat16", 2)])
 def test_what_is_kept_for_the_backward_pass_is_told(dtype, before, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+    framework = type(frameworks.current())
+    monkeypatch.setattr(framework, "kept_dtype", lambda *_: "uint8")
     with kpe.policy_scope(dtype):
         two = [layers.Dense(4, name=name) for name in ("one", "two")]
     model = keras.Sequential([keras.Input((4,)), *two])
