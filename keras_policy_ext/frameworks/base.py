@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext.frameworks.kept import Measured, Step
 
 SECOND_DERIVATIVE = (
     "A gradient of a layer in float8 cannot be differentiated again: rounding "
@@ -315,6 +316,27 @@ class Framework:
             Float32 tensor of shape `shape`.
         """
         raise NotImplementedError(_needs_a_framework(self.name))
+
+    # Memory of a training step
+
+    def kept(self, step: Step) -> Measured:
+        """What the backward pass reads of the forward pass.
+
+        Nothing is run where that is possible.
+        """
+        raise NotImplementedError(_needs_a_framework(self.name))
+
+    def planned_bytes(self, step: Step) -> int:
+        """What a compiler plans for both passes, beside their results.
+
+        Raises:
+            ValueError: If none plans the memory of a whole step.
+        """
+        raise ValueError(
+            f"On {self.name} no compiler plans the memory of a whole step. "
+            "Received: compile=True. Allowed: False, or another backend: set "
+            "KERAS_BACKEND=jax."
+        )
 
     # State that is written by its gradient
 

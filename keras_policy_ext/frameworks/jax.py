@@ -13,6 +13,7 @@ import keras
 import numpy as np
 from jax import lax
 
+from keras_policy_ext.frameworks import jax_kept
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -20,6 +21,7 @@ from keras_policy_ext.frameworks.base import (
     FrozenOperation,
     Operation,
 )
+from keras_policy_ext.frameworks.kept import Measured, Step
 
 Tensor = Any
 State = tuple[Tensor, ...]
@@ -104,6 +106,14 @@ class JaxFramework(Framework):
         """
         codes = self.on_cpu(x)
         return "uint8" if codes else super().kept_dtype(x, format_name)
+
+    def kept(self, step: Step) -> Measured:
+        """See `Framework.kept`."""
+        return jax_kept.kept(step)
+
+    def planned_bytes(self, step: Step) -> int:
+        """See `Framework.planned_bytes`: XLA."""
+        return jax_kept.planned(step)
 
     def run(
         self,

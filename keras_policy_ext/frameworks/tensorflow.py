@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.frameworks import tensorflow_relu
+from keras_policy_ext.frameworks import tensorflow_kept, tensorflow_relu
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -18,6 +18,7 @@ from keras_policy_ext.frameworks.base import (
     FrozenOperation,
     Operation,
 )
+from keras_policy_ext.frameworks.kept import Measured, Step
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
 # this one is gone, nothing is taken to be compiled by it.
@@ -185,6 +186,10 @@ class TensorFlowFramework(Framework):
             tape.watch(point)
             value = function(point)
         return tape.gradient(value, point, output_gradients=cotangent)
+
+    def kept(self, step: Step) -> Measured:
+        """See `Framework.kept`."""
+        return tensorflow_kept.kept(step)
 
     def relu(self, x: Tensor) -> Tensor:
         """See `Framework.relu`."""

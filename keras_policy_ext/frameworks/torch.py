@@ -18,6 +18,7 @@ from keras_policy_ext.frameworks.base import (
     Settle,
     numbers_of_codes,
 )
+from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
@@ -106,6 +107,13 @@ class TorchFramework(Framework):
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())
+
+    def kept(self, step: Step) -> Measured:
+        """See `Framework.kept`."""
+        # Here, because it loads what a training step does not need.
+        from keras_policy_ext.frameworks import torch_kept
+
+        return torch_kept.kept(step)
 
     def relu(self, x: Tensor) -> Tensor:
         """See `Framework.relu`; its compiler chooses what is kept."""

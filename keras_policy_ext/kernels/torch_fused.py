@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from typing import Any
@@ -112,12 +113,26 @@ def lacking() -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     try:
-        if _gives_our_codes():
-            return None
+        with _numbers():
+            if _gives_our_codes():
+                return None
     # Whatever a compiler raises on a device nobody has tried: it is told.
     except Exception as error:
         return f"Triton fails here: {type(error).__name__}: {error}"
     return "Triton does not cast here as PyTorch does"
+
+
+def _numbers() -> contextlib.AbstractContextManager[Any]:
+    """A block in which tensors have numbers, also while a graph is made.
+
+    Not public (torch 2.11 to 2.13); where it is gone, Triton is not used if
+    the first call is traced.
+    """
+    try:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+    except ImportError:
+        return contextlib.nullcontext()
+    return unset_fake_temporarily()
 
 
 def _gives_our_codes() -> bool:

@@ -16,8 +16,10 @@ if keras.backend.backend() != "torch":
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_gpus import fake
+from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import (
     devices,
     torch_casts,
@@ -169,6 +171,20 @@ def test_what_is_kept_on_apple_s_gpus_is_no_float8():
     assert kept("mps") == "uint8"
     for name in ("cpu", "cuda"):
         assert kept(name) == formats.names()[0]
+
+
+def test_triton_is_tried_with_numbers_where_others_have_none(monkeypatch):
+    """What it says stays, also where a graph is made at the first call."""
+    torch_fused.lacking.cache_clear()
+    monkeypatch.setattr(torch_fused, "HAS_TRITON", True)
+    monkeypatch.setattr(
+        torch_fused, "_gives_our_codes", lambda: is_real(torch.zeros(1))
+    )
+    try:
+        with FakeTensorMode():
+            assert torch_fused.lacking() is None
+    finally:
+        torch_fused.lacking.cache_clear()
 
 
 def test_why_triton_does_not_cast_is_told(monkeypatch):
