@@ -248,6 +248,34 @@ class Framework:
         """
         return observation
 
+    # Kernels that are cut into parts, each on devices of its own
+
+    def gathering_of(self, variable: Any) -> Any:
+        """How a kernel is gathered before it is multiplied.
+
+        Args:
+            variable: The kernel.
+
+        Returns:
+            What `gathered` takes, hashable, with a tuple `axes` of what cuts
+            each axis of the kernel, empty for an axis that is whole. None
+            where there is nothing to gather.
+        """
+        return None
+
+    def gathered(
+        self, x: Tensor, gathering: Any, axes: Sequence[Any]
+    ) -> Tensor:
+        """A tensor of which every device gets what it multiplies.
+
+        Args:
+            x: The tensor, of which each device has computed a part.
+            gathering: From `gathering_of`.
+            axes: What `gathering.axes` is for the kernel, for this tensor;
+                None for an axis of which that is not known.
+        """
+        return x
+
     # Gradients
 
     def may_take_gradients(self) -> bool:

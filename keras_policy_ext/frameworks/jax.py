@@ -13,6 +13,7 @@ import keras
 import numpy as np
 from jax import lax
 
+from keras_policy_ext.frameworks import jax_sharding
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -104,6 +105,16 @@ class JaxFramework(Framework):
         """
         narrow = super().kept_dtype(x, format_name)
         return "uint8" if narrow == "float32" else narrow
+
+    def gathering_of(self, variable: Any) -> Any:
+        """See `Framework.gathering_of`."""
+        return jax_sharding.gathering_of(variable)
+
+    def gathered(
+        self, x: Tensor, gathering: Any, axes: Sequence[Any]
+    ) -> Tensor:
+        """See `Framework.gathered`."""
+        return jax_sharding.gathered(x, gathering, axes)
 
     def run(
         self,

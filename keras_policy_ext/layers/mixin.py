@@ -345,6 +345,7 @@ class Float8Mixin(
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
+            frameworks.current().gathering_of(kernel),
         )
         self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():
