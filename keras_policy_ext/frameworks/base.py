@@ -20,6 +20,16 @@ SECOND_DERIVATIVE = (
     "those of the part whose gradient is penalised."
 )
 
+FULLY_SHARD = (
+    "A layer of Keras is not trained under fully_shard, in float8 or not: its "
+    "variables keep the tensors that they were made with, and what an "
+    "optimizer gets are others. Received: a layer, or a model around it, that "
+    "torch.distributed.fsdp.fully_shard has cut. Allowed: "
+    "DistributedDataParallel, or one device; on JAX, "
+    "keras.distribution.ModelParallel cuts kernels. Make the model anew, "
+    "without fully_shard."
+)
+
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """By how many bits a code is shifted to be that of a float16 number, and by
 what that is multiplied to be the number of the code. Not NaN of e4m3fn, which

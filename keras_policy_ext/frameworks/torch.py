@@ -10,6 +10,7 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
+    FULLY_SHARD,
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
@@ -202,6 +203,7 @@ def _run(
     operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
 ) -> Tensor:
     _refuse_onnx()
+    _refuse_shards(kernel)
     operation = operation.resolved()
     tensors = (inputs, kernel, *state)
     with torch_operators.no_autocast(inputs):
@@ -223,6 +225,16 @@ def _refuse_onnx() -> None:
             "torch.onnx. Allowed: torch.export. For ONNX save the model, "
             "call `keras_policy_ext.revert(model)` and export then."
         )
+
+
+def _refuse_shards(kernel: Tensor) -> None:
+    """Raise if `fully_shard` has put another parameter in a kernel's place.
+
+    It marks the one that it replaces (torch 2.13), which Keras goes on to
+    read (keras 3.15).
+    """
+    if hasattr(kernel, "_fsdp_orig_uid"):
+        raise NotImplementedError(FULLY_SHARD)
 
 
 class _Differentiable(torch.autograd.Function):
