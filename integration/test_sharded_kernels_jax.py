@@ -25,6 +25,7 @@ rng = np.random.default_rng(0)
 x = rng.normal(size=(256, 2, 64)).astype("float32")
 y = rng.normal(size=(256, 2, 64)).astype("float32")
 framework = frameworks.current()
+gather = r"= (\\w+\\[[\\d,]*\\])\\S* all-gather\\("
 cut = {
     "batch": {
         "up": ("batch", None),
@@ -102,7 +103,6 @@ def train(recipe, where, results):
         loss, values = step(values, fixed, *batch)
         losses.append(float(loss))
     results[f"{where}/losses"] = losses
-    gather = r"= (\\w+\\[[\\d,]*\\])\\S* all-gather\\("
     found = re.findall(gather, step.as_text())
     results[f"{where}/gathers"] = np.array(found, "U")
     for v, value in zip(variables, values):
@@ -115,6 +115,26 @@ def train(recipe, where, results):
             results[f"{where}/kernel/{layer}"] = np.array(value)
 
 
+def frozen(where, results):
+    model = network("current")
+    kpe.freeze(model)
+    trained = [v.value for v in model.trainable_variables]
+    fixed = [v.value for v in model.non_trainable_variables]
+    batch = x
+    strategy = distribution.distribution()
+    if strategy is not None:
+        layout = strategy.get_data_layout(x.shape).backend_layout
+        batch = jax.device_put(x, layout)
+
+    def outputs(trained, fixed, x):
+        return model.stateless_call(trained, fixed, x, training=False)[0]
+
+    outputs = jax.jit(outputs).lower(trained, fixed, batch).compile()
+    results[f"{where}/outputs"] = np.array(outputs(trained, fixed, batch))
+    found = re.findall(gather, outputs.as_text())
+    results[f"{where}/gathers"] = np.array(found, "U")
+
+
 def unsaid(recipe, where, results):
     framework.gathering_of = lambda variable: None
     train(recipe, where, results)
@@ -125,6 +145,7 @@ results = {}
 recipes = sys.argv[2].split(";")
 for recipe in recipes:
     train(recipe, f"single/{recipe}", results)
+frozen("single/frozen", results)
 for name in cut:
     distribution.set_distribution(distributed(name))
     for recipe in recipes:
@@ -133,6 +154,7 @@ for name in cut:
 distribution.set_distribution(distributed("batch"))
 with kpe.kernels.prefer("native"):
     train(recipes[0], "native", results)
+frozen("batch/frozen", results)
 np.savez(sys.argv[1], **results)
 """
 
@@ -215,6 +237,17 @@ def test_float8_numbers_are_gathered_as_bytes(results):
     """XLA for a CPU would make float16 of them."""
     found = gathers(results, "native")
     assert found == collections.Counter(("u8", n) for n in KERNELS.values())
+
+
+def test_codes_of_frozen_kernels_are_gathered_as_they_are(results):
+    found = gathers(results, "batch/frozen")
+    assert found == collections.Counter(("u8", n) for n in KERNELS.values())
+    np.testing.assert_allclose(
+        results["batch/frozen/outputs"],
+        results["single/frozen/outputs"],
+        rtol=TOLERANCE,
+        atol=TOLERANCE,
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
