@@ -48,7 +48,8 @@ def gathering_of(variable: Any) -> Gathering | None:
     cut = [_names(entry) for entry in sharding.spec]
     cut += [()] * (len(variable.shape) - len(cut))
     batch = distribution.batch_dim_name
-    if not any(batch in names for names in cut):
+    is_cut = any(batch in names for names in cut)
+    if not is_cut or sharding.mesh.shape[batch] == 1:
         return None
     return Gathering(sharding.mesh, tuple(cut), batch)
 
