@@ -21,13 +21,12 @@ SECOND_DERIVATIVE = (
 )
 
 FULLY_SHARD = (
-    "A layer of Keras is not trained under fully_shard, in float8 or not: its "
+    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
     "variables keep the tensors that they were made with, and what an "
-    "optimizer gets are others. Received: a layer, or a model around it, that "
-    "torch.distributed.fsdp.fully_shard has cut. Allowed: "
-    "DistributedDataParallel, or one device; on JAX, "
-    "keras.distribution.ModelParallel cuts kernels. Make the model anew, "
-    "without fully_shard."
+    "optimizer gets are others. Received: a layer that "
+    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
+    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
+    "variables follow; call it once, before the optimizer is made."
 )
 
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
@@ -391,6 +390,25 @@ class Framework:
             keep others waiting in each step.
         """
         return None
+
+    def follow_shards(
+        self, variables: Sequence[Any], modules: Sequence[Any]
+    ) -> None:
+        """Let variables be read where `fully_shard` puts their parameters.
+
+        Args:
+            variables: Of one model.
+            modules: Its layers.
+
+        Raises:
+            ValueError: If nothing of the model is cut in that way, or
+                something in another way than can be trained.
+        """
+        raise ValueError(
+            f"On {self.name} fully_shard cuts nothing. Received: a model. "
+            "Allowed: a model on PyTorch. On JAX use "
+            "keras.distribution.ModelParallel."
+        )
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
         """Make what was observed of states part of them.

@@ -90,6 +90,24 @@ class TorchFramework(Framework):
             return None
         return torch_observations.changed_value(variable)
 
+    def follow_shards(
+        self, variables: Sequence[Any], modules: Sequence[Any]
+    ) -> None:
+        """See `Framework.follow_shards`."""
+        # Tensors in parts are not in every build of PyTorch.
+        from keras_policy_ext.frameworks import torch_sharding
+
+        cut = torch_sharding.follow(variables, modules)
+        if not cut:
+            raise ValueError(
+                "Nothing of this model is cut. Received: a model that "
+                "fully_shard was not called for, or all of which it was to "
+                "ignore. Allowed: one that it was called for, or a layer of "
+                "it. Call torch.distributed.fsdp.fully_shard before."
+            )
+        group = torch_sharding.group_of(cut[0])
+        torch_observations.know_group(variables, group)
+
     def settle_observed(self, variables: Sequence[Any]) -> None:
         """See `Framework.settle_observed`."""
         torch_observations.enter(variables)

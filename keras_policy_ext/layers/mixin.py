@@ -16,7 +16,6 @@ from keras_policy_ext._keras import (
     stock_float8,
     variable_values,
 )
-from keras_policy_ext.frameworks.base import FULLY_SHARD
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import contraction_hooks, stored_weights
 from keras_policy_ext.layers.contracted_weights import ContractedWeights
@@ -70,7 +69,6 @@ class Float8Mixin(
 
     Raises:
         TypeError: By the `class` statement, if the Keras class comes first.
-        NotImplementedError: By `fully_shard` of PyTorch, for such a layer.
     """
 
     float8_replaces: tuple[str, ...] = ("call", "kernel", "convolution_op")
@@ -80,9 +78,6 @@ class Float8Mixin(
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
-        # PyTorch gives a layer that it has cut a class with this base.
-        if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
-            raise NotImplementedError(FULLY_SHARD)
 
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
