@@ -23,11 +23,20 @@ from typing import Any
 import keras
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._keras import walking
 from keras_policy_ext.layers import stored_variable
 
 Tensor = Any
 
-__all__ = ["is_state", "parameters", "settle", "settled", "weights"]
+__all__ = [
+    "follow_shards",
+    "is_state",
+    "parameters",
+    "settle",
+    "settled",
+    "uncut",
+    "weights",
+]
 
 
 def is_state(variable: object) -> bool:
@@ -160,6 +169,51 @@ def settled(
         _settled(*three)
         for three in zip(variables, gradients, values, strict=True)
     ]
+
+
+def uncut(model: Any) -> set[Tensor]:
+    """What `fully_shard` of PyTorch is to ignore: all that is assigned to.
+
+    Args:
+        model: As for `parameters`.
+
+    Returns:
+        The parameters of float8 state and of variables that are not
+        trainable, for `ignored_params=`.
+    """
+    return {
+        v.value
+        for v in _variables(model, "variables")
+        if is_state(v) or not v.trainable
+    }
+
+
+def follow_shards(model: Any) -> None:
+    """Let the variables of a model be those that `fully_shard` has cut.
+
+    To be called once, after it and before an optimizer is made. A variable of
+    Keras keeps the tensor that it was made with, and PyTorch puts others into
+    the modules: without this call no weight of a Keras layer is trained.
+
+    ```python
+    for layer in model.layers:  # or fully_shard(model, ...)
+        fully_shard(layer, ignored_params=kpe.loops.uncut(model))
+    kpe.loops.follow_shards(model)
+    optimizer = torch.optim.AdamW(kpe.loops.parameters(model))
+    ```
+
+    Args:
+        model: As for `parameters`.
+
+    Raises:
+        ValueError: If nothing of it is cut, or something that cannot be
+            trained so. Nothing is changed then.
+    """
+    layers = [model]
+    if isinstance(model, keras.Layer):
+        layers = walking.layers_within(model)
+    variables = _variables(model, "variables")
+    frameworks.current().follow_shards(variables, layers)
 
 
 def _settled(

@@ -44,6 +44,7 @@ NOT_OF_KERAS = {
     "_fields": "a public attribute of named tuples",
     "_active_ddp_module": "PyTorch: the module that is distributed",
     "_join_config": "PyTorch: of that module",
+    "_fsdp_orig_uid": "PyTorch: of parameters that fully_shard replaced",
     "_is_view": "PyTorch: of tensors",
     "_version": "PyTorch: of tensors",
 }

@@ -118,6 +118,18 @@ class TellsItsValue:
         self.value_made(vars(self).get("_value"))
 
 
+def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
+    """Let a variable read its tensor from a mapping, each time it is read.
+
+    Keras keeps the tensor itself (`_value`, keras 3.12 to 3.15), and not the
+    place where others may replace it. Expires when it reads the parameters
+    of its module.
+    """
+    cls = type(variable)
+    value = property(lambda self: holder[key])
+    variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
+
+
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """The kernel variable of Dense, EinsumDense or a convolution.
 

@@ -21,6 +21,15 @@ SECOND_DERIVATIVE = (
     "those of the part whose gradient is penalised."
 )
 
+FULLY_SHARD = (
+    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
+    "variables keep the tensors that they were made with, and what an "
+    "optimizer gets are others. Received: a layer that "
+    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
+    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
+    "variables follow; call it once, before the optimizer is made."
+)
+
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """By how many bits a code is shifted to be that of a float16 number, and by
 what that is multiplied to be the number of the code. Not NaN of e4m3fn, which
@@ -253,6 +262,34 @@ class Framework:
         """
         return observation
 
+    # Kernels that are cut into parts, each on devices of its own
+
+    def gathering_of(self, variable: Any) -> Any:
+        """How a kernel is gathered before it is multiplied.
+
+        Args:
+            variable: The kernel.
+
+        Returns:
+            What `gathered` takes, hashable, with a tuple `axes` of what cuts
+            each axis of the kernel, empty for an axis that is whole. None
+            where there is nothing to gather.
+        """
+        return None
+
+    def gathered(
+        self, x: Tensor, gathering: Any, axes: Sequence[Any]
+    ) -> Tensor:
+        """A tensor of which every device gets what it multiplies.
+
+        Args:
+            x: The tensor, of which each device has computed a part.
+            gathering: From `gathering_of`.
+            axes: What `gathering.axes` is for the kernel, for this tensor;
+                None for an axis of which that is not known.
+        """
+        return x
+
     # Gradients
 
     def may_take_gradients(self) -> bool:
@@ -384,6 +421,25 @@ class Framework:
             keep others waiting in each step.
         """
         return None
+
+    def follow_shards(
+        self, variables: Sequence[Any], modules: Sequence[Any]
+    ) -> None:
+        """Let variables be read where `fully_shard` puts their parameters.
+
+        Args:
+            variables: Of one model.
+            modules: Its layers.
+
+        Raises:
+            ValueError: If nothing of the model is cut in that way, or
+                something in another way than can be trained.
+        """
+        raise ValueError(
+            f"On {self.name} fully_shard cuts nothing. Received: a model. "
+            "Allowed: a model on PyTorch. On JAX use "
+            "keras.distribution.ModelParallel."
+        )
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
         """Make what was observed of states part of them.

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from jax import lax
 
-from keras_policy_ext.frameworks import jax_kept
+from keras_policy_ext.frameworks import jax_kept, jax_sharding
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -114,6 +114,16 @@ class JaxFramework(Framework):
     def planned_bytes(self, step: Step) -> int:
         """See `Framework.planned_bytes`: XLA."""
         return jax_kept.planned(step)
+
+    def gathering_of(self, variable: Any) -> Any:
+        """See `Framework.gathering_of`."""
+        return jax_sharding.gathering_of(variable)
+
+    def gathered(
+        self, x: Tensor, gathering: Any, axes: Sequence[Any]
+    ) -> Tensor:
+        """See `Framework.gathered`."""
+        return jax_sharding.gathered(x, gathering, axes)
 
     def run(
         self,

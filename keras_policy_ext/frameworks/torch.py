@@ -10,6 +10,7 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
+    FULLY_SHARD,
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
@@ -90,6 +91,24 @@ class TorchFramework(Framework):
         if torch.compiler.is_compiling():
             return None
         return torch_observations.changed_value(variable)
+
+    def follow_shards(
+        self, variables: Sequence[Any], modules: Sequence[Any]
+    ) -> None:
+        """See `Framework.follow_shards`."""
+        # Tensors in parts are not in every build of PyTorch.
+        from keras_policy_ext.frameworks import torch_sharding
+
+        cut = torch_sharding.follow(variables, modules)
+        if not cut:
+            raise ValueError(
+                "Nothing of this model is cut. Received: a model that "
+                "fully_shard was not called for, or all of which it was to "
+                "ignore. Allowed: one that it was called for, or a layer of "
+                "it. Call torch.distributed.fsdp.fully_shard before."
+            )
+        group = torch_sharding.group_of(cut[0])
+        torch_observations.know_group(variables, group)
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
         """See `Framework.settle_observed`."""
@@ -221,6 +240,7 @@ def _run(
     operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
 ) -> Tensor:
     _refuse_onnx()
+    _refuse_shards(kernel)
     operation = operation.resolved()
     tensors = (inputs, kernel, *state)
     with torch_operators.no_autocast(inputs):
@@ -242,6 +262,16 @@ def _refuse_onnx() -> None:
             "torch.onnx. Allowed: torch.export. For ONNX save the model, "
             "call `keras_policy_ext.revert(model)` and export then."
         )
+
+
+def _refuse_shards(kernel: Tensor) -> None:
+    """Raise if `fully_shard` has put another parameter in a kernel's place.
+
+    It marks the one that it replaces (torch 2.13), which Keras goes on to
+    read (keras 3.15).
+    """
+    if hasattr(kernel, "_fsdp_orig_uid"):
+        raise NotImplementedError(FULLY_SHARD)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -43,6 +43,8 @@ class Observed:
         group: The process group of the replicas that have used the model
             since, and are going to exchange what they observed; None where
             there is one replica.
+        shards: All states of a model that `fully_shard` has cut, and the
+            process group of its parts; None for any other model.
         version: How often the state had changed when it was last looked at.
     """
 
@@ -51,6 +53,7 @@ class Observed:
         self.gradient: Tensor | None = None
         self.earlier: Tensor | None = None
         self.group: Any = None
+        self.shards: tuple[list[Any], Any] | None = None
         self.version = -1
 
     def take_from(self, parameter: Tensor) -> None:
@@ -182,8 +185,25 @@ def know_replicas(parameter: Tensor) -> None:
     """
     module = _active_module()
     state = _STATES.get(id(parameter))
+    if state is not None and state.observed.shards is not None:
+        states, group = state.observed.shards
+        for each in states:
+            each.observed.group = group
     if module is not None and state is not None:
         _know_replicas(module, state)
+
+
+def know_group(variables: Iterable[Any], group: Any) -> None:
+    """Let states exchange what they observe in any forward pass, from now on.
+
+    Args:
+        variables: Those of a model that `fully_shard` has cut.
+        group: The processes that have its parts.
+    """
+    ids = {id(variable) for variable in variables}
+    states = [each for each in _all_states() if id(each) in ids]
+    for state in states:
+        state.observed.shards = states, group
 
 
 def know_replicas_in_graph() -> None:

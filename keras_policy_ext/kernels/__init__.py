@@ -70,16 +70,17 @@ def make_plan(
     kernel_dtype: str,
     training: bool | None = None,
     slot: int = 0,
+    gathering: Any = None,
 ) -> Plan:
     """The plan of a contraction that is called here and now.
 
-    The arguments are the first attributes of `Plan`.
+    The arguments are attributes of `Plan`.
     """
     framework = frameworks.current()
     known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
         return Plan(*known, prefer=None)
-    return plan_of(*known, preferred(), framework.traces_for_xla())
+    return plan_of(*known, preferred(), framework.traces_for_xla(), gathering)
 
 
 def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:

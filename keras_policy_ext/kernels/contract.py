@@ -243,6 +243,18 @@ class Contraction(Hashable, Protocol):
             asked: What becomes of it; None if nothing does.
         """
 
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """What is said of each axis of a kernel, of those of its `operand`.
+
+        Args:
+            axes: Something, or something empty, for each axis of the kernel.
+            asked: What becomes of it.
+
+        Returns:
+            The same for each axis of `operand("kernel", kernel, asked)`; None
+            for an axis of which it cannot be said.
+        """
+
     def lies_across(self, name: str) -> bool:
         """Whether an operand lies in memory as the transpose of its matrix."""
 

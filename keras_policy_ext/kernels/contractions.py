@@ -70,6 +70,14 @@ class Einsum:
         x = self.form.summed(name, x, dtype)
         return x if in_one_scale(asked) else self.form.matrix(name, x)
 
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """See `Contraction.kernel_axes`."""
+        if not in_one_scale(asked):
+            return self.form.matrix_axes("kernel", axes)
+        form = self.form
+        said = zip(form.second, axes, strict=True)
+        return tuple(each for c, each in said if c in form.first + form.out)
+
     def lies_across(self, name: str) -> bool:
         """See `Contraction.lies_across`."""
         return self.form.lies_across(name)
@@ -172,6 +180,10 @@ class Conv:
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """See `Contraction.operand`: the tensor as it is."""
         return x
+
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """See `Contraction.kernel_axes`."""
+        return tuple(axes)
 
     def lies_across(self, name: str) -> bool:
         """See `Contraction.lies_across`: it is read as it lies."""

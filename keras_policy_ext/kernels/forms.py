@@ -87,6 +87,23 @@ class Form(NamedTuple):
         shape = [_product(size, group) for group in groups]
         return frameworks.current().reshape(x, shape)
 
+    def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
+        """What is said of each axis of an operand, of those of its matrix.
+
+        Of merged axes what is said of the first one, if nothing is said of
+        the others; None if something is.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            axes: Something, or something empty, for each letter of its term.
+        """
+        term, free, summed = self._home(operand)
+        said = dict(zip(term, axes, strict=True))
+        return tuple(
+            None if any(said[c] for c in group[1:]) else said.get(group[:1], ())
+            for group in (self.batch, free, summed)
+        )
+
     def lies_across(self, operand: str) -> bool:
         """Whether an operand lies in memory as the transpose of its matrix.
 

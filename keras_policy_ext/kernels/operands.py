@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from keras_policy_ext.kernels.contract import Contraction
 from keras_policy_ext.recipes import (
@@ -80,6 +81,20 @@ class Operands:
         if asked is None or not self.is_across(operand, matmul):
             return asked
         return asked.transposed
+
+    def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
+        """What is said of the axes of a kernel, of those that are quantized.
+
+        Args:
+            axes: See `Contraction.kernel_axes`.
+            matmul: Which one reads it.
+        """
+        asked = self.asked["kernel", matmul]
+        found = self.contraction.kernel_axes(axes, asked)
+        if not self.turned["kernel", matmul]:
+            return found
+        batch, rows, columns = found
+        return batch, columns, rows
 
     @functools.cached_property
     def kept(self) -> dict[str, Quantization | None]:

@@ -17,6 +17,7 @@ from keras_policy_ext.kernels.both_layouts import (
 )
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
+from keras_policy_ext.kernels.gathering import gathered
 from keras_policy_ext.kernels.operands import Operands
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
@@ -51,6 +52,8 @@ class Plan:
         prefer: `"auto"`, `"native"` or `"emulated"`; None where that is not
             known before it runs.
         for_xla: Whether XLA is going to compile it, where a kernel asks.
+        gathering: How the kernel is gathered, where devices have parts of
+            it: see `Framework.gathering_of`.
     """
 
     contraction: Contraction
@@ -61,6 +64,7 @@ class Plan:
     slot: int = 0
     prefer: str | None = "auto"
     for_xla: bool = False
+    gathering: Any = None
 
     @functools.cached_property
     def first_use(self) -> Plan:
@@ -365,6 +369,9 @@ class Plan:
             self.operands.is_across(operand, matmul),
         )
         marked = whole if amaxes is None else whole.marked(amaxes)
+        if self.gathering is not None and operand == "kernel":
+            axes = self.operands.kernel_axes(self.gathering.axes, matmul)
+            whole, marked = gathered(self.gathering, axes, whole, marked)
         return read(operand, whole), read(operand, marked)
 
     def _key(

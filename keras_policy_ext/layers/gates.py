@@ -41,6 +41,14 @@ class Gates(kernels.Einsum):
             x = x if in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """See `Contraction.kernel_axes`; where it is cut, of its rows."""
+        if in_one_scale(asked):
+            return tuple(axes)
+        rows, columns = axes
+        gates, features, units = super().kernel_axes((rows, (), ()), asked)
+        return gates, None if columns else features, units
+
     def read(
         self, name: str, quantized: kernels.Quantized
     ) -> kernels.Quantized:

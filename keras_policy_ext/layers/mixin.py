@@ -332,7 +332,7 @@ class Float8Mixin(
                 contraction, kernel.recipe, kernel.axes, dtype
             )
             self.float8_state.last_call.plan = frozen
-            return kernels.run_frozen(frozen, inputs, *kernel.constants)
+            return kernels.run_frozen(frozen, inputs, *kernel.gathered)
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
@@ -345,6 +345,7 @@ class Float8Mixin(
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
+            frameworks.current().gathering_of(kernel),
         )
         self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():

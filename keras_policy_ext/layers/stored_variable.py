@@ -108,6 +108,19 @@ class StoredVariable(keras.Variable):
             if each is not None
         )
 
+    @property
+    def gathered(self) -> tuple[Any, ...]:
+        """`constants`, with the codes on every device that multiplies them.
+
+        As they are stored: XLA would gather what they are widened to.
+        """
+        codes, *scales = self.constants
+        framework = frameworks.current()
+        gathering = framework.gathering_of(self)
+        if gathering is not None:
+            codes = framework.gathered(codes, gathering, gathering.axes)
+        return codes, *scales
+
     def check(self, value: Any) -> None:
         """Raise if an array is no codes of finite numbers.
 

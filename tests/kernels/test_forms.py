@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.kernels import Einsum, einsum
 from keras_policy_ext.kernels.forms import form_of
+from keras_policy_ext.kernels.operands import Operands
+from keras_policy_ext.layers.gates import gates_of
+from keras_policy_ext.recipes import CurrentScaling, RowwiseScaling
 
 
 @pytest.mark.parametrize(
@@ -108,3 +111,48 @@ def test_three_products_of_matrices_are_the_einsum_and_its_gradients(case):
     for (tensor_of, matrix), exact in zip(products, expected, strict=True):
         found = tensor_of(ops.convert_to_tensor(matrix), sizes)
         np.testing.assert_array_equal(ops.convert_to_numpy(found), exact)
+
+
+X, Y, WHOLE = ("x",), ("y",), ()
+
+
+@pytest.mark.parametrize(
+    ("equation", "axes", "expected"),
+    [
+        ("ab,bc->ac", (X, Y), (WHOLE, Y, X)),
+        ("gab,gbc->agc", (X, WHOLE, Y), (X, Y, WHOLE)),
+        ("abc,cde->abde", (X, Y, WHOLE), (WHOLE, Y, X)),
+        ("abc,cde->abde", (X, WHOLE, Y), (WHOLE, None, X)),  # `e` is in `d`
+        ("abde,dec->abc", (Y, WHOLE, X), (WHOLE, X, Y)),
+        ("ab,bcd->ac", (X, WHOLE, Y), (WHOLE, WHOLE, X)),  # `d` is summed
+    ],
+)
+def test_what_is_said_of_axes_is_said_of_those_of_the_matrix(
+    equation, axes, expected
+):
+    asked = RowwiseScaling().quantization("kernel", "forward")
+    assert Einsum(equation).kernel_axes(axes, asked) == expected
+
+
+def test_a_tensor_with_one_scale_has_the_axes_that_are_not_summed():
+    asked = CurrentScaling().quantization("kernel", "forward")
+    axes = Einsum("abc,cde->abde").kernel_axes((X, WHOLE, Y), asked)
+    assert axes == (X, WHOLE, Y)
+    axes = Einsum("ab,bcd->ac").kernel_axes((X, WHOLE, Y), asked)
+    assert axes == (X, WHOLE)
+
+
+def test_a_kernel_that_is_turned_has_its_axes_turned():
+    operands = Operands(Einsum("ab,bc->ac"), RowwiseScaling())
+    for matmul in ("forward", "inputs_grad"):
+        assert operands.turned["kernel", matmul]
+        assert operands.kernel_axes((X, Y), matmul) == (WHOLE, X, Y)
+
+
+def test_a_gate_has_the_rows_of_its_kernel():
+    contraction = gates_of(2, False, 0, 2, 3)
+    whole = CurrentScaling().quantization("kernel", "forward")
+    cut = RowwiseScaling().quantization("kernel", "forward")
+    assert contraction.kernel_axes((X, Y), whole) == (X, Y)
+    assert contraction.kernel_axes((X, WHOLE), cut) == (WHOLE, WHOLE, X)
+    assert contraction.kernel_axes((X, Y), cut) == (WHOLE, None, X)

@@ -1,0 +1,43 @@
+"""A kernel of which every device has a part, gathered in a byte a number."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras_policy_ext import frameworks
+from keras_policy_ext.numerics.quantized import Quantized
+
+Tensor = Any
+
+
+def gathered(
+    gathering: Any, axes: tuple[Any, ...], *reads: Quantized
+) -> tuple[Quantized, ...]:
+    """What matmuls read of a kernel, once every device has what it multiplies.
+
+    It is quantized and narrow before. Scales come from the amax of all parts,
+    so that those of the same numbers are the same on every device.
+
+    Args:
+        gathering: From `Framework.gathering_of`.
+        axes: See `Framework.gathered`, for the values.
+        *reads: The same values with scales that may differ.
+    """
+    framework = frameworks.current()
+
+    def along(x: Tensor) -> Tensor:
+        sizes = zip(x.shape, axes, strict=True)
+        cut = [() if size == 1 else names for size, names in sizes]
+        return framework.gathered(x, gathering, cut)
+
+    asked: Any = reads[0].quantization
+    dtype = framework.kept_dtype(reads[0].values, asked.format)
+    narrow = [each.narrowed(dtype) for each in reads]
+    values = along(narrow[0].values)
+    if asked.tile.is_whole:
+        return tuple(each.with_values(values) for each in narrow)
+    return tuple(
+        dataclasses.replace(each, values=values, scale=along(each.scale))
+        for each in narrow
+    )
