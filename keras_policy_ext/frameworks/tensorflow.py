@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -67,7 +68,8 @@ class TensorFlowFramework(Framework):
         """See `Framework.kept_dtype`; codes in a loop and under XLA."""
         dtype = super().kept_dtype(x, format_name)
         if self.on_cpu(x):
-            return "uint8" if self.traces_for_xla() else "float32"
+            narrow = self.traces_for_xla() or compiles_parts(x)
+            return "uint8" if narrow else "float32"
         if self.traces_for_xla() or tf.executing_eagerly():
             return dtype
         return "uint8" if _in_a_loop() else dtype
@@ -280,6 +282,21 @@ class TensorFlowFramework(Framework):
 FRAMEWORK = TensorFlowFramework()
 
 
+_LARGE = 1 << 16
+_UNKNOWN = 256
+"""What a size counts that a graph does not know."""
+
+
+def compiles_parts(x: Tensor) -> bool:
+    """Whether XLA compiles what is done with each number of a tensor.
+
+    On a CPU, for large tensors, in what it does not compile as a whole.
+    """
+    sizes = [_UNKNOWN if size is None else size for size in x.shape]
+    large = math.prod(sizes) >= _LARGE
+    return large and not (_other_devices() or FRAMEWORK.traces_for_xla())
+
+
 @functools.cache
 def _other_devices() -> bool:
     devices = tf.config.list_physical_devices()
@@ -352,7 +369,9 @@ def _shared_forward(
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
         outputs, residuals = operation.forward(inputs, kernel, state, observe)
-        return [outputs, *residuals.leaves()]
+        # Where nothing is trained, gradients are the exception.
+        narrow = operation.training is not False
+        return [outputs, *residuals.leaves(narrow)]
 
     return _Graph(forward)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from keras_policy_ext.kernels.both_layouts import BothLayouts
 from keras_policy_ext.kernels.devices import Device
+from keras_policy_ext.numerics import codes
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import Quantization, Tile
@@ -173,6 +174,11 @@ class Engine:
             multiplies such numbers, otherwise in float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
             where casting and transposing are left to the framework.
+        training_cast: The same as `cast` for layers in training, which are
+            not exported; None where that makes no difference.
+        encode: Takes numbers of a format in float32 and its name; returns
+            their codes.
+        decode: Takes codes and the name of a format; returns the numbers.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """
@@ -186,7 +192,15 @@ class Engine:
     narrow_cast: Cast
     widen: Callable[[Tensor, str], Tensor]
     both_layouts: BothLayouts | None = None
+    training_cast: Cast | None = None
+    encode: Callable[[Tensor, str], Tensor] = codes.encode
+    decode: Callable[[Tensor, str], Tensor] = codes.decode
     states: tuple[StateKernels, ...] = ()
+
+    @property
+    def cast_in_training(self) -> Cast:
+        """See `training_cast`."""
+        return self.training_cast or self.cast
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """The first kernel that supports a matmul, and why it is that one.

@@ -258,7 +258,7 @@ class Plan:
         across = self.operands.is_across(operand, matmul)
         if not choice.native:
             # Before it is transposed, which then costs nothing.
-            read = read.widened(self._widened)
+            read = read.widened(self._widened, engines.engine().decode)
             read = scaled_products.folded(read, across)
         return self.contraction.transposed(read) if across else read
 
@@ -292,7 +292,7 @@ class Plan:
         home = self._operand(operand, x)
         wanted = observe or self.operands.is_stochastic(operand)
         amax = Amax(home, wanted, _amax_of(operand))
-        how = amax, known, _cast(chosen[first], chosen[second])
+        how = amax, known, self._cast(chosen[first], chosen[second])
         saturated, marked = self._read(operand, first, home, *how)
         read = saturated if first == "forward" else marked
         if not self.operands.read_once[operand]:
@@ -374,6 +374,13 @@ class Plan:
             whole, marked = gathered(self.gathering, axes, whole, marked)
         return read(operand, whole), read(operand, marked)
 
+    def _cast(self, *chosen: tuple[Any, Choice]) -> Any:
+        """To float8 itself where a matmul of an operand reads that."""
+        engine = engines.engine()
+        if any(choice.native for _, choice in chosen):
+            return engine.narrow_cast
+        return engine.cast_in_training if self.training else engine.cast
+
     def _key(
         self, asked: Quantization, matmul: str, amax: Amax, known: Known | None
     ) -> Tensor | None:
@@ -390,13 +397,6 @@ def _amax_of(operand: str) -> Any:
     """
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
-
-
-def _cast(*chosen: tuple[Any, Choice]) -> Any:
-    """To float8 itself where a matmul of an operand reads that."""
-    engine = engines.engine()
-    native = any(choice.native for _, choice in chosen)
-    return engine.narrow_cast if native else engine.cast
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import tensorflow_devices
+from keras_policy_ext.kernels import tensorflow_compiled, tensorflow_devices
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Engine, Request
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
 from keras_policy_ext.kernels.scaled_products import (
@@ -199,4 +199,7 @@ ENGINE = Engine(
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,
     widen=casting.widen,
+    training_cast=tensorflow_compiled.cast_in_training,
+    encode=tensorflow_compiled.encode,
+    decode=tensorflow_compiled.decode,
 )
