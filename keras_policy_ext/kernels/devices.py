@@ -83,7 +83,10 @@ _CUDA = (
     "CUDA C++ Programming Guide, Compute Capabilities; cuBLAS documentation, "
     "Scaling modes of narrow precision data types"
 )
-_ROCM = "ROCm documentation, Data types and precision support"
+_ROCM = (
+    "ROCm documentation, Data types and precision support; XLA's "
+    "rocm_compute_capability.h"
+)
 _TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
 
 
@@ -185,6 +188,8 @@ AMD = {
     "gfx1101": "rdna3",
     "gfx1102": "rdna3",
     "gfx1103": "rdna3",
+    "gfx1150": "rdna3",
+    "gfx1151": "rdna3",
     "gfx1200": "rdna4",
     "gfx1201": "rdna4",
 }
