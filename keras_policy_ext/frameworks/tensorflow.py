@@ -221,7 +221,8 @@ class TensorFlowFramework(Framework):
                 leaves = kept
                 if operation.training is None:
                     seen = operation.residuals(kept, sizes)
-                    leaves = operation.observed(seen, inputs, kernel).leaves()
+                    seen = operation.observed(seen, inputs, kernel)
+                    leaves = seen.leaves(narrow=False)
                 dtypes = tuple(leaf.dtype for leaf in leaves)
                 backward = _shared_backward(operation, shapes, dtypes)
                 unknown = [
@@ -369,11 +370,21 @@ def _shared_forward(
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
         outputs, residuals = operation.forward(inputs, kernel, state, observe)
-        # Where nothing is trained, gradients are the exception.
-        narrow = operation.training is not False
-        return [outputs, *residuals.leaves(narrow)]
+        leaves = residuals.leaves(_narrows(operation, inputs, kernel))
+        return [outputs, *leaves]
 
     return _Graph(forward)
+
+
+def _narrows(operation: Operation, *operands: Tensor) -> bool:
+    """Whether what is kept is made narrow.
+
+    Not where nothing is trained and gradients are the exception; nor, where
+    that is not known, with parts for XLA, which an export would write down.
+    """
+    if operation.training is None:
+        return not any(map(compiles_parts, operands))
+    return operation.training
 
 
 @functools.lru_cache(maxsize=1024)
