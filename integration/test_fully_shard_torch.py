@@ -108,6 +108,20 @@ def train(where, model, run, part, parameters=kpe.loops.parameters):
                 results[f"cut/{where}/{name}"] = len(value.to_local())
 
 
+def saved(recipe, model):
+    other = sequential(recipe)
+    for one, cut in zip(other.variables, model.variables, strict=True):
+        value = cut.value.detach()
+        is_cut = isinstance(value, torch.distributed.tensor.DTensor)
+        one.assign(value.full_tensor() if is_cut else value)
+    other.save(folder / f"{rank}.keras")
+    again = kpe.load_model(folder / f"{rank}.keras")
+    with torch.no_grad():
+        for name, each in (("cut", model), ("loaded", again)):
+            outputs = each(x[0], training=False)
+            results[f"{name}/outputs"] = outputs.numpy()
+
+
 def shown(where, function, *arguments):
     try:
         said[where] = function(*arguments)
@@ -168,6 +182,7 @@ for recipe in sys.argv[3].split(";"):
     kpe.loops.follow_shards(model)
     every = torch.nn.Module.parameters
     train(f"{name}/every", model, model, mine, every)
+    saved(recipe, model)
     shown(f"{name}, whole", forgotten, recipe, whole)
     shown(f"{name}, by_layer", forgotten, recipe, by_layer)
 batches = keras.Sequential([
@@ -288,6 +303,13 @@ def test_amaxes_are_those_of_one_process(ranks, layer):
             state[2, NEWEST:], 2 * one[2, NEWEST:], rtol=TOLERANCE
         )
         assert np.all(state[:, NEWEST] > 0)
+
+
+def test_a_model_that_is_not_cut_saves_what_all_have(ranks):
+    for results in ranks:
+        found, expected = results["loaded/outputs"], results["cut/outputs"]
+        np.testing.assert_array_equal(found, expected)
+        assert np.all(np.ptp(found, axis=0) > 0)
 
 
 @pytest.mark.parametrize("shard", ["whole", "by_layer"])

@@ -49,8 +49,8 @@ class Residuals(Protocol):
 
     shapes: tuple[Shape, Shape]
 
-    def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
+    def leaves(self, narrow: bool = True) -> list[Tensor]:
+        """The tensors, in a fixed order; in as few bytes as may be or not."""
 
 
 class Operation(Hashable, Protocol):

@@ -142,3 +142,22 @@ def test_keras_gives_values_to_variables_that_nobody_has_any_more():
     with keras.StatelessScope():
         keras.Variable(initializer=zeros, shape=(5,), dtype="float32")
     assert (5,) in given
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="only PyTorch has modules")
+def test_a_variable_keeps_its_tensor_whatever_its_module_has():
+    torch = pytest.importorskip("torch")
+    layer = keras.layers.Dense(2)
+    layer.build((None, 2))
+    (holder,) = (
+        each
+        for each in layer.modules()
+        if isinstance(each, torch.nn.ParameterDict)
+    )
+    kernel, path = layer.kernel, layer.kernel.path
+    part = torch.nn.Parameter(torch.ones(2, 2))
+    holder[path] = part
+    assert kernel.value is not part
+    variable_values.read_from(kernel, holder, path)
+    assert kernel.value is part
+    assert isinstance(kernel, keras.Variable)
