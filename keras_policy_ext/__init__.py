@@ -79,6 +79,7 @@ _LAZY_NAMES = {
     "load_model": "conversion",
     "load_preset": "conversion",
     "load_weights": "conversion",
+    "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
 }
@@ -109,6 +110,7 @@ __all__ = [
     "load_quantized",
     "load_weights",
     "loops",
+    "memory",
     "migration",
     "mixed_precision",
     "numerics",

@@ -12,19 +12,14 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_policy_ext import recipes, stored_kernels
+from keras_policy_ext import stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.diagnostics import demo
 from keras_policy_ext.export import FORMATS, export
+from keras_policy_ext.kernels.devices import KNOWN
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS
 
-_DEMO = """\
-Train a small transformer for next-character prediction three times, in
-float32, mixed_bfloat16 and float8, from the same weights on the same batches;
-with --compare in float8 under every recipe. Prints a table of the results, and
-writes a plot and a CSV file of the losses.
-"""
 _DOCTOR = """\
 Say which backend, versions and device are in use, and which contractions run
 natively in float8 or are emulated, and why.
@@ -42,6 +37,13 @@ Load a .keras file and print which share of the model is in float8, and for
 the layers of each class their policy and whether they run natively in float8
 or are emulated; with --full for each layer, with its amaxes and scales. Code
 in the file is not run.
+"""
+
+_MEMORY = """\
+Load a .keras file and print what a training step of the model keeps in memory,
+for the layers of each class, as it is and under the policies that are asked
+for; with --full for each layer. Nothing is trained, and code in the file is
+not run.
 """
 
 _MIGRATE = """\
@@ -116,14 +118,16 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True
     )
     _add_demo(commands)
-    _add(
-        commands,
-        _doctor,
-        "what runs natively in float8 on this machine, and why",
-        _DOCTOR,
+    here = "what runs natively in float8 on this machine, and why"
+    _add(commands, _doctor, here, _DOCTOR).add_argument(
+        "--device",
+        choices=KNOWN,
+        help="what would run on one that is elsewhere",
+        default=argparse.SUPPRESS,
     )
     _add_export(commands)
     _add_inspect(commands)
+    _add_memory(commands)
     _add_migrate(commands)
     _add_shrink(commands)
     return parser
@@ -157,59 +161,8 @@ def _add(
 
 
 def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands,
-        _demo,
-        "train in float32, bfloat16 and float8 and compare",
-        _DEMO,
-    )
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="UTF-8 text to learn from; without it the topics of Python's "
-        "own pydoc",
-        default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(1), default=300, help="training steps"
-    )
-    parser.add_argument(
-        "--seed",
-        "--seeds",
-        type=_seeds,
-        metavar="SEEDS",
-        dest="seeds",
-        default="0",
-        help="of the weights and the batches; several, such as 0,1,2, show "
-        "the spread",
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--recipe",
-        type=_recipe,
-        metavar="SPEC",
-        default="delayed",
-        help=f"how numbers are scaled: {', '.join(recipes.names())}, or one "
-        "with arguments, such as 'nvfp4(hadamard=False)'",
-    )
-    which.add_argument(
-        "--compare",
-        action="store_true",
-        help="train under every recipe",
-        default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the numbers of the tables, too",
-        default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        default="keras-policy-ext-demo",
-        help="folder for the plot and the CSV file; made if missing",
-    )
+    what = "train in float32, bfloat16 and float8 and compare"
+    demo.add_arguments(_add(commands, _demo, what, demo.DESCRIPTION))
 
 
 def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -279,6 +232,38 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _add_memory(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = _add(
+        commands,
+        _memory,
+        "what a training step of a saved model keeps",
+        _MEMORY,
+    )
+    parser.add_argument("file", metavar="FILE", help="a .keras file")
+    parser.add_argument(
+        "--batch",
+        type=_sizes,
+        required=True,
+        metavar="SIZES",
+        help="of a batch, such as 256; or all of its sizes, such as 256,128, "
+        "where the model does not know the others",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="to compare with: a float8 policy or recipe, or a plain policy; "
+        "may be given again. Without it, float8 with delayed scaling",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every layer",
+        default=argparse.SUPPRESS,
+    )
+
+
 def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = _add(
         commands,
@@ -336,52 +321,25 @@ def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    """An argparse type: an int that is not smaller."""
-
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"an integer of {least} or more is needed, not {text!r}"
-            )
-        return int(text)
-
-    return integer
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """An argparse type: integers with commas between them, each once."""
-    return tuple(dict.fromkeys(map(_at_least(0), text.split(","))))
-
-
-def _recipe(text: str) -> str:
-    """An argparse type: what `recipes.parse` reads."""
-    try:
-        recipes.parse(text)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def _sizes(text: str) -> int | tuple[int, ...]:
+    """An argparse type: a size, or several with commas between them."""
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(
+            f"a size such as 256, or several such as 256,128, not {text!r}"
+        )
+    first, *rest = map(int, text.split(","))
+    return (first, *rest) if rest else first
 
 
 def _demo(arguments: argparse.Namespace) -> Callable[[], object]:
-    compare = getattr(arguments, "compare", False)
-    prepared = demo.prepare(
-        demo.Settings(
-            steps=arguments.steps,
-            seeds=arguments.seeds,
-            recipes=recipes.names() if compare else (arguments.recipe,),
-            text=getattr(arguments, "text", None),
-            out=arguments.out,
-            json=getattr(arguments, "json", None),
-        )
-    )
+    prepared = demo.prepare(demo.settings_of(arguments))
     return lambda: demo.run(prepared)
 
 
 def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics import doctor
 
-    return doctor.run
+    return lambda: doctor.run(device=getattr(arguments, "device", None))
 
 
 def _export(arguments: argparse.Namespace) -> Callable[[], object]:
@@ -421,6 +379,19 @@ def _loaded(path: str) -> keras.Model:
         return load_model(path, compile=False)
     except (OSError, TypeError) as error:
         raise ValueError(f"cannot load {path}: {error}") from error
+
+
+def _memory(arguments: argparse.Namespace) -> Callable[[], object]:
+    from keras_policy_ext.diagnostics.memory import memory
+
+    model = _loaded(arguments.file)
+    policy = getattr(arguments, "policy", None)
+    try:
+        report = memory(model, arguments.batch, policy)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    full = getattr(arguments, "full", False)
+    return lambda: print(report.table(full, "Every layer: --full"))
 
 
 def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:

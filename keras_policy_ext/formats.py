@@ -21,6 +21,13 @@ _NAMES = (
     "float8_e5m2fnuz",
 )
 
+#: The float8 formats of numbers, by family: those of the Open Compute Project,
+#: and those without infinities and negative zero. A device multiplies one.
+FAMILIES = {
+    "ocp": ("float8_e4m3fn", "float8_e5m2"),
+    "fnuz": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
+}
+
 #: Short names that recipe strings may use. Code uses the exact names.
 ALIASES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
@@ -68,6 +75,12 @@ class Format:
     nan_codes: tuple[int, ...]
     nan_code: int | None
     finite_count: int
+
+    @property
+    def family(self) -> str | None:
+        """Which of `FAMILIES` it is of, or None."""
+        found = (each for each, names in FAMILIES.items() if self.name in names)
+        return next(found, None)
 
     @property
     def numbers_per_byte(self) -> int:

@@ -31,9 +31,10 @@ TAIL = """
 - "stored" is the dtype in which a framework holds the numbers: its own, or
   bytes with the codes. Of four bits, two numbers are in a byte, the first in
   the low four bits (`kpe.reference.pack`).
-- Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`. The
-  `fnuz` formats are those of other hardware; `kpe.reference` computes with
-  them. `"e4m3"` in the name of a recipe is `float8_e4m3fn`.
+- Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`, and
+  delayed and current scaling among the formats named `fnuz` too, which
+  [AMD's MI300](devices.md#formats-named-fnuz) multiplies. `"e4m3"` in the name
+  of a recipe is `float8_e4m3fn`.
 """
 
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}

@@ -56,7 +56,7 @@ def test_help_names_the_commands(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "doctor", "export", "inspect", "shrink"]
+    "command", ["demo", "doctor", "export", "inspect", "memory", "shrink"]
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -84,12 +84,21 @@ def test_doctor_tells_backend_and_a_reason_for_every_contraction(capsys):
     assert 'gains from which size on: `filter="auto"`' in printed
 
 
+def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
+    assert cli.main(["doctor", "--device", "a100"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "an NVIDIA A100" in printed
+    assert "emulated" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
+        (["doctor", "--device", "h300"], "(choose from 'h200', 'b200', "),
         (["demo", "--steps", "0"], "an integer of 1 or more"),
         (["demo", "--steps", "ten"], "an integer of 1 or more"),
         (["demo", "--seed", "-1"], "an integer of 0 or more"),
@@ -293,6 +302,40 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
     for name in (*(f"dense_{n}" for n in range(30)), "norm"):
         assert any(word.endswith(name) for word in full.split())
     assert "outputs_grad" in full
+
+
+def test_memory_compares_a_saved_model_with_policies(tmp_path, capsys):
+    projection = keras.layers.Dense(4, name="projection")
+    model = keras.Sequential([keras.Input((None, 8)), projection])
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    asked = ["--policy", "current", "--policy", "mixed_bfloat16"]
+
+    assert cli.main(["memory", path, "--batch", "2,3,8", *asked]) == 0
+    short = capsys.readouterr().out
+    assert cli.main(["memory", path, "--batch", "2,3,8", "--full"]) == 0
+    full = capsys.readouterr().out
+
+    assert all(word in short for word in ("current", "mixed_bfloat16"))
+    assert short.endswith("Every layer: --full\n")
+    assert "converted" in full and "projection  Dense" in full
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--batch", "2"], "size"),
+        (["--batch", "two"], "'two'"),
+        (["--batch", "2,3,8", "--policy", "float99"], "float99"),
+    ],
+)
+def test_memory_says_in_one_line_what_is_wrong(tmp_path, capsys, options, said):
+    projection = keras.layers.Dense(4, name="projection")
+    model = keras.Sequential([keras.Input((None, 8)), projection])
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+
+    assert said in error_of(capsys, "memory", path, *options)
 
 
 def test_export_writes_what_the_options_say(tmp_path, capsys):

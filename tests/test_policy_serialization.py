@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from keras_policy_ext import policies, policy_names
 from keras_policy_ext.policies import Float8DTypePolicy, get
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+from keras_policy_ext.recipes.fields import FP8_FORMATS
 
 SOURCES = st.sampled_from(
     [
@@ -21,7 +22,7 @@ SOURCES = st.sampled_from(
         "float64",
     ]
 )
-FORMATS = st.sampled_from(["hybrid", "e4m3"])
+FORMATS = st.sampled_from(FP8_FORMATS)
 RECIPES = st.builds(
     DelayedScaling,
     amax_history_length=st.just(1024) | st.integers(1, 5000),

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from keras_policy_ext import formats, recipes
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+from keras_policy_ext.recipes.fields import FP8_FORMATS
 
 pytestmark = pytest.mark.any_backend
 
-FORMATS = st.sampled_from(["hybrid", "e4m3"])
+FORMATS = st.sampled_from(FP8_FORMATS)
 DELAYED = st.builds(
     DelayedScaling,
     amax_history_length=st.integers(1, 10**6),
@@ -223,7 +224,7 @@ def test_a_margin_that_is_no_natural_number_is_refused(margin):
 @pytest.mark.parametrize("cls", [DelayedScaling, CurrentScaling])
 @pytest.mark.parametrize("value", ["e5m2", "E4M3", None, 1])
 def test_other_fp8_formats_are_refused(cls, value):
-    with pytest.raises(ValueError, match="'hybrid' or 'e4m3'"):
+    with pytest.raises(ValueError, match="'hybrid' or 'e4m3' or 'hybrid_fnuz'"):
         cls(fp8_format=value)
 
 
@@ -346,7 +347,7 @@ def test_granularity_is_told():
     assert CurrentScaling().granularity == "tensorwise"
 
 
-@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
+@pytest.mark.parametrize("fp8_format", FP8_FORMATS)
 def test_products_without_state_keep_the_formats(fp8_format):
     delayed = recipes.DelayedScaling(fp8_format=fp8_format, margin=1)
     assert delayed.for_activations == recipes.CurrentScaling(

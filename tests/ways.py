@@ -90,8 +90,8 @@ def _torch_array(x):
     import torch
 
     x = x.detach().cpu()
-    name = keras.backend.standardize_dtype(x.dtype)
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    name = str(x.dtype).removeprefix("torch.")
+    if name == "bfloat16" or name.startswith("float8"):
         integer = torch.uint8 if x.element_size() == 1 else torch.int16
         return x.view(integer).numpy().view(getattr(ml_dtypes, name))
     return x.numpy()

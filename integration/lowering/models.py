@@ -19,6 +19,8 @@ STEPS = {  # the layer, the sizes that make it
     "relu": ("mlp", "relu"),
     "gelu": ("mlp", "gelu"),
     "swiglu": ("mlp", "swiglu"),
+    "gelu recomputed": ("recomputed", "gelu"),
+    "swiglu recomputed": ("recomputed", "swiglu"),
     "block": ("block", None),
 }
 
@@ -96,6 +98,12 @@ def mlp(way, activation, depth=12, rows=16384, narrow=1024, wide=4096):
     return layers.finished(inputs, x), (rows, narrow)
 
 
+def recomputed(way, activation):
+    """The same blocks, which compute activations again for their gradients."""
+    with keras.RematScope(mode="activations"):
+        return mlp(way, activation)
+
+
 def block(way, _, batch=2, length=2048, width=4096, heads=32, wide=14336):
     """A block of a language model: attention and SwiGLU, no biases."""
     layers = Layers(way)
@@ -117,7 +125,13 @@ def make(step, way):
         way: A key of `POLICIES`.
     """
     kind, detail = STEPS[step]
-    return {"dense": dense, "mlp": mlp, "block": block}[kind](way, detail)
+    made = {
+        "dense": dense,
+        "mlp": mlp,
+        "recomputed": recomputed,
+        "block": block,
+    }
+    return made[kind](way, detail)
 
 
 def updated(variable, value, gradient):

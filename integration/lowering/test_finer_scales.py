@@ -67,9 +67,10 @@ for layer, shape, _ in LAYERS.values():
 TRACE_WITH_TENSORFLOW = """
 import sys
 import tensorflow as tf
-from keras_policy_ext.kernels import tensorflow as kernels
+from keras_policy_ext.kernels import devices
 
-kernels._has_float8_gpu = lambda: True
+pretending = devices.pretend("h200")
+pretending.__enter__()
 
 for name, (layer, shape, _) in LAYERS.items():
 

@@ -1,10 +1,13 @@
 """What happens around a layer's `call`: its context, casts, masks, loops."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+
+from keras_policy_ext._keras.while_building import in_place_of
 
 try:
     from keras.src.backend.common import global_state as _global_state
@@ -62,6 +65,25 @@ def is_in_a_call() -> bool:
         return True
     found = _global_state.get_global_attribute("current_call_ctx")
     return found is not None
+
+
+@contextlib.contextmanager
+def around_each_call(
+    scope: Callable[[keras.Layer], AbstractContextManager[object]],
+) -> Iterator[None]:
+    """Call each layer that this thread calls in a scope of its own.
+
+    Not where a layer is asked for its `call` alone, as `TimeDistributed` asks
+    the layer in it. There is no public hook (keras 3.0 to 3.15): expires with
+    one.
+    """
+
+    def call(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        with scope(layer):
+            return stock(layer, *args, **kwargs)
+
+    with in_place_of("__call__", call):
+        yield
 
 
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:

@@ -27,7 +27,7 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
         stock(layer, *args, **kwargs)
         change(layer)
 
-    with _in_place_of("_post_build", post_build):
+    with in_place_of("_post_build", post_build):
         yield
 
 
@@ -51,7 +51,7 @@ def without_initial_values(
             kwargs["initializer"] = _zeros
         return stock(layer, *args, **kwargs)
 
-    with _in_place_of("add_weight", add_weight):
+    with in_place_of("add_weight", add_weight):
         yield
 
 
@@ -60,7 +60,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
 
 
 @contextlib.contextmanager
-def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Let a method of all layers be another one, which gets the stock one.
 
     If there is none of this name, nothing happens.

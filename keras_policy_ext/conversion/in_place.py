@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from keras_policy_ext.conversion.report import Report, report_of, warn_of_little
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
-from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.layers.transaction import unchanged_on_error, undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -73,12 +74,15 @@ def convert(
             not float8, `include` matches no layer, or a `MultiOptimizer` has
             been used. The model is then unchanged.
     """
-    selection = Selection.read(include, exclude, filter, min_size)
-    _check_attention(attention)
-    models.check(model)
-    survey = candidates.survey(model)
-    requested = _requested(model, policy)
-    decisions, left = _decide(survey.candidates, requested, selection)
+    survey, decisions, left = _decided(
+        model,
+        policy,
+        attention,
+        include=include,
+        exclude=exclude,
+        filter=filter,
+        min_size=min_size,
+    )
     if decisions:
         training.check_optimizers(model)
     with (
@@ -86,30 +90,82 @@ def convert(
         training.continued(model),
         training.replicas(model),
     ):
-        for candidate, target in decisions:
-            enter_float8(candidate.layer, target)
-            state = candidate.layer.float8_state
-            state.observe(candidate.layer.float8_contracted)
-        refused = [
-            Unconverted(composite, reason)
-            for composite in survey.composites
-            if (reason := _enter_composite(composite, attention))
-        ]
-        composites.declare_policies(model)
-        contracting = [
-            layer
-            for layer in survey.composites
-            if attention and float8_policy_of(layer) is not None
-        ]
-        converted = [candidate.layer for candidate, _ in decisions]
-        report = report_of(
-            model,
-            [*converted, *contracting],
-            [*left, *refused, *survey.skipped],
-        )
+        report = _convert(model, survey, decisions, left, attention)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model, stacklevel=2)
     return report
+
+
+@contextlib.contextmanager
+def converted(
+    model: keras.Layer, policy: object = None, **options: Any
+) -> Iterator[Report]:
+    """A model as `convert` would make it, for the time of a block.
+
+    All that its layers hold is then put back. Optimizers and compiled steps
+    do not get to know of it: nothing is to be trained meanwhile.
+
+    Args:
+        model: As for `convert`.
+        policy: Likewise.
+        **options: The other arguments of `convert`.
+
+    Raises:
+        TypeError: As for `convert`.
+        ValueError: Likewise.
+    """
+    attention = options.pop("attention", None)
+    survey, decisions, left = _decided(model, policy, attention, **options)
+    with undone(walking.layers_within(model)), training.replicas(model):
+        yield _convert(model, survey, decisions, left, attention)
+
+
+def _decided(
+    model: keras.Layer,
+    policy: object,
+    attention: str | None,
+    include: object = None,
+    exclude: object = None,
+    filter: Callable[[Any], bool] | Any = None,
+    min_size: int | None = None,
+) -> tuple[candidates.Survey, list[Decision], list[Unconverted]]:
+    """Read the arguments of `convert`; nothing is changed."""
+    selection = Selection.read(include, exclude, filter, min_size)
+    _check_attention(attention)
+    models.check(model)
+    survey = candidates.survey(model)
+    requested = _requested(model, policy)
+    return survey, *_decide(survey.candidates, requested, selection)
+
+
+def _convert(
+    model: keras.Layer,
+    survey: candidates.Survey,
+    decisions: list[Decision],
+    left: list[Unconverted],
+    attention: str | None,
+) -> Report:
+    """Change the layers; their states are not known to optimizers yet."""
+    for candidate, target in decisions:
+        enter_float8(candidate.layer, target)
+        state = candidate.layer.float8_state
+        state.observe(candidate.layer.float8_contracted)
+    refused = [
+        Unconverted(composite, reason)
+        for composite in survey.composites
+        if (reason := _enter_composite(composite, attention))
+    ]
+    composites.declare_policies(model)
+    contracting = [
+        layer
+        for layer in survey.composites
+        if attention and float8_policy_of(layer) is not None
+    ]
+    return report_of(
+        model,
+        [*(candidate.layer for candidate, _ in decisions), *contracting],
+        [*left, *refused, *survey.skipped],
+    )
 
 
 def revert(model: keras.Layer) -> Report:

@@ -33,7 +33,7 @@ from keras_policy_ext.conversion import (
 )
 from keras_policy_ext.conversion.candidates import Candidate, path_of
 from keras_policy_ext.conversion.weight_files import PathLike
-from keras_policy_ext.layers import stock_state
+from keras_policy_ext.layers import other_formats, stock_state
 from keras_policy_ext.layers.class_swap import enter_float8
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
@@ -320,6 +320,9 @@ def _enter_as_saved(found: _Found) -> None:
         enter_float8(layer)
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(found.entries)
+        policy = float8_policy_of(layer)
+        if policy is not None:
+            other_formats.warn(policy)
     if found.attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(found.attention)

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.conversion import summary, tables, work
+from keras_policy_ext.conversion import kept_numbers, summary, tables, work
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
     Unconverted,
@@ -49,6 +49,9 @@ class Converted(Work):
         per_tensor: Whether it has one scale for a tensor where its recipe has
             one for a row or a block: a convolution does, and what multiplies
             activations only.
+        kept_bytes: In how many bytes a number of its inputs is kept for the
+            backward pass, without scales; None if that is not in float8.
+        kept_bytes_before: The same without float8.
         parameters, multiplications, sizes_known: As for `work.Work`.
     """
 
@@ -56,6 +59,8 @@ class Converted(Work):
     class_name: str
     policy: str
     per_tensor: bool = False
+    kept_bytes: int | None = None
+    kept_bytes_before: int | None = None
 
     @property
     def in_float8(self) -> bool:
@@ -168,6 +173,7 @@ class Report(LayerTables):
 
     def _notes(self, full: bool) -> list[str]:
         notes = super()._notes(full)
+        notes += kept_numbers.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
             counts = collections.Counter(coarser).items()
@@ -206,6 +212,7 @@ def report_of(
             type(layer).__name__,
             _float8_policy(layer) or layer.dtype_policy.name,
             _per_tensor(layer),
+            *(kept_numbers.itemsizes(layer) or ()),
             **dataclasses.asdict(counted),
         )
         for layer, counted in zip(converted, counts, strict=False)

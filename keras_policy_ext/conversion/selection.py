@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.candidates import Candidate, path_of
 
@@ -97,8 +98,7 @@ class Selection:
         for pattern in self.exclude:
             if paths and not any(pattern.search(path) for path in paths):
                 message = _no_match("exclude", (pattern,), paths)
-                # From here to who called `convert`.
-                warnings.warn(message, stacklevel=5)
+                warnings.warn(message, stacklevel=_user_code.stacklevel())
 
 
 def _found(patterns: Patterns, path: str) -> re.Pattern[str] | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
 from keras_policy_ext import kernels, recipes, stored_kernels
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.diagnostics import machine
-from keras_policy_ext.kernels import Choice
+from keras_policy_ext.kernels import Choice, devices
 
 CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
     "matmul (Dense)": kernels.Einsum("bi,io->bo"),
@@ -18,20 +22,47 @@ CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
 }
 
 
-def run(console: Console | None = None) -> None:
+def run(console: Console | None = None, device: str | None = None) -> None:
     """Print the facts of the machine, a row for each contraction, and sizes.
 
     Args:
         console: Where to print; None for stdout.
+        device: The name of a device that is elsewhere, from
+            `kernels.devices.KNOWN`: what would run there. None for this one.
+
+    Raises:
+        ValueError: If a device of this name is not known.
     """
     console = console or Console()
-    facts = Table(title="This machine", show_header=False)
+    elsewhere = device is not None
+    with devices.pretend(device) if device else contextlib.nullcontext():
+        if not elsewhere:
+            console.print(facts_table())
+        console.print(device_table())
+        console.print(contraction_table())
+        console.print(frozen_table())
+    if not elsewhere:
+        console.print(break_even_table())
+
+
+def facts_table() -> Table:
+    """What is installed here."""
+    table = Table(title="This machine", show_header=False)
     for name, value in machine.facts().items():
-        facts.add_row(name, value)
-    console.print(facts)
-    console.print(contraction_table())
-    console.print(frozen_table())
-    console.print(break_even_table())
+        table.add_row(name, value)
+    return table
+
+
+def device_table() -> Table:
+    """What the device can do, and where that is written."""
+    found = kernels.engine().device()
+    elsewhere = devices.pretended() is not None
+    title = "A device that is elsewhere" if elsewhere else "This device"
+    table = Table(title=title, show_header=False)
+    table.add_row("device", found.title)
+    table.add_row("float8", found.summary)
+    table.add_row("source", found.source)
+    return table
 
 
 def rows() -> list[tuple[str, str, str, str]]:
@@ -59,8 +90,10 @@ def _choices(
     """The recipes of each choice, with the matmuls unless it is all three."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
-        plan = kernels.make_plan(
-            contraction, recipes.get(recipe), "bfloat16", "float32"
+        plan = _as_there(
+            kernels.make_plan(
+                contraction, recipes.get(recipe), "bfloat16", "float32"
+            )
         )
         of_recipe: dict[Choice, list[str]] = {}
         for matmul in recipes.MATMULS:
@@ -70,6 +103,16 @@ def _choices(
             user = recipe if every else f"{recipe}: {' and '.join(matmuls)}"
             found.setdefault(choice, []).append(user)
     return found
+
+
+def _as_there(plan: Any) -> Any:
+    """A plan, compiled by XLA on a device that is elsewhere.
+
+    As `fit` does on a GPU with TensorFlow, which has no other float8 matmul.
+    """
+    if devices.pretended() is None:
+        return plan
+    return dataclasses.replace(plan, for_xla=True)
 
 
 def contraction_table() -> Table:
@@ -95,7 +138,9 @@ def frozen_rows() -> list[tuple[str, str, str, str]]:
         for per in stored_kernels.GRANULARITIES:
             recipe = recipes.FrozenKernels(per=per, activations=activations)
             axes = stored_kernels.Axes((0,), (1,))
-            plan = kernels.frozen_plan(contraction, recipe, axes, "bfloat16")
+            plan = _as_there(
+                kernels.frozen_plan(contraction, recipe, axes, "bfloat16")
+            )
             key = str(activations or "not quantized"), plan.choice
             found.setdefault(key, []).append(per)
     return [

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import (
+    FrozenOperation,
+    Operation,
+    Shape,
+)
 
 SECOND_DERIVATIVE = (
     "A gradient of a layer in float8 cannot be differentiated again: rounding "
@@ -20,100 +26,13 @@ SECOND_DERIVATIVE = (
     "those of the part whose gradient is penalised."
 )
 
-FULLY_SHARD = (
-    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
-    "variables keep the tensors that they were made with, and what an "
-    "optimizer gets are others. Received: a layer that "
-    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
-    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
-    "variables follow; call it once, before the optimizer is made."
-)
-
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """By how many bits a code is shifted to be that of a float16 number, and by
 what that is multiplied to be the number of the code. Not NaN of e4m3fn, which
 stored kernels do not have."""
 
 Tensor = Any
-Shape = tuple[Any, ...]
 Settle = Callable[[Tensor, Tensor], Tensor]
-
-
-class Residuals(Protocol):
-    """What a backward pass needs of the forward pass.
-
-    Attributes:
-        shapes: Of the inputs and the kernel.
-    """
-
-    shapes: tuple[Shape, Shape]
-
-    def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
-
-
-class Operation(Hashable, Protocol):
-    """A function of tensors that says its own gradient; hashable.
-
-    Equal operations compute the same, so that what a framework has compiled
-    for one serves the other.
-    """
-
-    @property
-    def kernel_dtype(self) -> str:
-        """Dtype of the kernel and of its gradient."""
-
-    @property
-    def training(self) -> bool | None:
-        """True observes; False does not; None: where a gradient is taken."""
-
-    @property
-    def first_use(self) -> Operation:
-        """One that has the same forward pass, for all that share it."""
-
-    def resolved(self) -> Operation:
-        """This operation, when what it leaves open can be known."""
-
-    def forward(
-        self, inputs: Tensor, kernel: Tensor, state: Shape, observe: bool
-    ) -> tuple[Tensor, Any]:
-        """The outputs, and the residuals."""
-
-    def residuals(
-        self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
-    ) -> Any:
-        """Residuals of these tensors, as their `leaves` lists them."""
-
-    def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
-        """The residuals of a forward pass that did not observe, observed."""
-
-    def backward(
-        self,
-        residuals: Any,
-        outputs_grad: Tensor,
-        state: Shape,
-        needed: tuple[bool, bool] = (True, True),
-    ) -> tuple[Tensor | None, Tensor | None, Shape]:
-        """The gradients of inputs, kernel and state."""
-
-
-class FrozenOperation(Hashable, Protocol):
-    """A function of inputs and of constants, which get no gradient."""
-
-    @property
-    def only_widens(self) -> bool:
-        """Whether nothing is rounded, so that a compiler may look into it."""
-
-    def resolved(self) -> FrozenOperation:
-        """This operation, when what it leaves open can be known."""
-
-    def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
-        """The outputs."""
-
-    def inputs_grad(
-        self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
-    ) -> Tensor:
-        """The gradient of inputs of this shape."""
 
 
 class Framework:
@@ -221,6 +140,10 @@ class Framework:
         """The same bytes in a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)
 
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """`ops.cast`, from and to formats that Keras does not know."""
+        return ops.cast(x, dtype)
+
     # Branches and replicas
 
     def run_if(
@@ -298,14 +221,19 @@ class Framework:
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """In what dtype numbers of a format are kept for a backward pass.
 
-        Float32 on a CPU, where what is not compiled has memory rather than
-        time to spend: a step of a 512-2048-512 MLP takes 5 to 10 % longer
-        with one byte (PyTorch 2.13). Uint8, for codes, where no framework
-        computes in the dtype of the format.
+        A byte each: uint8, for codes, where no framework computes in the
+        dtype of the format.
         """
-        if self.on_cpu(x):
-            return "float32"
-        return format_name if formats.get(format_name).bits == 8 else "uint8"
+        own = formats.get(format_name).family == "ocp"
+        return format_name if own else "uint8"
+
+    def relu(self, x: Tensor) -> Tensor:
+        """`ops.relu(x)`, of which a bit a number is kept for the gradient.
+
+        What Keras calls keeps the outputs, which the layer after this one
+        keeps as codes already. The gradient has the same bits.
+        """
+        raise NotImplementedError(_needs_a_framework(self.name))
 
     def run(
         self,
@@ -343,6 +271,27 @@ class Framework:
             Float32 tensor of shape `shape`.
         """
         raise NotImplementedError(_needs_a_framework(self.name))
+
+    # Memory of a training step
+
+    def kept(self, step: Step) -> Measured:
+        """What the backward pass reads of the forward pass.
+
+        Nothing is run where that is possible.
+        """
+        raise NotImplementedError(_needs_a_framework(self.name))
+
+    def planned_bytes(self, step: Step) -> int:
+        """What a compiler plans for both passes, beside their results.
+
+        Raises:
+            ValueError: If none plans the memory of a whole step.
+        """
+        raise ValueError(
+            f"On {self.name} no compiler plans the memory of a whole step. "
+            "Received: compile=True. Allowed: False, or another backend: set "
+            "KERAS_BACKEND=jax."
+        )
 
     # State that is written by its gradient
 

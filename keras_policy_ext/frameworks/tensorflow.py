@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_policy_ext.frameworks import tensorflow_kept, tensorflow_relu
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
-    FrozenOperation,
-    Operation,
 )
+from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
 # this one is gone, nothing is taken to be compiled by it.
@@ -64,11 +66,16 @@ class TensorFlowFramework(Framework):
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """See `Framework.kept_dtype`; codes in a loop and under XLA."""
         dtype = super().kept_dtype(x, format_name)
-        if self.traces_for_xla():
-            return "uint8" if dtype == "float32" else dtype
-        if tf.executing_eagerly() or dtype == "float32":
+        if self.on_cpu(x):
+            narrow = self.traces_for_xla() or compiles_parts(x)
+            return "uint8" if narrow else "float32"
+        if self.traces_for_xla() or tf.executing_eagerly():
             return dtype
         return "uint8" if _in_a_loop() else dtype
+
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """See `Framework.as_dtype`; TensorFlow has these casts in XLA only."""
+        return _cast_by_xla(tf.convert_to_tensor(x), tf.as_dtype(dtype))
 
     @contextlib.contextmanager
     def functions_step_by_step(self) -> Iterator[None]:
@@ -181,6 +188,14 @@ class TensorFlowFramework(Framework):
             value = function(point)
         return tape.gradient(value, point, output_gradients=cotangent)
 
+    def kept(self, step: Step) -> Measured:
+        """See `Framework.kept`."""
+        return tensorflow_kept.kept(step)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`."""
+        return tensorflow_relu.relu(x, self.traces_for_xla())
+
     def run(
         self,
         operation: Operation,
@@ -266,6 +281,21 @@ class TensorFlowFramework(Framework):
 FRAMEWORK = TensorFlowFramework()
 
 
+_LARGE = 1 << 16
+_UNKNOWN = 256
+"""What a size counts that a graph does not know."""
+
+
+def compiles_parts(x: Tensor) -> bool:
+    """Whether XLA compiles what is done with each number of a tensor.
+
+    On a CPU, for large tensors, in what it does not compile as a whole.
+    """
+    sizes = [_UNKNOWN if size is None else size for size in x.shape]
+    large = math.prod(sizes) >= _LARGE
+    return large and not (_other_devices() or FRAMEWORK.traces_for_xla())
+
+
 @functools.cache
 def _other_devices() -> bool:
     devices = tf.config.list_physical_devices()
@@ -338,7 +368,9 @@ def _shared_forward(
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
         outputs, residuals = operation.forward(inputs, kernel, state, observe)
-        return [outputs, *residuals.leaves()]
+        # Where nothing is trained, gradients are the exception.
+        narrow = operation.training is not False
+        return [outputs, *residuals.leaves(narrow)]
 
     return _Graph(forward)
 
@@ -369,3 +401,8 @@ def _shared_backward(
 @functools.lru_cache(maxsize=1024)
 def _shared_settle(settle: Any, shapes: Any) -> _Graph:
     return _Graph(settle)
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _cast_by_xla(x: Tensor, dtype: tf.DType) -> Tensor:
+    return tf.cast(x, dtype)

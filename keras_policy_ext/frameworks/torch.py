@@ -10,17 +10,26 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
-    FULLY_SHARD,
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
-    FrozenOperation,
-    Operation,
     Settle,
     numbers_of_codes,
 )
+from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
+
+FULLY_SHARD = (
+    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
+    "variables keep the tensors that they were made with, and what an "
+    "optimizer gets are others. Received: a layer that "
+    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
+    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
+    "variables follow; call it once, before the optimizer is made."
+)
 
 
 class TorchFramework(Framework):
@@ -125,6 +134,19 @@ class TorchFramework(Framework):
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())
 
+    def kept(self, step: Step) -> Measured:
+        """See `Framework.kept`."""
+        # Here, because it loads what a training step does not need.
+        from keras_policy_ext.frameworks import torch_kept
+
+        return torch_kept.kept(step)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Framework.relu`; its compiler chooses what is kept."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return torch.relu(x)
+        return Relu.apply(x)
+
     def run(
         self,
         operation: Operation,
@@ -169,6 +191,10 @@ class TorchFramework(Framework):
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """See `Framework.as_float8`."""
         return codes.view(getattr(torch, format_name))
+
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """See `Framework.as_dtype`."""
+        return x.to(getattr(torch, dtype))
 
 
 FRAMEWORK = TorchFramework()

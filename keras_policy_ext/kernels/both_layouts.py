@@ -47,8 +47,8 @@ class Both(NamedTuple):
 class BothLayouts(Protocol):
     """What quantizes a matrix and writes what both of its matmuls read."""
 
-    def supports(self, x: Tensor) -> str | None:
-        """Why this is not for an operand; None if it is."""
+    def supports(self, x: Tensor, format_name: str) -> str | None:
+        """Why this is not for an operand in a format; None if it is."""
 
     def quantize(
         self, matrix: Tensor, asked: Quantization, known: Known, observe: bool

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 from keras_policy_ext.kernels.both_layouts import BothLayouts
+from keras_policy_ext.kernels.devices import Device
+from keras_policy_ext.numerics import codes
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import Quantization, Tile
@@ -14,9 +16,6 @@ from keras_policy_ext.recipes import Quantization, Tile
 Tensor = Any
 Shapes = tuple[Any, Any]
 Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
-
-HOPPER_OR_ADA = (8, 9)
-"""Smallest compute capability of NVIDIA's devices with float8 matmuls."""
 
 OTHER_SCALES = "its scales are those of other tiles"
 """What a kernel says of a matmul with scales that it is not made for."""
@@ -72,6 +71,11 @@ class Request(NamedTuple):
     def of_rows(self) -> bool:
         """Whether an operand has a scale for each row, the other one or so."""
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The formats of both operands."""
+        return self.a.format, self.b.format
 
     @property
     def tiles(self) -> tuple[Tile, Tile]:
@@ -156,30 +160,47 @@ class Engine:
 
     Attributes:
         name: That of the framework.
+        device: Says which device it computes on.
         matmuls: The ways to multiply, the best first; the last supports
             everything.
         plain: Multiplies what is not quantized.
         convolutions: Those of the framework.
         cast: Takes a tensor, the scale of each number, the name of a format,
             and whether to multiply by the scale instead of dividing by it;
-            returns numbers of the format, in float32.
+            returns numbers of the format, in float32 or in its dtype.
         narrow_cast: The same, in the dtype of the format.
-        widen: Takes numbers in a float8 dtype; returns them in float32.
+        widen: Takes numbers in a float8 dtype or in float32, and the dtype in
+            which a layer computes; returns them in that where the engine
+            multiplies such numbers, otherwise in float32.
         both_layouts: Casts for both matmuls of an operand in one pass; None
             where casting and transposing are left to the framework.
+        training_cast: The same as `cast` for layers in training, which are
+            not exported; None where that makes no difference.
+        encode: Takes numbers of a format in float32 and its name; returns
+            their codes.
+        decode: Takes codes and the name of a format; returns the numbers.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """
 
     name: str
+    device: Callable[[], Device]
     matmuls: tuple[MatmulKernel, ...]
     plain: MatmulKernel
     convolutions: Convolutions
     cast: Cast
     narrow_cast: Cast
-    widen: Callable[[Tensor], Tensor]
+    widen: Callable[[Tensor, str], Tensor]
     both_layouts: BothLayouts | None = None
+    training_cast: Cast | None = None
+    encode: Callable[[Tensor, str], Tensor] = codes.encode
+    decode: Callable[[Tensor, str], Tensor] = codes.decode
     states: tuple[StateKernels, ...] = ()
+
+    @property
+    def cast_in_training(self) -> Cast:
+        """See `training_cast`."""
+        return self.training_cast or self.cast
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """The first kernel that supports a matmul, and why it is that one.

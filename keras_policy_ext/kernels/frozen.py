@@ -217,7 +217,9 @@ class FrozenPlan:
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
         """What the quantized inputs stand for, float32, in their own axes."""
         scale = known[0] if known else self._scale(inputs)
-        numbers = engines.engine().cast(inputs, scale, _INPUTS, False)
+        engine = engines.engine()
+        numbers = engine.cast(inputs, scale, _INPUTS, False)
+        numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
 
     def _scale(self, inputs: Tensor) -> Tensor:

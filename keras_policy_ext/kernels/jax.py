@@ -15,7 +15,10 @@ from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
     are_powers_of_two,
+    exact_in,
     product_scale,
+    scaled,
+    unscaled,
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
@@ -44,6 +47,29 @@ def _product(
     return product[jnp.newaxis] if single else product
 
 
+class EmulatedDot(Emulated):
+    """Multiplies in 16 bits where that is exact and the device is faster so.
+
+    Sums are in float32 either way. Of float32 operands XLA for a TPU or GPU
+    takes fewer bits, unless it is asked for all.
+    """
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        device = jax_devices.here()
+        x, y = unscaled(a), unscaled(b)
+        narrow = device.multiplies_in
+        if exact_in(narrow, a, b):
+            product = _product(x.astype(narrow), y.astype(narrow))
+        elif device.maker == "cpu" or exact_in("bfloat16", a, b):
+            product = _product(x, y)
+        else:
+            product = _product(x, y, lax.Precision.HIGHEST)
+        return scaled(product, a, b, dtype)
+
+
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """The same; of float64 operands in float64."""
     wide = a.dtype == jnp.float64
@@ -65,11 +91,13 @@ class Float8Dot:
         """Why a matmul is not native whatever its scales are, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
-        return None if request.prefer == "native" else jax_devices.lacking()
+        if request.prefer == "native":
+            return None
+        return jax_devices.lacking(*request.formats)
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
-        if jax_devices.lacking() is None:
+        if jax_devices.lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
 
@@ -157,7 +185,13 @@ def _dequantized_product(
 
 ENGINE = Engine(
     name="jax",
-    matmuls=(Float8Dot(), Float8DotOfRows(), ScaledDot(), Emulated(_product)),
+    device=jax_devices.here,
+    matmuls=(
+        Float8Dot(),
+        Float8DotOfRows(),
+        ScaledDot(),
+        EmulatedDot(_product),
+    ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,

@@ -1,4 +1,4 @@
-"""JAX: for which devices XLA has matmuls of float8."""
+"""JAX: which device is here, and what XLA multiplies on it."""
 
 from __future__ import annotations
 
@@ -6,43 +6,57 @@ from typing import Any
 
 import jax
 
-from keras_policy_ext.kernels.contract import HOPPER_OR_ADA
-
-BLACKWELL = 10
-"""Major number of the compute capability of its data center cards."""
+from keras_policy_ext.kernels import devices
+from keras_policy_ext.kernels.devices import Device
 
 
-def lacking() -> str | None:
-    """Why XLA has no float8 matmul for the device, or None if it has one."""
-    if jax.default_backend() == "cpu":
+def here() -> Device:
+    """The device that JAX computes on, or the one that is pretended."""
+    return devices.pretended() or _found()
+
+
+def lacking(*formats: str) -> str | None:
+    """Why XLA has no matmul of these formats for the device, or None."""
+    device = here()
+    if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
-    device = jax.devices()[0]
-    capability = _capability(device)
-    if capability is not None and capability >= HOPPER_OR_ADA:
-        return None
-    return f"{_named(device)} has no float8 matmul"
+    return device.lacking(*formats)
 
 
 def lacking_mx() -> str | None:
     """Why XLA has no matmul with scales of MX blocks, or None."""
-    if jax.default_backend() == "cpu":
+    device = here()
+    if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
-    device = jax.devices()[0]
-    capability = _capability(device)
-    if capability is not None and capability[0] == BLACKWELL:
+    if "mx" in device.scales:
         return None
-    return f"{_named(device)} is no Blackwell that scales MX blocks (10.x)"
+    return f"{device.title} is no Blackwell that scales MX blocks (10.x)"
 
 
-def _capability(device: Any) -> tuple[int, ...] | None:
-    """Of one of NVIDIA's devices: (9, 0) for a Hopper."""
-    # Another text on other makers' devices, or nothing.
-    numbers = str(getattr(device, "compute_capability", "none")).split(".")
-    if all(number.isdigit() for number in numbers):
-        return tuple(map(int, numbers))
-    return None
+def _found() -> Device:
+    """Of a CPU no more is asked: XLA lacks some products of bfloat16 there.
+
+    "Unsupported element type for DotThunk: BF16 x BF16 = F32" (JAX 0.10).
+    """
+    if jax.default_backend() == "cpu":
+        return devices.KNOWN["cpu"]
+    device = jax.devices()[0]
+    if jax.default_backend() == "tpu":
+        return devices.of_google(device.device_kind)
+    # Numbers of NVIDIA, a name of AMD, nothing of others.
+    capability = str(getattr(device, "compute_capability", None))
+    title = f"{device.device_kind} (capability {capability})"
+    if capability.startswith("gfx"):
+        return devices.of_amd(capability, title)
+    numbers = _numbers(capability)
+    if numbers is None:
+        return devices.unknown(title)
+    return devices.of_nvidia(numbers, title)
 
 
-def _named(device: Any) -> str:
-    capability = getattr(device, "compute_capability", "none")
-    return f"{device.device_kind} (capability {capability})"
+def _numbers(capability: Any) -> tuple[int, ...] | None:
+    """(9, 0) of `"9.0"`; None of what is no two numbers."""
+    numbers = capability.split(".")
+    if len(numbers) != 2 or not all(each.isdigit() for each in numbers):
+        return None
+    return tuple(map(int, numbers))

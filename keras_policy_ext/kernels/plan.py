@@ -258,9 +258,13 @@ class Plan:
         across = self.operands.is_across(operand, matmul)
         if not choice.native:
             # Before it is transposed, which then costs nothing.
-            read = read.widened(engines.engine().widen)
+            read = read.widened(self._widened, engines.engine().decode)
             read = scaled_products.folded(read, across)
         return self.contraction.transposed(read) if across else read
+
+    def _widened(self, values: Tensor) -> Tensor:
+        """Numbers of a float8 dtype as what is emulated multiplies them."""
+        return engines.engine().widen(values, self.inputs_dtype)
 
     def _operand(self, operand: str, x: Tensor) -> Tensor:
         """What is quantized for the first matmul that reads an operand."""
@@ -288,7 +292,7 @@ class Plan:
         home = self._operand(operand, x)
         wanted = observe or self.operands.is_stochastic(operand)
         amax = Amax(home, wanted, _amax_of(operand))
-        how = amax, known, _cast(chosen[first], chosen[second])
+        how = amax, known, self._cast(chosen[first], chosen[second])
         saturated, marked = self._read(operand, first, home, *how)
         read = saturated if first == "forward" else marked
         if not self.operands.read_once[operand]:
@@ -312,7 +316,7 @@ class Plan:
             or not self.contraction.reads_what_is_quantized
             or self.source.rule is None
             or not all(chosen[m][1].native for m in matmuls)
-            or both.supports(x)
+            or both.supports(x, asked.format)
         ):
             return None
         return both
@@ -370,6 +374,13 @@ class Plan:
             whole, marked = gathered(self.gathering, axes, whole, marked)
         return read(operand, whole), read(operand, marked)
 
+    def _cast(self, *chosen: tuple[Any, Choice]) -> Any:
+        """To float8 itself where a matmul of an operand reads that."""
+        engine = engines.engine()
+        if any(choice.native for _, choice in chosen):
+            return engine.narrow_cast
+        return engine.cast_in_training if self.training else engine.cast
+
     def _key(
         self, asked: Quantization, matmul: str, amax: Amax, known: Known | None
     ) -> Tensor | None:
@@ -386,13 +397,6 @@ def _amax_of(operand: str) -> Any:
     """
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
-
-
-def _cast(*chosen: tuple[Any, Choice]) -> Any:
-    """To float8 itself where a matmul of an operand reads that."""
-    engine = engines.engine()
-    native = any(choice.native for _, choice in chosen)
-    return engine.narrow_cast if native else engine.cast
 
 
 @functools.lru_cache(maxsize=4096)

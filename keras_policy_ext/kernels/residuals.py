@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from keras_policy_ext import frameworks
+from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.contract import Shapes
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales, Known
@@ -33,23 +34,24 @@ class Residuals:
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
 
-    def leaves(self) -> list[Tensor]:
+    def leaves(self, narrow: bool = True) -> list[Tensor]:
         """The tensors, in the order in which `Plan.residuals` takes them.
 
-        Operands are narrow here, where the framework says so.
+        Args:
+            narrow: Whether operands are, where the framework says so.
         """
         kept = []
         for operand in (self.inputs, self.kernel):
-            asked = operand.quantization
-            if asked is not None:
-                operand = operand.narrowed(
-                    frameworks.current().kept_dtype(
-                        operand.values, asked.format
-                    )
-                )
+            if narrow and operand.quantization is not None:
+                operand = _narrowed(operand, operand.quantization.format)
             kept += operand.leaves()
         known = [] if self.known is None else self.known.leaves()
         return [*kept, *known, *(self.amaxes or ())]
+
+
+def _narrowed(operand: Quantized, format_name: str) -> Quantized:
+    dtype = frameworks.current().kept_dtype(operand.values, format_name)
+    return operand.narrowed(dtype, engines.engine().encode)
 
 
 def settled(known: Known | None) -> Known | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from keras import ops
 
 from keras_policy_ext.kernels.contract import Request
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 
 Tensor = Any
@@ -74,7 +76,7 @@ class Plain:
 
 def float32(operand: Quantized) -> Tensor:
     """The values of an operand, unscaled, in float32."""
-    return ops.cast(operand.values, "float32")
+    return casting.as_dtype(operand.values, "float32")
 
 
 def unscaled(operand: Quantized) -> Tensor:
@@ -101,10 +103,43 @@ def folded(operand: Quantized, across: bool) -> Quantized:
     as_read = asked.transposed if across else asked
     if as_read.scale_leaves_sum:
         return operand
-    values = operand.dequantize()
-    # Numbers of bfloat16, which a kernel may want to know.
-    exact = asked.tensorwise if are_powers_of_two(operand) else None
-    return Quantized(values, _ones(), exact, operand.tensor_scale)
+    return Folded(
+        operand.dequantize(),
+        _ones(),
+        asked.tensorwise if are_powers_of_two(operand) else None,
+        operand.tensor_scale,
+        asked.exact_in_bfloat16,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded(Quantized):
+    """Values that are multiplied by their scales.
+
+    Attributes:
+        exact: Whether they are numbers of bfloat16.
+    """
+
+    exact: bool = False
+
+
+def exact_in(dtype: str, *operands: Quantized) -> bool:
+    """Whether what is multiplied are numbers of a dtype of 16 bits.
+
+    All numbers of the narrow formats are, in bfloat16 also times a power of
+    two or a scale of eight bits.
+    """
+    return all(_is_exact_in(dtype, each) for each in operands)
+
+
+def _is_exact_in(dtype: str, operand: Quantized) -> bool:
+    asked = operand.quantization
+    if isinstance(operand, Folded):
+        return dtype == "bfloat16" and operand.exact
+    if asked is None or dtype == "float32":
+        return False
+    in_bfloat16 = dtype == "bfloat16" and asked.exact_in_bfloat16
+    return asked.scale_leaves_sum or in_bfloat16
 
 
 def product_scale(a: Quantized, b: Quantized) -> Tensor:

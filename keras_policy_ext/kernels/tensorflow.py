@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.kernels.contract import (
-    HOPPER_OR_ADA,
-    OTHER_SCALES,
-    Engine,
-    Request,
-)
+from keras_policy_ext import frameworks
+from keras_policy_ext.kernels import tensorflow_compiled, tensorflow_devices
+from keras_policy_ext.kernels.contract import OTHER_SCALES, Engine, Request
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
 from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
     are_powers_of_two,
+    exact_in,
     float32,
     scaled,
+    unscaled,
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
@@ -67,8 +65,9 @@ class XlaMatmul:
         """Why a matmul is not native whatever its scales are, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
-        if request.prefer != "native" and not _has_float8_gpu():
-            return "no GPU here has a float8 matmul"
+        lacking = tensorflow_devices.lacking(*request.formats)
+        if request.prefer != "native" and lacking is not None:
+            return lacking
         if not request.for_xla:
             return "only XLA has a float8 matmul: jit_compile=True"
         return None
@@ -98,7 +97,7 @@ class DequantizedMatmul(XlaMatmul):
 
     def supports(self, request: Request) -> str | None:
         """See `MatmulKernel.supports`: with a GPU that has float8."""
-        lacking = None if _has_float8_gpu() else "no GPU has a float8 matmul"
+        lacking = tensorflow_devices.lacking(*request.formats)
         return super().supports(request) or lacking
 
     def multiply(
@@ -138,11 +137,33 @@ class XlaMatmulOfRows(XlaMatmul):
         narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
         # XLA makes no matmul of vectors, and sums what it is to write.
         vectors = 1 in (*a.values.shape[1:], *b.values.shape[1:])
-        if not narrow or vectors or not _has_float8_gpu():
+        on_gpu = tensorflow_devices.lacking(*map(_format_of, (a, b))) is None
+        if not narrow or vectors or not on_gpu:
             return super().multiply(a, b, dtype, fast)
         product = _product if fast else _exact_product
         sums = product(*(tf.cast(x.values, dtype) for x in (a, b)))
         return scaled(tf.cast(sums, tf.float32), a, b, dtype)
+
+
+class EmulatedMatmul(Emulated):
+    """Multiplies in 16 bits where that is exact and the device is faster so.
+
+    XLA alone has a matmul of 16 bits that writes its sums in float32.
+    """
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        narrow = tensorflow_devices.here().multiplies_in
+        in_xla = frameworks.current().traces_for_xla()
+        if not in_xla or not exact_in(narrow, a, b):
+            return super().multiply(a, b, dtype, fast)
+        x, y = (tf.cast(unscaled(each), narrow) for each in (a, b))
+        product = tf.raw_ops.BatchMatMulV3(
+            x=x, y=y, Tout=tf.float32, adj_y=True
+        )
+        return scaled(product, a, b, dtype)
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
@@ -159,29 +180,26 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     return xla.dot_general(a, b, numbers, precision)
 
 
-@functools.cache
-def _has_float8_gpu() -> bool:
-    details = map(
-        tf.config.experimental.get_device_details,
-        tf.config.list_physical_devices("GPU"),
-    )
-    found = [each.get("compute_capability") for each in details]
-    return any(
-        capability and capability >= HOPPER_OR_ADA for capability in found
-    )
+def _format_of(operand: Quantized) -> str:
+    asked: Any = operand.quantization
+    return str(asked.format)
 
 
 ENGINE = Engine(
     name="tensorflow",
+    device=tensorflow_devices.here,
     matmuls=(
         DequantizedMatmul(),
         XlaMatmul(),
         XlaMatmulOfRows(),
-        Emulated(_product),
+        EmulatedMatmul(_product),
     ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,
     widen=casting.widen,
+    training_cast=tensorflow_compiled.cast_in_training,
+    encode=tensorflow_compiled.encode,
+    decode=tensorflow_compiled.decode,
 )

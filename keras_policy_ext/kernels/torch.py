@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from keras_policy_ext.frameworks.torch import is_known
-from keras_policy_ext.kernels import torch_casts, torch_fused
+from keras_policy_ext.frameworks.torch import is_known, is_real
+from keras_policy_ext.kernels import (
+    torch_casts,
+    torch_devices,
+    torch_fused,
+)
 from keras_policy_ext.kernels.contract import Engine
 from keras_policy_ext.kernels.scaled_products import (
     Emulated,
     Plain,
     are_powers_of_two,
+    exact_in,
     product_scale,
     unscaled,
 )
@@ -55,7 +59,10 @@ class Float32Matmul(Emulated):
             if _in_one_scale(a, b):
                 return _bfloat16_product(a, b)
             return self._narrow(a, b)
-        product = self.product(unscaled(a), unscaled(b))
+        if _on_tensor_cores(a, b):
+            product = _float32_sums(a, b)
+        else:
+            product = self.product(unscaled(a), unscaled(b))
         return product.mul_(product_scale(a, b)).to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
@@ -70,6 +77,7 @@ class Float32Matmul(Emulated):
 
 ENGINE = Engine(
     name="torch",
+    device=torch_devices.here,
     matmuls=(
         ScaledMM(),
         ScaledMMOfRows(),
@@ -96,24 +104,44 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
     """
     return (
         dtype == "bfloat16"
-        and a.values.dtype == torch.float32
+        and a.values.dtype in (torch.float32, torch.bfloat16)
         and (_in_one_scale(a, b) or are_powers_of_two(a, b))
         and is_known(a.scale)
-        and _multiplies_bfloat16()
+        and torch_devices.multiplies_bfloat16()
     )
+
+
+def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
+    """Whether a GPU multiplies 16 bits faster, exactly, and adds in float32.
+
+    Not asked of tensors without data, of which nothing is computed.
+    """
+    narrow = torch_devices.here().multiplies_in
+    return (
+        _is_cuda(a.values)
+        and exact_in(narrow, a, b)
+        and is_real(a.values)
+        and torch_devices.sums_in_float32(narrow)
+    )
+
+
+def _is_cuda(x: Tensor) -> bool:
+    return bool(x.device.type == "cuda")
+
+
+def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
+    """The product of the values in 16 bits, summed and left in float32."""
+    narrow = getattr(torch, torch_devices.here().multiplies_in)
+    x, y = unscaled(a).to(narrow), unscaled(b).to(narrow).mT
+    if x.shape[0] > 1:
+        return torch.bmm(x, y, out_dtype=torch.float32)
+    sums = torch.mm(x.squeeze(0), y.squeeze(0), out_dtype=torch.float32)
+    return sums.unsqueeze(0)
 
 
 def _in_one_scale(*operands: Quantized) -> bool:
     asked = [each.quantization for each in operands]
     return all(each is not None and each.keeps_axes for each in asked)
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, as far as torch can tell."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    checks = [getattr(torch.cpu, name, None) for name in names]
-    return any(check is not None and check() for check in checks)
 
 
 def _bfloat16_product(a: Quantized, b: Quantized) -> Tensor:

@@ -1,71 +1,65 @@
-"""PyTorch: which devices multiply float8, and which can hold it."""
+"""PyTorch: which device is here, and what PyTorch multiplies on it."""
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 
-from keras_policy_ext.kernels.contract import HOPPER_OR_ADA
+from keras_policy_ext.formats import FAMILIES
+from keras_policy_ext.kernels import devices
+from keras_policy_ext.kernels.devices import Device
 
-AMD_WITH_OCP_FLOAT8 = ("gfx950", "gfx1200", "gfx1201")
-"""AMD's architectures whose matmuls read `float8_e4m3fn` and `float8_e5m2`:
-MI350 and RDNA 4. Source: rocm.docs.amd.com, "Data types and precision
-support"."""
-
-AMD_WITH_OTHER_FLOAT8 = ("gfx940", "gfx941", "gfx942")
-"""Those that read `float8_e4m3fnuz` and `float8_e5m2fnuz` alone: MI300.
-Source: rocm.docs.amd.com, HIP 6.2, "FP8 numbers"."""
-
-ROWS = ((8, 9), (9, 0), (10, 0), (12, 0))
-"""The compute capabilities for which all builds of PyTorch with CUDA have a
-matmul with scales of rows, but for those on Windows. Source: PyTorch's
-`RowwiseScaledMM.cu`."""
-
-HOPPER = 9
-BLACKWELL = 10
-"""Major numbers of compute capabilities. Blackwell's is that of its data
-center cards, B200 and B300."""
+CUDA_OF_BLOCKS = (12, 9)
+CUDA_OF_MX = (12, 8)
+"""From which version on cuBLAS has these scales."""
 
 
-def lacking() -> str | None:
-    """Why the device has no matmul of these float8 formats, or None."""
-    if torch.cuda.is_available():
-        return _of_amd() if torch.version.hip else _of_nvidia()
-    if torch.backends.mps.is_available():
-        return "Apple's GPUs have no float8 numbers"
-    return None
+def here() -> Device:
+    """The device that PyTorch computes on, or the one that is pretended."""
+    return devices.pretended() or _found()
+
+
+def lacking(*formats: str) -> str | None:
+    """Why PyTorch has no matmul of these formats for the device, or None.
+
+    On a CPU it has one, which is slower than float32.
+    """
+    device = here()
+    if device.maker == "cpu":
+        others = [each for each in formats if each not in FAMILIES["ocp"]]
+        return f"scaled_mm on a CPU reads no {others[0]}" if others else None
+    if device.maker == "google":
+        return f"PyTorch does not run on {device.title} here"
+    return device.lacking(*formats)
 
 
 def scales_rows(device: torch.device) -> bool:
     """Whether `scaled_mm` takes scales of rows, for a result in bfloat16."""
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
-    if torch.version.hip or sys.platform == "win32":
-        return False
-    return torch.cuda.get_device_capability() in ROWS
+    return sys.platform != "win32" and "rows" in here().scales
 
 
 def lacking_blocks() -> str | None:
     """Why there is no matmul with scales of 128 blocks, or None."""
-    return _other_than(HOPPER, (12, 9), "128")
+    return _lacking("blocks", CUDA_OF_BLOCKS, "128")
 
 
 def lacking_mx() -> str | None:
     """Why there is no matmul with scales of MX blocks, or None."""
-    return _other_than(BLACKWELL, (12, 8), "32")
+    return _lacking("mx", CUDA_OF_MX, "32")
 
 
-def _other_than(major: int, cuda: tuple[int, int], block: str) -> str | None:
-    """By the only architecture whose cuBLAS has it, and since when."""
-    if not torch.cuda.is_available() or torch.version.hip:
+def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
+    device = here()
+    if device.maker != "nvidia":
         return f"torch has scales of {block} numbers with NVIDIA's CUDA only"
-    capability = torch.cuda.get_device_capability()
-    if capability[0] != major:
-        return (
-            f"torch has scales of {block} numbers for compute capability "
-            f"{major}.x, not {capability}"
-        )
+    if scales not in device.scales:
+        return f"{device.title} has no matmul with scales of {block} numbers"
+    if devices.pretended() is not None:
+        return None
     built = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
     if built < cuda:
         wanted = ".".join(map(str, cuda))
@@ -77,27 +71,62 @@ def _other_than(major: int, cuda: tuple[int, int], block: str) -> str | None:
 
 
 def casts_to_float8(device: torch.device) -> bool:
-    """Whether a cast to a float8 dtype is there, and the best way to round.
+    """Whether there are casts to float8 dtypes.
 
-    On a CPU integers are four times as fast (torch 2.13); on Apple's GPUs
-    such a cast raises TypeError (all releases up to September 2026).
+    On Apple's GPUs they raise TypeError (all releases up to September 2026).
     """
-    return device.type == "cuda"
+    if device.type == "cpu":
+        return True
+    apple = device.type == "mps"
+    described = devices.KNOWN["mps"] if apple else here()
+    return described.holds_float8
 
 
-def _of_nvidia() -> str | None:
-    capability = torch.cuda.get_device_capability()
-    if capability < HOPPER_OR_ADA:
-        return f"compute capability {capability} has no float8 matmul"
-    return None
+def multiplies_bfloat16() -> bool:
+    """Whether matmuls on this CPU read bfloat16, and are faster so."""
+    return here() is devices.KNOWN["cpu_bf16"]
 
 
-def _of_amd() -> str | None:
-    """By the architecture: MI200, which has none, says that it is (9, 0)."""
-    name = torch.cuda.get_device_properties(0).gcnArchName
-    architecture = name.partition(":")[0]
-    if architecture in AMD_WITH_OCP_FLOAT8:
-        return None
-    if architecture in AMD_WITH_OTHER_FLOAT8:
-        return f"{architecture} multiplies other formats, those named fnuz"
-    return f"{architecture} has no float8 matmul"
+def sums_in_float32(dtype: str) -> bool:
+    """Whether a matmul of 16 bits writes its sums in float32 on this GPU."""
+    halves = getattr(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation", False
+    )
+    return _sums_in_float32(dtype, bool(halves))
+
+
+@functools.cache
+def _sums_in_float32(dtype: str, halves: bool) -> bool:
+    """Asked once for a process, with numbers of which no 16 bits have the sum.
+
+    Older versions of PyTorch, and builds for other makers, have no such matmul.
+    """
+    try:
+        x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
+        x[:, 0] = 0.5
+        sums = torch.mm(x, torch.ones_like(x).t(), out_dtype=torch.float32)
+        return bool((sums == 4111.5).all())
+    # Whatever a build raises for what it lacks: float32 is left.
+    except Exception:
+        return False
+
+
+def _found() -> Device:
+    if torch.cuda.is_available():
+        if torch.version.hip:
+            name = torch.cuda.get_device_properties(0).gcnArchName
+            return devices.of_amd(name, name.partition(":")[0])
+        capability = torch.cuda.get_device_capability()
+        title = f"compute capability {capability}"
+        return devices.of_nvidia(capability, title)
+    if torch.backends.mps.is_available():
+        return devices.KNOWN["mps"]
+    return devices.KNOWN["cpu_bf16" if _multiplies_bfloat16() else "cpu"]
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, as far as torch can tell."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    checks = [getattr(torch.cpu, name, None) for name in names]
+    return any(check is not None and check() for check in checks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from typing import Any
 
 import torch
 
+from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_casts
 from keras_policy_ext.kernels.both_layouts import Both, Known
@@ -33,8 +35,10 @@ class TritonCasts:
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
 
-    def supports(self, x: Tensor) -> str | None:
+    def supports(self, x: Tensor, format_name: str) -> str | None:
         """See `BothLayouts.supports`."""
+        if format_name not in FAMILIES["ocp"]:
+            return f"Triton's casts do not write {format_name}"
         if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"Triton's casts do not read {x.dtype}"
         return _refusal(x, self.interpreted)
@@ -109,19 +113,33 @@ def lacking() -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     try:
-        if _gives_our_codes():
-            return None
+        with _numbers():
+            if _gives_our_codes():
+                return None
     # Whatever a compiler raises on a device nobody has tried: it is told.
     except Exception as error:
         return f"Triton fails here: {type(error).__name__}: {error}"
     return "Triton does not cast here as PyTorch does"
 
 
+def _numbers() -> contextlib.AbstractContextManager[Any]:
+    """A block in which tensors have numbers, also while a graph is made.
+
+    Not public (torch 2.11 to 2.13); where it is gone, Triton is not used if
+    the first call is traced.
+    """
+    try:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+    except ImportError:
+        return contextlib.nullcontext()
+    return unset_fake_temporarily()
+
+
 def _gives_our_codes() -> bool:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
     x = every.view(torch.bfloat16).reshape(256, 256)
     x = torch.where(torch.isnan(x), 0.0, x)
-    for name in ("float8_e4m3fn", "float8_e5m2"):
+    for name in FAMILIES["ocp"]:
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(torch_casts.narrow_cast(x, scale, name))
             known = Known(scale, None, ScaleRule(inverted=True))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from keras_policy_ext.kernels import torch_devices, torch_fused
+from keras_policy_ext.kernels import devices, torch_devices, torch_fused
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Request
 from keras_policy_ext.kernels.scaled_products import product_scale
 from keras_policy_ext.numerics.codes import encode_scales
@@ -46,11 +46,13 @@ class ScaledMM:
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
-        if torch.cuda.is_available():
-            lacking = torch_fused.lacking()
-            by = "Triton" if lacking is None else f"PyTorch: {lacking}"
-            return f"scaled_mm on CUDA, of operands cast by {by}"
-        return "scaled_mm on a CPU, asked for"
+        if torch_devices.here().maker == "cpu":
+            return "scaled_mm on a CPU, asked for"
+        if devices.pretended() is not None:
+            return "scaled_mm on CUDA"
+        lacking = torch_fused.lacking()
+        by = "Triton" if lacking is None else f"PyTorch: {lacking}"
+        return f"scaled_mm on CUDA, of operands cast by {by}"
 
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
@@ -78,9 +80,9 @@ class ScaledMMOfRows:
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
-        if torch.cuda.is_available():
-            return "scaled_mm on CUDA, with scales of rows"
-        return "scaled_mm on a CPU, with scales of rows, asked for"
+        if torch_devices.here().maker == "cpu":
+            return "scaled_mm on a CPU, with scales of rows, asked for"
+        return "scaled_mm on CUDA, with scales of rows"
 
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
@@ -222,11 +224,12 @@ def _refusal(request: Request) -> str | None:
         return "torch has no batched float8 matmul"
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
-    return torch_devices.lacking()
+    return torch_devices.lacking(*request.formats)
 
 
 def _slower_on_a_cpu(request: Request) -> str | None:
-    if torch.cuda.is_available() or request.prefer == "native":
+    on_cpu = torch_devices.here().maker == "cpu"
+    if not on_cpu or request.prefer == "native":
         return None
     # 256x512x2048, 2 cores, torch 2.13: 4.8 ms against 2.8 ms.
     return "scaled_mm is slower than float32 on a CPU"

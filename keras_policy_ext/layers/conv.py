@@ -10,6 +10,7 @@ from keras import ops
 from keras_policy_ext import kernels
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers import lora
+from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.public_weights import KernelInFloats
@@ -54,7 +55,7 @@ class _Float8Conv(KernelInFloats, Float8Mixin):
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
         if self.use_bias:
             x = ops.add(x, self._aligned_bias())
-        return x if self.activation is None else self.activation(x)
+        return activated(self.activation, x)
 
     def _aligned_bias(self) -> Tensor:
         bias = self.convert_input(ops.convert_to_tensor(self.bias))

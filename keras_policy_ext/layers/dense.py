@@ -10,6 +10,7 @@ from keras import ops
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import lora
+from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.public_weights import KernelInFloats
@@ -86,4 +87,4 @@ def _einsum_call(
         x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))
     if layer.bias is not None:
         x = ops.add(x, layer.convert_input(ops.convert_to_tensor(layer.bias)))
-    return x if layer.activation is None else layer.activation(x)
+    return activated(layer.activation, x)

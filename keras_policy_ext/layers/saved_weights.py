@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import _bases
-from keras_policy_ext.layers import stock_state, stored_files
+from keras_policy_ext.layers import other_formats, stock_state, stored_files
 from keras_policy_ext.layers.state_files import POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.stored_variable import StoredVariable, is_state
@@ -45,6 +45,11 @@ class SavedWeights(_bases.MixedInto):
             return {}
         return {POLICY_KEY: policy.full_name}
 
+    def _warn_of_other_formats(self) -> None:
+        policy = policy_of(self)
+        if isinstance(policy, Float8DTypePolicy):
+            other_formats.warn(policy)
+
     def set_weights(self, weights: list[np.ndarray]) -> None:
         """`Layer.set_weights`, where nothing is set if a state is wrong.
 
@@ -76,6 +81,7 @@ class SavedWeights(_bases.MixedInto):
             ValueError: If the weights do not fit, or the state that Keras
                 wrote is damaged; then nothing was changed.
         """
+        self._warn_of_other_formats()
         self.float8_state.layer_loads(store)
         has_codes = stored_files.STORED in store
         if self.built and (self.is_frozen or has_codes):

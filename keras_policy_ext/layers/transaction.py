@@ -56,6 +56,22 @@ def unchanged_on_error(
         raise
 
 
+@contextlib.contextmanager
+def undone(things: Iterable[Any]) -> Iterator[None]:
+    """Put layers back as they were at the end of the block, in any case.
+
+    Args:
+        things: As for `unchanged_on_error`.
+    """
+    with contextlib.suppress(_Over), unchanged_on_error(things):
+        yield
+        raise _Over
+
+
+class _Over(Exception):
+    """The end of a block that is undone."""
+
+
 class _Memory:
     """What a layer or optimizer holds.
 

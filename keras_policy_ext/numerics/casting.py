@@ -8,12 +8,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
+from keras_policy_ext import formats, frameworks
 
 Tensor = Any
 
-CASTABLE = ("float8_e4m3fn", "float8_e5m2")
-"""Formats that all three frameworks can store."""
+CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
+"""Formats for which all three frameworks have a dtype."""
 
 EXPONENT_BITS = 0x7F800000
 SIGN_BIT = -0x80000000
@@ -33,7 +33,8 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
-        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        dtype: `"float8_e4m3fn"`, `"float8_e5m2"`, or one of these with
+            `fnuz` in its name, of which TensorFlow has XLA do the cast.
 
     Returns:
         Tensor of the shape of `x` and of dtype `dtype`.
@@ -92,11 +93,12 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
     nearest, ties to even. Here k - 23 is the exponent of the last mantissa
     bit that the format has for each value; below the smallest normal number
-    it is the format's. The sign of a zero is kept, and so is NaN.
+    it is the format's. The sign of a zero is kept where the format has
+    negative zero, and so is NaN.
 
     Args:
         x: Float32 tensor, no larger than the format's largest value.
-        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        dtype: Name of a format of four or eight bits, with a sign.
 
     Returns:
         Float32 tensor of the shape of `x`.
@@ -108,6 +110,8 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     # `+`, as ops.add takes an empty x of two axes for a bias on TensorFlow
     # (keras 3.15).
     rounded = view(x + anchor - anchor, "int32")
+    if not formats.get(dtype).has_negative_zero:
+        return view(rounded, "float32")
     sign = ops.bitwise_and(bits, SIGN_BIT)
     return view(ops.bitwise_or(rounded, sign), "float32")
 
@@ -136,12 +140,19 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
         Tensor of the shape of `q` and of dtype `dtype`.
     """
     scale = ops.cast(scale, "float32")
-    return ops.cast(ops.multiply(ops.cast(q, "float32"), scale), dtype)
+    return ops.cast(ops.multiply(widen(q), scale), dtype)
 
 
-def widen(q: Tensor) -> Tensor:
-    """Numbers in a float8 dtype, in float32."""
-    return ops.cast(q, "float32")
+def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
+    """Numbers in a float8 dtype, in float32 whatever a layer computes in."""
+    return as_dtype(q, "float32")
+
+
+def as_dtype(x: Tensor, dtype: str) -> Tensor:
+    """`ops.cast`, from and to formats that Keras does not know as well."""
+    if "fnuz" in f"{x.dtype} {dtype}":
+        return frameworks.current().as_dtype(x, dtype)
+    return ops.cast(x, dtype)
 
 
 def quantize_dequantize(
@@ -185,7 +196,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
     In `float8_e5m2`, which has several, torch takes 0x7f (2.13), all others
     0x7e.
     """
-    q = ops.cast(x, dtype)
+    q = as_dtype(x, dtype)
     if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
         return q
     bits = ops.view(q, "uint8")

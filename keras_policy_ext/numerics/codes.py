@@ -49,9 +49,10 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     fmt = formats.get(format_name)
     raw = view(values, "int32")
     magnitude = ops.bitwise_and(raw, MAGNITUDE)
-    # Below the smallest normal number codes count multiples of the spacing.
-    bounded = ops.minimum(view(magnitude, "float32"), fmt.smallest_normal)
-    small = ops.cast(bounded * (1.0 / fmt.smallest_subnormal), "int32")
+    # Below the smallest normal number codes count multiples of the spacing,
+    # which is the weight of the last bit of the number that is added here.
+    spaced = view(magnitude, "float32") + fmt.smallest_subnormal * 2**MANTISSA
+    small = ops.bitwise_and(view(spaced, "int32"), (1 << fmt.bits) - 1)
     lowest = _bits(fmt.smallest_normal)
     normal = ops.right_shift(magnitude, MANTISSA - fmt.mantissa_bits)
     normal = normal - _offset(fmt)

@@ -69,7 +69,7 @@ class Quantized:
         """The scale of each value, in a shape that goes with the values."""
         return tiles.spread(self.scale, self.tile, self.values)
 
-    def narrowed(self, dtype: str) -> Quantized:
+    def narrowed(self, dtype: str, encode: Any = codes.encode) -> Quantized:
         """The same, held in a narrow dtype, of which values are numbers.
 
         What is kept for a backward pass. What is not quantized stays as it
@@ -78,30 +78,33 @@ class Quantized:
         Args:
             dtype: Float32 for no change, uint8 for codes, or that of the
                 format. Scales that are numbers of eight bits are codes then.
+            encode: Takes numbers of a format and its name; returns the codes.
         """
-        asked = self.quantization
-        if asked is None or dtype == "float32" or not is_wide(self.values):
+        asked, values, scale = self.quantization, self.values, self.scale
+        if asked is None or dtype == "float32":
             return self
-        if dtype == "uint8":
-            values = codes.encode(self.values, asked.format)
-        else:
-            values = ops.cast(self.values, dtype)
-        scale = self.scale
-        if asked.scale_format != "float32":
+        if is_wide(values) and dtype == "uint8":
+            values = encode(values, asked.format)
+        elif is_wide(values):
+            values = casting.as_dtype(values, dtype)
+        if is_wide(scale) and asked.scale_format != "float32":
             scale = codes.encode_scales(scale, asked.scale_format)
         return dataclasses.replace(self, values=values, scale=scale)
 
-    def widened(self, widen: Any = casting.widen) -> Quantized:
+    def widened(
+        self, widen: Any = casting.widen, decode: Any = codes.decode
+    ) -> Quantized:
         """The same, with values and scales in float32.
 
         Args:
             widen: Takes numbers in a float8 dtype, returns them in float32.
+            decode: Takes codes and the name of a format; returns the numbers.
         """
         asked, values, scale = self.quantization, self.values, self.scale
         if asked is None:
             return self
         if _is_code(values):
-            values = codes.decode(values, asked.format)
+            values = decode(values, asked.format)
         elif not is_wide(values):
             values = widen(values)
         if _is_code(scale):
@@ -151,7 +154,7 @@ def of_leaves(
 
 def is_wide(values: Tensor) -> bool:
     """Whether values are held in float32."""
-    return bool(keras.backend.standardize_dtype(values.dtype) == "float32")
+    return _is_held_in(values, "float32")
 
 
 def unquantized(x: Tensor) -> Quantized:
@@ -226,7 +229,12 @@ def _at_random(
 
 
 def _is_code(values: Tensor) -> bool:
-    return bool(keras.backend.standardize_dtype(values.dtype) == "uint8")
+    return _is_held_in(values, "uint8")
+
+
+def _is_held_in(values: Tensor, dtype: str) -> bool:
+    """By the name of the dtype: of some, Keras knows none."""
+    return dtype in str(values.dtype)
 
 
 def swapped(matrix: Tensor) -> Tensor:

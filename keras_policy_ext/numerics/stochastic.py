@@ -131,6 +131,8 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
     rounded = ops.minimum(steps * view(spacing, "float32"), fmt.max)
     rounded = ops.where(ops.isnan(x), x, rounded)
     sign = ops.bitwise_and(raw, SIGN_BIT)
+    if not fmt.has_negative_zero:
+        sign = ops.where(ops.equal(rounded, 0.0), 0, sign)
     return view(ops.bitwise_or(view(rounded, "int32"), sign), "float32")
 
 

@@ -25,7 +25,8 @@ class CurrentScaling(Recipe):
 
     Attributes:
         fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
-            `"e4m3"` (e4m3fn everywhere).
+            `"e4m3"` (e4m3fn everywhere); `"hybrid_fnuz"` or `"e4m3fnuz"` in
+            the formats of AMD's MI300.
         power_of_two: Round scales up to powers of two.
 
     Raises:

@@ -39,7 +39,8 @@ class DelayedScaling(Recipe):
             powers of two): head-room for a tensor that grows. With more, all
             of a tensor in e4m3fn would round to 0.
         fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
-            `"e4m3"` (e4m3fn everywhere).
+            `"e4m3"` (e4m3fn everywhere); `"hybrid_fnuz"` or `"e4m3fnuz"` in
+            the formats of AMD's MI300.
         amax_compute: `"max"` of the history, or `"most_recent"`.
         initial_scale: While nothing was observed: `"current"` takes the
             tensor's own amax; `1.0` takes 1, as Flax and Transformer

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
+from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import formats
 from keras_policy_ext.recipes.quantization import Quantization
 from keras_policy_ext.recipes.recipe import Recipe, fields_of
 
-FP8_FORMATS = ("hybrid", "e4m3")
+_FORMATS = {
+    "hybrid": ("float8_e4m3fn", "float8_e5m2"),
+    "e4m3": ("float8_e4m3fn", "float8_e4m3fn"),
+    "hybrid_fnuz": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
+    "e4m3fnuz": ("float8_e4m3fnuz", "float8_e4m3fnuz"),
+}
+
+FP8_FORMATS = tuple(_FORMATS)
+"""What a field `fp8_format` may be. The first format of each is that of
+inputs and kernels, the second that of output gradients."""
+
+_COUNTERPARTS = {
+    "hybrid": "hybrid_fnuz",
+    "e4m3": "e4m3fnuz",
+    "hybrid_fnuz": "hybrid",
+    "e4m3fnuz": "e4m3",
+}
 
 
 def tensorwise(
     fp8_format: str, operand: str, scale_rounding: str = "nearest"
 ) -> Quantization:
     """One scale for a tensor, in the format that `fp8_format` means."""
-    wide = fp8_format == "hybrid" and operand == "outputs_grad"
+    forward, gradient = _FORMATS[fp8_format]
     return Quantization(
-        format=formats.ALIASES["e5m2" if wide else "e4m3"],
+        format=gradient if operand == "outputs_grad" else forward,
         scale_rounding=scale_rounding,
     )
+
+
+def counterpart(recipe: Recipe) -> Recipe | None:
+    """The recipe in the formats of the other family; None without one."""
+    word = getattr(recipe, "fp8_format", None)
+    if word not in _COUNTERPARTS:
+        return None
+    changes: dict[str, Any] = {"fp8_format": _COUNTERPARTS[word]}
+    return dataclasses.replace(recipe, **changes)
 
 
 def put(recipe: Recipe, field: str, value: object) -> None:

@@ -130,7 +130,9 @@ class Recipe:
         gradients in e5m2 where this recipe has them so. A matmul that is not
         quantized under this recipe is not there either.
         """
-        wide = self.format_of("outputs_grad") == formats.ALIASES["e5m2"]
+        gradient = self.format_of("outputs_grad")
+        words = {"float8_e5m2": "hybrid", "float8_e5m2fnuz": "hybrid_fnuz"}
+        fnuz = formats.get(gradient).family == "fnuz"
         left_out = {
             matmul: HIGH_PRECISION
             for matmul, (first, _) in MATMULS.items()
@@ -138,7 +140,8 @@ class Recipe:
         }
         current: Any = REGISTRY["current"]
         recipe: Recipe = current(
-            fp8_format="hybrid" if wide else "e4m3", **left_out
+            fp8_format=words.get(gradient, "e4m3fnuz" if fnuz else "e4m3"),
+            **left_out,
         )
         return recipe
 
@@ -233,8 +236,11 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
     if first is None or second is None:
         both = first is None and second is None
         return "" if both else "one operand is in float8 and the other is not"
-    if first.format == second.format == formats.ALIASES["e5m2"]:
+    if first.format == second.format and "e5m2" in first.format:
         return "no hardware multiplies e5m2 by e5m2"
+    families = {formats.get(each.format).family for each in (first, second)}
+    if families == set(formats.FAMILIES):
+        return "no hardware multiplies formats of OCP by those named fnuz"
     if first.hadamard != second.hadamard:
         return "the Hadamard transforms of two operands cancel only in pairs"
     unknown = (_not_computed(first), _not_computed(second))
@@ -252,7 +258,10 @@ def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
 
 
 _COMPUTED: dict[str, tuple[Any, ...]] = {
-    "format": ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+    "format": (
+        *(name for names in formats.FAMILIES.values() for name in names),
+        "float4_e2m1fn",
+    ),
     "hadamard": (None, 16),
 }
 """The quantizations that are computed, by attribute."""

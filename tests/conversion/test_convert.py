@@ -599,6 +599,8 @@ def test_reports_are_dicts_and_tables():
             "class_name": "Dense",
             "policy": POLICY,
             "per_tensor": False,
+            "kept_bytes": report.converted[0].kept_bytes,
+            "kept_bytes_before": 4,
             "parameters": 10,
             "multiplications": 20,
             "sizes_known": True,

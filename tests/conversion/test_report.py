@@ -11,6 +11,7 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
+from keras_policy_ext import frameworks
 from keras_policy_ext.conversion import (
     Converted,
     Report,
@@ -110,6 +111,36 @@ def test_layers_that_follow_float8_already_count_as_in_float8(monkeypatch):
         assert policies["conv"] == POLICY
         assert policies["depthwise"] is None
         assert f"{POLICY} as before" in again.table(full=True)
+
+
+@pytest.mark.parametrize("dtype, before", [("float32", 4), ("bfloat16", 2)])
+def test_what_is_kept_for_the_backward_pass_is_told(dtype, before, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    framework = type(frameworks.current())
+    monkeypatch.setattr(framework, "kept_dtype", lambda *_: "uint8")
+    with kpe.policy_scope(dtype):
+        two = [layers.Dense(4, name=name) for name in ("one", "two")]
+    model = keras.Sequential([keras.Input((4,)), *two])
+    report = kpe.convert(model, "delayed", include="one")
+    (entry,) = report.converted
+    assert (entry.kept_bytes, entry.kept_bytes_before) == (1, before)
+    told = f"for the backward pass in 1 byte a number, not {before}. "
+    assert told in str(report) and told in report.table(full=True)
+    # As it is where the product of the gradient is not in float8.
+    recipe = "delayed(kernel_grad='high_precision')"
+    report = kpe.convert(model, recipe)
+    assert {entry.kept_bytes for entry in report.converted} == {before}
+    assert f"in {before} bytes a number, as before." in str(report)
+    assert "backward" not in str(kpe.revert(model))
+
+
+def test_a_device_that_keeps_more_is_told_of(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    framework = type(frameworks.current())
+    monkeypatch.setattr(framework, "kept_dtype", lambda *_: "float32")
+    with kpe.policy_scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
+    assert "in 4 bytes a number, not 2." in str(kpe.convert(model))
 
 
 def test_only_layers_with_something_to_multiply_have_a_row():

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.diagnostics import doctor
-from keras_policy_ext.kernels import Choice
+from keras_policy_ext.kernels import Choice, devices
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +104,38 @@ def test_every_frozen_kernel_has_one_answer(asked):
     # TensorFlow has a float8 matmul where XLA compiles, which it does not here.
     can = asked == "native" and keras.backend.backend() != "tensorflow"
     assert ("native" in {kind for *_, kind, _ in rows}) == can
+
+
+def printed_for(device):
+    console = Console(file=io.StringIO(), width=200)
+    doctor.run(console, device)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["h200", "b200", "mi300", "mi350", "tpu7x", "a100", "mps", "cpu"],
+)
+def test_a_device_that_is_elsewhere_is_asked_about(name):
+    printed = printed_for(name)
+    assert "A device that is elsewhere" in printed
+    assert devices.KNOWN[name].title in printed
+    assert "This machine" not in printed
+    if name == "h200":
+        assert "native" in printed
+    if name in ("a100", "mps", "cpu"):
+        assert "native" not in printed
+    assert devices.pretended() is None
+
+
+def test_without_a_name_it_is_about_this_machine():
+    printed = printed_for(None)
+    assert "This machine" in printed
+    assert kernels.engine().device().title in printed
+    assert "Float8 gains" in printed
+
+
+def test_asking_about_another_device_leaves_no_trace():
+    before = doctor.rows(), doctor.frozen_rows()
+    printed_for("h200")
+    assert (doctor.rows(), doctor.frozen_rows()) == before

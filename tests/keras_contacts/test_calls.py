@@ -1,6 +1,8 @@
 """Why `_keras/calls.py` is needed. See `_keras/__init__.py`."""
 
+import contextlib
 import inspect
+import threading
 
 import keras
 import numpy as np
@@ -142,3 +144,28 @@ def test_an_lstm_cell_computes_in_private_methods(name):
     assert form_of(type("Other", (keras.layers.LSTMCell,), {})) is not None
     with pytest.raises(TypeError, match=name):
         form_of(type("Other", (keras.layers.LSTMCell,), changed))
+
+
+def test_each_call_of_a_layer_is_in_its_scope_on_this_thread():
+    inner = keras.layers.Dense(2, name="inner")
+    model = keras.Sequential([keras.Input((2,)), inner], name="model")
+    seen = []
+
+    @contextlib.contextmanager
+    def scope(layer):
+        seen.append(f"+{layer.name}")
+        yield
+        seen.append(f"-{layer.name}")
+
+    with calls.around_each_call(scope):
+        model(np.ones((1, 2)))
+        thread = threading.Thread(target=inner, args=(np.ones((1, 2)),))
+        thread.start()
+        thread.join()
+    model(np.ones((1, 2)))
+    assert seen == ["+model", "+inner", "-inner", "-model"]
+
+
+def test_keras_has_no_hook_around_calls():
+    """PyTorch has one for its modules, and JAX and TensorFlow none."""
+    assert members_about(keras.Layer, "hook") == []

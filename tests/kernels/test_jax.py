@@ -18,10 +18,15 @@ import keras_policy_ext as kpe
 from conftest import visible_gpus
 from finer_scales import ANY_ROW, E4M3, MX, ROW, THIN, WHOLE, asked
 from keras_policy_ext import kernels
-from keras_policy_ext.kernels import jax_scaled_dot
+from keras_policy_ext.kernels import (
+    devices,
+    jax_scaled_dot,
+    scaled_products,
+)
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.kernels.jax import ENGINE
 from keras_policy_ext.numerics.codes import encode_scales
+from keras_policy_ext.numerics.quantized import quantize
 
 
 class Device:
@@ -128,7 +133,9 @@ def on(monkeypatch, capability):
         ("10.0", None, None),
         ("10.3", None, None),
         ("12.0", None, "is no Blackwell that scales MX"),
-        ("gfx942", "has no float8 matmul", "is no Blackwell that scales MX"),
+        ("gfx90a", "has no float8 matmul", "is no Blackwell that scales MX"),
+        ("gfx942", "those named fnuz", "is no Blackwell that scales MX"),
+        ("gfx950", None, "is no Blackwell that scales MX"),
     ],
 )
 def test_devices_have_their_finer_scales(monkeypatch, capability, rows, mx):
@@ -256,6 +263,44 @@ def test_a_scaled_product_is_one_operation_over_128_terms(terms):
     padded = -(-terms // 128) * 128
     assert f"(tensor<1x6x{padded}xf8E4M3FN>, tensor<1x7x{padded}" in call
     assert f"tensor<1x6x{padded // 32}xf8E8M0FNU>" in call
+
+
+NEAREST = asked(THIN.tile, scale_rounding="nearest")
+
+
+@pytest.mark.parametrize(
+    ("device", "platform", "pair", "read", "exact"),
+    [
+        ("a100", "cuda", (WHOLE, WHOLE), "bf16", False),
+        ("t4", "cuda", (ROW, WHOLE), "f16", False),
+        ("t4", "cuda", (MX, MX), "f32", False),
+        ("v6e", "tpu", (MX, MX), "bf16", False),
+        ("v6e", "tpu", (NEAREST, NEAREST), "f32", True),
+        ("mi200", "rocm", (ROW, ROW), "bf16", False),
+        ("mps", "cpu", (ROW, ROW), "f32", False),
+    ],
+)
+def test_what_is_multiplied_where_float8_is_emulated(
+    device, platform, pair, read, exact
+):
+    """XLA rounds float32 to fewer bits, unless the highest precision asks."""
+
+    def multiply(x, y):
+        a, b = (
+            scaled_products.folded(quantize(each, asked)[0], False)
+            for each, asked in zip((x, y), pair, strict=True)
+        )
+        return ENGINE.matmuls[-1].multiply(a, b, "bfloat16", False)
+
+    arguments = [jax.ShapeDtypeStruct((1, n, 128), "float32") for n in (6, 7)]
+    with devices.pretend(device):
+        traced = jax.jit(multiply).trace(*arguments)
+    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    (product,) = [x for x in program.splitlines() if "dot_general" in x]
+    operands, result = product.split(":")[-1].split("->")
+    assert operands.count(f"x{read}>") == 2
+    assert "xf32>" in result
+    assert ("HIGHEST" in product) == exact
 
 
 def test_powers_of_two_are_their_exponents():

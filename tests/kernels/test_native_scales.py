@@ -89,6 +89,8 @@ def test_what_a_native_matmul_reads_are_the_emulated_codes(asked):
     engine, x = kernels.engine(), ops.convert_to_tensor(matrix(130, 300, 0))
     native, _ = quantize(x, asked, cast=engine.narrow_cast)
     emulated, _ = quantize(x, asked, cast=engine.cast)
-    widened = ops.cast(native.values, "float32")
-    np.testing.assert_array_equal(bits(widened), bits(emulated.values))
+    first, second = (
+        bits(ops.cast(each.values, "float32")) for each in (native, emulated)
+    )
+    np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(numpy(native.scale), numpy(emulated.scale))

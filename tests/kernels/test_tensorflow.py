@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from finer_scales import ANY_ROW, ROW, WHOLE, matrix
+from keras_policy_ext.kernels import devices, tensorflow_devices
 from keras_policy_ext.kernels import tensorflow as tensorflow_kernels
 from keras_policy_ext.numerics.quantized import quantize
 
@@ -219,8 +220,6 @@ def test_layers_of_a_size_are_traced_once(policy):
 def test_a_gpu_with_float8_hardware_is_used_unasked(
     monkeypatch, capability, kind
 ):
-    from keras_policy_ext.kernels.tensorflow import _has_float8_gpu
-
     gpus = [] if capability is None else ["gpu"]
     details = {"compute_capability": capability}
     config = tf.config
@@ -228,7 +227,7 @@ def test_a_gpu_with_float8_hardware_is_used_unasked(
     monkeypatch.setattr(
         config.experimental, "get_device_details", lambda device: details
     )
-    _has_float8_gpu.cache_clear()
+    tensorflow_devices.found.cache_clear()
     try:
         choices = []
 
@@ -239,10 +238,42 @@ def test_a_gpu_with_float8_hardware_is_used_unasked(
         trace.get_concrete_function()
         choices.append(kernels.select("ab,bc->ac"))
     finally:
-        _has_float8_gpu.cache_clear()
+        tensorflow_devices.found.cache_clear()
     assert [choice.kind for choice in choices] == [kind, "emulated"]
     if kind == "native":
         assert "jit_compile=True" in choices[1].reason
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "known"),
+    [
+        ([], "cpu"),
+        ([(7, 5)], "t4"),
+        ([(8, 0), (9, 0)], "h200"),
+        ([None], None),
+    ],
+)
+def test_the_gpu_that_is_best_at_float8_is_the_device(
+    monkeypatch, capabilities, known
+):
+    config = tf.config
+    monkeypatch.setattr(config, "list_physical_devices", lambda k: capabilities)
+    monkeypatch.setattr(
+        config.experimental,
+        "get_device_details",
+        lambda gpu: {"compute_capability": gpu, "device_name": "some GPU"},
+    )
+    tensorflow_devices.found.cache_clear()
+    try:
+        device = kernels.engine().device()
+    finally:
+        tensorflow_devices.found.cache_clear()
+    if known is None:
+        assert "some GPU is not known" in device.lacking()
+        assert device.multiplies_in == "float32"
+        return
+    for field in ("maker", "float8", "scales", "multiplies_in"):
+        assert getattr(device, field) == getattr(devices.KNOWN[known], field)
 
 
 def test_what_tensorflow_does_not_offer_is_done_without(monkeypatch):
@@ -292,9 +323,9 @@ def test_lists_of_tensorflow_still_cannot_hold_float8():
     ],
 )
 def test_powers_of_two_come_after_what_a_gpu_writes_in_bfloat16(
-    monkeypatch, pair, rows, fast, written
+    pair, rows, fast, written
 ):
-    monkeypatch.setattr(tensorflow_kernels, "_has_float8_gpu", lambda: True)
+    pretending = devices.pretend("h200")
     matrices = tf.constant(matrix(rows, 40, 0)), tf.constant(matrix(7, 40, 1))
 
     @tf.function(jit_compile=True)
@@ -304,7 +335,8 @@ def test_powers_of_two_come_after_what_a_gpu_writes_in_bfloat16(
             for each, asked in zip((x, y), pair, strict=True)
         )
         kernel = tensorflow_kernels.XlaMatmulOfRows()
-        return kernel.multiply(a, b, "bfloat16", fast)
+        with pretending:
+            return kernel.multiply(a, b, "bfloat16", fast)
 
     program = multiply.experimental_get_compiler_ir(*matrices)(stage="hlo")
     (product,) = [x for x in program.splitlines() if " dot(" in x]

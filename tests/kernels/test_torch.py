@@ -3,6 +3,8 @@
 The layouts that CUDA demands of the float8 matmul are checked without a GPU.
 """
 
+import functools
+
 import keras
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from fake_gpus import fake_cuda
-from keras_policy_ext.kernels import torch as torch_kernels
+from keras_policy_ext.kernels import devices
 from keras_policy_ext.kernels.residuals import settled
 from keras_policy_ext.kernels.torch_scaled_mm import ScaledMM, _padded
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -44,6 +46,12 @@ def test_the_three_matmuls_obey_the_layout_rules_of_cuda(cuda, sizes, gradient):
     three_matmuls(
         "ab,bc->ac", dict(zip("abc", sizes, strict=True)), gradient, cuda
     )
+
+
+def test_formats_named_fnuz_obey_them(cuda):
+    empty = functools.partial(cuda, dtype="float8_e4m3fnuz")
+    sizes = {"a": 17, "b": 16, "c": 33}
+    three_matmuls("ab,bc->ac", sizes, "float8_e5m2fnuz", empty)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +145,12 @@ EQUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("bfloat16", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("device", ["cpu_bf16", "cpu"])
 @pytest.mark.parametrize(("equation", "first", "second"), EQUATIONS)
-def test_a_bfloat16_result_is_rounded_once(
-    equation, first, second, bfloat16, monkeypatch
-):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: bfloat16)
+def test_a_bfloat16_result_is_rounded_once(equation, first, second, device):
     a, b = operands(first, second)
-    y = forward_product(equation, EMULATED, a, b, "bfloat16")
+    with devices.pretend(device):
+        y = forward_product(equation, EMULATED, a, b, "bfloat16")
     assert y.dtype == torch.bfloat16
     exact = torch.einsum(equation, a.values.double(), b.values.double())
     exact = exact * (a.scale * b.scale).double().reshape(())
@@ -156,21 +162,21 @@ def test_a_bfloat16_result_is_rounded_once(
     assert (y != ideal).double().mean() < 0.01
 
 
-def test_scales_that_are_not_finite_reach_a_bfloat16_result(monkeypatch):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+def test_scales_that_are_not_finite_reach_a_bfloat16_result():
     a, b = operands((4, 8), (8, 3))
     spoiled = whole(a.values, torch.full((1, 1, 1), float("nan")))
-    y = forward_product("ab,bc->ac", EMULATED, spoiled, b, "bfloat16")
+    with devices.pretend("cpu_bf16"):
+        y = forward_product("ab,bc->ac", EMULATED, spoiled, b, "bfloat16")
     assert torch.isnan(y).all()
 
 
-def test_other_results_are_not_computed_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
+def test_other_results_are_not_computed_in_bfloat16():
     a, b = operands((33, 129), (129, 17))
     scale = (a.scale * b.scale).reshape(())
     exact = a.values.double() @ b.values.double() * scale
     for dtype in ("float32", "float16"):
-        y = forward_product("ab,bc->ac", EMULATED, a, b, dtype).double()
+        with devices.pretend("cpu_bf16"):
+            y = forward_product("ab,bc->ac", EMULATED, a, b, dtype).double()
         unit = {"float32": 2.0**-20, "float16": 2.0**-11}[dtype]
         allowed = exact.abs() * unit + exact.abs().max() * 2.0**-20
         assert torch.all((y - exact).abs() <= allowed)

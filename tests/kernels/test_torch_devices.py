@@ -1,5 +1,7 @@
 """Which devices have float8 matmuls on PyTorch, by what they say they are."""
 
+import dataclasses
+
 import keras
 import pytest
 
@@ -14,9 +16,16 @@ if keras.backend.backend() != "torch":
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_gpus import fake
-from keras_policy_ext.kernels import torch_casts, torch_devices, torch_fused
+from keras_policy_ext.frameworks.torch import is_real
+from keras_policy_ext.kernels import (
+    devices,
+    torch_casts,
+    torch_devices,
+    torch_fused,
+)
 
 FORWARD = kernels.Einsum("ab,bc->ac")
 
@@ -55,6 +64,74 @@ def test_cards_of_amd_go_by_their_architecture(monkeypatch, name):
     assert lacking is None or lacking in choice.reason
 
 
+FACTS = {  # Capability, architecture: what is known of such a device.
+    "t4": ((7, 5), None),
+    "a100": ((8, 0), None),
+    "h200": ((9, 0), None),
+    "mi200": ((9, 0), "gfx90a:sramecc+:xnack-"),
+    "mi300": ((9, 4), "gfx942:sramecc+:xnack-"),
+    "rdna4": ((12, 0), "gfx1201"),
+    "mps": (None, None),
+    "cpu": (None, None),
+    "cpu_bf16": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_device_is_the_known_one_of_what_it_says_of_itself(
+    monkeypatch, name
+):
+    fake(monkeypatch, *FACTS[name], mps=name == "mps")
+    monkeypatch.setattr(
+        torch_devices, "_multiplies_bfloat16", lambda: name == "cpu_bf16"
+    )
+    found = kernels.engine().device()
+    title = {"title": devices.KNOWN[name].title}
+    assert dataclasses.replace(found, **title) == devices.KNOWN[name]
+
+
+def test_formats_named_fnuz_are_native_on_an_mi300_alone(monkeypatch):
+    recipe = "current(fp8_format='hybrid_fnuz')"
+    for name, (capability, architecture, _) in AMD.items():
+        fake(monkeypatch, capability, architecture)
+        assert kernels.select(FORWARD, recipe).native == (name == "MI300")
+    fake(monkeypatch)
+    with kernels.prefer("native"):
+        choice = kernels.select(FORWARD, recipe)
+    assert choice.kind == "emulated"
+    assert "fnuz" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("sums", "expected"),
+    [
+        (lambda x, y: x.float() @ y.float(), True),
+        (lambda x, y: (x @ y).float(), False),
+        (NotImplementedError("no such matmul"), False),
+    ],
+    ids=["float32", "16 bits", "none"],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_in_float32_are_tried_before_they_are_used(
+    monkeypatch, dtype, sums, expected
+):
+    def product(x, y, out_dtype):
+        if isinstance(sums, Exception):
+            raise sums
+        return sums(x, y)
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(
+        torch, "ones", lambda shape, device, dtype: ones(shape, dtype=dtype)
+    )
+    torch_devices._sums_in_float32.cache_clear()
+    try:
+        assert torch_devices.sums_in_float32(dtype) == expected
+    finally:
+        torch_devices._sums_in_float32.cache_clear()
+
+
 @pytest.mark.parametrize("kind", ["auto", "native"])
 def test_apple_s_gpus_emulate_even_if_native_is_asked_for(monkeypatch, kind):
     fake(monkeypatch, mps=True)
@@ -68,16 +145,18 @@ def test_apple_s_gpus_emulate_even_if_native_is_asked_for(monkeypatch, kind):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_rounding_asks_for_no_float8_where_there_is_none(monkeypatch, dtype):
     assert not torch_devices.casts_to_float8(torch.device("mps"))
-    assert not torch_devices.casts_to_float8(torch.device("cpu"))
-    assert torch_devices.casts_to_float8(torch.device("cuda"))
+    for name in ("cpu", "cuda"):
+        assert torch_devices.casts_to_float8(torch.device(name))
     x = torch.tensor(np.random.default_rng(0).normal(size=500)).float() * 300
     scale = torch.tensor(0.37)
-    by_integers = torch_casts.cast(x, scale, dtype)
-    monkeypatch.setattr(torch_devices, "casts_to_float8", lambda device: True)
     by_cast = torch_casts.cast(x, scale, dtype)
+    assert str(by_cast.dtype) == f"torch.{dtype}"
+    monkeypatch.setattr(torch_devices, "casts_to_float8", lambda device: False)
+    by_integers = torch_casts.cast(x, scale, dtype)
+    assert by_integers.dtype == torch.float32
     expected = casting.quantize(x, scale, dtype).float()
     np.testing.assert_array_equal(by_integers, expected)
-    np.testing.assert_array_equal(by_cast, expected)
+    np.testing.assert_array_equal(by_cast.float(), expected)
 
 
 def test_what_is_kept_on_apple_s_gpus_is_no_float8():
@@ -90,8 +169,22 @@ def test_what_is_kept_on_apple_s_gpus_is_no_float8():
         return frameworks.current().kept_dtype(OnDevice(name), name_of_format)
 
     assert kept("mps") == "uint8"
-    assert kept("cpu") == "float32"
-    assert kept("cuda") == formats.names()[0]
+    for name in ("cpu", "cuda"):
+        assert kept(name) == formats.names()[0]
+
+
+def test_triton_is_tried_with_numbers_where_others_have_none(monkeypatch):
+    """What it says stays, also where a graph is made at the first call."""
+    torch_fused.lacking.cache_clear()
+    monkeypatch.setattr(torch_fused, "HAS_TRITON", True)
+    monkeypatch.setattr(
+        torch_fused, "_gives_our_codes", lambda: is_real(torch.zeros(1))
+    )
+    try:
+        with FakeTensorMode():
+            assert torch_fused.lacking() is None
+    finally:
+        torch_fused.lacking.cache_clear()
 
 
 def test_why_triton_does_not_cast_is_told(monkeypatch):
@@ -105,3 +198,12 @@ def test_why_triton_does_not_cast_is_told(monkeypatch):
         assert "no compiler on this machine" in torch_fused.lacking()
     finally:
         torch_fused.lacking.cache_clear()
+
+
+def test_triton_leaves_formats_named_fnuz_to_pytorch():
+    casts = torch_fused.TritonCasts(interpreted=True)
+    x = torch.ones(2, 2)
+    for name in formats.FAMILIES["ocp"]:
+        assert casts.supports(x, name) is None
+    for name in formats.FAMILIES["fnuz"]:
+        assert name in casts.supports(x, name)

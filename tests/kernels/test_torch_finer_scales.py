@@ -36,6 +36,7 @@ from finer_scales import (
     matrix,
 )
 from keras_policy_ext.kernels import (
+    devices,
     scaled_products,
     torch_casts,
     torch_devices,
@@ -160,10 +161,15 @@ def test_where_torch_takes_scales_of_rows(monkeypatch, capability):
 # Emulated in bfloat16
 
 
+@pytest.fixture
+def on_amx():
+    with devices.pretend("cpu_bf16"):
+        yield
+
+
 @pytest.mark.parametrize("sizes", SIZES[2:], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
     read, product = [], EMULATED.product
 
     def watched(a, b):
@@ -172,7 +178,8 @@ def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
 
     monkeypatch.setattr(EMULATED, "product", watched)
     a, b = (x.with_values(x.values.float()) for x in operands(pair, sizes)[:2])
-    found = EMULATED.multiply(a, b, "bfloat16", fast=True)
+    with devices.pretend("cpu_bf16"):
+        found = EMULATED.multiply(a, b, "bfloat16", fast=True)
     wide = torch.float32 if "any scale" in pair else torch.bfloat16
     assert set(read) == {wide}
     exact = a.dequantize().double() @ b.dequantize().double().mT
@@ -185,9 +192,8 @@ def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
 
 
 @pytest.mark.parametrize("pair", [*BLOCKS, "MX"])
-def test_scales_of_blocks_in_the_values_are_emulated_alike(monkeypatch, pair):
+def test_scales_of_blocks_in_the_values_are_emulated_alike(on_amx, pair):
     """As a plan hands operands over: their scales are multiplied in."""
-    monkeypatch.setattr(torch_kernels, "_multiplies_bfloat16", lambda: True)
     a, b = (
         scaled_products.folded(x.with_values(x.values.float()), False)
         for x in operands(pair, (17, 260, 33))[:2]
@@ -364,13 +370,16 @@ def choice(a, b, prefer="auto", batched=False):
 
 
 DEVICES = {  # capability and CUDA: why blocks and MX are not native there
-    ((9, 0), "12.9"): (None, "compute capability 10.x, not (9, 0)"),
-    ((9, 0), "13.0"): (None, "compute capability 10.x, not (9, 0)"),
-    ((9, 0), "12.8"): ("want CUDA 12.9; torch is built for 12.8", "not (9, 0)"),
-    ((10, 0), "12.8"): ("compute capability 9.x, not (10, 0)", None),
-    ((10, 3), "13.0"): ("compute capability 9.x, not (10, 3)", None),
-    ((12, 0), "13.0"): ("not (12, 0)", "not (12, 0)"),
-    ((8, 9), "13.0"): ("not (8, 9)", "not (8, 9)"),
+    ((9, 0), "12.9"): (None, "(9, 0) has no matmul with scales of 32"),
+    ((9, 0), "13.0"): (None, "(9, 0) has no matmul with scales of 32"),
+    ((9, 0), "12.8"): (
+        "want CUDA 12.9; torch is built for 12.8",
+        "(9, 0) has no matmul with scales of 32",
+    ),
+    ((10, 0), "12.8"): ("(10, 0) has no matmul with scales of 128", None),
+    ((10, 3), "13.0"): ("(10, 3) has no matmul with scales of 128", None),
+    ((12, 0), "13.0"): ("of 128 numbers", "of 32 numbers"),
+    ((8, 9), "13.0"): ("of 128 numbers", "of 32 numbers"),
     ((8, 0), "13.0"): ("has no float8 matmul", "has no float8 matmul"),
 }
 

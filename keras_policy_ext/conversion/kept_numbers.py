@@ -1,0 +1,70 @@
+"""In how many bytes a layer keeps its inputs for the backward pass."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from keras_policy_ext import frameworks
+from keras_policy_ext.conversion import summary
+from keras_policy_ext.policies.of_layers import float8_policy_of
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of a number of a Keras dtype, as frameworks hold it."""
+    name = keras.backend.standardize_dtype(dtype)
+    if name == "bool":
+        return 1
+    bits, *_ = "".join(c if c.isdigit() else " " for c in name).split()
+    return int(bits) // 8
+
+
+def itemsizes(layer: Any) -> tuple[int, int] | None:
+    """Bytes of a number of its inputs that is kept, and without float8.
+
+    Scales come on top; those of a tensor, or of rows, weigh little.
+
+    Returns:
+        None if it contracts no kernel in float8, or does not train.
+    """
+    policy = float8_policy_of(layer)
+    if policy is None or not policy.recipe.trains:
+        return None
+    kernels = layer.float8_contracted
+    if not kernels:
+        return None
+    before = itemsize(layer.compute_dtype)
+    asked = policy.recipe.quantization("inputs", "kernel_grad")
+    if asked is None:
+        return before, before
+    framework, kernel = frameworks.current(), kernels[0].value
+    return itemsize(framework.kept_dtype(kernel, asked.format)), before
+
+
+def note(entries: Iterable[Any]) -> list[str]:
+    """What layers keep now and kept before, in a sentence if there are any.
+
+    Args:
+        entries: With `kept_bytes` and `kept_bytes_before`.
+    """
+    sizes = collections.Counter(
+        (entry.kept_bytes, entry.kept_bytes_before)
+        for entry in entries
+        if entry.kept_bytes is not None
+    )
+    if not sizes:
+        return []
+    several = len(sizes) > 1
+    found = [
+        f"{summary.counted(now, 'byte')} a number, "
+        + ("as before" if now == before else f"not {before}")
+        + (f" ({summary.counted(layers, 'layer')})" if several else "")
+        for (now, before), layers in sorted(sizes.items())
+    ]
+    return [
+        f"Inputs are kept for the backward pass in {', '.join(found)}. "
+        "kpe.memory(model, batch) counts all that a step keeps."
+    ]

@@ -1,0 +1,285 @@
+"""What devices can do with float8, as data.
+
+The files of the frameworks say which of these is here. What a kernel may run
+is asked of the description, and of no number that a device has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+from keras_policy_ext.formats import FAMILIES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device can do.
+
+    Attributes:
+        title: What it is called in a sentence.
+        maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, or
+            `"unknown"`.
+        float8: Which family of `formats.FAMILIES` its matmuls read, or None.
+        scales: With which scales a matmul of its libraries reads float8:
+            `"tensor"`, `"rows"`, `"blocks"` (of 128), `"mx"`. Others are
+            applied to the product, or the matmul is emulated.
+        holds_float8: Whether numbers can be cast to a float8 dtype and kept
+            in it.
+        multiplies_in: In what an emulated product is multiplied where that
+            is exact: `"float32"`, or a dtype of 16 bits, of which it adds up
+            products in float32 faster.
+        source: Where that is written.
+    """
+
+    title: str
+    maker: str
+    float8: str | None = None
+    scales: tuple[str, ...] = ()
+    holds_float8: bool = True
+    multiplies_in: str = "float32"
+    source: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One sentence on what it can do."""
+        sums = f"emulated products are of {self.multiplies_in}"
+        if not self.holds_float8:
+            sums += ", and float8 numbers are kept as bytes"
+        if self.float8 is None:
+            return f"{self.lacking()}; {sums}"
+        read = " and ".join(FAMILIES[self.float8])
+        scales = ", ".join(_SCALES[each] for each in self.scales)
+        return f"multiplies {read}, with scales of {scales}; {sums}"
+
+    def lacking(self, *formats: str) -> str | None:
+        """Why its matmuls do not read numbers of these formats, or None."""
+        if self.maker == "unknown":
+            return (
+                f"{self.title} is not known here, and taken for a device "
+                "that has no float8 matmul"
+            )
+        if self.float8 is None:
+            return f"{self.title} has no float8 matmul"
+        if set(formats) <= set(FAMILIES[self.float8]):
+            return None
+        fnuz = self.float8 == "fnuz"
+        named, native = ("named fnuz", "_fnuz") if fnuz else ("of OCP", "")
+        return (
+            f"{self.title} multiplies other formats, those {named}: recipe "
+            f"current(fp8_format='hybrid{native}') is native there"
+        )
+
+
+_SCALES = {
+    "tensor": "tensors",
+    "rows": "rows",
+    "blocks": "blocks of 128",
+    "mx": "MX blocks",
+}
+_CUDA = (
+    "CUDA C++ Programming Guide, Compute Capabilities; cuBLAS documentation, "
+    "Scaling modes of narrow precision data types"
+)
+_ROCM = (
+    "ROCm documentation, Data types and precision support; XLA's "
+    "rocm_compute_capability.h"
+)
+_TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
+
+
+def _nvidia(title: str, *scales: str, narrow: str = "bfloat16") -> Device:
+    return Device(
+        title=title,
+        maker="nvidia",
+        float8="ocp" if scales else None,
+        scales=scales,
+        multiplies_in=narrow,
+        source=_CUDA,
+    )
+
+
+def _amd(title: str, float8: str | None) -> Device:
+    return Device(
+        title=title,
+        maker="amd",
+        float8=float8,
+        scales=("tensor",) if float8 else (),
+        multiplies_in="bfloat16",
+        source=_ROCM,
+    )
+
+
+def _tpu(title: str, float8: str | None = None) -> Device:
+    return Device(
+        title=title,
+        maker="google",
+        float8=float8,
+        scales=("tensor",) if float8 else (),
+        multiplies_in="bfloat16",
+        source=_TPU,
+    )
+
+
+KNOWN = {
+    "h200": _nvidia("an NVIDIA Hopper (H200)", "tensor", "rows", "blocks"),
+    "b200": _nvidia("an NVIDIA Blackwell (B200)", "tensor", "rows", "mx"),
+    "b300": _nvidia("an NVIDIA Blackwell (B300)", "tensor", "mx"),
+    "rtx50": _nvidia("an NVIDIA RTX 50", "tensor", "rows"),
+    "ada": _nvidia("an NVIDIA Ada (L4, RTX 40)", "tensor", "rows"),
+    "rtx30": _nvidia("an NVIDIA RTX 30"),
+    "a100": _nvidia("an NVIDIA A100"),
+    "t4": _nvidia("an NVIDIA T4", narrow="float16"),
+    "v100": _nvidia("an NVIDIA V100", narrow="float16"),
+    "mi350": _amd("an AMD MI350", "ocp"),
+    "mi300": _amd("an AMD MI300", "fnuz"),
+    "mi200": _amd("an AMD MI200", None),
+    "rdna4": _amd("an AMD RDNA 4", "ocp"),
+    "rdna3": _amd("an AMD RDNA 3", None),
+    "tpu7x": _tpu("a TPU7x", "ocp"),
+    "v6e": _tpu("a TPU v6e"),
+    "v5e": _tpu("a TPU v5e"),
+    "mps": Device(
+        title="an Apple GPU",
+        maker="apple",
+        holds_float8=False,
+        source="PyTorch's casts to float8 on mps raise TypeError",
+    ),
+    "cpu": Device(
+        title="a CPU",
+        maker="cpu",
+        source="no instructions for 16 bits were found",
+    ),
+    "cpu_bf16": Device(
+        title="a CPU with AMX or AVX512-BF16",
+        maker="cpu",
+        multiplies_in="bfloat16",
+        source="Intel 64 Architectures Software Developer's Manual; measured",
+    ),
+}
+"""What is known, by a short name."""
+
+NVIDIA = {
+    (7, 0): "v100",
+    (7, 2): "v100",
+    (7, 5): "t4",
+    (8, 0): "a100",
+    (8, 6): "rtx30",
+    (8, 7): "rtx30",
+    (8, 9): "ada",
+    (9, 0): "h200",
+    (10, 0): "b200",
+    (10, 1): "b300",
+    (10, 3): "b300",
+    (12, 0): "rtx50",
+}
+"""By compute capability. Which take scales of rows is said by all builds of
+PyTorch with CUDA but those for Windows (PyTorch's `RowwiseScaledMM.cu`)."""
+
+AMD = {
+    "gfx90a": "mi200",
+    "gfx940": "mi300",
+    "gfx941": "mi300",
+    "gfx942": "mi300",
+    "gfx950": "mi350",
+    "gfx1100": "rdna3",
+    "gfx1101": "rdna3",
+    "gfx1102": "rdna3",
+    "gfx1103": "rdna3",
+    "gfx1150": "rdna3",
+    "gfx1151": "rdna3",
+    "gfx1200": "rdna4",
+    "gfx1201": "rdna4",
+}
+"""By architecture. The compute capability that AMD's devices report is no
+use: that of a MI200 is a Hopper's."""
+
+TPUS = {
+    "TPU v2": "v5e",
+    "TPU v3": "v5e",
+    "TPU v4": "v5e",
+    "TPU v5": "v5e",
+    "TPU v5 lite": "v5e",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "tpu7x",
+}
+"""By what JAX calls them; all that are older can do what a v5e can."""
+
+_pretended: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
+    "pretended device", default=None
+)
+
+
+def get(name: str) -> Device:
+    """A device that is known.
+
+    Raises:
+        ValueError: If none has this name.
+    """
+    if name not in KNOWN:
+        raise ValueError(
+            f"This device is not known. Received: {name!r}. Allowed: "
+            f"{', '.join(KNOWN)}. Take the one that is most like it."
+        )
+    return KNOWN[name]
+
+
+@contextlib.contextmanager
+def pretend(name: str) -> Iterator[None]:
+    """Choose kernels inside a `with` block as if this device were here.
+
+    For asking which they are. What a compiler keeps of a block it goes on
+    using after it.
+
+    Raises:
+        ValueError: If the device is not known.
+    """
+    token = _pretended.set(get(name))
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
+
+def pretended() -> Device | None:
+    """The device of the innermost `pretend`, None outside of one."""
+    return _pretended.get()
+
+
+def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
+    """One of NVIDIA's, by its compute capability.
+
+    Of those that are not listed the newer ones are taken to have what all
+    have since Ada: float8 with a scale for a tensor.
+    """
+    name = NVIDIA.get((capability[0], capability[1]))
+    if name is not None:
+        found = KNOWN[name]
+    elif capability >= (8, 9):
+        found = _nvidia(title, "tensor")
+    else:
+        found = _nvidia(title, narrow="float32")
+    return dataclasses.replace(found, title=title)
+
+
+def of_amd(architecture: str, title: str) -> Device:
+    """One of AMD's, by its architecture, such as `gfx942:sramecc+`."""
+    return _of(AMD.get(architecture.partition(":")[0]), title)
+
+
+def of_google(kind: str) -> Device:
+    """A TPU, by what JAX calls it."""
+    return _of(TPUS.get(kind), kind)
+
+
+def unknown(title: str) -> Device:
+    """A device of which nothing is known: all is emulated in float32."""
+    return Device(title=title, maker="unknown")
+
+
+def _of(name: str | None, title: str) -> Device:
+    if name is None:
+        return unknown(title)
+    return dataclasses.replace(KNOWN[name], title=title)

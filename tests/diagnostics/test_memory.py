@@ -1,0 +1,613 @@
+"""`kpe.memory`: the bytes that a training step keeps, by layer."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+import memory_page
+from cases import mostly
+from keras_policy_ext import frameworks
+from keras_policy_ext._keras import walking
+from ways import BACKEND
+
+BATCH, IN, WIDE, OUT = 64, 16, 128, 32
+ARRAY = np.zeros((BATCH, IN), "float32")
+X, H = BATCH * IN, BATCH * WIDE
+FIRST, SECOND = IN * WIDE, WIDE * OUT
+"""Numbers in the batch, between the layers, and in the two kernels."""
+
+SCALARS = 64
+"""Bytes of scales, amaxes and flags that a float8 contraction keeps at most."""
+
+ACTIVATION = {
+    # What an activation keeps beside the input of the next layer, in numbers
+    # of the compute dtype and in bytes for each number between the layers.
+    ("torch", "relu"): (0, 0),  # Its outputs are those inputs.
+    ("torch", "gelu"): (1, 0),  # Its inputs.
+    ("jax", "relu"): (0, 1),  # A mask.
+    ("jax", "gelu"): (3, 0),  # Its inputs, halved; erfc and exp of them.
+    ("tensorflow", "relu"): (0, 0),
+    ("tensorflow", "gelu"): (3, 0),  # As on JAX, before exp.
+}
+
+
+def mlp(activation="relu", dtype="float32"):
+    with kpe.policy_scope(dtype):
+        return keras.Sequential(
+            [
+                keras.Input((IN,)),
+                keras.layers.Dense(WIDE, activation=activation, name="first"),
+                keras.layers.Dense(OUT, name="second"),
+            ]
+        )
+
+
+def kept_by_activation(activation, itemsize):
+    numbers, bytes = ACTIVATION[BACKEND, activation]
+    return (numbers * itemsize + bytes) * H
+
+
+def by_name(form):
+    return {layer.path.rpartition("/")[2]: layer for layer in form.layers}
+
+
+activations = pytest.mark.parametrize("activation", ["relu", "gelu"])
+
+
+@activations
+def test_what_float32_layers_keep(activation):
+    (form,) = kpe.memory(mlp(activation), BATCH, ()).forms
+    # The batch is there anyway, and kernels are the weights themselves.
+    assert form.activations == kept_by_activation(activation, 4) + 4 * H
+    assert form.weight_copies == 0
+
+
+@activations
+def test_what_bfloat16_layers_keep(activation):
+    (form,) = kpe.memory(mlp(activation, "mixed_bfloat16"), BATCH, ()).forms
+    casts = 2 * (X + H)
+    assert form.activations == kept_by_activation(activation, 2) + casts
+    # No gradient of the batch is taken, so that the first kernel is not kept.
+    assert form.weight_copies == 2 * SECOND
+
+
+@activations
+@pytest.mark.parametrize("recipe", mostly(["delayed", "current"], "delayed"))
+def test_what_float8_layers_keep(activation, recipe):
+    form = kpe.memory(mlp(activation), BATCH, recipe)[recipe]
+    one = np.dtype(kept_dtype()).itemsize
+    # A rectifier keeps a mask, and GELU what it does in a stock layer.
+    mask = H if BACKEND == "tensorflow" else H // 8
+    own = mask if activation == "relu" else kept_by_activation(activation, 4)
+    known = own + one * (X + H)
+    assert 0 <= form.activations - known <= 2 * SCALARS
+    # PyTorch saves a kernel whose gradient is not asked for.
+    kernels = one * (SECOND + (FIRST if BACKEND == "torch" else 0))
+    assert 0 <= form.weight_copies - kernels <= 2 * SCALARS
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is a choice there")
+def test_a_model_that_xla_compiles_counts_as_it_is_compiled():
+    model = mlp()
+    plain = kpe.memory(model, BATCH, "delayed")["delayed"]
+    model.compile("adam", "mse", jit_compile=True)
+    compiled = kpe.memory(model, BATCH, "delayed")["delayed"]
+    # Bits and not bytes of the mask, and a byte for each number.
+    spared = (np.dtype(kept_dtype()).itemsize - 1) * (X + H)
+    assert plain.activations - compiled.activations == H - H // 8 + spared
+    assert "XLA" in compiled.counted_by and "XLA" not in plain.counted_by
+
+
+def kept_dtype():
+    """In which numbers of e4m3fn are kept here, of one byte or more."""
+    name = frameworks.current().kept_dtype(ops.zeros((1, 1)), "float8_e4m3fn")
+    return "uint8" if name.startswith("float8") else name
+
+
+def test_weights_state_and_optimizer_are_those_of_their_variables():
+    model = mlp()
+    model.compile("adam", "mse")
+    report = kpe.memory(model, BATCH, "delayed")
+    floats = FIRST + WIDE + SECOND + OUT
+    before, after = report.forms
+    assert before.weights == after.weights == 4 * floats
+    assert before.state == 0
+    kpe.convert(model, "delayed")
+    assert after.state == 4 * kpe.inspect(model).state
+    assert by_name(after)["first"].weights == 4 * (FIRST + WIDE)
+    # Two slots of Adam for each weight.
+    assert 0 <= report.optimizer - 2 * 4 * floats <= 16
+    model.fit(np.zeros((2, IN)), np.zeros((2, OUT)), verbose=0)
+    assert kpe.memory(model, BATCH).optimizer == report.optimizer
+
+
+def test_an_optimizer_that_makes_numbers_is_not_guessed():
+    model = mlp()
+    model.compile(keras.optimizers.Adafactor(), "mse")
+    report = kpe.memory(model, BATCH, ())
+    assert report.optimizer is None
+    assert "optimizer" not in str(report)
+
+
+class Both(keras.Model):
+    """Two layers that keep the same tensor, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.two = keras.layers.Dense(4, name="two")
+        self.one = keras.layers.Dense(4, name="one")
+
+    def call(self, x):
+        x = 2.0 * x
+        return self.one(x) + self.two(x)
+
+
+def test_what_two_layers_keep_counts_once_with_the_first():
+    model = Both()
+    model(ARRAY)
+    (form,) = kpe.memory(model, ARRAY, ()).forms
+    assert form.kept == 4 * X
+    assert by_name(form)["one"].kept == 4 * X
+    assert by_name(form)["two"].kept == 0
+
+
+def test_a_view_is_no_memory_of_its_own():
+    inputs = keras.Input((IN,))
+    x = keras.layers.Rescaling(2.0)(inputs)
+    halves = keras.layers.Reshape((2, IN // 2))(x)
+    outputs = [keras.layers.Dense(4)(each) for each in (x, halves)]
+    (form,) = kpe.memory(keras.Model(inputs, outputs), BATCH, ()).forms
+    assert form.kept == 4 * X
+
+
+def test_a_layer_that_is_used_twice_keeps_for_both():
+    shared = keras.layers.Dense(IN, name="shared")
+    inputs = keras.Input((IN,))
+    model = keras.Model(inputs, shared(shared(inputs)))
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert form.kept == 4 * X
+    (row,) = form.layers
+    assert row.weights == 4 * (IN * IN + IN)
+
+
+class Tied(keras.layers.Layer):
+    """Multiplies with the kernel of another layer, which it has too."""
+
+    def __init__(self, other, **kwargs):
+        super().__init__(**kwargs)
+        self.kernel = other.kernel
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(self.kernel))
+
+
+def test_a_weight_of_two_layers_counts_once():
+    dense = keras.layers.Dense(OUT, use_bias=False)
+    inputs = keras.Input((IN,))
+    x = dense(inputs)
+    model = keras.Model(inputs, Tied(dense)(x))
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert form.weights == 4 * IN * OUT
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp("relu")
+        self.drop = keras.layers.Dropout(0.5)
+        self.norm = keras.layers.BatchNormalization(name="norm")
+
+    def call(self, x, training=False):
+        return ops.tanh(self.norm(self.drop(self.inner(x))))
+
+
+@pytest.fixture
+def subclassed():
+    model = Subclassed()
+    model(np.zeros((2, IN), "float32"))
+    return model
+
+
+def test_a_model_of_ones_own_and_a_model_in_it(subclassed):
+    form = kpe.memory(subclassed, (BATCH, IN), ()).forms[0]
+    rows = by_name(form)
+    assert {"first", "second", "dropout", "norm"} <= rows.keys()
+    # What the model computes in no layer is kept by the model.
+    assert rows["subclassed"].kept >= 4 * BATCH * OUT
+    nested = sum(rows[name].kept for name in ("first", "second"))
+    assert nested == kpe.memory(mlp(), BATCH, ()).forms[0].kept
+
+
+def snapshot(model):
+    """What layers and optimizer hold, by identity, and all values."""
+    things = walking.layers_within(model)
+    variables = list(model.variables)
+    if getattr(model, "optimizer", None) is not None:
+        things = [*things, model.optimizer]
+        variables += model.optimizer.variables
+    held = [
+        (
+            id(thing),
+            type(thing),
+            sorted((k, id(v)) for k, v in vars(thing).items()),
+        )
+        for thing in things
+    ]
+    values = [ops.convert_to_numpy(v.value).tobytes() for v in variables]
+    return held, values, [id(v) for v in variables]
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_the_model_stays_as_it_is(subclassed, built):
+    subclassed.compile("adam", "mse")
+    if built:
+        x, y = np.zeros((2, IN)), np.zeros((2, OUT))
+        subclassed.fit(x, y, verbose=0)
+    before = snapshot(subclassed)
+    policies = ["delayed", "nvfp4", "mixed_bfloat16"]
+    kpe.memory(subclassed, (BATCH, IN), policies)
+    assert snapshot(subclassed) == before
+
+
+def test_counters_and_choices_of_float8_layers_stay(subclassed):
+    kpe.convert(subclassed, "delayed")
+    first = subclassed.inner.layers[0]
+    (state,) = first.float8_state.matrices
+    before = snapshot(subclassed), state.uses, first.kernel_choice
+    report = kpe.memory(subclassed, (BATCH, IN))
+    assert (snapshot(subclassed), state.uses, first.kernel_choice) == before
+    assert [form.name for form in report.forms] == ["as it is"]
+
+
+@pytest.mark.parametrize(
+    "batch, policy, options",
+    [
+        ((BATCH, IN + 1), None, {}),  # Layers do not take it.
+        (BATCH, None, {}),
+        ((None, IN), None, {}),
+        ((BATCH, IN), "bfloat16", {}),
+        ((BATCH, IN), "delayed", {"include": "nothing"}),
+        ((BATCH, IN), "delayed", {"compile": 1, "min_size": "large"}),
+    ],
+)
+def test_what_is_refused_leaves_the_model_as_it_is(
+    subclassed, batch, policy, options
+):
+    before = snapshot(subclassed)
+    with pytest.raises((ValueError, TypeError)):
+        kpe.memory(subclassed, batch, policy, **options)
+    assert snapshot(subclassed) == before
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        np.int64(BATCH),
+        (BATCH, IN),
+        ARRAY,
+        ARRAY.astype("float64"),
+        keras.KerasTensor((BATCH, IN), "float32"),
+        keras.layers.InputSpec(shape=(BATCH, IN)),
+        keras.layers.InputSpec(shape=(BATCH, IN), dtype="float32"),
+    ],
+)
+def test_a_batch_is_told_in_many_ways(batch):
+    model = mlp()
+    assert kpe.memory(model, batch, ()) == kpe.memory(model, BATCH, ())
+
+
+def test_several_inputs_of_several_dtypes():
+    tokens = keras.Input((8,), dtype="int32", name="tokens")
+    extra = keras.Input((IN,), name="extra")
+    x = keras.layers.Embedding(50, IN)(tokens)
+    x = keras.layers.Dense(4)(keras.layers.Add()([x, extra[:, None]]))
+    model = keras.Model({"tokens": tokens, "extra": extra}, x)
+    expected = kpe.memory(model, 2)
+    assert expected.batch == 2 * 8 * 4 + 2 * IN * 4
+    batch = {
+        "tokens": np.zeros((2, 8), "int32"),
+        "extra": keras.KerasTensor((2, IN), "float32"),
+    }
+    assert kpe.memory(model, batch) == expected
+
+
+@pytest.mark.parametrize(
+    "batch, error, said",
+    [
+        (0, ValueError, "Received: 0"),
+        (True, TypeError, "bool"),
+        ("a", TypeError, "'a'"),
+        ((None, IN), ValueError, r"\(None, 16\)"),
+        (keras.KerasTensor((None, IN), "float32"), ValueError, "not known"),
+    ],
+)
+def test_what_is_no_batch_is_said(batch, error, said):
+    with pytest.raises(error, match=said):
+        kpe.memory(mlp(), batch)
+
+
+def test_a_model_that_is_not_built_is_refused():
+    with pytest.raises(ValueError, match="not built"):
+        kpe.memory(keras.Sequential([keras.layers.Dense(2)]), (2, 3))
+    with pytest.raises(TypeError, match=r"keras\.Layer"):
+        kpe.memory("model.keras", 2)
+
+
+class Parts(keras.Model):
+    """As a GAN is: two models, and no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = mlp(), mlp()
+
+
+def test_a_model_without_a_call_is_asked_for_its_parts():
+    with pytest.raises(ValueError, match="each part"):
+        kpe.memory(Parts(), (BATCH, IN))
+
+
+def test_policies_in_all_ways():
+    model = mlp()
+    recipe = kpe.recipes.CurrentScaling()
+    policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
+    asked = ["current", recipe, policy, "mixed_float8", "mixed_bfloat16"]
+    report = kpe.memory(model, BATCH, asked)
+    names = [form.name for form in report.forms]
+    assert names == [
+        "as it is",
+        "current",
+        "float8/current_from_float32",
+        "mixed_float8",
+        "mixed_bfloat16",
+    ]
+    current, named = report["current"], report[policy.full_name]
+    assert current.layers == named.layers
+    # A plain policy is that of a model which was made under it.
+    expected = kpe.memory(mlp(dtype="mixed_bfloat16"), BATCH, ()).forms[0]
+    assert report["mixed_bfloat16"].kept == expected.kept
+    with pytest.raises(KeyError, match="current"):
+        report["delayed"]
+
+
+def test_without_a_policy_it_is_compared_with_convert():
+    model = mlp()
+    report = kpe.memory(model, BATCH)
+    assert (
+        report["converted"].layers
+        == kpe.memory(model, BATCH, "delayed")["delayed"].layers
+    )
+    some = kpe.memory(model, BATCH, "delayed", exclude="first")["delayed"]
+    assert {n: bool(row.state) for n, row in by_name(some).items()} == {
+        "first": False,
+        "second": True,
+    }
+
+
+def test_a_converted_model_is_what_was_foretold():
+    model = mlp("gelu")
+    foretold = kpe.memory(model, BATCH, "delayed")["delayed"].layers
+    kpe.convert(model, "delayed")
+    assert kpe.memory(model, BATCH).forms[0].layers == foretold
+
+
+def test_frozen_kernels_are_one_byte_and_nothing_more():
+    model = mlp()
+    kpe.freeze(model)
+    (form,) = kpe.memory(model, BATCH).forms
+    assert form.weights == FIRST + SECOND + 4 * (WIDE + OUT)
+    assert form.state == 4 * (WIDE + OUT)
+    # The biases train, and codes are the weights themselves.
+    assert form.weight_copies == 0
+
+
+def test_adapters_are_weights_and_are_kept_for():
+    model = mlp()
+    model.layers[0].enable_lora(4)
+    (before, after) = kpe.memory(model, BATCH).forms
+    adapters = 4 * 4 * (IN + WIDE)
+    assert before.weights == after.weights
+    assert before.weights == 4 * (FIRST + WIDE + SECOND + OUT) + adapters
+    assert after.kept > 0
+
+
+def test_loss_scaling_counts_with_the_optimizer():
+    model = mlp(dtype="mixed_float16")
+    model.compile("adam", "mse")
+    report = kpe.memory(model, BATCH)
+    floats = FIRST + WIDE + SECOND + OUT
+    assert 8 * floats < report.optimizer <= 8 * floats + 64
+    assert report.forms[0].kept > 0
+
+
+@pytest.mark.skipif(
+    BACKEND == "tensorflow",
+    reason="Keras 3.15 rematerializes no call with keyword arguments there",
+)
+def test_what_is_computed_again_is_not_kept():
+    with keras.RematScope(mode="list_of_layers", layer_names=["inner"]):
+        inner = keras.Sequential(
+            [
+                keras.Input((IN,)),
+                keras.layers.Dense(WIDE, "gelu"),
+                keras.layers.Dense(IN),
+            ],
+            name="inner",
+        )
+    model = keras.Sequential(
+        [keras.Input((IN,)), keras.layers.Rescaling(2.0), inner]
+    )
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert form.kept == 4 * X  # What goes into the inner model.
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="where loops are traced")
+def test_loops_of_tensorflow_keep_each_step():
+    units = 8
+
+    def kept(steps):
+        model = keras.Sequential(
+            [keras.Input((steps, IN)), keras.layers.SimpleRNN(units)]
+        )
+        return kpe.memory(model, BATCH, ()).forms[0].kept
+
+    # Inputs, state before and outputs; and the sizes of a list or two.
+    step = (kept(12) - kept(6)) / 6
+    assert 0 <= step - 4 * BATCH * (IN + 2 * units) <= 32
+
+
+class Repeats(keras.layers.Layer):
+    """A hyperbolic tangent of itself, some times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def call(self, x):
+        def step(x, _):
+            return ops.tanh(x), None
+
+        return ops.scan(step, x, ops.zeros((self.times, 1)))[0]
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="where loops are traced")
+def test_loops_of_tensorflow_without_a_limit_are_as_long_as_their_lists():
+    def kept(times):
+        layers = [keras.layers.Dense(4), Repeats(times)]
+        model = keras.Sequential([keras.Input((IN,)), *layers])
+        return kpe.memory(model, BATCH, ()).forms[0].kept
+
+    step = (kept(12) - kept(6)) / 6
+    assert 0 <= step - 4 * BATCH * 4 <= 32
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="shows what autograd saves")
+def test_it_is_what_hooks_of_pytorch_see_in_a_real_step():
+    import torch
+
+    inputs = keras.Input((8, IN))
+    x = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+    x = keras.layers.LayerNormalization()(x)
+    model = keras.Model(inputs, keras.layers.Dense(4, "silu")(x))
+    kpe.convert(model, "delayed")
+    batch = ops.zeros((BATCH, 8, IN))
+    saved = []
+
+    def save(tensor):
+        saved.append(tensor.untyped_storage())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+        model(batch, training=True)
+    sizes = {id(memory): memory.nbytes() for memory in saved}
+    for given in (*(v.value for v in model.variables), batch):
+        sizes.pop(id(given.untyped_storage()), None)
+    (form,) = kpe.memory(model, batch).forms
+    assert form.kept == sum(sizes.values())
+
+
+class Copies(keras.layers.Dense):
+    def call(self, x):
+        import torch
+
+        copy = torch.empty(self.kernel.shape).copy_(self.kernel.value)
+        return ops.matmul(x, copy)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="others do not write in place")
+def test_what_is_written_in_place_is_of_what_it_is_written_from():
+    inputs = keras.Input((IN,))
+    x = keras.layers.Dense(WIDE)(inputs)
+    model = keras.Model(inputs, Copies(OUT)(x))
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert (form.activations, form.weight_copies) == (4 * H, 4 * SECOND)
+
+
+class Wraps(keras.Model):
+    def __init__(self):
+        super().__init__()
+        from torch import nn
+
+        module = nn.Sequential(nn.Linear(IN, IN), nn.BatchNorm1d(IN))
+        self.module = keras.layers.TorchModuleWrapper(module)
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, x, training=False):
+        return self.dense(self.module(x, training=training))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a module of PyTorch")
+def test_modules_of_pytorch_in_a_model():
+    model = Wraps()
+    model(ARRAY)
+    before = [buffer.tolist() for buffer in model.buffers()]
+    (form,) = kpe.memory(model, ARRAY, ()).forms
+    assert [buffer.tolist() for buffer in model.buffers()] == before
+    # Inputs of the two after the first, and a mean and a deviation.
+    assert form.kept == 2 * 4 * X + 2 * 4 * IN
+    assert not any(vars(x.untyped_storage()) for x in model.buffers())
+
+
+class ReadsNumbers(keras.layers.Layer):
+    def call(self, x):
+        import torch
+
+        largest = float(ops.convert_to_numpy(ops.max(ops.abs(x))))
+        return x * (largest + float(torch.rand(())) + 1.0)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="others trace such a layer not")
+def test_a_layer_that_reads_numbers_is_called_on_zeros():
+    import torch
+
+    model = mlp()
+    reading = keras.Sequential([keras.Input((IN,)), ReadsNumbers(), model])
+    before, random = snapshot(reading), torch.get_rng_state()
+    (form,) = kpe.memory(reading, BATCH, ()).forms
+    assert "forward pass" in form.counted_by
+    # The first layer keeps its inputs, which are not those of the model.
+    assert form.kept == 4 * X + kpe.memory(model, BATCH, ()).forms[0].kept
+    assert snapshot(reading) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(vars(v.value.untyped_storage()) for v in reading.variables)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="the plans of XLA")
+def test_what_xla_plans():
+    report = kpe.memory(mlp(), BATCH, (), compile=True)
+    (form,) = report.forms
+    # At least what both layers multiply with in the backward pass.
+    assert 4 * H <= form.planned <= 4 * form.kept
+    assert "by XLA" in str(report)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="XLA plans there")
+def test_no_plan_where_no_compiler_makes_one():
+    with pytest.raises(ValueError, match="compile=True"):
+        kpe.memory(mlp(), BATCH, compile=True)
+
+
+def test_the_report_as_data_and_as_tables():
+    model = mlp()
+    model.compile("adam", "mse")
+    report = kpe.memory(model, BATCH, ["delayed", "mixed_bfloat16"])
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["forms"][0]["layers"][0]["path"].endswith("first")
+    assert data["optimizer"] == report.optimizer
+    text, full = str(report), report.table(full=True)
+    assert len(text.splitlines()) <= 24
+    assert max(map(len, text.splitlines())) <= 80
+    assert "mixed_bfloat16" in text and "weights" in text
+    assert "first" in full and "second" in full
+    assert "<table>" in report._repr_html_()
+
+
+@pytest.mark.skipif(
+    not keras.__version__.startswith("3.15"), reason="the page is of Keras 3.15"
+)
+def test_the_page_shows_what_is_printed():
+    advice = f"run KERAS_BACKEND={BACKEND} python tests/memory_page.py"
+    assert memory_page.page() == memory_page.PAGE.read_text("utf-8"), advice

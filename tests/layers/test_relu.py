@@ -1,0 +1,135 @@
+"""A rectifier keeps a bit a number, and has the gradient of Keras's."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+from keras_policy_ext import frameworks
+from ways import BACKEND, array
+
+SHAPES = [(16, 24), (3, 5), (2, 3, 8), (0, 8), (1, 1), (4, 64)]
+DTYPES = ["float32", "bfloat16", "float16"]
+SPECIAL = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-7, -1e-7, 3.0]
+
+
+def numbers(shape, seed):
+    x = np.random.default_rng(seed).normal(size=shape).astype("float32")
+    flat = x.reshape(-1)
+    flat[: len(SPECIAL)] = SPECIAL[: flat.size]
+    return x
+
+
+def outputs_and_gradient(relu, x, outputs_grad, way):
+    """Both in float32, of NumPy arrays of a dtype."""
+    ways = {"jax": _of_jax, "tensorflow": _of_tensorflow, "torch": _of_torch}
+    found = ways[BACKEND](relu, x, outputs_grad, way == "compiled")
+    return [array(ops.cast(each, "float32")) for each in found]
+
+
+def _of_jax(relu, x, g, compiled):
+    import jax
+
+    def both(x, g):
+        y, backward = jax.vjp(relu, x)
+        return y, *backward(g)
+
+    return (jax.jit(both) if compiled else both)(x, g)
+
+
+def _of_tensorflow(relu, x, g, compiled):
+    import tensorflow as tf
+
+    def both(x, g):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = relu(x)
+        return y, tape.gradient(y, x, g)
+
+    return tf.function(both, jit_compile=compiled or None)(x, g)
+
+
+def _of_torch(relu, x, g, compiled):
+    import torch
+
+    x = x.detach().requires_grad_()
+    y = (torch.compile(relu, backend="aot_eager") if compiled else relu)(x)
+    y.backward(g)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("way", ["as it is", "compiled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_gradients_are_those_of_keras(shape, dtype, way):
+    x, g = (
+        ops.cast(ops.convert_to_tensor(numbers(shape, seed)), dtype)
+        for seed in (0, 1)
+    )
+    ours = frameworks.current().relu
+    found, expected = (
+        outputs_and_gradient(relu, x, g, way)
+        for relu in (ours, keras.activations.relu)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(np.signbit(one), np.signbit(other))
+
+
+def test_a_tensor_that_is_transposed():
+    x, g = (ops.transpose(numbers((16, 24), seed)) for seed in (0, 1))
+    ours = frameworks.current().relu
+    found, expected = (
+        outputs_and_gradient(relu, x, g, "as it is")
+        for relu in (ours, keras.activations.relu)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def bytes_kept(layer, x):
+    """What a layer keeps for the backward pass, beside its variables."""
+    if BACKEND == "jax":
+        import jax
+
+        def outputs(weights, x):
+            return layer.stateless_call(weights, [], x, training=True)[0]
+
+        weights = [v.value for v in layer.trainable_variables]
+        _, backward = jax.vjp(outputs, weights, x)
+        leaves = jax.tree_util.tree_leaves(backward)
+        sizes = {id(leaf): leaf.nbytes for leaf in leaves}
+        known = {id(each) for each in weights}
+        return sum(size for key, size in sizes.items() if key not in known)
+    import torch
+
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        layer(x, training=True)
+    known = [v.value.untyped_storage() for v in layer.variables]
+    return sum(kept.values()) - sum(
+        kept.get(each.data_ptr(), 0) for each in known
+    )
+
+
+@pytest.mark.skipif(
+    BACKEND == "tensorflow", reason="does not tell what a tape keeps"
+)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_bit_is_kept_of_each_output(policy):
+    x = ops.cast(numbers((64, 256), 3), policy.removeprefix("mixed_"))
+
+    def kept(activation):
+        dtype = kpe.Float8DTypePolicy(policy, recipe="current")
+        layer = kpe.layers.Dense(256, activation, dtype=dtype)
+        layer.build((None, 256))
+        return bytes_kept(layer, x)
+
+    assert kept("relu") - kept(None) == 64 * 256 // 8
