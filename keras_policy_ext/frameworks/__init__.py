@@ -10,7 +10,8 @@ import importlib
 
 import keras
 
-from keras_policy_ext.frameworks.base import Framework, Operation, Residuals
+from keras_policy_ext.frameworks.base import Framework
+from keras_policy_ext.frameworks.operations import Operation, Residuals
 
 __all__ = ["NAMES", "Framework", "Operation", "Residuals", "current"]
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import (
+    FrozenOperation,
+    Operation,
+    Shape,
+)
 
 SECOND_DERIVATIVE = (
     "A gradient of a layer in float8 cannot be differentiated again: rounding "
@@ -21,100 +26,13 @@ SECOND_DERIVATIVE = (
     "those of the part whose gradient is penalised."
 )
 
-FULLY_SHARD = (
-    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
-    "variables keep the tensors that they were made with, and what an "
-    "optimizer gets are others. Received: a layer that "
-    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
-    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
-    "variables follow; call it once, before the optimizer is made."
-)
-
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """By how many bits a code is shifted to be that of a float16 number, and by
 what that is multiplied to be the number of the code. Not NaN of e4m3fn, which
 stored kernels do not have."""
 
 Tensor = Any
-Shape = tuple[Any, ...]
 Settle = Callable[[Tensor, Tensor], Tensor]
-
-
-class Residuals(Protocol):
-    """What a backward pass needs of the forward pass.
-
-    Attributes:
-        shapes: Of the inputs and the kernel.
-    """
-
-    shapes: tuple[Shape, Shape]
-
-    def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """The tensors, in a fixed order; in as few bytes as may be or not."""
-
-
-class Operation(Hashable, Protocol):
-    """A function of tensors that says its own gradient; hashable.
-
-    Equal operations compute the same, so that what a framework has compiled
-    for one serves the other.
-    """
-
-    @property
-    def kernel_dtype(self) -> str:
-        """Dtype of the kernel and of its gradient."""
-
-    @property
-    def training(self) -> bool | None:
-        """True observes; False does not; None: where a gradient is taken."""
-
-    @property
-    def first_use(self) -> Operation:
-        """One that has the same forward pass, for all that share it."""
-
-    def resolved(self) -> Operation:
-        """This operation, when what it leaves open can be known."""
-
-    def forward(
-        self, inputs: Tensor, kernel: Tensor, state: Shape, observe: bool
-    ) -> tuple[Tensor, Any]:
-        """The outputs, and the residuals."""
-
-    def residuals(
-        self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
-    ) -> Any:
-        """Residuals of these tensors, as their `leaves` lists them."""
-
-    def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
-        """The residuals of a forward pass that did not observe, observed."""
-
-    def backward(
-        self,
-        residuals: Any,
-        outputs_grad: Tensor,
-        state: Shape,
-        needed: tuple[bool, bool] = (True, True),
-    ) -> tuple[Tensor | None, Tensor | None, Shape]:
-        """The gradients of inputs, kernel and state."""
-
-
-class FrozenOperation(Hashable, Protocol):
-    """A function of inputs and of constants, which get no gradient."""
-
-    @property
-    def only_widens(self) -> bool:
-        """Whether nothing is rounded, so that a compiler may look into it."""
-
-    def resolved(self) -> FrozenOperation:
-        """This operation, when what it leaves open can be known."""
-
-    def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
-        """The outputs."""
-
-    def inputs_grad(
-        self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
-    ) -> Tensor:
-        """The gradient of inputs of this shape."""
 
 
 class Framework:

@@ -18,10 +18,9 @@ from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
-    FrozenOperation,
-    Operation,
 )
 from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
 Tensor = Any
 State = tuple[Tensor, ...]

@@ -16,10 +16,9 @@ from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
-    FrozenOperation,
-    Operation,
 )
 from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
 # this one is gone, nothing is taken to be compiled by it.

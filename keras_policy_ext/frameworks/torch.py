@@ -10,19 +10,26 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
-    FULLY_SHARD,
     HALVES,
     SECOND_DERIVATIVE,
     Framework,
-    FrozenOperation,
-    Operation,
     Settle,
     numbers_of_codes,
 )
 from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
+
+FULLY_SHARD = (
+    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
+    "variables keep the tensors that they were made with, and what an "
+    "optimizer gets are others. Received: a layer that "
+    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
+    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
+    "variables follow; call it once, before the optimizer is made."
+)
 
 
 class TorchFramework(Framework):

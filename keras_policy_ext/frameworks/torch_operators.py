@@ -15,9 +15,8 @@ import torch
 from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.base import (
     SECOND_DERIVATIVE,
-    FrozenOperation,
-    Operation,
 )
+from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
 Tensor = Any
 

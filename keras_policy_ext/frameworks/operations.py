@@ -1,0 +1,90 @@
+"""What a framework runs: functions that say their own gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+Tensor = Any
+Shape = tuple[Any, ...]
+
+
+class Residuals(Protocol):
+    """What a backward pass needs of the forward pass.
+
+    Attributes:
+        shapes: Of the inputs and the kernel.
+    """
+
+    shapes: tuple[Shape, Shape]
+
+    def leaves(self, narrow: bool = True) -> list[Tensor]:
+        """The tensors, in a fixed order.
+
+        Args:
+            narrow: Whether in as few bytes as may be.
+        """
+
+
+class Operation(Hashable, Protocol):
+    """A function of tensors that says its own gradient; hashable.
+
+    Equal operations compute the same, so that what a framework has compiled
+    for one serves the other.
+    """
+
+    @property
+    def kernel_dtype(self) -> str:
+        """Dtype of the kernel and of its gradient."""
+
+    @property
+    def training(self) -> bool | None:
+        """True observes; False does not; None: where a gradient is taken."""
+
+    @property
+    def first_use(self) -> Operation:
+        """One that has the same forward pass, for all that share it."""
+
+    def resolved(self) -> Operation:
+        """This operation, when what it leaves open can be known."""
+
+    def forward(
+        self, inputs: Tensor, kernel: Tensor, state: Shape, observe: bool
+    ) -> tuple[Tensor, Any]:
+        """The outputs, and the residuals."""
+
+    def residuals(
+        self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
+    ) -> Any:
+        """Residuals of these tensors, as their `leaves` lists them."""
+
+    def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
+        """The residuals of a forward pass that did not observe, observed."""
+
+    def backward(
+        self,
+        residuals: Any,
+        outputs_grad: Tensor,
+        state: Shape,
+        needed: tuple[bool, bool] = (True, True),
+    ) -> tuple[Tensor | None, Tensor | None, Shape]:
+        """The gradients of inputs, kernel and state."""
+
+
+class FrozenOperation(Hashable, Protocol):
+    """A function of inputs and of constants, which get no gradient."""
+
+    @property
+    def only_widens(self) -> bool:
+        """Whether nothing is rounded, so that a compiler may look into it."""
+
+    def resolved(self) -> FrozenOperation:
+        """This operation, when what it leaves open can be known."""
+
+    def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
+        """The outputs."""
+
+    def inputs_grad(
+        self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
+    ) -> Tensor:
+        """The gradient of inputs of this shape."""
