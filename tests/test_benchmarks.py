@@ -22,6 +22,7 @@ def row(variant, moved, large, float8_matmuls, **kwargs):
         "small_kernels": 0,
         "transposes": 0,
         "float8_matmuls": float8_matmuls,
+        "temporaries_of_bfloat16": None,
         "estimated_speedup_over_bfloat16": 1.0,
         **kwargs,
     }
@@ -86,12 +87,15 @@ def test_from_the_break_even_on_an_estimate_is_faster():
 def test_counts_that_are_added_replace_those_of_their_place(tmp_path):
     line = {"gpu": "H200", "step": "dense", "way": "bfloat16", "seconds": 2.0}
     line |= {"large": 3, "small": 1, "transposes": 0, "float8": 0}
-    line |= {"bytes an element": 6.001}
+    line |= {"bytes an element": 6.001, "temporaries": 200}
     faster = line | {"way": "delayed", "seconds": 1.5, "float8": 3}
+    faster["temporaries"] = 150
     printed = ["a kernel", json.dumps(line), json.dumps(faster)]
     new = list(counts.rows(printed, "jax"))
     speedups = [each["estimated_speedup_over_bfloat16"] for each in new]
     assert speedups == [1.0, 1.333]
+    held = [each["temporaries_of_bfloat16"] for each in new]
+    assert held == [1.0, 0.75]
     path = tmp_path / "counts.json"
     other = row("bfloat16", 1.0, 1, 0, backend="tensorflow")
     path.write_text(json.dumps(counts.merged([PLAIN, FLOAT8, other], new)))

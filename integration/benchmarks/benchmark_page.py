@@ -55,6 +55,7 @@ COUNTED = [
     "with a transpose",
     "small",
     "float8 matmuls",
+    "memory of bfloat16's",
     "against bfloat16",
 ]
 
@@ -177,7 +178,7 @@ def _estimated(counts):
 
 def _counted(row):
     """The cells of a row of counts."""
-    transposes = row["transposes"]
+    transposes, held = row["transposes"], row["temporaries_of_bfloat16"]
     return [
         BACKENDS[row["backend"]],
         row["device"],
@@ -188,6 +189,7 @@ def _counted(row):
         "" if transposes is None else str(transposes),
         str(row["small_kernels"]),
         str(row["float8_matmuls"]),
+        "" if held is None else f"{held:.2f}",
         f"{row['estimated_speedup_over_bfloat16']:.2f}",
     ]
 

@@ -30,7 +30,7 @@ def rows(lines, backend):
     read = _of_torch if backend == "torch" else _of_xla
     found = [read(json.loads(line)) for line in lines if line[:1] == "{"]
     plain = {
-        (row["device"], row["case"]): row["seconds"]
+        (row["device"], row["case"]): row
         for row in found
         if row["variant"] == "bfloat16"
     }
@@ -38,11 +38,14 @@ def rows(lines, backend):
         place = row["device"], row["case"]
         if place not in plain:
             sys.exit(f"There are no counts of bfloat16 for {place}.")
-        speedup = round(plain[place] / row.pop("seconds"), 3)
+        speedup = plain[place]["seconds"] / row["seconds"]
+        held = row["temporaries"]
+        held = held and held / plain[place]["temporaries"]
         yield {
             "backend": backend,
-            **row,
-            "estimated_speedup_over_bfloat16": speedup,
+            **{name: row[name] for name in row if name in estimates.FIELDS},
+            "temporaries_of_bfloat16": held and round(held, 3),
+            "estimated_speedup_over_bfloat16": round(speedup, 3),
         }
 
 
@@ -57,12 +60,13 @@ def _of_xla(line):
         "small_kernels": line["small"],
         "transposes": line["transposes"],
         "float8_matmuls": line["float8"],
+        "temporaries": line["temporaries"],
         "seconds": line["seconds"],
     }
 
 
 def _of_torch(line):
-    """A line of `torch_counts.py`, which does not count transposes."""
+    """A line of `torch_counts.py`, which counts no transposes and no memory."""
     variant = VARIANTS[line["recipe"]]
     if line["recipe"] != "bfloat16" and not line["triton"]:
         variant += ", without Triton"
@@ -74,6 +78,7 @@ def _of_torch(line):
         **{name: line[name] for name in kept},
         "transposes": None,
         "float8_matmuls": line["float8_matmuls"],
+        "temporaries": None,
     }
     return {**row, "seconds": estimates.seconds(row, SIZE)}
 

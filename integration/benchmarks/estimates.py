@@ -10,6 +10,8 @@ are. `counts.py` takes its counts into `results/counts.json`, a list of rows:
     large_kernels, small_kernels: How many, beside the matmuls.
     transposes: How many of the large ones transpose; None if not counted.
     float8_matmuls: How many matmuls read float8.
+    temporaries_of_bfloat16: Memory that a step holds for a time, as a part of
+        what one in bfloat16 holds; None if not counted.
     estimated_speedup_over_bfloat16: By the model, of the case itself.
 """
 
@@ -28,6 +30,7 @@ FIELDS = (
     "small_kernels",
     "transposes",
     "float8_matmuls",
+    "temporaries_of_bfloat16",
     "estimated_speedup_over_bfloat16",
 )
 

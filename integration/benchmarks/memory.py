@@ -1,4 +1,4 @@
-"""The most memory that a training step of a Llama holds at a time.
+"""The most memory that a step of a Llama or of an MLP holds at a time.
 
     KERAS_BACKEND=torch python integration/benchmarks/memory.py
 
@@ -14,10 +14,12 @@ import measuring
 import numpy as np
 from steps_of_layers import training_step
 from variants import kernels_of, made
-from workloads import Llama, normal
+from workloads import MLP, Llama, normal
 
 SIZES = ("batch", "length", "width", "wide", "heads", "groups", "blocks")
 ON_A_CPU = (2, 64, 256, 896, 4, 2, 2)
+BLOCKS = (2048, 256, 1024, 12)
+ACTIVATIONS = ("relu", "gelu", "swiglu")
 ON_A_GPU = (2, 2048, 4096, 14336, 32, 8, 2)
 
 
@@ -77,18 +79,18 @@ def _of_profiler(step, x, g):
     return int(max(np.cumsum([e.nbytes() for e in events])))
 
 
-def rows(llama):
+def rows(workload):
     """The rows of the results."""
-    x, g = normal(llama.shape), normal(llama.shape, seed=1)
+    x, g = normal(workload.shape), normal(workload.shape, seed=1)
     baseline = None
-    for name, model in made(llama.model).items():
+    for name, model in made(workload.model).items():
         found = peak(training_step(model), x, g)
         if found is None:
             return
         held, source = found
         baseline = baseline or held
         yield {
-            "case": f"memory of a step: {llama}",
+            "case": f"memory of a step: {workload}",
             "variant": name,
             **kernels_of(model),
             "peak_mib": measuring.rounded(held / 2**20),
@@ -100,7 +102,9 @@ def rows(llama):
 def main():
     sizes = dict(zip(SIZES, zip(ON_A_CPU, ON_A_GPU, strict=True), strict=True))
     asked = measuring.arguments(__doc__, **sizes)
-    found = list(rows(Llama(*(getattr(asked, name) for name in SIZES))))
+    workloads = [Llama(*(getattr(asked, name) for name in SIZES))]
+    workloads += [MLP(*BLOCKS, activation) for activation in ACTIVATIONS]
+    found = [row for workload in workloads for row in rows(workload)]
     if not found:
         sys.exit("TensorFlow does not say what a step holds on a CPU.")
     measuring.write("memory", asked, found, asked.out)

@@ -64,6 +64,65 @@ class Llama:
         return layers.Add()([x, down(layers.Multiply()([gate, up]))])
 
 
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """Blocks of two Dense layers, or of the three of SwiGLU, one a layer.
+
+    Attributes:
+        rows: Of the inputs.
+        width: Of the residual stream.
+        wide: Of what is activated.
+        blocks: How many.
+        activation: `"relu"`, `"gelu"` or `"swiglu"`.
+    """
+
+    rows: int
+    width: int
+    wide: int
+    blocks: int
+    activation: str
+
+    @property
+    def shape(self):
+        """Of the inputs, and of the outputs."""
+        return self.rows, self.width
+
+    def __str__(self):
+        return (
+            f"{self.blocks} blocks {self.width}-{self.wide}-{self.width}, "
+            f"{self.activation}, {self.rows} rows"
+        )
+
+    def model(self):
+        """The built model, from vectors to vectors."""
+        x = inputs = keras.Input((self.width,))
+        for _ in range(self.blocks):
+            x = _Block(self.width, self.wide, self.activation)(x)
+        return keras.Model(inputs, x)
+
+
+class _Block(keras.layers.Layer):
+    """A block of `MLP`.
+
+    A layer of its own: Keras on PyTorch holds the outputs of all layers of a
+    Functional model until its forward pass ends.
+    """
+
+    def __init__(self, width, wide, activation):
+        super().__init__()
+        gated = activation == "swiglu"
+        layers = keras.layers
+        self.gate = layers.Dense(wide, "silu") if gated else None
+        self.up = layers.Dense(wide, None if gated else activation)
+        self.down = layers.Dense(width)
+
+    def call(self, inputs):
+        x = self.up(inputs)
+        if self.gate is not None:
+            x = self.gate(inputs) * x
+        return inputs + self.down(x)
+
+
 def dense(size):
     """A Dense of a square kernel with a bias, as the layer of a model.
 
