@@ -1,0 +1,78 @@
+"""What one program of XLA for a CPU keeps for the backward pass."""
+
+import keras
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of JAX", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import keras_policy_ext as kpe
+from keras_policy_ext.frameworks import jax as framework
+
+if jax.default_backend() != "cpu":
+    pytest.skip("XLA for a GPU respects barriers", allow_module_level=True)
+
+ROWS, WIDTH, WIDE, BLOCKS = 512, 128, 512, 4
+POLICY = "float8/current_from_mixed_bfloat16"
+
+
+def planned_bytes(activation):
+    """Bytes that a step of some blocks holds for a time."""
+    jax.clear_caches()
+    layers = []
+    for _ in range(BLOCKS):
+        layers += [
+            kpe.layers.Dense(WIDE, activation, dtype=POLICY),
+            kpe.layers.Dense(WIDTH, dtype=POLICY),
+        ]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+    def step(weights, x):
+        def total(weights):
+            outputs, _ = model.stateless_call(weights, [], x, training=True)
+            return jnp.sum(outputs.astype("float32") ** 2)
+
+        return jax.grad(total)(weights)
+
+    weights = [v.value for v in model.trainable_variables]
+    x = jnp.zeros((ROWS, WIDTH), "bfloat16")
+    compiled = jax.jit(step).lower(weights, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_program_keeps_codes_and_not_what_they_stand_for(
+    activation, monkeypatch
+):
+    found = planned_bytes(activation)
+    monkeypatch.setattr(framework, "_LARGE", 1 << 60)
+    wide = planned_bytes(activation)
+    # Three bytes less for each number that a layer reads; some are there at
+    # another time than most.
+    numbers = BLOCKS * ROWS * (WIDTH + WIDE)
+    assert wide - found > 2 * numbers
+
+
+def test_a_rectifier_keeps_less_than_its_outputs():
+    assert planned_bytes(jax.nn.relu) - planned_bytes("relu") > (
+        BLOCKS * ROWS * WIDE
+    )
+
+
+@pytest.mark.parametrize("first", [0.0, np.nan, np.inf])
+@pytest.mark.parametrize("size", [300, 3])
+def test_what_is_kept_is_the_same_after_the_loop(first, size):
+    codes = jnp.asarray(
+        np.random.default_rng(0).integers(0, 256, (size, size), "uint8")
+    )
+    scale = jnp.float32(0.1)
+    gradient = jnp.asarray([first, 1.0], "float32")
+    for run in (framework._after, jax.jit(framework._after)):
+        found = run(gradient, [codes, scale, codes.T])
+        for one, other in zip(found, [codes, scale, codes.T], strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
