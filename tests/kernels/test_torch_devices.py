@@ -207,3 +207,21 @@ def test_triton_leaves_formats_named_fnuz_to_pytorch():
         assert casts.supports(x, name) is None
     for name in formats.FAMILIES["fnuz"]:
         assert name in casts.supports(x, name)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("across", [False, True])
+def test_large_tensors_are_cast_and_widened_part_by_part(dtype, source, across):
+    """More numbers than a part has, and no multiple of them."""
+    random = np.random.default_rng(0).normal(size=(1200, 501)) * 30
+    x = torch.tensor(random).to(source)
+    x = x.t() if across else x
+    scale = torch.tensor(0.37)
+    narrow = torch_casts.narrow_cast(x, scale, dtype)
+    expected = casting.quantize(x, scale, dtype)
+    for compute_dtype in ("float32", "bfloat16"):
+        with devices.pretend("cpu_bf16"):
+            wide = torch_casts.widen(narrow, compute_dtype)
+        assert wide.dtype == getattr(torch, compute_dtype)
+        np.testing.assert_array_equal(wide.float(), expected.float())
