@@ -22,7 +22,7 @@ POLICY = "float8/current_from_mixed_bfloat16"
 
 def planned_bytes(activation):
     """Bytes that a step of some blocks holds for a time."""
-    jax.clear_caches()
+    framework._backward.clear_cache()
     layers = []
     for _ in range(BLOCKS):
         layers += [
