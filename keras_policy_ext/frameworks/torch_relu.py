@@ -20,15 +20,25 @@ class Relu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """The outputs."""
         outputs = torch.relu(x)
-        ctx.save_for_backward(_kept(outputs))
+        ctx.axes = _as_in_memory(outputs)
+        ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
         """The gradient of `x`."""
         (kept,) = ctx.saved_tensors
-        passes = _mask(kept, outputs_grad.shape).to(outputs_grad.dtype)
+        mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
+        # As it lay before: the gradient lies as this one, and what sums it
+        # goes by that.
+        back = [ctx.axes.index(axis) for axis in range(mask.dim())]
+        passes = mask.permute(back).to(outputs_grad.dtype)
         return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)
+
+
+def _as_in_memory(x: Tensor) -> list[int]:
+    """The axes of a tensor, in the order in which it lies in memory."""
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
 def _kept(outputs: Tensor) -> Tensor:

@@ -88,6 +88,28 @@ def test_a_tensor_that_is_transposed():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="tensors of others are whole")
+@pytest.mark.parametrize("shape", [(16, 24), (3, 5)])
+def test_a_gradient_lies_in_memory_as_that_of_keras(shape):
+    """What sums it, as for a bias, adds in the order of memory."""
+    x, g = (ops.convert_to_tensor(numbers(shape, seed)) for seed in (0, 1))
+    strides = []
+    for relu in (frameworks.current().relu, keras.activations.relu):
+        _, found = outputs_and_gradient_of_transposed(relu, x, g)
+        strides.append(found.stride())
+    assert strides[0] == strides[1]
+
+
+def outputs_and_gradient_of_transposed(relu, x, g):
+    x = x.detach().requires_grad_()
+    gradients = []
+    turned = x.t()
+    turned.register_hook(gradients.append)
+    y = relu(turned)
+    y.backward(g.t().contiguous())
+    return y, gradients[0]
+
+
 def bytes_kept(layer, x):
     """What a layer keeps for the backward pass, beside its variables."""
     if BACKEND == "jax":
