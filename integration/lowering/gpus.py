@@ -25,6 +25,9 @@ from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 from jaxlib import _jax, xla_client
 
+# What is traced is for a GPU, whose paths are to be taken.
+jax.default_backend = lambda: "gpu"
+
 DESCRIPTION = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} }}

@@ -18,7 +18,7 @@ MODELS = ("dense", "relu", "gelu", "swiglu", "block")
 COUNTED = [  # GPU, who traces, steps
     ("H200", "jax", MODELS),
     ("B200", "jax", ("dense",)),
-    ("H200", "tensorflow", ("dense", "block")),
+    ("H200", "tensorflow", ("dense", "relu", "gelu", "block")),
     ("B200", "tensorflow", ("dense",)),
 ]
 
@@ -47,8 +47,8 @@ BUDGETS = {
     ("H200", "jax", "dense", "current"): Used(10.7, 7, 3, 9, 1.51),
     ("H200", "jax", "relu", "delayed"): Used(14.6, 180, 72, 337, 0.37),
     ("H200", "jax", "relu", "current"): Used(15.0, 204, 72, 217, 0.37),
-    ("H200", "jax", "gelu", "delayed"): Used(21.9, 180, 72, 336, 0.83),
-    ("H200", "jax", "gelu", "current"): Used(22.3, 204, 72, 216, 0.83),
+    ("H200", "jax", "gelu", "delayed"): Used(18.9, 180, 72, 336, 0.54),
+    ("H200", "jax", "gelu", "current"): Used(19.2, 204, 72, 216, 0.54),
     ("H200", "jax", "swiglu", "delayed"): Used(29.1, 252, 96, 480, 0.87),
     ("H200", "jax", "swiglu", "current"): Used(29.3, 288, 96, 288, 0.83),
     ("H200", "jax", "block", "delayed"): Used(16.9, 64, 30, 86, 0.98),
@@ -58,6 +58,10 @@ BUDGETS = {
     ("B200", "jax", "dense", "current"): Used(9.7, 7, 0, 9, 1.51),
     ("H200", "tensorflow", "dense", "delayed"): Used(10.1, 7, 3, 11, 1.01),
     ("H200", "tensorflow", "dense", "current"): Used(10.1, 7, 3, 8, 1.01),
+    ("H200", "tensorflow", "relu", "delayed"): Used(17.0, 216, 72, 299, 0.32),
+    ("H200", "tensorflow", "relu", "current"): Used(17.0, 216, 72, 204, 0.32),
+    ("H200", "tensorflow", "gelu", "delayed"): Used(19.6, 204, 72, 299, 0.55),
+    ("H200", "tensorflow", "gelu", "current"): Used(19.6, 204, 72, 204, 0.52),
     ("H200", "tensorflow", "block", "delayed"): Used(11.2, 70, 32, 75, 0.97),
     ("H200", "tensorflow", "block", "current"): Used(11.1, 70, 32, 45, 0.97),
     ("B200", "tensorflow", "dense", "delayed"): Used(8.4, 6, 0, 11, 1.01),
@@ -71,7 +75,8 @@ def counts(tmp_path_factory):
     """The counts by GPU, framework, step and way."""
     folder = tmp_path_factory.mktemp("programs")
     ways = ",".join(WAYS)
-    printed_by("tensorflow", "trace_tensorflow.py", folder, "dense,block", ways)
+    steps = "dense,relu,gelu,block"
+    printed_by("tensorflow", "trace_tensorflow.py", folder, steps, ways)
     found = {}
     for gpu, framework, steps in COUNTED:
         more = ("--folder", folder) if framework == "tensorflow" else ()
@@ -100,7 +105,7 @@ def test_a_step_stays_within_its_budget(counts, budget):
 
 
 def test_matmuls_read_float8_and_gradients_are_accurate(counts):
-    assert len(counts) == 27
+    assert len(counts) == 33
     for (*_, step, way), count in counts.items():
         # Attention multiplies twice by itself, with two gradients each.
         own = 6 if step == "block" else 0

@@ -235,6 +235,20 @@ class Framework:
         """
         raise NotImplementedError(_needs_a_framework(self.name))
 
+    def recomputed(
+        self, activation: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """`activation(x)`, of which `x` is kept for the gradient at most.
+
+        The gradient has the same bits, so where a compiler rounds otherwise
+        what it computes again, what it keeps is left to it.
+
+        Args:
+            activation: An elementwise function of Keras, without a state.
+            x: Of any shape.
+        """
+        return activation(x)
+
     def run(
         self,
         operation: Operation,

@@ -157,6 +157,18 @@ class JaxFramework(Framework):
         """See `Framework.relu`."""
         return _relu(x)
 
+    def recomputed(
+        self, activation: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """See `Framework.recomputed`; on a CPU XLA decides.
+
+        It keeps little there, and fuses otherwise what is computed again: the
+        last bits of weights change (JAX 0.10).
+        """
+        if self.on_cpu(x):
+            return activation(x)
+        return jax.checkpoint(activation)(x)
+
     def in_parts(
         self,
         product: Callable[[Tensor, Tensor], Tensor],

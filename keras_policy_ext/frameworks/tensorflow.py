@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.frameworks import tensorflow_kept, tensorflow_relu
+from keras_policy_ext.frameworks import tensorflow_activations, tensorflow_kept
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -194,7 +194,19 @@ class TensorFlowFramework(Framework):
 
     def relu(self, x: Tensor) -> Tensor:
         """See `Framework.relu`."""
-        return tensorflow_relu.relu(x, self.traces_for_xla())
+        return tensorflow_activations.relu(x, self.traces_for_xla())
+
+    def recomputed(
+        self, activation: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """See `Framework.recomputed`; by XLA for another device than a CPU.
+
+        Elsewhere what fuses operations does it otherwise where they are
+        computed again: the last bits of weights change (TF 2.21).
+        """
+        if self.on_cpu(x) or not self.traces_for_xla():
+            return activation(x)
+        return tensorflow_activations.recomputed(activation, x)
 
     def run(
         self,

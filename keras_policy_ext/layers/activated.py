@@ -10,6 +10,14 @@ from keras_policy_ext import frameworks
 
 Tensor = Any
 
+_RECOMPUTED = (
+    keras.activations.gelu,
+    keras.activations.silu,
+    keras.activations.mish,
+    keras.activations.hard_silu,
+)
+"""Those of which automatic differentiation keeps more than the inputs."""
+
 
 def activated(activation: Any, x: Tensor) -> Tensor:
     """`activation(x)`, keeping no more for its gradient than it needs.
@@ -22,4 +30,6 @@ def activated(activation: Any, x: Tensor) -> Tensor:
         return x
     if activation is keras.activations.relu:
         return frameworks.current().relu(x)
+    if activation in _RECOMPUTED:
+        return frameworks.current().recomputed(activation, x)
     return activation(x)

@@ -1,4 +1,4 @@
-"""A rectifier keeps a bit a number, and has the gradient of Keras's."""
+"""Activations keep little for gradients, which are those of Keras."""
 
 import keras
 import numpy as np
@@ -75,6 +75,81 @@ def test_outputs_and_gradients_are_those_of_keras(shape, dtype, way):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(np.signbit(one), np.signbit(other))
+
+
+RECOMPUTED = ["gelu", "silu", "mish", "hard_silu"]
+
+
+@pytest.fixture
+def off_a_cpu(monkeypatch):
+    """As on another device, where activations are computed again."""
+    here = frameworks.current()
+    monkeypatch.setattr(here, "on_cpu", lambda x: False)
+    return here
+
+
+@pytest.mark.parametrize("way", ["as it is", "compiled"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_is_computed_again_has_the_gradient_of_keras(
+    off_a_cpu, name, dtype, way
+):
+    activation = keras.activations.get(name)
+
+    def ours(x):
+        return off_a_cpu.recomputed(activation, x)
+
+    x, g = (
+        ops.cast(ops.convert_to_tensor(numbers((16, 24), seed)), dtype)
+        for seed in (0, 1)
+    )
+    found, expected = (
+        outputs_and_gradient(each, x, g, way) for each in (ours, activation)
+    )
+    # Where a compiler fuses otherwise, it rounds otherwise.
+    step = 2.0**-8 if dtype == "bfloat16" else 2.0**-20
+    exact = way == "as it is"
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            one, other, rtol=0 if exact else step, atol=0 if exact else step
+        )
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX alone lists what it keeps")
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_inputs_are_kept_and_nothing_else(off_a_cpu, name):
+    import jax
+
+    def kept(recomputed):
+        activation = keras.activations.get(name)
+        x = ops.ones((16, 24))
+        _, backward = jax.vjp(lambda x: recomputed(activation, x), x)
+        return sum(each.nbytes for each in jax.tree.leaves(backward))
+
+    assert kept(off_a_cpu.recomputed) == 16 * 24 * 4
+    assert kept(lambda activation, x: activation(x)) > 16 * 24 * 4
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_float8_layer_computes_its_activation_again(monkeypatch, name):
+    here = frameworks.current()
+    seen = []
+
+    def recomputed(activation, x):
+        seen.append(activation)
+        return activation(x)
+
+    monkeypatch.setattr(here, "recomputed", recomputed)
+    x = ops.ones((2, 4, 8))
+    for layer in (
+        kpe.layers.Dense(8, name, dtype="mixed_float8"),
+        kpe.layers.Conv1D(8, 2, activation=name, dtype="mixed_float8"),
+        kpe.layers.EinsumDense(
+            "abc,cd->abd", (4, 8), name, dtype="mixed_float8"
+        ),
+    ):
+        layer(x)
+    assert seen == [keras.activations.get(name)] * 3
 
 
 def test_a_tensor_that_is_transposed():

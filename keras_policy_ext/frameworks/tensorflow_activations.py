@@ -1,13 +1,14 @@
-"""TensorFlow: a rectifier that keeps a bit a number for its gradient."""
+"""TensorFlow: activations that keep little for their gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-# Not public; where it is gone, XLA may keep the outputs instead of the bits.
+# Not public; where it is gone, XLA may keep what it could make again.
 try:
     from tensorflow.compiler.tf2xla.python.xla import optimization_barrier
 except ImportError:
@@ -41,6 +42,28 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
     return differentiable(tf.identity(x))
 
 
+def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`activation(x)`, which XLA computes again for its gradient.
+
+    Args:
+        activation: An elementwise function.
+        x: Of any shape and floating dtype.
+    """
+
+    @tf.custom_gradient
+    def differentiable(x: Tensor) -> Any:
+        def gradient(outputs_grad: Tensor) -> Tensor:
+            again, then = _behind_barrier(x, outputs_grad)
+            with tf.GradientTape() as tape:
+                tape.watch(again)
+                outputs = activation(again)
+            return tape.gradient(outputs, again, then)
+
+        return activation(x), gradient
+
+    return differentiable(tf.identity(x))
+
+
 def _packed(mask: Tensor, for_xla: bool) -> Tensor:
     """Eight numbers in a byte under XLA, where that is one pass over them.
 
@@ -52,12 +75,15 @@ def _packed(mask: Tensor, for_xla: bool) -> Tensor:
     shape = tf.concat([tf.shape(mask)[:-1], [last // 8, 8]], 0)
     bytes_of_bits = tf.cast(tf.reshape(mask, shape), tf.uint8) * _BITS
     packed = tf.reduce_sum(bytes_of_bits, -1)
-    return packed if optimization_barrier is None else _behind_barrier(packed)
-
-
-def _behind_barrier(packed: Tensor) -> Tensor:
-    (behind,) = optimization_barrier([packed])
+    (behind,) = _behind_barrier(packed)
     return behind
+
+
+def _behind_barrier(*tensors: Tensor) -> list[Tensor]:
+    """The same tensors: XLA knows of none before it has them all."""
+    if optimization_barrier is None:
+        return list(tensors)
+    return list(optimization_barrier(*tensors))
 
 
 def _unpacked(kept: Tensor) -> Tensor:
