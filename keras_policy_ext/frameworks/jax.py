@@ -221,7 +221,8 @@ def _relu(x: Tensor) -> Tensor:
 def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
     """Behind a barrier, or XLA would keep the outputs and not the bits."""
     mask = x > 0
-    kept = jnp.packbits(mask, axis=-1) if x.size and x.ndim else mask
+    has_bits = x.ndim and 0 not in x.shape
+    kept = jnp.packbits(mask, axis=-1) if has_bits else mask
     return jax.nn.relu(x), lax.optimization_barrier(kept)
 
 
@@ -300,6 +301,11 @@ _LARGE = 1 << 16
 """Smaller tensors may be kept in any dtype."""
 
 
+def _is_large(x: Tensor) -> bool:
+    """Not where an export leaves the size open: then it is a formula."""
+    return isinstance(x.size, int) and x.size >= _LARGE
+
+
 def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors, not to be widened before a gradient is there.
 
@@ -308,9 +314,9 @@ def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     loop that it cannot see through, and that changes nothing: it runs not at
     all or, where the gradient starts with NaN, twice.
     """
-    large = [leaf.dtype == jnp.uint8 and leaf.size >= _LARGE for leaf in leaves]
+    large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
     off_cpu = jax.default_backend() != "cpu"
-    if off_cpu or not any(large) or not outputs_grad.size:
+    if off_cpu or not any(large) or 0 in outputs_grad.shape:
         return list(leaves)
     times = 2 * jnp.isnan(outputs_grad.ravel()[0]).astype(jnp.int32)
     codes = [

@@ -1,5 +1,7 @@
 """What one program of XLA for a CPU keeps for the backward pass."""
 
+import functools
+
 import keras
 import pytest
 
@@ -76,3 +78,26 @@ def test_what_is_kept_is_the_same_after_the_loop(first, size):
         for one, other in zip(found, [codes, scale, codes.T], strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_the_size_of_a_batch_may_be_open(activation):
+    """What is exported with its gradient, as `model.export` does."""
+    policy = "float8/current_from_float32"
+    layer = kpe.layers.Dense(WIDE, activation, dtype=policy)
+    layer.build((None, WIDTH))
+    weights = [v.value for v in layer.trainable_variables]
+    others = [v.value for v in layer.non_trainable_variables]
+
+    def outputs(x):
+        return layer.stateless_call(weights, others, x, training=True)[0]
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    open_inputs = jax.ShapeDtypeStruct((batch, WIDTH), "float32")
+    exported = jax.export.export(jax.jit(outputs))(open_inputs)
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    found, backward = jax.vjp(jax.jit(outputs), x)
+    gradient = exported.vjp().call(x, found)[0]
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    near(exported.call(x), found)
+    near(gradient, backward(found)[0])
