@@ -32,7 +32,9 @@ def exported(name, shape, *layers):
     model.export(folder, format="tf_saved_model", verbose=False)
     loaded = tf.saved_model.load(folder)
     differences = [
-        np.abs(loaded.serve(x[:n]).numpy() - model.predict(x[:n], verbose=0)).max()
+        np.abs(
+            loaded.serve(x[:n]).numpy() - model.predict(x[:n], verbose=0)
+        ).max()
         for n in (1, 5)
     ]
     found[name] = float(max(differences))

@@ -24,10 +24,6 @@ _NO_KERNEL = "it has no kernel to multiply with"
 _WITHOUT_FORM = {
     "DepthwiseConv{0}": "a depthwise convolution sums over the few taps of "
     "its window only, which is no matrix product for float8 hardware",
-    "SeparableConv{0}": "one fused operation of a depthwise convolution, "
-    "which float8 does not help, and a pointwise one; write it as "
-    "DepthwiseConv{0} and Conv{0} to have the second in float8",
-    "Conv{0}Transpose": "transposed convolutions have no float8 form",
     "ConvLSTM{0}": "convolutional recurrent cells have no float8 form",
     "Embedding": "it looks up rows and multiplies nothing",
     "TorchModuleWrapper": "it holds a torch.nn.Module, whose arithmetic Keras "

@@ -81,6 +81,9 @@ _BASES = frozenset(
     ("Layer", "Model", "Functional", "Sequential", "RNN", "Wrapper")
 )
 
+_BESIDE = "depthwise_kernel"
+"""The kernel of a layer that is multiplied in its source policy."""
+
 # In names of weights that are looked up or added, and not multiplied with.
 _NO_KERNEL = ("bias", "embedding", "position", "table", "token")
 
@@ -164,12 +167,14 @@ def _kernels(
     layer: keras.Layer, own: list[keras.Variable]
 ) -> list[keras.Variable]:
     """The weights that a layer multiplies with, in float8 or not."""
+    beside = [v for v in own if v.name == _BESIDE]
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
-        return [v for v in layer.float8_contracted if not _looks_up(layer, v)]
+        contracted = layer.float8_contracted
+        return [v for v in contracted if not _looks_up(layer, v)] + beside
     # Of the stock class, whatever a subclass makes of it.
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
-        return [v for v in own if form.is_float8_kernel(layer, v)]
+        return [v for v in own if form.is_float8_kernel(layer, v)] + beside
     if _keras_class(layer).__name__ in _BASES | _FOREIGN:
         return [v for v in own if _looks_like_kernel(v)]
     return [v for v in own if v.name.endswith("kernel")]

@@ -22,7 +22,7 @@ from keras_policy_ext.kernels.contract import (
     MatmulKernel,
     Request,
 )
-from keras_policy_ext.kernels.contractions import Conv, Einsum
+from keras_policy_ext.kernels.contractions import Conv, ConvTranspose, Einsum
 from keras_policy_ext.kernels.engines import engine
 from keras_policy_ext.kernels.frozen import (
     FrozenPlan,
@@ -41,6 +41,7 @@ __all__ = [
     "Choice",
     "Contraction",
     "Conv",
+    "ConvTranspose",
     "Einsum",
     "Engine",
     "FrozenPlan",

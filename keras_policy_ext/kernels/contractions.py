@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import keras
+from keras import ops
 
 from keras_policy_ext.kernels import einsum, scaled_products
 from keras_policy_ext.kernels.contract import (
@@ -134,6 +135,7 @@ class Conv:
     data_format: str
 
     reads_what_is_quantized: ClassVar[bool] = False
+    is_transposed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, allowed in _WORDS.items():
@@ -160,6 +162,10 @@ class Conv:
             "dilation_rate": self.dilation_rate,
             "data_format": self.data_format,
         }
+
+    def of(self, x: Tensor, w: Tensor) -> Tensor:
+        """What Keras computes of inputs and a kernel."""
+        return ops.conv(x, w, **self.arguments)
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
@@ -215,6 +221,29 @@ class Conv:
         else:
             result = kernel.kernel_grad(self, first, second, shapes[1])
         return scaled_products.scaled(result, a, b, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvTranspose(Conv):
+    """A transposed one, with the arguments of `ops.conv_transpose`.
+
+    Attributes:
+        output_padding: Per spatial axis; None for the size that Keras
+            chooses.
+    """
+
+    output_padding: tuple[int, ...] | None = None
+
+    is_transposed: ClassVar[bool] = True
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `ops.conv_transpose`."""
+        return {**super().arguments, "output_padding": self.output_padding}
+
+    def of(self, x: Tensor, w: Tensor) -> Tensor:
+        """What Keras computes of inputs and a kernel."""
+        return ops.conv_transpose(x, w, **self.arguments)
 
 
 def in_one_scale(asked: Quantization | None) -> bool:

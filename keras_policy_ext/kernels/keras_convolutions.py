@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras import ops
-
 from keras_policy_ext import frameworks
 
 Tensor = Any
 
 
 class KerasConvolutions:
-    """`ops.conv`, and the transposes of it that a framework makes.
+    """What Keras has, and the transposes of it that a framework makes.
 
     Args:
         reason: Why they are not of float8 tensors.
@@ -23,7 +21,7 @@ class KerasConvolutions:
 
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
         """See `Convolutions.outputs`."""
-        return ops.conv(x, w, **conv.arguments)
+        return conv.of(x, w)
 
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Any

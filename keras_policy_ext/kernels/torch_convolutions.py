@@ -10,10 +10,25 @@ import torch.nn.functional as F
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
 
 Tensor = Any
+Pads = list[tuple[int, int]]
 
 
 class TorchConvolutions(KerasConvolutions):
-    """Keras's convolution, and PyTorch's own backward pass of it."""
+    """Keras's convolution, and PyTorch's own backward pass of it.
+
+    A transposed one is PyTorch's, cut to the window that Keras has on JAX and
+    TensorFlow: before Keras 3.15 it had another one on PyTorch.
+    """
+
+    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+        """See `Convolutions.outputs`."""
+        if not conv.is_transposed:
+            return super().outputs(conv, x, w)
+        pads = _window(conv, w.shape)
+        whole = torch.convolution(
+            _channels_first(conv, x), _outputs_first(w), None, *_how(conv), 1
+        )
+        return _as_lying(conv, F.pad(whole, _flat(pads)))
 
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Any
@@ -34,41 +49,89 @@ def _conv_backward(
     """The gradient of a convolution for inputs (0) or kernel (1).
 
     All tensors are in Keras's layouts: `(batch, *spatial, channels)` or
-    channels first, kernel `(*spatial, channels / groups, filters)`.
+    channels first, kernel `(*spatial, channels / groups, filters)`, or
+    `(*spatial, filters, channels)` of a transposed one.
     """
-    last = conv.data_format == "channels_last"
-    if last:
-        x, g = x.movedim(-1, 1), g.movedim(-1, 1)
+    x, g = _channels_first(conv, x), _channels_first(conv, g)
     rank = len(conv.strides)
-    w = w.permute(rank + 1, rank, *range(rank))
-    pads = _same_padding(conv, x.shape[2:], w.shape[2:])
-    flat = [p for pair in reversed(pads) for p in pair]
-    padded = F.pad(x, flat)
-    mask = [operand == 0, operand == 1, False]
+    pads = [(0, 0)] * rank
+    if conv.is_transposed:
+        cut = [(-before, -after) for before, after in _window(conv, w.shape)]
+        g = F.pad(g, _flat(cut))
+    else:
+        pads = _same_padding(conv, x.shape[2:], w.shape[:rank])
+    w = _outputs_first(w)
     gradients = torch.ops.aten.convolution_backward(
         g.contiguous(),
-        padded,
+        F.pad(x, _flat(pads)),
         w,
         None,
-        list(conv.strides),
-        [0] * rank,
-        list(conv.dilation_rate),
-        False,
-        [0] * rank,
-        x.shape[1] // w.shape[1],
-        mask,
+        *_how(conv),
+        1 if conv.is_transposed else x.shape[1] // w.shape[1],
+        [operand == 0, operand == 1, False],
     )
     if operand == 1:
         return gradients[1].permute(*range(2, rank + 2), 1, 0)
     gradient = gradients[0]
     for axis, (before, _) in enumerate(pads):
         gradient = gradient.narrow(axis + 2, before, x.shape[axis + 2])
-    return gradient.movedim(1, -1) if last else gradient
+    return _as_lying(conv, gradient)
+
+
+def _how(conv: Any) -> tuple[Any, ...]:
+    """Strides, padding, dilation, whether transposed, padding of outputs."""
+    none = [0] * len(conv.strides)
+    rates = list(conv.dilation_rate)
+    return list(conv.strides), none, rates, conv.is_transposed, none
+
+
+def _channels_first(conv: Any, x: Tensor) -> Tensor:
+    return x.movedim(-1, 1) if conv.data_format == "channels_last" else x
+
+
+def _as_lying(conv: Any, x: Tensor) -> Tensor:
+    """The reverse of `_channels_first`."""
+    return x.movedim(1, -1) if conv.data_format == "channels_last" else x
+
+
+def _outputs_first(w: Tensor) -> Tensor:
+    """A kernel of Keras as PyTorch has it."""
+    rank = w.dim() - 2
+    return w.permute(rank + 1, rank, *range(rank))
+
+
+def _flat(pads: Pads) -> list[int]:
+    """Pads of each axis as `F.pad` wants them: the last axis first."""
+    return [pad for pair in reversed(pads) for pad in pair]
+
+
+def _window(conv: Any, kernel_shape: torch.Size) -> Pads:
+    """Zeros to add around the outputs, along each axis; fewer than 0: to cut.
+
+    PyTorch without padding has an output wherever the kernel meets an input.
+    Where "same" pads an odd number of zeros, one more is before, as in
+    `jax.lax.conv_transpose`, up to the reach of the kernel.
+    """
+    padding = conv.output_padding or (None,) * len(conv.strides)
+    pads = []
+    for kernel, stride, dilation, more in zip(
+        kernel_shape, conv.strides, conv.dilation_rate, padding, strict=False
+    ):
+        reach = (kernel - 1) * dilation
+        if conv.padding == "valid":
+            more = max(stride - reach - 1, 0) if more is None else more
+            pads.append((0, more))
+            continue
+        odd = (reach + 1) % 2
+        zeros = reach + (stride - 1 if more is None else odd - 1 + more)
+        before = min((zeros + 1) // 2, reach)
+        pads.append((before - reach, zeros - before - reach))
+    return pads
 
 
 def _same_padding(
     conv: Any, sizes: torch.Size, kernel_sizes: torch.Size
-) -> list[tuple[int, int]]:
+) -> Pads:
     """Zeros before and after each spatial axis, as TensorFlow pads."""
     pads = []
     for size, kernel, stride, dilation in zip(

@@ -17,7 +17,16 @@ from keras_policy_ext.layers.autocast_variables import (
     autocast_scope,
     is_autocast_variable,
 )
-from keras_policy_ext.layers.conv import Conv1D, Conv2D, Conv3D
+from keras_policy_ext.layers.conv import (
+    Conv1D,
+    Conv1DTranspose,
+    Conv2D,
+    Conv2DTranspose,
+    Conv3D,
+    Conv3DTranspose,
+    SeparableConv1D,
+    SeparableConv2D,
+)
 from keras_policy_ext.layers.dense import Dense, EinsumDense
 from keras_policy_ext.layers.embedding import ReversibleEmbedding
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -28,6 +37,11 @@ from keras_policy_ext.layers.stored_embedding import Embedding
 Convolution1D = Conv1D
 Convolution2D = Conv2D
 Convolution3D = Conv3D
+Convolution1DTranspose = Conv1DTranspose
+Convolution2DTranspose = Conv2DTranspose
+Convolution3DTranspose = Conv3DTranspose
+SeparableConvolution1D = SeparableConv1D
+SeparableConvolution2D = SeparableConv2D
 GroupQueryAttention = GroupedQueryAttention
 
 __all__ = [
@@ -35,11 +49,17 @@ __all__ = [
     "LSTM",
     "AutocastMixin",
     "Conv1D",
+    "Conv1DTranspose",
     "Conv2D",
+    "Conv2DTranspose",
     "Conv3D",
+    "Conv3DTranspose",
     "Convolution1D",
+    "Convolution1DTranspose",
     "Convolution2D",
+    "Convolution2DTranspose",
     "Convolution3D",
+    "Convolution3DTranspose",
     "Dense",
     "EinsumDense",
     "Embedding",
@@ -50,6 +70,10 @@ __all__ = [
     "LSTMCell",
     "MultiHeadAttention",
     "ReversibleEmbedding",
+    "SeparableConv1D",
+    "SeparableConv2D",
+    "SeparableConvolution1D",
+    "SeparableConvolution2D",
     "SimpleRNN",
     "SimpleRNNCell",
     "autocast_scope",

@@ -14,11 +14,28 @@ from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.public_weights import KernelInFloats
+from keras_policy_ext.stored_kernels import Axes
 
 Tensor = Any
 
 
-class _Float8Conv(KernelInFloats, Float8Mixin):
+class _Convolves(Float8Mixin):
+    """What all convolutions share."""
+
+    def _finished(self, x: Tensor) -> Tensor:
+        """The outputs of a product: with the bias, and activated."""
+        if self.use_bias:
+            x = ops.add(x, self._aligned_bias())
+        return activated(self.activation, x)
+
+    def _aligned_bias(self) -> Tensor:
+        bias = self.convert_input(ops.convert_to_tensor(self.bias))
+        if self.data_format == "channels_last":
+            return bias
+        return ops.reshape(bias, (1, self.filters) + (1,) * self.rank)
+
+
+class _Float8Conv(KernelInFloats, _Convolves):
     """What the convolutions of every rank share."""
 
     float8_kernels = ("kernel",)
@@ -53,15 +70,81 @@ class _Float8Conv(KernelInFloats, Float8Mixin):
         if self.lora_enabled:
             arguments = contraction.arguments
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
-        if self.use_bias:
-            x = ops.add(x, self._aligned_bias())
-        return activated(self.activation, x)
+        return self._finished(x)
 
-    def _aligned_bias(self) -> Tensor:
-        bias = self.convert_input(ops.convert_to_tensor(self.bias))
-        if self.data_format == "channels_last":
-            return bias
-        return ops.reshape(bias, (1, self.filters) + (1,) * self.rank)
+
+class _Float8ConvTranspose(_Convolves):
+    """What the transposed convolutions of every rank share."""
+
+    float8_kernels = ("kernel",)
+
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
+        """`activation(conv_transpose(inputs, kernel) + bias)`.
+
+        Args:
+            inputs: (batch, *spatial, channels), or channels first; floating.
+            training: Whether amaxes are observed.
+
+        Returns:
+            (batch, *spatial, filters), or channels first, in the compute
+            dtype.
+        """
+        if self.float8_policy is None:
+            return super().call(inputs)
+        contraction = kernels.ConvTranspose(
+            self.strides,
+            self.padding,
+            self.dilation_rate,
+            self.data_format,
+            self.output_padding,
+        )
+        x = self._contract(
+            contraction, self.convert_input(inputs), self.kernel, training
+        )
+        return self._finished(x)
+
+    @classmethod
+    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+        """See `Float8Mixin.float8_axes`; filters are before the channels."""
+        *window, filters, channels = range(len(kernel.shape))
+        return Axes((*window, channels), (filters,))
+
+
+class _Float8SeparableConv(_Convolves):
+    """What the separable convolutions share.
+
+    The second of the two is in float8: a product over all channels. The first
+    sums over the few numbers of a window.
+    """
+
+    float8_kernels = ("pointwise_kernel",)
+
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
+        """`activation(pointwise(depthwise(inputs)) + bias)`.
+
+        Args:
+            inputs: (batch, *spatial, channels), or channels first; floating.
+            training: Whether amaxes are observed.
+
+        Returns:
+            (batch, *spatial, filters), or channels first, in the compute
+            dtype.
+        """
+        if self.float8_policy is None:
+            return super().call(inputs)
+        x = ops.depthwise_conv(
+            self.convert_input(inputs),
+            self.convert_input(ops.convert_to_tensor(self.depthwise_kernel)),
+            strides=self.strides,
+            padding=self.padding,
+            data_format=self.data_format,
+            dilation_rate=self.dilation_rate,
+        )
+        ones = (1,) * self.rank
+        contraction = kernels.Conv(ones, "valid", ones, self.data_format)
+        return self._finished(
+            self._contract(contraction, x, self.pointwise_kernel, training)
+        )
 
 
 @drop_in
@@ -77,3 +160,28 @@ class Conv2D(_Float8Conv, keras.layers.Conv2D):
 @drop_in
 class Conv3D(_Float8Conv, keras.layers.Conv3D):
     """`keras.layers.Conv3D` that can follow a float8 policy."""
+
+
+@drop_in
+class Conv1DTranspose(_Float8ConvTranspose, keras.layers.Conv1DTranspose):
+    """`keras.layers.Conv1DTranspose` that can follow a float8 policy."""
+
+
+@drop_in
+class Conv2DTranspose(_Float8ConvTranspose, keras.layers.Conv2DTranspose):
+    """`keras.layers.Conv2DTranspose` that can follow a float8 policy."""
+
+
+@drop_in
+class Conv3DTranspose(_Float8ConvTranspose, keras.layers.Conv3DTranspose):
+    """`keras.layers.Conv3DTranspose` that can follow a float8 policy."""
+
+
+@drop_in
+class SeparableConv1D(_Float8SeparableConv, keras.layers.SeparableConv1D):
+    """`keras.layers.SeparableConv1D` that can follow a float8 policy."""
+
+
+@drop_in
+class SeparableConv2D(_Float8SeparableConv, keras.layers.SeparableConv2D):
+    """`keras.layers.SeparableConv2D` that can follow a float8 policy."""

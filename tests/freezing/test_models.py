@@ -117,6 +117,8 @@ def test_layers_without_a_form_are_named_with_the_reason():
         LAYERS.DepthwiseConv1D(2),
         LAYERS.LayerNormalization(),
         LAYERS.Conv1D(3, 2),
+        LAYERS.Conv1DTranspose(4, 2),
+        LAYERS.SeparableConv1D(4, 2),
     )
     report = kpe.freeze(model)
     skipped = {x.class_name: x.reason for x in report.skipped}

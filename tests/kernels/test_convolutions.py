@@ -6,6 +6,7 @@ The loop runs in float64 on operands that the reference has quantized.
 import functools
 import itertools
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -246,6 +247,109 @@ def test_a_convolution_and_its_gradients_take_quantized_operands(
     assert relative_rms(dx, expected) < FLOAT32_TOLERANCE
     expected = taps.kernel_grad(qx, qg, w.shape)
     assert relative_rms(dw, expected) < FLOAT32_TOLERANCE
+
+
+TRANSPOSED = {
+    "1d valid": (1, (5,), {}),
+    "1d same, stride 2, odd": (1, (5,), {"padding": "same", "strides": 2}),
+    "1d same, dilation": (1, (6,), {"padding": "same", "dilation_rate": 2}),
+    "1d stride beyond kernel": (1, (4,), {"kernel_size": 2, "strides": 4}),
+    "1d padding of outputs": (1, (4,), {"strides": 3, "output_padding": 0}),
+    "2d same, even kernel": (
+        2,
+        (3, 4),
+        {"kernel_size": (2, 4), "padding": "same", "strides": 2},
+    ),
+    "2d strides of two sizes": (
+        2,
+        (3, 2),
+        {"padding": "same", "strides": (2, 3)},
+    ),
+    "2d channels first": (
+        2,
+        (3, 4),
+        {"padding": "same", "strides": 2, "data_format": "channels_first"},
+    ),
+    "3d valid": (3, (2, 3, 2), {"kernel_size": 2, "strides": (1, 2, 1)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("rank", "spatial", "kwargs"), TRANSPOSED.values(), ids=TRANSPOSED
+)
+def test_a_transposed_convolution_is_the_gradient_of_one(rank, spatial, kwargs):
+    """Its gradients are the convolution, then, and the same product."""
+    kwargs = {"filters": 4, "kernel_size": 3, **kwargs}
+    policy = kpe.Float8DTypePolicy("float32", recipe=RECIPE)
+    cls = getattr(kpe.layers, f"Conv{rank}DTranspose")
+    layer = cls(use_bias=False, dtype=policy, **kwargs)
+    shape = (2, *spatial, 3)
+    layer.build(moved(np.empty(shape), layer.data_format, False).shape)
+    x, w = normal(*shape, seed=0), normal(*layer.kernel.shape, seed=1)
+    with no_grad():
+        layer.kernel.assign(w)
+    outputs = moved(
+        np.empty(layer.compute_output_shape(layer_shape(layer, shape))),
+        layer.data_format,
+        True,
+    ).shape
+    taps = Taps(
+        outputs[1:-1],
+        layer.kernel_size,
+        layer.strides,
+        layer.padding,
+        layer.dilation_rate,
+    )
+    assert taps.outputs == spatial
+    qx, qw = quantized(x, "inputs"), quantized(w, "kernel")
+    g = normal(*outputs, seed=2)
+    qg = quantized(g, "outputs_grad")
+    y, dx, dw = run_layer(
+        layer, *(moved(t, layer.data_format, False) for t in (x, g))
+    )
+    y, dx = (moved(t, layer.data_format, True) for t in (y, dx))
+    for found, expected in (
+        (y, taps.inputs_grad(qx, qw, outputs)),
+        (dx, taps.forward(qg, qw)),
+        (dw, taps.kernel_grad(qg, qx, w.shape)),
+    ):
+        assert found.shape == expected.shape
+        assert relative_rms(found, expected) < FLOAT32_TOLERANCE
+
+
+def layer_shape(layer, shape):
+    """A shape with channels last as the layer has it."""
+    if layer.data_format == "channels_last":
+        return shape
+    return (shape[0], shape[-1], *shape[1:-1])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_of_a_separable_convolution_the_second_is_in_float8(rank):
+    policy = kpe.Float8DTypePolicy("float32", recipe=RECIPE)
+    how = {"strides": 2, "padding": "same", "depth_multiplier": 2}
+    cls = getattr(kpe.layers, f"SeparableConv{rank}D")
+    layer = cls(4, 3, dtype=policy, bias_initializer="ones", **how)
+    shape = (2, *(6, 5)[:rank], 3)
+    layer.build(shape)
+    x = normal(*shape, seed=0)
+    depthwise = getattr(keras.layers, f"DepthwiseConv{rank}D")
+    first = depthwise(3, use_bias=False, **how)
+    first.build(shape)
+    with no_grad():
+        first.kernel.assign(layer.depthwise_kernel)
+        between = numpy(first(x))
+    w = numpy(layer.pointwise_kernel).reshape(6, 4)
+    expected = quantized(between, "inputs") @ quantized(w, "kernel")
+    g = normal(*expected.shape, seed=2)
+    y, _, grads = gradients(
+        layer, x, lambda y: ops.sum(ops.multiply(y, g)), compiled=True
+    )
+    assert relative_rms(numpy(y), expected + 1) < FLOAT32_TOLERANCE
+    qx, qg = quantized(between, "inputs"), quantized(g, "outputs_grad")
+    dw = qx.reshape(-1, 6).T @ qg.reshape(-1, 4)
+    found = numpy(grads[1]).reshape(6, 4)
+    assert relative_rms(found, dw) < FLOAT32_TOLERANCE
 
 
 def test_sixteen_bit_outputs_are_rounded_once():
