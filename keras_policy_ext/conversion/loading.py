@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -112,7 +113,9 @@ def load_frozen(
     Returns:
         The model; None if no layer in it is frozen.
     """
-    if not frozen_files.has_frozen_layers(getattr(source, "name", source)):
+    in_memory = isinstance(source, io.BytesIO)
+    found = source if in_memory else getattr(source, "name", source)
+    if not frozen_files.has_frozen_layers(found):
         return None
     with files.on_disk(source) as path:
         return load_model(path, custom_objects, compile, safe_mode)
