@@ -34,6 +34,28 @@ INPUTS_SCALE = "_inputs_scale"
 class ScaleVariable(keras.Variable):
     """A scale of a stored kernel, or of its inputs: no parameter."""
 
+    @property
+    def as_stored(self) -> Any:
+        """The tensor, which has no gradient.
+
+        Raises:
+            ValueError: If it was cast, and so is not what was stored.
+        """
+        value = variable_values.value_without_autocast(self)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if dtype == "float32":
+            # PyTorch lets anyone ask for gradients of a parameter.
+            asks = getattr(value, "requires_grad", False)
+            return value.detach() if asks else value
+        raise ValueError(
+            f"The scales {self.path!r} of a frozen layer were cast, which "
+            f"rounds them. Received: {dtype}. Allowed: float32. On PyTorch "
+            "`half()`, `bfloat16()`, `double()` and `to(dtype)` of a module "
+            "cast them: load or freeze the model anew and leave them out. "
+            "What products compute in is said by a policy before `freeze`, "
+            "such as 'mixed_bfloat16'."
+        )
+
 
 class StoredVariable(keras.Variable):
     """The codes of a kernel, uint8, in the shape of the kernel.
@@ -92,7 +114,7 @@ class StoredVariable(keras.Variable):
         """A copy on the host."""
         return StoredKernel(
             codes=np.array(ops.convert_to_numpy(self.value)),
-            scale=np.array(ops.convert_to_numpy(self.scale.value)),
+            scale=np.array(ops.convert_to_numpy(self.scale.as_stored)),
             weights=self.weights,
             granularity=self.granularity,
             axes=self.axes,
@@ -101,12 +123,9 @@ class StoredVariable(keras.Variable):
     @property
     def constants(self) -> tuple[Any, ...]:
         """The tensors that a product reads."""
-        held = (self, self.scale, self.inputs_scale)
-        return tuple(
-            variable_values.value_without_autocast(each)
-            for each in held
-            if each is not None
-        )
+        codes = variable_values.value_without_autocast(self)
+        scales = (self.scale, self.inputs_scale)
+        return codes, *(each.as_stored for each in scales if each is not None)
 
     @property
     def gathered(self) -> tuple[Any, ...]:
