@@ -315,8 +315,32 @@ def test_codes_that_mean_nothing_are_not_set():
 
 def test_calibrate_says_that_frozen_layers_see_no_amaxes():
     model = frozen(activations="dynamic")
-    with unchanged(model, "frozen", "activations='static'"):
+    way = "kpe.thaw(model)", "kpe.convert(model)", "activations='static'"
+    with unchanged(model, "frozen", *way):
         kpe.calibrate(model, normal(8, 6))
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+def test_the_way_to_input_scales_of_other_data_keeps_the_codes(granularity):
+    model, options = two_layers(), dict(granularity=granularity)
+    kpe.convert(model)
+    kpe.calibrate(model, normal(8, 6))
+    kpe.freeze(model, activations="static", **options)
+    kernels = [layer._kernel for layer in model.layers]
+    before = [each.stored for each in kernels]
+    other = 7 * normal(8, 6, seed=1)
+    with pytest.raises(ValueError, match="thaw"):
+        kpe.calibrate(model, other)
+    kpe.thaw(model)
+    kpe.convert(model)
+    kpe.calibrate(model, other)
+    kpe.freeze(model, activations="static", **options)
+    first = numpy(model.layers[0]._kernel.inputs_scale)
+    assert first == np.float32(abs(other).max() / 448)
+    for layer, old in zip(model.layers, before, strict=True):
+        new = layer._kernel.stored
+        np.testing.assert_array_equal(new.codes, old.codes)
+        np.testing.assert_allclose(new.scale, old.scale, rtol=2**-22)
 
 
 def test_freezing_with_nothing_to_freeze_stores_nothing():
