@@ -89,6 +89,7 @@ _LAZY_NAMES = {
     "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
+    "widen": "conversion",
 }
 
 __all__ = [
@@ -129,6 +130,7 @@ __all__ = [
     "serialize",
     "set_dtype_policy",
     "thaw",
+    "widen",
 ]
 
 

@@ -23,7 +23,8 @@ def functions():
     twin = keras.models.clone_model(model)
     twin.set_weights(model.get_weights())
     kpe.thaw(twin)
-    return tuple(lambda x, each=each: each(x[None])[0] for each in (model, twin))
+    models = (model, twin)
+    return [lambda x, each=each: each(x[None])[0] for each in models]
 
 
 @pytest.mark.parametrize("derivative", ["jacrev", "hessian"])

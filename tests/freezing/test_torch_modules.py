@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from frozen_models import normal, outputs_of
-from keras_policy_ext.layers.stored_variable import ScaleVariable
+from keras_policy_ext.layers.stored_variable import StoredConstant
 
 torch = pytest.importorskip("torch", reason="modules are of torch")
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def test_parameters_of_numbers_may_have_gradients():
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     model(X).sum().backward()
-    scales = [v for v in model.variables if isinstance(v, ScaleVariable)]
+    scales = [v for v in model.variables if isinstance(v, StoredConstant)]
     assert len(scales) == 2
     assert all(scale.value.grad is None for scale in scales)
     biases = [layer.bias.value.grad for layer in model.layers[::2]]
