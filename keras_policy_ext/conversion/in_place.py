@@ -219,12 +219,21 @@ def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
     if policy is not None:
         return _float8(_policy(policy))
     layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
-    if any(isinstance(held_policy(x), Float8DTypePolicy) for x in layers):
+    if any(map(_holds_what_trains, layers)):
         return None
     current = policies.dtype_policy()
     if isinstance(policies.as_float8(current), Float8DTypePolicy):
         return _float8(policies.as_float8(current))
     return Float8DTypePolicy("float32")
+
+
+def _holds_what_trains(layer: keras.Layer) -> bool:
+    """Whether a layer has a float8 policy; that of a frozen backbone is none.
+
+    Such a backbone has one for the layers in it that are frozen.
+    """
+    held = held_policy(layer)
+    return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
 def _policy(policy: object) -> keras.DTypePolicy:
