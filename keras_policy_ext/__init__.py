@@ -57,6 +57,12 @@ def _warn_of_lost_float8(model: Any, path: Any) -> None:
     importlib.import_module(name).warn(model, path, stacklevel=4)
 
 
+def _load_frozen(*args: Any, **kwargs: Any) -> Any:
+    """Load a model with frozen layers, of which Keras makes stock ones."""
+    name = f"{__name__}.conversion.loading"
+    return importlib.import_module(name).load_frozen(*args, **kwargs)
+
+
 def _check_export(model: Any, format: str) -> None:
     """Raise where a file could not compute what float8 layers do."""
     name = f"{__name__}.conversion.exports"
@@ -65,6 +71,7 @@ def _check_export(model: Any, format: str) -> None:
 
 averages.leave_out_of_averages()
 saving_hooks.after_loading(_warn_of_lost_float8)
+saving_hooks.before_loading(_load_frozen)
 saving_hooks.before_export(_check_export)
 
 _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
@@ -82,6 +89,7 @@ _LAZY_NAMES = {
     "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
+    "widen": "conversion",
 }
 
 __all__ = [
@@ -122,6 +130,7 @@ __all__ = [
     "serialize",
     "set_dtype_policy",
     "thaw",
+    "widen",
 ]
 
 

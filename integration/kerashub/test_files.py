@@ -1,5 +1,7 @@
 """Files and presets of models in float8."""
 
+import copy
+
 import hub_models as hub
 import keras
 import keras_hub
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from keras_policy_ext.policies.of_layers import is_frozen
 
 POLICY = "float8/4_from_float32"
 
@@ -116,3 +119,24 @@ def assert_same(got, expected):
         [type(x).__name__ for x in hub.layers_of(m)] for m in (got, expected)
     ]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma"])
+def test_frozen_in_part_reverted_widened_copied_and_loaded(name, tmp_path):
+    model = hub.task(name)
+    inputs, _ = hub.data(name)
+    kpe.freeze(model, include="attention|embedding", activations="dynamic")
+    before, policy = hub.numpy(model(inputs)), model.backbone.dtype_policy
+    kpe.convert(model)
+    assert model.backbone.dtype_policy != policy
+    report = kpe.revert(model)
+    assert report.converted and report.skipped
+    assert model.backbone.dtype_policy == policy
+    np.testing.assert_array_equal(hub.numpy(model(inputs)), before)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert kpe.widen(model)
+    for each in (model, copy.deepcopy(model), loaded):
+        np.testing.assert_array_equal(hub.numpy(each(inputs)), before)
+        frozen = [x for x in hub.layers_of(each) if is_frozen(x)]
+        assert len(frozen) == len(report.skipped)

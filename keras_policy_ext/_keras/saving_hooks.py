@@ -42,6 +42,41 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     saving_lib.load_model = load_model
 
 
+def before_loading(load: Callable[..., keras.Model | None]) -> None:
+    """Have a function asked before Keras's loader makes a model.
+
+    Files, folders, and the bytes that `copy.deepcopy` and `pickle` make of a
+    model are read by two functions of `saving_lib` (keras 3.0 to 3.15), which
+    are put into others here. Where they are gone, it is not asked. Expires
+    with a public way to load a kind of file.
+
+    Args:
+        load: Of a folder, an open file or bytes, `custom_objects`, `compile`
+            and `safe_mode`. It returns the model, or None to leave it to
+            Keras.
+    """
+    try:
+        from keras.src.saving import saving_lib
+    except ImportError:
+        return
+    for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
+        stock = getattr(saving_lib, name, None)
+        if stock is not None and _PUT_AROUND not in vars(stock):
+            setattr(saving_lib, name, _asking(load, stock))
+
+
+def _asking(load: Any, stock: Any) -> Any:
+    """A loader that asks another one first."""
+
+    @functools.wraps(stock)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        return stock(*args, **kwargs) if model is None else model
+
+    vars(loaded)[_PUT_AROUND] = True
+    return loaded
+
+
 def model_of(
     config: dict[str, Any], custom_objects: Any, safe_mode: bool
 ) -> keras.Model:

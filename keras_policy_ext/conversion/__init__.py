@@ -15,6 +15,7 @@ from keras_policy_ext.conversion.in_place import convert, revert
 from keras_policy_ext.conversion.loading import load_model, load_weights
 from keras_policy_ext.conversion.presets import load_preset
 from keras_policy_ext.conversion.report import Converted, Report, Skipped
+from keras_policy_ext.conversion.widening import widen
 
 __all__ = [
     "Converted",
@@ -30,4 +31,5 @@ __all__ = [
     "load_weights",
     "revert",
     "thaw",
+    "widen",
 ]

@@ -163,10 +163,10 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
         raise ValueError(
             f"All float8 layers of {model.name!r} are frozen, and their "
             "scales stay. Received: a frozen model. Allowed: one whose layers "
-            "keep float weights. For scales from data call `kpe.convert"
-            "(model)`, `kpe.calibrate(model, data)` and "
-            "`kpe.freeze(model, activations='static')`, in this order; "
-            "`kpe.thaw(model)` gives a frozen model float weights."
+            "keep float weights. For scales of other data call, in this "
+            "order, `kpe.thaw(model)`, `kpe.convert(model)`, "
+            "`kpe.calibrate(model, data)` and "
+            "`kpe.freeze(model, activations='static')`."
         )
     if not layers:
         raise ValueError(

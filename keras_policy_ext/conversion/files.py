@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import pathlib
 import tempfile
 import threading
 import warnings
 import zipfile
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 
@@ -80,6 +83,22 @@ def weights_of(path: PathLike) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def on_disk(source: Any) -> Iterator[str]:
+    """The path of a folder, of an open `.keras` file, or of a copy of bytes.
+
+    Args:
+        source: One of them.
+    """
+    if not isinstance(source, io.BytesIO):
+        yield str(getattr(source, "name", source))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.keras"
+        path.write_bytes(source.getbuffer())
+        yield str(path)
+
+
+@contextlib.contextmanager
 def without_skip_warnings() -> Iterator[Warnings]:
     """Hold back warnings that the optimizer's variables were not loaded.
 
@@ -101,12 +120,15 @@ def without_skip_warnings() -> Iterator[Warnings]:
 def load(model: keras.Layer, weights: PathLike) -> None:
     """`model.load_weights`, whether the model says that it is built or not.
 
-    Keras refuses one that is not, though all its parts may be.
+    Keras refuses one that is not, though all its parts may be. A layer, which
+    has no such method, loads as a model does.
     """
+    own = getattr(model, "load_weights", None)
+    load = own or functools.partial(keras.Model.load_weights, model)
     built = model.built
     model.built = True
     try:
-        model.load_weights(weights)
+        load(weights)
     finally:
         model.built = built
 

@@ -28,15 +28,13 @@ from keras_policy_ext.conversion import (
     composites,
     files,
     freezing,
-    lost_float8,
     stock_files,
     training,
     weight_files,
 )
-from keras_policy_ext.conversion.weight_files import PathLike
+from keras_policy_ext.conversion.weight_files import PathLike, Source
 from keras_policy_ext.layers import stored_files, stored_weights
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
-from keras_policy_ext.mixed_precision import public_classes
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -48,7 +46,7 @@ from keras_policy_ext.stored_kernels import StoredKernel
 _ASSETS = "assets"
 
 
-def has_frozen_layers(path: PathLike) -> bool:
+def has_frozen_layers(path: Source) -> bool:
     """Whether layers of a file are frozen; False if it cannot be read."""
     return bool(weight_files.count(path, _is_frozen))
 
@@ -59,18 +57,17 @@ def load_model(
     compile: bool,
     safe_mode: bool,
 ) -> keras.Model:
-    """`conversion.load_model` of a file with frozen layers."""
+    """`keras.saving.load_model` of a file with frozen layers."""
     config = json.loads(stock_files.config_in(path))
     compiled = config.pop("compile_config", None)
-    with lost_float8.silent(), public_classes.for_private_names():
-        with files.weights_of(path) as weights:
-            with frozen_when_built(weights):
-                model = saving_hooks.model_of(config, custom_objects, safe_mode)
-            freeze_as_saved(model, weights)
-            if compile and compiled:
-                model.compile_from_config(compiled)
-            files.load(model, weights)
-        _load_assets(model, path)
+    with files.weights_of(path) as weights:
+        with frozen_when_built(weights):
+            model = saving_hooks.model_of(config, custom_objects, safe_mode)
+        freeze_as_saved(model, weights)
+        if compile and compiled:
+            model.compile_from_config(compiled)
+        files.load(model, weights)
+    _load_assets(model, path)
     return model
 
 

@@ -26,6 +26,8 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
 )
 
+_FROZEN = "it is frozen; `thaw` gives it float weights"
+
 Decision = tuple[Candidate, Float8DTypePolicy]
 
 
@@ -173,30 +175,38 @@ def revert(model: keras.Layer) -> Report:
 
     Every layer gets back the policy that float8 stood on, and those of the
     classes of this package become the stock layers of the same name. A layer
-    of your own keeps its class. The optimizer keeps its slots.
+    of your own keeps its class. The optimizer keeps its slots. Layers that are
+    frozen stay so: `thaw` gives them float weights.
 
     Args:
         model: As for `convert`.
 
     Returns:
-        The layers that were in float8, and nothing skipped.
+        The layers that were in float8, and, as skipped, those that are frozen.
 
     Raises:
-        ValueError: If the model or a part of it is not built, or a layer is
-            frozen. The model is then unchanged.
+        ValueError: If the model or a part of it is not built, or all its
+            float8 layers are frozen. The model is then unchanged.
     """
     models.check(model)
-    reverted = layers_in_float8(model)
-    _check_not_frozen(reverted)
+    layers = walking.layers_within(model)
+    stays = [each for layer in layers for each in _why_it_stays(layer)]
+    kept = {id(each.layer) for each in stays}
+    in_float8 = layers_in_float8(model)
+    reverted = [layer for layer in in_float8 if id(layer) not in kept]
+    if stays and not reverted:
+        raise ValueError(_all_frozen(model))
     with unchanged_on_error(training.parts(model)), training.continued(model):
-        for layer in walking.layers_within(model):
-            if (
+        for layer in layers:
+            if id(layer) not in kept and (
                 original_of(type(layer)) is not None
                 or isinstance(layer.dtype_policy, Float8DTypePolicy)
                 or float8_policy_of(layer) is not None
             ):
                 leave_float8(layer)
-        return report_of(model, reverted, [])
+        composites.declare_policies(model)
+        left = [each for each in stays if float8_policy_of(each.layer)]
+        return report_of(model, reverted, left)
 
 
 def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
@@ -209,12 +219,21 @@ def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
     if policy is not None:
         return _float8(_policy(policy))
     layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
-    if any(isinstance(held_policy(x), Float8DTypePolicy) for x in layers):
+    if any(map(_holds_what_trains, layers)):
         return None
     current = policies.dtype_policy()
     if isinstance(policies.as_float8(current), Float8DTypePolicy):
         return _float8(policies.as_float8(current))
     return Float8DTypePolicy("float32")
+
+
+def _holds_what_trains(layer: keras.Layer) -> bool:
+    """Whether a layer has a float8 policy; that of a frozen backbone is none.
+
+    Such a backbone has one for the layers in it that are frozen.
+    """
+    held = held_policy(layer)
+    return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
 def _policy(policy: object) -> keras.DTypePolicy:
@@ -268,17 +287,25 @@ def _decide(
     return decisions, left
 
 
-def _check_not_frozen(layers: list[keras.Layer]) -> None:
-    for layer in layers:
-        if is_frozen(layer):
-            raise ValueError(
-                f"Layer {candidates.path_of(layer)!r} is frozen, and its "
-                "float weights are gone. Received: a model with frozen "
-                "layers. Allowed: layers that compute in float8 and keep "
-                "float weights. `keras_policy_ext.thaw(model)` gives frozen "
-                "layers the weights that theirs were rounded to; call "
-                "`revert` then, if others are in float8 still."
-            )
+def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:
+    """Why `revert` leaves a layer in float8; nothing if it does not."""
+    if is_frozen(layer):
+        yield Unconverted(layer, _FROZEN)
+    elif original_of(type(layer)) is not None and any(
+        map(is_frozen, walking.layers_within(layer))
+    ):
+        # On a GPU the stock form has cuDNN read codes of a cell as numbers.
+        yield Unconverted(layer, "layers in it are frozen")
+
+
+def _all_frozen(model: keras.Layer) -> str:
+    return (
+        f"All float8 layers of {model.name!r} are frozen, and their float "
+        "weights are gone. Received: a frozen model. Allowed: one with layers "
+        "that compute in float8 and keep float weights. `keras_policy_ext."
+        "thaw(model)` makes stock layers of frozen ones, with the weights "
+        "that theirs were rounded to."
+    )
 
 
 def _target(
@@ -286,7 +313,7 @@ def _target(
 ) -> tuple[Float8DTypePolicy | None, str | None]:
     """The policy that a layer gets, or the reason why it gets none."""
     if is_frozen(layer):
-        return None, "it is frozen; `thaw` gives it float weights"
+        return None, _FROZEN
     own = held_policy(layer)
     given = own if requested is None else requested
     if not isinstance(given, Float8DTypePolicy):

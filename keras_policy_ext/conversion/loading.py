@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -86,27 +87,53 @@ def load_model(
             be read.
     """
     files.check_model(path)
+    options = {"compile": compile, "safe_mode": safe_mode}
     if frozen_files.has_frozen_layers(path):
-        return frozen_files.load_model(
-            path, custom_objects, compile=compile, safe_mode=safe_mode
-        )
+        load = frozen_files.load_model
+        return _load_model(load, path, custom_objects, **options)
     with stock_files.rewritten_model(path) as rewritten:
-        return _load_model(
-            rewritten,
-            custom_objects=custom_objects,
-            compile=compile,
-            safe_mode=safe_mode,
-        )
+        load = keras.saving.load_model
+        return _load_model(load, rewritten, custom_objects, **options)
 
 
-def _load_model(path: PathLike, **options: Any) -> keras.Model:
+def load_frozen(
+    source: Any,
+    custom_objects: dict[str, object] | None,
+    compile: bool,
+    safe_mode: bool,
+) -> keras.Model | None:
+    """`load_model` of a model with frozen layers, in place of Keras's loader.
+
+    Args:
+        source: A folder, an open `.keras` file, or the bytes of one.
+        custom_objects: As for `load_model`.
+        compile: Likewise.
+        safe_mode: Likewise.
+
+    Returns:
+        The model; None if no layer in it is frozen.
+    """
+    in_memory = isinstance(source, io.BytesIO)
+    found = source if in_memory else getattr(source, "name", source)
+    if not frozen_files.has_frozen_layers(found):
+        return None
+    with files.on_disk(source) as path:
+        return load_model(path, custom_objects, compile, safe_mode)
+
+
+def _load_model(
+    load: Callable[..., keras.Model],
+    path: PathLike,
+    custom_objects: dict[str, object] | None,
+    **options: Any,
+) -> keras.Model:
     """`load_model` of a file that is whole, and no stock float8."""
     with (
         lost_float8.silent(),
         public_classes.for_private_names(),
         files.without_skip_warnings() as skipped,
     ):
-        model = keras.saving.load_model(path, **options)
+        model = load(path, custom_objects, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
     if str(path).endswith((".h5", ".hdf5")):
         places = []  # No layer has a group of its own there.

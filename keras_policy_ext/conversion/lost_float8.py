@@ -42,7 +42,7 @@ def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
     """
     if _silent.get():
         return
-    saved = weight_files.count(path, _is_state)
+    saved = weight_files.count(str(path), _is_state)
     layers = layers_in_float8(model) if saved else []
     now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:

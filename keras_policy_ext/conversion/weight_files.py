@@ -14,6 +14,7 @@ from typing import IO, Any
 import h5py
 
 PathLike = str | os.PathLike[str]
+Source = PathLike | io.BytesIO
 WEIGHTS = "model.weights.h5"
 
 OF_DAMAGE = (
@@ -33,8 +34,11 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 
 @contextlib.contextmanager
-def opened(path: PathLike) -> Iterator[h5py.File | None]:
+def opened(path: Source) -> Iterator[h5py.File | None]:
     """The HDF5 file of weights in a `.keras` file, or folder, or by itself.
+
+    Args:
+        path: Of one of them; or the bytes of a `.keras` file.
 
     Yields:
         The file; None if there is none in this format at this path.
@@ -47,8 +51,11 @@ def opened(path: PathLike) -> Iterator[h5py.File | None]:
         place = place / WEIGHTS
     with contextlib.ExitStack() as stack:
         source: Any = None
-        if place.suffix == ".keras" and place.is_file():
-            source = stack.enter_context(_member(place))
+        if isinstance(path, io.BytesIO):
+            source = stack.enter_context(_member(path))
+        elif place.suffix == ".keras" and place.is_file():
+            archive = stack.enter_context(place.open("rb"))
+            source = stack.enter_context(_member(archive))
         elif place.name.endswith("weights.h5") and place.is_file():
             source = place
         file = None if source is None else h5py.File(source, "r")
@@ -71,7 +78,7 @@ def groups(file: h5py.File) -> list[h5py.Group]:
     return found
 
 
-def count(path: PathLike, wanted: Callable[[h5py.Group], object]) -> int:
+def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
     """How many `groups` of a file are wanted; 0 if it cannot be read."""
     try:
         with opened(path) as file:
@@ -82,13 +89,13 @@ def count(path: PathLike, wanted: Callable[[h5py.Group], object]) -> int:
 
 
 @contextlib.contextmanager
-def _member(place: pathlib.Path) -> Iterator[IO[bytes] | None]:
+def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
     """The weights in an archive, as a file that can be read here and there.
 
     Keras stores them as they are. Where they are compressed they are
     unpacked into memory: each step back would start from the beginning.
     """
-    with zipfile.ZipFile(place) as archive, place.open("rb") as file:
+    with zipfile.ZipFile(file) as archive:
         if WEIGHTS not in archive.namelist():
             yield None
             return

@@ -136,6 +136,10 @@ class Framework:
         """
         return product(codes, scale)
 
+    def cuts(self, numbers: int) -> bool:
+        """Whether `in_parts` cuts kernels of so many numbers."""
+        return False
+
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """The same bytes in a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)

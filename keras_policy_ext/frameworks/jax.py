@@ -201,6 +201,10 @@ class JaxFramework(Framework):
         shape[out_axis : out_axis + 2] = [parts * size]
         return found.reshape(shape)
 
+    def cuts(self, numbers: int) -> bool:
+        """See `Framework.cuts`."""
+        return jax.default_backend() == "cpu" and numbers >= 2 * _PART
+
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """See `Framework.as_float8`."""
         return lax.bitcast_convert_type(codes, jnp.dtype(format_name))
@@ -240,12 +244,15 @@ def _finite_or_inf(x: Tensor) -> Tensor:
     return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
 
 
+_PART = 1 << 20
+
+
 def _parts(size: int, numbers: int) -> int:
     """Into how many equal parts an axis is cut: of a million numbers or more.
 
     So that a part in floats stays in the cache of a core.
     """
-    most = numbers >> 20
+    most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)
 
 

@@ -28,6 +28,7 @@ from keras_policy_ext.kernels.frozen import (
     FrozenPlan,
     dequantized,
     frozen_plan,
+    multiplies_codes,
     run_frozen,
 )
 from keras_policy_ext.kernels.plan import Plan, plan_of
@@ -53,6 +54,7 @@ __all__ = [
     "engine",
     "frozen_plan",
     "make_plan",
+    "multiplies_codes",
     "prefer",
     "preferred",
     "run",

@@ -79,7 +79,8 @@ class FrozenPlan:
 
         Args:
             inputs: Of dtype `dtype`.
-            constants: Codes, scales, and perhaps the scale of the inputs.
+            constants: Codes, or the kernel widened; scales, and perhaps the
+                scale of the inputs.
 
         Returns:
             Outputs of dtype `dtype`.
@@ -88,7 +89,7 @@ class FrozenPlan:
         shapes = shape_of(inputs), shape_of(codes)
         if self._asked("inputs") is None:
             x, wide = inputs, self.dtype
-        elif self._has_matrix and self._chosen[1].native:
+        elif self._runs_natively(codes):
             return self._native(inputs, codes, scale, known, shapes)
         else:
             x, wide = self._rounded(inputs, known), "float32"
@@ -194,6 +195,11 @@ class FrozenPlan:
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
 
+    def _runs_natively(self, codes: Tensor) -> bool:
+        """Whether a matmul reads the codes, and they are not widened yet."""
+        native = self._has_matrix and self._chosen[1].native
+        return native and not _is_wide(codes)
+
     def _product(
         self, matmul: str, a: Quantized, b: Quantized, shapes: Any
     ) -> Tensor:
@@ -274,14 +280,33 @@ def dequantized(
     Args:
         recipe: How it is stored.
         axes: Which of its axes are summed.
-        codes: Its numbers, uint8.
+        codes: Its numbers, uint8; or what this function made of them in
+            float32.
         scale: Its scales.
         dtype: Of the result.
     """
+    if _is_wide(codes):
+        return ops.cast(codes, dtype)
     numbers = frameworks.current().numbers(codes, recipe.weights)
     if recipe.per == "block":
         scale = _spread(axes, scale, tuple(codes.shape))
     return ops.cast(ops.multiply(numbers, scale), dtype)
+
+
+def multiplies_codes(recipe: FrozenKernels) -> bool:
+    """Whether matmuls of this device read codes that are stored so."""
+    a, b = (
+        recipe.quantization(operand, "forward")
+        for operand in ("inputs", "kernel")
+    )
+    if a is None or b is None:
+        return False
+    request = Request("forward", a, b, False, preferred(), False)
+    return engines.engine().select(request)[1].native
+
+
+def _is_wide(codes: Tensor) -> bool:
+    return keras.backend.standardize_dtype(codes.dtype) != "uint8"
 
 
 def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:

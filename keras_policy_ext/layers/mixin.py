@@ -332,7 +332,7 @@ class Float8Mixin(
                 contraction, kernel.recipe, kernel.axes, dtype
             )
             self.float8_state.last_call.plan = frozen
-            return kernels.run_frozen(frozen, inputs, *kernel.gathered)
+            return kernels.run_frozen(frozen, inputs, *kernel.multiplied)
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)

@@ -14,6 +14,7 @@ from keras import ops
 
 from keras_policy_ext import _bases, kernels
 from keras_policy_ext._keras import calls, variable_values
+from keras_policy_ext.layers.stored_variable import StoredVariable
 
 Tensor = Any
 
@@ -46,6 +47,36 @@ class EmbeddingsInFloats(_bases.MixedInto):
         )
 
 
+def in_floats(name: str) -> property:
+    """A weight that stock Keras keeps in an attribute of this name.
+
+    The layer itself asks `stored_weight` for it.
+    """
+
+    def get(layer: Any) -> Any:
+        """See `KernelInFloats.kernel`."""
+        variable = stored_weight(layer, name)
+        if not isinstance(variable, StoredVariable):
+            return variable
+        return _dequantized(layer, variable, name)
+
+    def put(layer: Any, value: Any) -> None:
+        layer.__dict__[name] = value
+
+    return property(get, put)
+
+
+def stored_weight(layer: Any, name: str) -> Any:
+    """The variable of a weight that is `in_floats`.
+
+    Raises:
+        AttributeError: If the layer is not built.
+    """
+    if name not in layer.__dict__:
+        raise AttributeError(f"{type(layer).__name__!r} has no {name!r} yet")
+    return layer.__dict__[name]
+
+
 def _dequantized(layer: Any, variable: Any, kind: str) -> Tensor:
     """In the compute dtype, as a float weight is in a call."""
     if not calls.is_in_a_call():
@@ -55,7 +86,7 @@ def _dequantized(layer: Any, variable: Any, kind: str) -> Tensor:
     value = kernels.dequantized(
         variable.recipe, variable.axes, codes, scale, dtype
     )
-    if not layer.lora_enabled:
+    if not getattr(layer, "lora_enabled", False):
         return value
     a, b = (
         ops.cast(getattr(layer, f"lora_{kind}_{factor}"), dtype)

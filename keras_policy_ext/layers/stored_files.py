@@ -69,7 +69,7 @@ def save(layer: Any, store: MutableMapping[str, Any]) -> None:
         store[each.name] = stored.codes
         store[each.name + SCALE] = stored.scale
         if each.inputs_scale is not None:
-            scale = ops.convert_to_numpy(each.inputs_scale.value)
+            scale = ops.convert_to_numpy(each.inputs_scale.as_stored)
             store[each.name + INPUTS_SCALE] = scale
 
 

@@ -5,10 +5,12 @@
 | the kernel | of the kernel | uint8 | zeros | when it is loaded |
 | its scale | `stored_kernels.scale_shape` | float32 | ones | likewise |
 | the scale of the inputs | () | float32 | one | likewise |
+| the kernel, widened | of the kernel | float32 | its numbers | likewise |
 
-The last one is there for static scales only. None of them is trained. The
-scales are in the sub-layer `float8_state`, so that patterns for kernels, such
-as those of a `LayoutMap`, do not match them by their names.
+The scale of the inputs is there for static scales only, and the widened kernel
+once it is asked for. None of them is trained. All but the first are in the
+sub-layer `float8_state`, so that patterns for kernels, such as those of a
+`LayoutMap`, do not match them by their names.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats, frameworks, kernels
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.recipes import FrozenKernels
@@ -28,11 +30,37 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
+WIDENED = "_widened"
 """What these variables are called after the name of the kernel."""
 
 
-class ScaleVariable(keras.Variable):
-    """A scale of a stored kernel, or of its inputs: no parameter."""
+class StoredConstant(keras.Variable):
+    """A scale of a stored kernel or of its inputs, or the kernel widened.
+
+    Float32, and no parameter.
+    """
+
+    @property
+    def as_stored(self) -> Any:
+        """The tensor, which has no gradient.
+
+        Raises:
+            ValueError: If it was cast, and so is not what was stored.
+        """
+        value = variable_values.value_without_autocast(self)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if dtype == "float32":
+            # PyTorch lets anyone ask for gradients of a parameter.
+            asks = getattr(value, "requires_grad", False)
+            return value.detach() if asks else value
+        raise ValueError(
+            f"The constants {self.path!r} of a frozen layer were cast, which "
+            f"rounds them. Received: {dtype}. Allowed: float32. On PyTorch "
+            "`half()`, `bfloat16()`, `double()` and `to(dtype)` of a module "
+            "cast them: load or freeze the model anew and leave them out. "
+            "What products compute in is said by a policy before `freeze`, "
+            "such as 'mixed_bfloat16'."
+        )
 
 
 class StoredVariable(keras.Variable):
@@ -44,10 +72,13 @@ class StoredVariable(keras.Variable):
         scale: The variable of its scales.
         inputs_scale: The variable of the scale of the inputs; None where they
             have none that is known before.
+        widened: The variable of the kernel in float32; None where it is
+            widened in each product.
     """
 
     scale: Any = None
     inputs_scale: Any = None
+    widened: Any = None
 
     def __init__(
         self,
@@ -92,7 +123,7 @@ class StoredVariable(keras.Variable):
         """A copy on the host."""
         return StoredKernel(
             codes=np.array(ops.convert_to_numpy(self.value)),
-            scale=np.array(ops.convert_to_numpy(self.scale.value)),
+            scale=np.array(ops.convert_to_numpy(self.scale.as_stored)),
             weights=self.weights,
             granularity=self.granularity,
             axes=self.axes,
@@ -101,20 +132,20 @@ class StoredVariable(keras.Variable):
     @property
     def constants(self) -> tuple[Any, ...]:
         """The tensors that a product reads."""
-        held = (self, self.scale, self.inputs_scale)
-        return tuple(
-            variable_values.value_without_autocast(each)
-            for each in held
-            if each is not None
-        )
+        codes = variable_values.value_without_autocast(self)
+        scales = (self.scale, self.inputs_scale)
+        return codes, *(each.as_stored for each in scales if each is not None)
 
     @property
-    def gathered(self) -> tuple[Any, ...]:
+    def multiplied(self) -> tuple[Any, ...]:
         """`constants`, with the codes on every device that multiplies them.
 
-        As they are stored: XLA would gather what they are widened to.
+        As they are stored: XLA would gather what they are widened to. In
+        place of codes the widened kernel, where there is one.
         """
         codes, *scales = self.constants
+        if self.widened is not None:
+            return self.widened.as_stored, *scales
         framework = frameworks.current()
         gathering = framework.gathering_of(self)
         if gathering is not None:
@@ -151,6 +182,8 @@ class StoredVariable(keras.Variable):
         self.scale.assign(stored.scale)
         if inputs_scale is not None and self.inputs_scale is not None:
             self.inputs_scale.assign(inputs_scale)
+        if self.widened is not None:
+            self.widened.assign(stored.dequantized())
 
 
 def add_stored(
@@ -185,29 +218,45 @@ def add_stored(
         variable = StoredVariable(shape, axes, recipe, name, codes)
     state, name = layer.float8_state, variable.name
     with scope_of_path(path), keras.name_scope(state.name):
-        variable.scale = _scale(
+        variable.scale = _constant(
             scale_shape(shape, axes, recipe.per),
             name + SCALE,
             None if stored is None else stored.scale,
         )
         setattr(state, name + SCALE, variable.scale)
         if recipe.activations == "static":
-            variable.inputs_scale = _scale(
+            variable.inputs_scale = _constant(
                 (), name + INPUTS_SCALE, inputs_scale
             )
             setattr(state, name + INPUTS_SCALE, variable.inputs_scale)
     return variable
 
 
+def keep_widened(layer: Any, variable: StoredVariable) -> None:
+    """Hold a stored kernel in float32 too, as products read it.
+
+    Args:
+        layer: Its layer.
+        variable: The kernel.
+    """
+    state, name = layer.float8_state, variable.name + WIDENED
+    value = variable.stored.dequantized()
+    path = layer.path or layer.name
+    with scope_of_path(path), keras.name_scope(state.name):
+        variable.widened = _constant(value.shape, name, value)
+    with built_layers.unlocked(state):
+        setattr(state, name, variable.widened)
+
+
 def is_state(variable: object) -> bool:
     """Whether a variable says how numbers are scaled, and is no parameter."""
-    return isinstance(variable, (StateVariable, ScaleVariable))
+    return isinstance(variable, (StateVariable, StoredConstant))
 
 
-def _scale(shape: tuple[int, ...], name: str, value: Any) -> ScaleVariable:
+def _constant(shape: tuple[int, ...], name: str, value: Any) -> StoredConstant:
     if value is not None:
         value = np.asarray(value, "float32")
-    return ScaleVariable(
+    return StoredConstant(
         initializer="ones" if value is None else value,
         shape=shape,
         dtype="float32",

@@ -236,8 +236,9 @@ def test_a_model_frozen_otherwise_refuses_the_file(tmp_path):
         np.testing.assert_array_equal(value, numpy(variable))
 
 
-def test_stock_keras_loads_the_file_or_says_why(tmp_path):
-    """Its own loader makes the frozen layers, whose policy is in the file."""
+def test_keras_itself_loads_layers_that_the_file_names(tmp_path, monkeypatch):
+    """As it does in a program that has not imported this package."""
+    monkeypatch.setattr(frozen_files, "has_frozen_layers", lambda path: False)
     model = trained()
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")

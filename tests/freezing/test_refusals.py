@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal, outputs_of
+from frozen_models import frozen_layers, normal, outputs_of
 from steps import numpy
 
 DELAYED = "float8/4_from_float32"
@@ -190,14 +190,56 @@ def test_a_model_is_not_converted_to_what_only_freeze_makes():
             kpe.convert(model, given)
 
 
-def test_revert_names_thaw():
-    model = frozen(include="a")
-    kpe.convert(model, DELAYED)
-    with unchanged(model, "frozen", "keras_policy_ext.thaw(model)"):
+def test_revert_of_a_frozen_model_names_thaw():
+    model = frozen()
+    with unchanged(model, "All float8", "keras_policy_ext.thaw(model)"):
         kpe.revert(model)
     kpe.thaw(model)
+    assert kpe.revert(model).converted == ()
+
+
+def test_revert_leaves_frozen_layers_and_says_so():
+    model = two_layers()
+    weights = [numpy(v) for v in model.layers[1].weights]
+    kpe.freeze(model, include="a")
+    before = outputs_of(model, normal(3, 6))
+    kpe.convert(model, DELAYED)
+    report = kpe.revert(model)
+    (reverted,), (skipped,) = report.converted, report.skipped
+    assert reverted.path.endswith("b") and skipped.path.endswith("a")
+    assert "frozen" in skipped.reason and "thaw" in skipped.reason
+    first, second = model.layers
+    assert first.is_frozen and type(second) is keras.layers.Dense
+    for one, other in zip(weights, second.weights, strict=True):
+        np.testing.assert_array_equal(one, numpy(other))
+    np.testing.assert_array_equal(outputs_of(model, normal(3, 6)), before)
+
+
+def test_revert_leaves_the_layers_around_frozen_cells_and_projections():
+    inputs = keras.Input((3, 4))
+    x = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
+    x = keras.layers.MultiHeadAttention(2, 2, name="attention")(x, x)
+    x = keras.layers.GRU(4, name="gru")(x)
+    model = keras.Model(inputs, keras.layers.Dense(2, name="head")(x))
+    kpe.freeze(model, include="lstm|attention/query")
+    x = normal(2, 3, 4)
+    before = outputs_of(model, x)
+    kpe.convert(model, DELAYED)
+    model.compile("sgd", "mse")
     kpe.revert(model)
-    assert type(model.layers[0]) is type(model.layers[1]) is keras.layers.Dense
+    np.testing.assert_array_equal(outputs_of(model, x), before)
+    assert sorted(each.name for each in frozen_layers(model)) == [
+        "lstm_cell",
+        "query",
+    ]
+    assert type(model.get_layer("lstm")) is kpe.layers.LSTM
+    assert type(model.get_layer("gru")) is keras.layers.GRU
+    assert type(model.get_layer("head")) is keras.layers.Dense
+    value = model.get_layer("attention").value_dense
+    assert type(value) is keras.layers.EinsumDense
+    model.fit(x, normal(2, 2), verbose=0)
+    kpe.thaw(model)
+    assert not kpe.policies.of_layers.layers_in_float8(model)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +315,32 @@ def test_codes_that_mean_nothing_are_not_set():
 
 def test_calibrate_says_that_frozen_layers_see_no_amaxes():
     model = frozen(activations="dynamic")
-    with unchanged(model, "frozen", "activations='static'"):
+    way = "kpe.thaw(model)", "kpe.convert(model)", "activations='static'"
+    with unchanged(model, "frozen", *way):
         kpe.calibrate(model, normal(8, 6))
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+def test_the_way_to_input_scales_of_other_data_keeps_the_codes(granularity):
+    model, options = two_layers(), dict(granularity=granularity)
+    kpe.convert(model)
+    kpe.calibrate(model, normal(8, 6))
+    kpe.freeze(model, activations="static", **options)
+    kernels = [layer._kernel for layer in model.layers]
+    before = [each.stored for each in kernels]
+    other = 7 * normal(8, 6, seed=1)
+    with pytest.raises(ValueError, match="thaw"):
+        kpe.calibrate(model, other)
+    kpe.thaw(model)
+    kpe.convert(model)
+    kpe.calibrate(model, other)
+    kpe.freeze(model, activations="static", **options)
+    first = numpy(model.layers[0]._kernel.inputs_scale)
+    assert first == np.float32(abs(other).max() / 448)
+    for layer, old in zip(model.layers, before, strict=True):
+        new = layer._kernel.stored
+        np.testing.assert_array_equal(new.codes, old.codes)
+        np.testing.assert_allclose(new.scale, old.scale, rtol=2**-22)
 
 
 def test_freezing_with_nothing_to_freeze_stores_nothing():

@@ -1,5 +1,6 @@
 """Why `_keras/saving_hooks.py` is needed. See `_keras/__init__.py`."""
 
+import copy
 import inspect
 import warnings
 
@@ -24,6 +25,31 @@ def test_keras_does_not_warn_of_groups_in_a_file_that_no_layer_reads(tmp_path):
         keras.saving.load_model(tmp_path / "model")
     assert [str(x.message) for x in caught] == []
     assert functions_about("after_load", "on_load", "load_hook") == []
+
+
+def test_files_folders_and_copies_are_read_by_two_functions(
+    tmp_path, monkeypatch
+):
+    from keras.src.saving import saving_lib
+
+    read = []
+
+    def note(source, *args, **kwargs):
+        read.append(source)
+
+    for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
+        monkeypatch.setattr(saving_lib, name, note)
+    model = dense_model()
+    copy.deepcopy(model)
+    model.save(tmp_path / "model.keras")
+    keras.saving.load_model(tmp_path / "model.keras")
+    model.save(tmp_path / "model", zipped=False)
+    keras.saving.load_model(tmp_path / "model")
+    memory, file, folder = read
+    assert memory.tell() >= 0 and not hasattr(memory, "name")
+    assert file.name == str(tmp_path / "model.keras")
+    assert folder == str(tmp_path / "model")
+    assert members_about(keras.Model, "deepcopy") == []
 
 
 def test_a_layer_is_not_asked_whether_it_can_be_exported():

@@ -80,6 +80,30 @@ def test_adapters_are_merged_in(name):
     )
 
 
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+def test_a_frozen_cell_shows_numbers_of_both_kernels(name, granularity):
+    made = getattr(keras.layers, name)(3)
+    made.build((None, 4, 6))
+    assert made.cell.kernel.path.endswith("/kernel")
+    kpe.freeze(made, granularity=granularity)
+    for kernel in ("kernel", "recurrent_kernel"):
+        variable = getattr(made.cell, kernel)
+        assert isinstance(variable, StoredVariable)
+        reads = Reads(made.cell)
+        reads.weight = kernel
+        got = keras.ops.convert_to_numpy(reads(np.zeros(1, "float32")))
+        np.testing.assert_array_equal(got, variable.stored.dequantized())
+    kpe.thaw(made)
+    assert type(made.cell) is getattr(keras.layers, f"{name}Cell")
+    assert made.cell.kernel is made.weights[0]
+
+
+def test_a_cell_that_is_not_built_has_no_kernel():
+    policy = kpe.Float8DTypePolicy("float32")
+    assert not hasattr(kpe.layers.GRU(3, dtype=policy).cell, "kernel")
+
+
 def test_a_layer_that_is_not_built_has_no_kernel():
     made = kpe.layers.Dense(3, dtype=kpe.Float8DTypePolicy("float32"))
     assert not hasattr(made, "kernel")
