@@ -138,6 +138,16 @@ CASES = {
         lambda: sequential((4, 5, 4, 3), LAYERS.Conv3D(4, 2, padding="same")),
         CONV3,
     ),
+    "conv2d transposed": (
+        lambda: sequential(
+            (4, 5, 3), LAYERS.Conv2DTranspose(5, 3, strides=2, padding="same")
+        ),
+        {"kernel": ((0, 1, 3), (2,))},
+    ),
+    "separable": (
+        lambda: sequential((9, 4), LAYERS.SeparableConv1D(5, 3)),
+        {"pointwise_kernel": (0, 1)},
+    ),
     "multi head attention": (
         lambda: attention(LAYERS.MultiHeadAttention, 2, 4),
         PROJECTIONS,
@@ -198,6 +208,7 @@ EVERYWHERE = (
     "abde,edc->abc",
     "conv1d causal",
     "conv2d groups",
+    "conv2d transposed",
     "multi head attention",
     "lstm",
     "embedding",
