@@ -75,6 +75,9 @@ class Float8Mixin(
     """Attributes of the Keras class that a float8 call does without: a
     subclass that changes one of them computes something else."""
 
+    float8_one_pass: bool = False
+    """Whether XLA stores the gradient of the outputs, or has reason to."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
@@ -346,6 +349,7 @@ class Float8Mixin(
             training,
             slot,
             frameworks.current().gathering_of(kernel),
+            self.float8_one_pass,
         )
         self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():
