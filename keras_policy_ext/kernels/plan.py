@@ -56,7 +56,7 @@ class Plan:
         gathering: How the kernel is gathered, where devices have parts of
             it: see `Framework.gathering_of`.
         one_pass: Whether JAX is to cast the output gradient in the pass that
-            finds its amax: see `Float8Mixin.float8_one_pass`.
+            finds its amax: see `_is_one_pass`.
     """
 
     contraction: Contraction

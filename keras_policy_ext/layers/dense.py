@@ -41,10 +41,10 @@ class Dense(StockAttributes, KernelInFloats, Float8Mixin, keras.layers.Dense):
         return _einsum_call(self, "...x,xy->...y", inputs, training)
 
     @property
-    def float8_one_pass(self) -> bool:
-        """See `Float8Mixin`: a bias reads the gradient apart from the matmuls.
+    def _has_stored_gradient(self) -> bool:
+        """See `Float8Mixin`: a bias reads it apart from the matmuls.
 
-        That of a rectifier is not stored: XLA makes it of bits in each kernel.
+        That of a ReLU is not stored: XLA makes it of bits in each kernel.
         """
         is_relu = self.activation is keras.activations.relu
         return self.bias is not None and not is_relu

@@ -75,9 +75,6 @@ class Float8Mixin(
     """Attributes of the Keras class that a float8 call does without: a
     subclass that changes one of them computes something else."""
 
-    float8_one_pass: bool = False
-    """Whether XLA stores the gradient of the outputs, or has reason to."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
@@ -349,12 +346,20 @@ class Float8Mixin(
             training,
             slot,
             frameworks.current().gathering_of(kernel),
-            self.float8_one_pass,
+            self._has_stored_gradient,
         )
         self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state)
+
+    @property
+    def _has_stored_gradient(self) -> bool:
+        """Whether XLA stores the gradient of what is contracted.
+
+        Or has reason to, as several kernels read it: see `Plan.one_pass`.
+        """
+        return False
 
     def _state_of(
         self, kernel: Any, training: bool | None

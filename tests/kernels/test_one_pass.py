@@ -21,10 +21,16 @@ DELAYED = recipes.DelayedScaling(amax_history_length=4)
 FIXED = recipes.DelayedScaling(amax_history_length=4, initial_scale=1.0)
 
 
-def gradients(recipe, one_pass, grads):
-    """Bits of the gradients of a first step and of one that follows it."""
+def random():
+    """Inputs and a kernel."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(16, 32)), rng.normal(size=(32, 64))
+
+
+def gradients(recipe, one_pass, grads, operands, prefer="native"):
+    """Bits of the gradients of each step, and of the state after it."""
     source = source_of(recipe)
-    with kernels.prefer("native"):
+    with kernels.prefer(prefer):
         plan = kernels.make_plan(
             kernels.Einsum("ab,bc->ac"),
             recipe,
@@ -33,9 +39,10 @@ def gradients(recipe, one_pass, grads):
             True,
             one_pass=one_pass,
         )
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(16, 32)), "bfloat16")
-    w = jnp.asarray(rng.normal(size=(32, 64)), "float32")
+    x, w = (
+        jnp.asarray(each, dtype)
+        for each, dtype in zip(operands, ("bfloat16", "float32"), strict=True)
+    )
     state, found = jnp.zeros(source.state_shape, "float32"), []
 
     @jax.jit
@@ -52,24 +59,40 @@ def gradients(recipe, one_pass, grads):
     return found
 
 
-def hostile():
-    """Output gradients of two steps: ties, zeros, subnormals, not finite."""
+def hostile(rows, bad):
+    """Output gradients of three steps: ties, zeros, subnormals, overflow."""
     rng = np.random.default_rng(1)
-    first = rng.normal(size=(16, 64)) * 1e-3
+    first = rng.normal(size=(rows, 64)) * 1e-3
     first[0, :4] = 0.0, -0.0, 1e-40, 2.0**-130
-    second = rng.normal(size=(16, 64)) * 10.0
+    second = rng.normal(size=(rows, 64)) * 10.0
     second[1, :8] = np.arange(8) * 1.125
-    return first, second
-
-
-@pytest.mark.parametrize("recipe", [DELAYED, FIXED], ids=["current", "one"])
-@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
-def test_the_numbers_are_the_same_in_one_pass(recipe, bad):
-    first, second = hostile()
     if bad is not None:
         first[3, 3] = second[5, 5] = bad
-    grads = first, second, second
-    assert gradients(recipe, True, grads) == gradients(recipe, False, grads)
+    return first, second, second
+
+
+every_recipe = pytest.mark.parametrize(
+    "recipe", [DELAYED, FIXED], ids=["current", "one"]
+)
+every_number = pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+
+
+@every_recipe
+@every_number
+def test_the_numbers_are_the_same_in_one_pass(recipe, bad):
+    grads, operands = hostile(16, bad), random()
+    found = gradients(recipe, True, grads, operands)
+    assert found == gradients(recipe, False, grads, operands)
+
+
+@pytest.mark.gpu
+@every_recipe
+@every_number
+def test_the_numbers_are_the_same_on_a_gpu(recipe, bad):
+    """Of sums of one term, which are exact in any order."""
+    grads, operands = hostile(64, bad), (np.eye(64), np.eye(64))
+    found = gradients(recipe, True, grads, operands, "auto")
+    assert found == gradients(recipe, False, grads, operands, "auto")
 
 
 def program(layer, platform="cuda", rank=2):
@@ -138,4 +161,3 @@ def test_a_gradient_that_several_devices_may_share_is_cast_as_it_was(
     """Of a size of its own: what JAX has traced it does not trace again."""
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not is_in_one_pass(kpe.layers.Dense(48, dtype=POLICY))
-
