@@ -68,6 +68,11 @@ as above, a `dense` step took 0.99 of the time with the inputs cast so, ReLU
 and GELU 1.00, SwiGLU and the block 1.01; with output gradients too, which then
 are read again for the bias, GELU and SwiGLU took 0.98 and ReLU 1.03. It is not
 in this package.
+
+Of the `block` in bfloat16 the products and the softmax of attention, which are
+no contractions with kernels, take 26% of the estimated time, and do so under
+float8. If a step in float8 moved no more than that in bfloat16, it would be
+1.36 times as fast.
 """
 
 
