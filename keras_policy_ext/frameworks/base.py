@@ -152,10 +152,6 @@ class Framework:
         """
         return x
 
-    def may_be_sharded(self) -> bool:
-        """Whether a compiler may spread a tensor over several devices."""
-        return False
-
     # Branches and replicas
 
     def run_if(

@@ -65,10 +65,6 @@ class JaxFramework(Framework):
         barrier = lax.optimization_barrier
         return lax.platform_dependent(x, cuda=barrier, default=lambda x: x)
 
-    def may_be_sharded(self) -> bool:
-        """See `Framework.may_be_sharded`; how is not known while it traces."""
-        return jax.device_count() > 1
-
     def run_if(
         self,
         flag: Tensor,

@@ -317,10 +317,6 @@ class Plan:
         first and then transposed make 5 bytes for a number of bfloat16, where
         the amax and a cast in both layouts make 6, and 3 in place of 5 for
         Blackwell, which wants one layout (JAX 0.10).
-
-        Not of a tensor of which several devices have parts: its amax, in the
-        branch of a first step, would be one of all devices, and CUDA records
-        no graph of such a branch.
         """
         matmuls = matmuls_of(operand)
         return (
@@ -328,7 +324,7 @@ class Plan:
             and operand == "outputs_grad"
             and self.operands.read_once[operand]
             and all(chosen[m][1].native for m in matmuls)
-            and not frameworks.current().may_be_sharded()
+            and engines.engine().casts_in_one_pass()
         )
 
     def _both_layouts(

@@ -15,6 +15,7 @@ import numpy as np
 
 import keras_policy_ext as kpe
 from keras_policy_ext import kernels, recipes
+from keras_policy_ext.kernels import devices
 from keras_policy_ext.numerics.scale_sources import source_of
 
 DELAYED = recipes.DelayedScaling(amax_history_length=4)
@@ -130,6 +131,24 @@ def test_xla_is_to_store_the_codes_of_a_gradient(activation, rank):
 def test_codes_are_left_to_the_compilers_of_other_devices(platform):
     layer = kpe.layers.Dense(64, dtype=POLICY)
     assert not is_in_one_pass(layer, platform=platform)
+
+
+@pytest.mark.parametrize(
+    ("device", "units", "stored"),
+    [
+        ("h200", 24, True),
+        ("b200", 40, True),
+        ("mi350", 56, False),
+        ("tpu7x", 72, False),
+    ],
+)
+def test_a_gradient_is_stored_for_devices_where_that_was_counted(
+    device, units, stored
+):
+    """Each of a size of its own: what is traced is not traced again."""
+    with devices.pretend(device):
+        layer = kpe.layers.Dense(units, dtype=POLICY)
+        assert is_in_one_pass(layer) == stored
 
 
 @pytest.mark.parametrize(
