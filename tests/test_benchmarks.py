@@ -3,6 +3,7 @@
 import json
 
 import benchmark_page
+import bounds
 import break_even
 import counts
 import estimates
@@ -124,6 +125,16 @@ def test_counts_of_pytorch_are_estimated_here():
     printed.append(json.dumps(fused | {"triton": False}))
     *_, slow = counts.rows(printed, "torch")
     assert slow["variant"] == "float8 delayed, without Triton"
+
+
+def test_what_bounds_a_step_is_what_was_counted():
+    counted = {
+        (row["device"], row["variant"]): row["bytes_per_element"]
+        for row in estimates.read_counts()
+        if (row["backend"], row["case"]) == ("jax", "dense")
+    }
+    for program, passes in bounds.PROGRAMS.items():
+        assert counted[program] == pytest.approx(sum(passes) / 3, abs=0.01)
 
 
 def result(device, times):

@@ -2,7 +2,8 @@
 
     python integration/benchmarks/benchmark_page.py [--check]
 
-Every figure of the page comes from a JSON file in `results/`. `--check`
+Every figure of the page comes from a JSON file in `results/`, and those of
+what bounds a step from `bounds.py`, which is held to them. `--check`
 writes nothing, and fails where the page is another.
 """
 
@@ -11,6 +12,7 @@ import json
 import pathlib
 import textwrap
 
+import bounds
 import estimates
 from generated import write_or_check
 
@@ -174,6 +176,7 @@ def _estimated(counts):
         yield "No counts are committed yet.\n"
         return
     yield table(COUNTED, [_counted(row) for row in counts])
+    yield from bounds.section(table)
 
 
 def _counted(row):

@@ -18,6 +18,7 @@ import estimates
 VARIANTS = {
     "bfloat16": "bfloat16",
     "delayed": "float8 delayed",
+    "from one": "float8 delayed, initial_scale=1.0",
     "current": "float8 current",
     "stock": "stock float8",
 }

@@ -17,6 +17,7 @@ import jax
 import models
 
 import keras_policy_ext as kpe
+from keras_policy_ext.kernels import devices
 
 
 def traced_step(model, shape):
@@ -87,7 +88,8 @@ def main():
     gpu = gpus.GPUS[asked.gpu]
     for step in asked.steps.split(","):
         for way in asked.ways.split(","):
-            found = counted(gpu, step, way, asked.folder)
+            with devices.pretend(asked.gpu.lower()):
+                found = counted(gpu, step, way, asked.folder)
             kernels = found.pop("kernels")
             if asked.kernels:
                 print(*kernels, sep="\n")

@@ -11,6 +11,9 @@ POLICIES = {
     "bfloat16": "mixed_bfloat16",
     "delayed": "float8_from_mixed_bfloat16",
     "current": "float8/current_from_mixed_bfloat16",
+    "from one": kpe.Float8DTypePolicy(
+        "mixed_bfloat16", recipe=kpe.recipes.DelayedScaling(initial_scale=1.0)
+    ),
     "stock": "mixed_bfloat16",  # then quantized by Keras
 }
 STEPS = {  # the layer, the sizes that make it
@@ -33,7 +36,7 @@ class Layers:
     """
 
     def __init__(self, way):
-        float8 = way in ("delayed", "current")
+        float8 = way in ("delayed", "current", "from one")
         self.room = kpe.layers if float8 else keras.layers
         self.policy = POLICIES[way]
         self.way = way

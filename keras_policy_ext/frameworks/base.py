@@ -148,6 +148,14 @@ class Framework:
         """`ops.cast`, from and to formats that Keras does not know."""
         return ops.cast(x, dtype)
 
+    def stored(self, x: Tensor) -> Tensor:
+        """The same tensor, which a compiler writes once for all its readers.
+
+        Where it would otherwise make it anew for each of them, from what is
+        larger.
+        """
+        return x
+
     # Branches and replicas
 
     def run_if(

@@ -60,6 +60,11 @@ class JaxFramework(Framework):
             return jnp.abs(x)
         return lax.platform_dependent(x, cpu=_finite_or_inf, default=jnp.abs)
 
+    def stored(self, x: Tensor) -> Tensor:
+        """See `Framework.stored`; XLA for a GPU fuses across no barrier."""
+        barrier = lax.optimization_barrier
+        return lax.platform_dependent(x, cuda=barrier, default=lambda x: x)
+
     def run_if(
         self,
         flag: Tensor,

@@ -74,6 +74,7 @@ def make_plan(
     training: bool | None = None,
     slot: int = 0,
     gathering: Any = None,
+    one_pass: bool = False,
 ) -> Plan:
     """The plan of a contraction that is called here and now.
 
@@ -83,7 +84,8 @@ def make_plan(
     known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
         return Plan(*known, prefer=None)
-    return plan_of(*known, preferred(), framework.traces_for_xla(), gathering)
+    here = preferred(), framework.traces_for_xla()
+    return plan_of(*known, *here, gathering, one_pass)
 
 
 def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:

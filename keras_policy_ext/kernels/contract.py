@@ -179,6 +179,8 @@ class Engine:
         encode: Takes numbers of a format in float32 and its name; returns
             their codes.
         decode: Takes codes and the name of a format; returns the numbers.
+        casts_in_one_pass: Whether a compiler takes into one kernel the cast
+            and the amax of a tensor, if its scale does not wait.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """
@@ -195,6 +197,7 @@ class Engine:
     training_cast: Cast | None = None
     encode: Callable[[Tensor, str], Tensor] = codes.encode
     decode: Callable[[Tensor, str], Tensor] = codes.decode
+    casts_in_one_pass: Callable[[], bool] = lambda: False
     states: tuple[StateKernels, ...] = ()
 
     @property

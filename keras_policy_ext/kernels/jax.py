@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -183,6 +184,16 @@ def _dequantized_product(
     return _product(first, second, precision, jnp.dtype(dtype))
 
 
+def _casts_in_one_pass() -> bool:
+    """XLA for CUDA does; a CPU may be where a program for CUDA is made.
+
+    Not where there are several devices: the amax in the branch of a first step
+    could be one of all of them, and CUDA records no graph of such a branch.
+    """
+    maker = jax_devices.here().maker
+    return maker in ("nvidia", "cpu") and jax.device_count() == 1
+
+
 ENGINE = Engine(
     name="jax",
     device=jax_devices.here,
@@ -197,4 +208,5 @@ ENGINE = Engine(
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,
     widen=casting.widen,
+    casts_in_one_pass=_casts_in_one_pass,
 )

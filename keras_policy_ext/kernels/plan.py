@@ -9,6 +9,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import engines, scaled_products
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
@@ -54,6 +55,8 @@ class Plan:
         for_xla: Whether XLA is going to compile it, where a kernel asks.
         gathering: How the kernel is gathered, where devices have parts of
             it: see `Framework.gathering_of`.
+        one_pass: Whether JAX is to cast the output gradient in the pass that
+            finds its amax: see `_is_one_pass`.
     """
 
     contraction: Contraction
@@ -65,6 +68,7 @@ class Plan:
     prefer: str | None = "auto"
     for_xla: bool = False
     gathering: Any = None
+    one_pass: bool = False
 
     @functools.cached_property
     def first_use(self) -> Plan:
@@ -291,8 +295,13 @@ class Plan:
         first, second = matmuls_of(operand)
         home = self._operand(operand, x)
         wanted = observe or self.operands.is_stochastic(operand)
-        amax = Amax(home, wanted, _amax_of(operand))
-        how = amax, known, self._cast(chosen[first], chosen[second])
+        cast = self._cast(chosen[first], chosen[second])
+        one_pass = observe and self._is_one_pass(operand, chosen)
+        if one_pass:
+            cast = _storing(cast)
+        apart = one_pass or operand == "kernel"
+        amax = Amax(home, wanted, _amax_of(operand), apart)
+        how = amax, known, cast
         saturated, marked = self._read(operand, first, home, *how)
         read = saturated if first == "forward" else marked
         if not self.operands.read_once[operand]:
@@ -300,6 +309,23 @@ class Plan:
             home = self.contraction.operand(operand, x, asked)
             _, marked = self._read(operand, second, home, *how)
         return Reads(read, marked, amax.known if observe else None)
+
+    def _is_one_pass(self, operand: str, chosen: Chosen) -> bool:
+        """Whether an operand is cast while its amax is found.
+
+        XLA takes no amax into a kernel that transposes. Codes that are stored
+        first and then transposed make 5 bytes for a number of bfloat16, where
+        the amax and a cast in both layouts make 6, and 3 in place of 5 for
+        Blackwell, which wants one layout (JAX 0.10).
+        """
+        matmuls = matmuls_of(operand)
+        return (
+            self.one_pass
+            and operand == "outputs_grad"
+            and self.operands.read_once[operand]
+            and all(chosen[m][1].native for m in matmuls)
+            and engines.engine().casts_in_one_pass()
+        )
 
     def _both_layouts(
         self, operand: str, x: Tensor, chosen: Chosen
@@ -388,6 +414,15 @@ class Plan:
         if asked.rounding == "nearest":
             return None
         return self.source.key(known, self.slot, amax, matmul)
+
+
+def _storing(cast: Any) -> Any:
+    """A cast whose result is stored: see `Framework.stored`."""
+
+    def casting(*how: Any) -> Tensor:
+        return frameworks.current().stored(cast(*how))
+
+    return casting
 
 
 def _amax_of(operand: str) -> Any:

@@ -40,6 +40,15 @@ class Dense(StockAttributes, KernelInFloats, Float8Mixin, keras.layers.Dense):
             return super().call(inputs, training=training)
         return _einsum_call(self, "...x,xy->...y", inputs, training)
 
+    @property
+    def _has_stored_gradient(self) -> bool:
+        """See `Float8Mixin`: a bias reads it apart from the matmuls.
+
+        That of a ReLU is not stored: XLA makes it of bits in each kernel.
+        """
+        is_relu = self.activation is keras.activations.relu
+        return self.bias is not None and not is_relu
+
 
 @drop_in
 class EinsumDense(

@@ -346,11 +346,20 @@ class Float8Mixin(
             training,
             slot,
             frameworks.current().gathering_of(kernel),
+            self._has_stored_gradient,
         )
         self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state)
+
+    @property
+    def _has_stored_gradient(self) -> bool:
+        """Whether XLA stores the gradient of what is contracted.
+
+        Or has reason to, as several kernels read it: see `Plan.one_pass`.
+        """
+        return False
 
     def _state_of(
         self, kernel: Any, training: bool | None

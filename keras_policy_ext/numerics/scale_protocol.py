@@ -58,13 +58,22 @@ class Amax:
         x: The operand, any shape.
         wanted: Whether it is needed in any case; then it is computed once.
         of: Computes it.
+        apart: Whether a scale that is known should not wait for it, where a
+            compiler would have it wait.
 
     Attributes:
         known: Float32 scalar; None where it is not wanted.
+        apart: See above.
     """
 
-    def __init__(self, x: Tensor, wanted: bool, of: Any = scaling.amax):
-        self._x, self._of = x, of
+    def __init__(
+        self,
+        x: Tensor,
+        wanted: bool,
+        of: Any = scaling.amax,
+        apart: bool = False,
+    ):
+        self._x, self._of, self.apart = x, of, apart
         self.known: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:

@@ -105,9 +105,10 @@ class DelayedSource:
 
         Else XLA would wait for the amax of a kernel that was seen long ago,
         in each step: a pass over the kernel, where the one that is observed
-        is found while the kernel is updated. A branch has its price for other
-        operands, which XLA has to store for it (JAX 0.10). It costs no
-        waiting: XLA records it in the graph that CUDA runs, from CUDA 12.3.
+        is found while the kernel is updated. A branch has its price for most
+        other operands, which XLA has to store for it (JAX 0.10), so it is
+        left to `Amax.apart`. It costs no waiting: XLA records it in the graph
+        that CUDA runs, from CUDA 12.3.
         """
         if known is None:
             return None
@@ -117,7 +118,7 @@ class DelayedSource:
             return scale
         unseen = known.unseen[index]
         limit = formats.get(quantization.format).max
-        waits = operand != "kernel" or keras.backend.backend() != "jax"
+        waits = not amax.apart or keras.backend.backend() != "jax"
         if amax.known is not None and waits:
             current = self._scale(amax.known, limit, 1.0)
             return ops.where(unseen, current, scale)
