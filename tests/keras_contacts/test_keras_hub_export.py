@@ -12,7 +12,7 @@ from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext.export import safetensors_files
 
 hub = pytest.importorskip(
-    "keras_hub", reason="KerasHub is installed by `tox run -e export`"
+    "keras_hub", reason="KerasHub is installed by `tox run -e export-torch`"
 )
 
 FAMILIES = [
