@@ -208,8 +208,11 @@ def test_a_float_folder_names_the_way_out(folder, tmp_path):
         kpe.load_quantized(copy)
 
 
-GIVES_BACK = {}
-"""With oneDNN TensorFlow keeps what is free in a pool, without it in a heap."""
+GIVES_BACK = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+"""What was compiled before takes memory when it is read.
+
+With oneDNN TensorFlow keeps what is free in a pool, without it in a heap.
+"""
 if keras.backend.backend() == "tensorflow":
     GIVES_BACK["TF_ENABLE_ONEDNN_OPTS"] = "0"
     GIVES_BACK["MALLOC_MMAP_THRESHOLD_"] = "1000000"

@@ -153,12 +153,12 @@ def _up_sampling(context: Context, layer: Any, x: Value) -> Value:
     return put_back(graph, y, data_format, x.rank)
 
 
-_NEAREST = {
+_NEAREST: dict[str, Any] = {
     "mode": "nearest",
     "coordinate_transformation_mode": "asymmetric",
     "nearest_mode": "floor",
 }
-_LINEAR = {
+_LINEAR: dict[str, Any] = {
     "mode": "linear",
     "coordinate_transformation_mode": "half_pixel",
 }

@@ -113,7 +113,7 @@ def _rescaling(context: Context, layer: Any, x: Value) -> Value:
 
 
 def of_length_one(
-    graph: Graph, x: Value, axes: Sequence[int], epsilon: float = 1e-12
+    graph: Graph, x: Value, axes: Sequence[int] | Array, epsilon: float = 1e-12
 ) -> Value:
     """`x / sqrt(sum(x²))`; where that is near zero, `x / epsilon`."""
     x = graph.cast(x, "float32")
