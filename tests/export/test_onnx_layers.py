@@ -303,6 +303,18 @@ def test_activation(name, tmp_path):
 
 
 @pytest.mark.any_backend
+def test_every_activation_of_keras_is_written():
+    """But `threshold`, which is none without its arguments."""
+    found = {
+        each
+        for name, each in vars(keras.activations).items()
+        if callable(each) and name not in ("get", "serialize", "deserialize")
+    }
+    written = {getattr(keras.activations, name) for name in FUNCTIONS}
+    assert {each.__name__ for each in found - written} == {"threshold"}
+
+
+@pytest.mark.any_backend
 def test_activation_that_is_a_layer(tmp_path):
     inputs = keras.Input((50,))
     layer = layers.Activation(layers.LeakyReLU(0.3))

@@ -164,9 +164,11 @@ def test_nothing_keeps_the_floats_of_a_trained_model(converted):
     assert len(references) >= 18
     assert all(held(each) == 37 * 37 for each in references)
     del gone, values
+    step = weakref.ref(model.predict_function)
     kpe.freeze(model)
     gc.collect()
     assert sum(map(held, references)) == 0
+    assert step() is None
 
 
 @pytest.mark.skipif(
