@@ -49,8 +49,9 @@ def forget_gone_layers(model: keras.Model) -> None:
     """Let go the layers that were in a model when it was compiled.
 
     It keeps for each whether it was trainable (`_compiled_trainable_state`,
-    keras 3.14 and later), and with a float8 state the kernel. Where that is
-    gone, so are they. Expires when Keras keeps no layers there.
+    keras 3.15), and with a float8 state the kernel. Where that is gone, so are
+    they; `tests/freezing/test_memory.py` fails where they are not. Expires
+    when Keras keeps no layers there.
     """
     kept = getattr(model, "_compiled_trainable_state", None)
     if isinstance(kept, dict):
