@@ -28,6 +28,9 @@ def forget_compiled_functions(model: keras.Model) -> None:
     again (keras 3.0 to 3.15). KerasHub's models that generate keep one step
     more, which `compile` sets to None too (keras_hub 0.32). A `fit` that is
     under way, and has called back, makes no training step by itself.
+
+    On TensorFlow a model tracks a step as long as the attribute is there, and
+    the step keeps the weights that it reads.
     """
     trains = getattr(model, "train_function", None) is not None
     names = ["train_function", "test_function", "predict_function"]
@@ -35,6 +38,22 @@ def forget_compiled_functions(model: keras.Model) -> None:
         names.append("generate_function")
     for name in names:
         if hasattr(model, name):
+            if getattr(model, name) is not None:
+                delattr(model, name)
             setattr(model, name, None)
     if trains:
         model.make_train_function()
+
+
+def forget_gone_layers(model: keras.Model) -> None:
+    """Let go the layers that were in a model when it was compiled.
+
+    It keeps for each whether it was trainable (`_compiled_trainable_state`,
+    keras 3.15), and with a float8 state the kernel. Where that is gone, so are
+    they; `tests/freezing/test_memory.py` fails where they are not. Expires
+    when Keras keeps no layers there.
+    """
+    kept = getattr(model, "_compiled_trainable_state", None)
+    if isinstance(kept, dict):
+        for layer in kept.keys() - set(model._flatten_layers()):
+            del kept[layer]

@@ -2,16 +2,18 @@
 
 All of it is private there (`keras_hub.src.utils.transformers`, keras_hub 0.27
 to 0.32). Its own `export_to_transformers` is public, but it writes the weights
-of a backbone as they are, and on PyTorch labels float8 as float32. Expires
-with a public map of names.
+of a backbone as they are, codes too, and on PyTorch labels float8 as float32.
+Expires with a public map of names.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,6 +21,36 @@ import keras
 from keras_policy_ext._keras.symbolic import Symbols
 
 _EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
+_PUT_AROUND = "_keras_policy_ext"
+"""In a function of this package that goes on to one of KerasHub."""
+
+
+def before_stock_export(check: Callable[[Any], None]) -> None:
+    """Have a function asked before KerasHub exports a model, if it is there.
+
+    `export_to_transformers` reads weights as anyone does, so that a layer
+    cannot tell who asks: the public methods are put into others.
+
+    Args:
+        check: Of the model; raises to refuse.
+    """
+    hub = sys.modules.get("keras_hub")
+    if hub is None:
+        return
+    for cls in (hub.models.Backbone, hub.models.CausalLM):
+        export = vars(cls).get("export_to_transformers")
+        if export is not None and _PUT_AROUND not in vars(export):
+            cls.export_to_transformers = _checked(export, check)
+
+
+def _checked(export: Any, check: Callable[[Any], None]) -> Any:
+    @functools.wraps(export)
+    def export_to_transformers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self)
+        return export(self, *args, **kwargs)
+
+    vars(export_to_transformers)[_PUT_AROUND] = True
+    return export_to_transformers
 
 
 def is_hub_model(model: object) -> bool:

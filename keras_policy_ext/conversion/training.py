@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext import frameworks
 from keras_policy_ext._keras import (
     built_layers,
     compiled_steps,
@@ -18,6 +19,7 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_variable import is_state
 from keras_policy_ext.mixed_precision.gradients import is_overwritten
 
 
@@ -36,12 +38,21 @@ def continued(model: keras.Layer) -> Iterator[None]:
     ]
     # Kept until then, so that no other variable gets the id of one.
     before = model.variables
+    slots = _slots(model)
     yield
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
     ids = {id(v) for v in before}
     for each in models:
         _update_optimizers(each, ids - present, present - ids)
+    present |= {id(v) for v in _slots(model)}
+    gone = [v for v in [*before, *slots] if id(v) not in present]
+    frameworks.current().let_go([v for v in gone if not is_state(v)])
+
+
+def _slots(model: keras.Layer) -> list[keras.Variable]:
+    """What the optimizers in a model hold."""
+    return [v for each in all_optimizers(model) for v in each.variables]
 
 
 def parts(model: keras.Layer) -> list[Any]:
@@ -82,6 +93,7 @@ def _update_optimizers(
     model: keras.Model, gone: set[int], come: set[int]
 ) -> None:
     compiled_steps.forget_compiled_functions(model)
+    compiled_steps.forget_gone_layers(model)
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
         within = optimizer_variables.optimizers_within(optimizer)

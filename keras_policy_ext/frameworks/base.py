@@ -345,6 +345,13 @@ class Framework:
             tensor: That value.
         """
 
+    def let_go(self, variables: Sequence[Any]) -> None:
+        """Free what variables hold, as soon as nobody has them any more.
+
+        Args:
+            variables: Those that a model had.
+        """
+
     def earlier_observation(self, variable: Any) -> Tensor | None:
         """What was observed in micro-batches before, beside gradients.
 

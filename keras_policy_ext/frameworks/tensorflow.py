@@ -11,7 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_policy_ext.frameworks import tensorflow_activations, tensorflow_kept
+from keras_policy_ext.frameworks import (
+    tensorflow_activations,
+    tensorflow_kept,
+    tensorflow_variables,
+)
 from keras_policy_ext.frameworks.base import (
     HALVES,
     SECOND_DERIVATIVE,
@@ -179,6 +183,10 @@ class TensorFlowFramework(Framework):
         previous = tf.convert_to_tensor(previous)
         shapes = (tuple(value.shape), tuple(previous.shape))
         return _shared_settle(settle, shapes)(value, previous)
+
+    def let_go(self, variables: Sequence[Any]) -> None:
+        """See `Framework.let_go`."""
+        tensorflow_variables.let_go(variables)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
         """See `Framework.transpose`."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 from keras import ops
 
@@ -188,7 +189,7 @@ def stored_kernels_in(
     found: dict[str, StoredKernel | np.ndarray] = {}
     for name in header["names"]:
         if name not in header["summed"]:
-            found[name] = np.asarray(_entry(store, name, path))
+            found[name] = _as_array(_entry(store, name, path))
             continue
         rank = np.ndim(_entry(store, name, path))
         summed = tuple(header["summed"][name])
@@ -198,6 +199,13 @@ def stored_kernels_in(
         axes = Axes(summed, free)
         found[name] = _stored(store, name, recipe, axes, path)
     return found
+
+
+def _as_array(entry: Any) -> np.ndarray:
+    """A weight; bfloat16, of which h5py knows the bytes only, in float32."""
+    if getattr(entry, "attrs", {}).get("dtype") == "bfloat16":
+        return np.array(entry, "V2").view(ml_dtypes.bfloat16).astype("float32")
+    return np.asarray(entry)
 
 
 def refuse(layer: Any) -> None:

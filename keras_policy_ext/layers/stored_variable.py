@@ -22,7 +22,11 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats, frameworks, kernels
-from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._keras import (
+    built_layers,
+    keras_hub_export,
+    variable_values,
+)
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.recipes import FrozenKernels
@@ -212,6 +216,7 @@ def add_stored(
     # Loaded here, and not in the first call, which a compiler may trace.
     kernels.engine()
     frameworks.current()
+    keras_hub_export.before_stock_export(_check_stock_export)
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):
@@ -246,6 +251,20 @@ def keep_widened(layer: Any, variable: StoredVariable) -> None:
         variable.widened = _constant(value.shape, name, value)
     with built_layers.unlocked(state):
         setattr(state, name, variable.widened)
+
+
+def _check_stock_export(model: Any) -> None:
+    """Raise if KerasHub would write codes for numbers."""
+    stored = [x for x in model.variables if isinstance(x, StoredVariable)]
+    if stored:
+        raise NotImplementedError(
+            "KerasHub exports the weights as they are, which are codes where "
+            "a model is frozen; nothing was written. Received: a model with "
+            f"{len(stored)} stored kernels, the first of them "
+            f"{stored[0].path!r}. Allowed: a model that is not frozen. Call "
+            "`keras_policy_ext.export(model, path)` for a folder of Hugging "
+            "Face in float8, or `keras_policy_ext.thaw(model)` before."
+        )
 
 
 def is_state(variable: object) -> bool:

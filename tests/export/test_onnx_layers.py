@@ -107,6 +107,85 @@ ONE_INPUT = {
     "padding 2d": (lambda: layers.ZeroPadding2D(((1, 0), (2, 3))), (3, 4, 5)),
     "padding 2d first": (lambda: layers.ZeroPadding2D(1, **FIRST), (3, 4, 5)),
     "padding 3d": (lambda: layers.ZeroPadding3D(1), (3, 4, 5, 2)),
+    "group": (lambda: layers.GroupNormalization(3), (4, 5, 6)),
+    "group first": (lambda: layers.GroupNormalization(2, axis=1), (4, 5, 3)),
+    "group plain": (
+        lambda: layers.GroupNormalization(-1, scale=False, center=False),
+        (4, 6),
+    ),
+    "unit": (lambda: layers.UnitNormalization(), (4, 5)),
+    "unit axes": (lambda: layers.UnitNormalization(axis=[1, 2]), (4, 5)),
+    "normalization": (
+        lambda: layers.Normalization(mean=[1, 2, 3], variance=[4, 0, 2]),
+        (4, 3),
+    ),
+    "normalization invert": (
+        lambda: layers.Normalization(mean=1.5, variance=4, invert=True),
+        (4, 3),
+    ),
+    "cropping 1d": (lambda: layers.Cropping1D((1, 0)), (4, 5)),
+    "cropping 2d": (lambda: layers.Cropping2D(((1, 2), (0, 1))), (5, 4, 3)),
+    "cropping 2d first": (lambda: layers.Cropping2D(1, **FIRST), (3, 4, 5)),
+    "cropping 3d": (lambda: layers.Cropping3D(1), (4, 5, 3, 2)),
+    "up 1d": (lambda: layers.UpSampling1D(3), (4, 5)),
+    "up 2d": (lambda: layers.UpSampling2D((2, 3)), (3, 4, 2)),
+    "up 2d first": (lambda: layers.UpSampling2D(2, **FIRST), (2, 3, 4)),
+    "up 2d between": (
+        lambda: layers.UpSampling2D((2, 3), interpolation="bilinear"),
+        (3, 4, 2),
+    ),
+    "up 3d": (lambda: layers.UpSampling3D(2), (3, 2, 2, 3)),
+    "repeat": (lambda: layers.RepeatVector(3), (5,)),
+    "depthwise 1d": (
+        lambda: layers.DepthwiseConv1D(3, 2, "same", depth_multiplier=2),
+        (10, 4),
+    ),
+    "depthwise 2d": (
+        lambda: layers.DepthwiseConv2D((3, 2), activation="relu"),
+        (7, 8, 3),
+    ),
+    "depthwise 2d dilated": (
+        lambda: layers.DepthwiseConv2D(
+            3, padding="same", dilation_rate=2, use_bias=False
+        ),
+        (7, 8, 3),
+    ),
+    "separable 1d": (lambda: layers.SeparableConv1D(6, 3, 2), (10, 4)),
+    "separable 2d": (
+        lambda: layers.SeparableConv2D(
+            6, (3, 2), 2, "same", depth_multiplier=2, activation="relu"
+        ),
+        (7, 8, 3),
+    ),
+    "transposed 1d": (lambda: layers.Conv1DTranspose(6, 3), (10, 4)),
+    "transposed 1d apart": (
+        lambda: layers.Conv1DTranspose(6, 2, 3, use_bias=False),
+        (10, 4),
+    ),
+    "transposed 2d": (
+        lambda: layers.Conv2DTranspose(6, (3, 2), 2, activation="relu"),
+        (5, 4, 3),
+    ),
+    "transposed 2d same": (
+        lambda: layers.Conv2DTranspose(6, (3, 4), 2, "same"),
+        (5, 4, 3),
+    ),
+    "transposed 2d first": (
+        lambda: layers.Conv2DTranspose(6, 3, **FIRST),
+        (3, 5, 4),
+    ),
+    "transposed 2d dilated": (
+        lambda: layers.Conv2DTranspose(6, 3, dilation_rate=2),
+        (5, 4, 3),
+    ),
+    "transposed 2d longer": (
+        lambda: layers.Conv2DTranspose(6, 3, 2, "same", output_padding=1),
+        (5, 4, 3),
+    ),
+    "transposed 3d": (
+        lambda: layers.Conv3DTranspose(4, 2, 2, "same"),
+        (3, 4, 5, 3),
+    ),
     "rescaling": (lambda: layers.Rescaling(1 / 255, -1.0), (4, 5)),
     "rescaling channels": (
         lambda: layers.Rescaling([0.5, 2.0], [1.0, 0.0]),
@@ -119,8 +198,14 @@ ONE_INPUT = {
 OF_FRAMEWORKS = [
     name
     for name in ONE_INPUT
-    if name.startswith(("all", "average", "batch", "layer", "max", "rms"))
+    if name.startswith(
+        ("all", "average", "batch", "depth", "group", "layer", "max", "rms")
+    )
+    or name.startswith(("separable", "transposed", "unit", "up"))
 ]
+
+
+OF_CHANNELS_LAST = ("max 2d first", "transposed 2d first")
 
 
 @pytest.mark.parametrize("name", mostly(ONE_INPUT, *OF_FRAMEWORKS))
@@ -130,8 +215,8 @@ def test_layer_of_one_input(name, tmp_path):
         pytest.skip("Keras averages over edges on torch, not over numbers")
     if BACKEND == "torch" and name == "layer axis":
         pytest.skip("Keras fails at this on torch")
-    if BACKEND == "tensorflow" and name == "max 2d first":
-        pytest.skip("TensorFlow pools no channels first on a CPU")
+    if BACKEND == "tensorflow" and name in OF_CHANNELS_LAST:
+        pytest.skip("TensorFlow has no windows of channels first on a CPU")
     inputs = keras.Input(shape)
     layer = make()
     model = keras.Model(inputs, layer(inputs))
@@ -170,6 +255,8 @@ MERGES = {
     "average": lambda: layers.Average(),
     "maximum": lambda: layers.Maximum(),
     "minimum": lambda: layers.Minimum(),
+    "dot": lambda: layers.Dot(axes=2),
+    "dot of axes": lambda: layers.Dot(axes=(1, 1), normalize=True),
     "concatenate": lambda: layers.Concatenate(),
     "concatenate axis": lambda: layers.Concatenate(axis=1),
 }
@@ -181,6 +268,14 @@ def test_layer_of_two_inputs(name, tmp_path):
     a, b = keras.Input((4, 5), name="a"), keras.Input((4, 5), name="b")
     model = keras.Model([a, b], MERGES[name]()([a, b]))
     check(model, tmp_path, numbers(7, 4, 5), numbers(7, 4, 5)[::-1].copy())
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("normalize", [False, True])
+def test_dot_of_vectors(normalize, tmp_path):
+    a, b = keras.Input((5,)), keras.Input((5,))
+    model = keras.Model([a, b], layers.Dot(1, normalize=normalize)([a, b]))
+    check(model, tmp_path, numbers(7, 5), numbers(7, 5)[::-1].copy())
 
 
 @pytest.mark.any_backend
@@ -205,6 +300,18 @@ def test_activation(name, tmp_path):
     inputs = keras.Input((50,))
     model = keras.Model(inputs, layers.Activation(name)(inputs))
     check(model, tmp_path, numbers(7, 50))
+
+
+@pytest.mark.any_backend
+def test_every_activation_of_keras_is_written():
+    """But `threshold`, which is none without its arguments."""
+    found = {
+        each
+        for name, each in vars(keras.activations).items()
+        if callable(each) and name not in ("get", "serialize", "deserialize")
+    }
+    written = {getattr(keras.activations, name) for name in FUNCTIONS}
+    assert {each.__name__ for each in found - written} == {"threshold"}
 
 
 @pytest.mark.any_backend
@@ -242,6 +349,33 @@ OPERATIONS = {
     "cast": lambda x: ops.cast(ops.cast(x, "int32"), "float32"),
     "slices": lambda x: x[:, 1:, :-1:2],
     "items": lambda x: x[:, -1] + x[:, 0, :] + x[..., 1, :],
+    "trigonometry": lambda x: ops.tan(x / 9) + ops.arctan(x) + ops.arcsinh(x),
+    "arcs": lambda x: ops.arcsin(x / 20) + ops.arccos(x / 20),
+    "hyperbolic": lambda x: ops.cosh(x / 9) - ops.sinh(x / 9),
+    "areas": lambda x: ops.arctanh(x / 20) + ops.arccosh(x * x + 1.5),
+    "logarithms": lambda x: ops.log2(x * x + 1) + ops.log10(x * x + 1),
+    "near one": lambda x: ops.log1p(x * x) + ops.expm1(x / 9),
+    "whole numbers": lambda x: ops.floor(x) + ops.ceil(x) + ops.round(x),
+    "signs": lambda x: ops.sign(x) + ops.erf(x),
+    "where": lambda x: ops.where(x > 0.5, x, -1.0),
+    "comparisons": lambda x: ops.where(
+        ops.logical_and(ops.logical_or(x >= 0, x < -1), x != 0.5), 1.0, 0.0
+    ),
+    "flags": lambda x: ops.cast(
+        ops.logical_xor(ops.logical_not(x <= 0), ops.equal(x, x)), "int32"
+    ),
+    "spread": lambda x: ops.var(x, axis=1) + ops.std(x, axis=1),
+    "product": lambda x: ops.prod(x / 3, axis=-1) + ops.amax(x, axis=-1),
+    "amin": lambda x: ops.amin(x, axis=1, keepdims=True),
+    "sum of powers": lambda x: ops.logsumexp(x, axis=2),
+    "stack": lambda x: ops.stack([x, -x], axis=1),
+    "swap": lambda x: ops.swapaxes(x, 1, -1),
+    "normalize": lambda x: ops.normalize(x, axis=-1),
+    "glu": lambda x: ops.glu(x, axis=1),
+    "shrink": lambda x: ops.hard_shrink(x, 0.7) + ops.soft_shrink(x, 0.2),
+    "squareplus": lambda x: ops.squareplus(x, 3) + ops.sparse_plus(x),
+    "sparse": lambda x: ops.sparsemax(x, axis=1) + ops.sparse_sigmoid(x),
+    "threshold": lambda x: ops.threshold(x, 0.5, -2) + ops.tanh_shrink(x),
     "stop gradient": lambda x: ops.stop_gradient(x),
 }
 

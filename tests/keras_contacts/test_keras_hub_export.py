@@ -12,7 +12,7 @@ from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext.export import safetensors_files
 
 hub = pytest.importorskip(
-    "keras_hub", reason="KerasHub is installed by `tox run -e export`"
+    "keras_hub", reason="KerasHub is installed by `tox run -e export-torch`"
 )
 
 FAMILIES = [
@@ -81,12 +81,29 @@ def test_configs_are_dictionaries_with_a_kind_of_model():
     assert config["hidden_size"] == 8
 
 
-def test_stock_export_writes_frozen_kernels_in_floats(tmp_path):
+@pytest.mark.parametrize("of_a_task", [False, True])
+def test_stock_export_of_a_frozen_model_is_refused(of_a_task, tmp_path):
     model = backbone()
+    if of_a_task:
+        model = hub.models.Llama3CausalLM(model, preprocessor=None)
     kpe.freeze(model)
-    keras_hub_export._exporter().export_backbone(model, str(tmp_path))
+    with pytest.raises(NotImplementedError, match=r"keras_policy_ext\.export"):
+        model.export_to_transformers(tmp_path)
+    assert not list(tmp_path.iterdir())
+    kpe.thaw(model)
+    model.export_to_transformers(tmp_path)
     slots, _ = safetensors_files.read(tmp_path / "model.safetensors")
     assert {slot.dtype for slot in slots.values()} == {"F32"}
+
+
+def test_stock_export_writes_codes(tmp_path):
+    """Why `before_stock_export` is needed; fails when it can go."""
+    model = backbone()
+    kpe.freeze(model)
+    export = hub.models.Backbone.export_to_transformers.__wrapped__
+    export(model, tmp_path)
+    slots, _ = safetensors_files.read(tmp_path / "model.safetensors")
+    assert "U8" in {slot.dtype for slot in slots.values()}
 
 
 def test_the_loader_of_converters_is_asked_for_little():

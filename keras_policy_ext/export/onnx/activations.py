@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_policy_ext.export.onnx.graph import Graph, Value
 from keras_policy_ext.export.onnx.refused import Refused
@@ -112,11 +113,77 @@ def _softmax(kind: str) -> Callable[..., Value]:
     return write
 
 
+def _glu(graph: Graph, x: Value, axis: int = -1) -> Value:
+    """The first half of an axis, as far as the second lets it pass."""
+    size = _size(graph, x, axis)
+    half = graph.op("Div", size, np.asarray(2))
+    at = np.asarray([axis])
+    first = graph.op("Slice", x, np.asarray([0]), half, at)
+    second = graph.op("Slice", x, half, size, at)
+    return graph.op("Mul", first, graph.op("Sigmoid", second))
+
+
+def _hard_shrink(graph: Graph, x: Value, threshold: float = 0.5) -> Value:
+    return graph.op("Shrink", x, lambd=float(threshold), bias=0.0)
+
+
+def _soft_shrink(graph: Graph, x: Value, threshold: float = 0.5) -> Value:
+    return graph.op("Shrink", x, lambd=float(threshold), bias=float(threshold))
+
+
+def _sparse_plus(graph: Graph, x: Value) -> Value:
+    """0 below -1, `x` above 1, and a parabola between."""
+    low = graph.op("Relu", graph.op("Add", x, 1.0))
+    parabola = graph.op("Mul", graph.op("Mul", low, low), 0.25)
+    is_below = graph.op("Less", x, 1.0, dtype="bool")
+    return graph.op("Where", is_below, parabola, x, dtype="float32")
+
+
+def _sparse_sigmoid(graph: Graph, x: Value) -> Value:
+    return graph.op("HardSigmoid", x, alpha=0.5, beta=0.5)
+
+
+def _sparsemax(graph: Graph, x: Value, axis: int = -1) -> Value:
+    """As Keras has it (3.15), with the sum of all sums that count."""
+    size = _size(graph, x, axis)
+    along = np.asarray(axis)
+    largest = graph.op("TopK", x, size, axis=axis, unused=1)
+    total = graph.op("CumSum", largest, along)
+    ones = graph.op("Expand", 1.0, graph.op("Shape", x, dtype="int64"))
+    count = graph.op("CumSum", ones, along)
+    mean = graph.op("Div", graph.op("Sub", total, 1.0), count)
+    counts = graph.op("Greater", largest, mean, dtype="bool")
+    counts = graph.cast(counts, "float32")
+    over = np.asarray([axis])
+    number = graph.op("ReduceSum", counts, over, keepdims=1)
+    sums = graph.op("Mul", total, counts)
+    sums = graph.op("ReduceSum", sums, over, keepdims=1)
+    least = graph.op("Div", graph.op("Sub", sums, 1.0), number)
+    return graph.op("Relu", graph.op("Sub", x, least))
+
+
+def _size(graph: Graph, x: Value, axis: int) -> Value:
+    """The size of an axis, (1,), where no one may know it before."""
+    end = {} if axis == -1 else {"end": axis + 1}
+    return graph.op("Shape", x, dtype="int64", start=axis, **end)
+
+
+def _squareplus(graph: Graph, x: Value, b: float = 4.0) -> Value:
+    root = graph.op("Sqrt", graph.op("Add", graph.op("Mul", x, x), float(b)))
+    return graph.op("Mul", graph.op("Add", x, root), 0.5)
+
+
+def _tanh_shrink(graph: Graph, x: Value) -> Value:
+    return graph.op("Sub", x, graph.op("Tanh", x))
+
+
 FUNCTIONS: dict[str, Callable[..., Value]] = {
     "celu": _celu,
     "elu": _elu,
     "exponential": _operator("Exp"),
     "gelu": _gelu,
+    "glu": _glu,
+    "hard_shrink": _hard_shrink,
     "hard_sigmoid": _hard_sigmoid,
     "hard_silu": _hard_silu,
     "hard_tanh": _hard_tanh,
@@ -130,10 +197,16 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "selu": _selu,
     "sigmoid": _operator("Sigmoid"),
     "silu": _silu,
+    "soft_shrink": _soft_shrink,
     "softmax": _softmax("Softmax"),
     "softplus": _operator("Softplus"),
     "softsign": _operator("Softsign"),
+    "sparse_plus": _sparse_plus,
+    "sparse_sigmoid": _sparse_sigmoid,
+    "sparsemax": _sparsemax,
+    "squareplus": _squareplus,
     "tanh": _operator("Tanh"),
+    "tanh_shrink": _tanh_shrink,
 }
 """By their names in `keras.activations`; with its arguments and defaults."""
 
@@ -198,6 +271,8 @@ _OPERATIONS = {
     "Celu": ("celu", "alpha"),
     "Elu": ("elu", "alpha"),
     "Gelu": ("gelu", "approximate"),
+    "Glu": ("glu", "axis"),
+    "HardShrink": ("hard_shrink", "threshold"),
     "HardSigmoid": ("hard_sigmoid",),
     "HardSilu": ("hard_silu",),
     "HardTanh": ("hard_tanh",),
@@ -210,10 +285,16 @@ _OPERATIONS = {
     "Selu": ("selu",),
     "Sigmoid": ("sigmoid",),
     "Silu": ("silu",),
+    "SoftShrink": ("soft_shrink", "threshold"),
     "Softmax": ("softmax", "axis"),
     "Softplus": ("softplus",),
     "Softsign": ("softsign",),
+    "SparsePlus": ("sparse_plus",),
+    "SparseSigmoid": ("sparse_sigmoid",),
+    "Sparsemax": ("sparsemax", "axis"),
+    "Squareplus": ("squareplus", "b"),
     "Tanh": ("tanh",),
+    "TanhShrink": ("tanh_shrink",),
 }
 
 
@@ -223,3 +304,12 @@ def _function(context: Context, operation: Any, x: Value) -> Value:
     given = {option: getattr(operation, option) for option in options}
     x = context.graph.cast(x, "float32")
     return FUNCTIONS[name](context.graph, x, **given)
+
+
+@operation("Threshold")
+def _threshold_operation(context: Context, operation: Any, x: Value) -> Value:
+    graph = context.graph
+    x, least = graph.cast(x, "float32"), float(operation.threshold)
+    is_above = graph.op("Greater", x, least, dtype="bool")
+    other = float(operation.default_value)
+    return graph.op("Where", is_above, x, other, dtype="float32")

@@ -60,6 +60,21 @@ def same_padding(
     return {"pads": before + after}
 
 
+def padding_of(layer: Any, x: Value) -> dict[str, Any]:
+    """How a convolution is padded."""
+    window = [
+        (size - 1) * rate + 1
+        for size, rate in zip(
+            layer.kernel_size, layer.dilation_rate, strict=True
+        )
+    ]
+    if layer.padding == "same":
+        return same_padding(x, layer.data_format, window, layer.strides)
+    causal = layer.padding == "causal"
+    before = [size - 1 if causal else 0 for size in window]
+    return {"pads": [*before, *[0] * layer.rank]}
+
+
 _RANKS = ("1D", "2D", "3D")
 
 
@@ -107,6 +122,46 @@ def _zero_padding(context: Context, layer: Any, x: Value) -> Value:
         [(0, 0)] * channels + around + [(0, 0)] * (2 - channels)
     )
     return context.graph.op("Pad", x, np.concatenate([before, after]))
+
+
+@layer(*(f"Cropping{d}" for d in _RANKS))
+def _cropping(context: Context, layer: Any, x: Value) -> Value:
+    cropping = layer.cropping
+    around = [cropping] if isinstance(cropping[0], int) else [*cropping]
+    first = 2 if getattr(layer, "data_format", "") == "channels_first" else 1
+    begin, end = np.transpose(around).astype("int64")
+    end = np.where(end > 0, -end, np.iinfo("int64").max)
+    axes = np.arange(first, first + len(around))
+    return context.graph.op("Slice", x, begin, end, axes)
+
+
+@layer(*(f"UpSampling{d}" for d in _RANKS))
+def _up_sampling(context: Context, layer: Any, x: Value) -> Value:
+    graph = context.graph
+    ways = {"nearest": _NEAREST, "bilinear": _LINEAR}
+    way = ways.get(getattr(layer, "interpolation", "nearest"))
+    if way is None:
+        raise Refused(
+            f"its interpolation is {layer.interpolation!r}",
+            ", ".join(map(repr, ways)),
+        )
+    data_format = getattr(layer, "data_format", "channels_last")
+    y = channels_first(graph, x, data_format)
+    scales = np.array([1, 1, *np.atleast_1d(layer.size)], "float32")
+    nothing = graph.constant(np.zeros(0, "float32"))
+    y = graph.op("Resize", y, nothing, scales, **way)
+    return put_back(graph, y, data_format, x.rank)
+
+
+_NEAREST: dict[str, Any] = {
+    "mode": "nearest",
+    "coordinate_transformation_mode": "asymmetric",
+    "nearest_mode": "floor",
+}
+_LINEAR: dict[str, Any] = {
+    "mode": "linear",
+    "coordinate_transformation_mode": "half_pixel",
+}
 
 
 def _stock_name(layer: Any) -> str:

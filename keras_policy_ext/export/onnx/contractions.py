@@ -9,8 +9,8 @@ from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
 from keras_policy_ext.export.onnx.channels import (
     channels_first,
+    padding_of,
     put_back,
-    same_padding,
 )
 from keras_policy_ext.export.onnx.graph import Value
 from keras_policy_ext.export.onnx.kernels import Kernel
@@ -71,7 +71,7 @@ def _convolution(context: Context, layer: Any, x: Value) -> Value:
         strides=list(layer.strides),
         dilations=list(layer.dilation_rate),
         group=layer.groups,
-        **_padding(layer, given),
+        **padding_of(layer, given),
     )
     y = put_back(graph, y, layer.data_format, rank + 2)
     return activated(context, layer.activation, y)
@@ -95,18 +95,3 @@ def _finished(context: Context, layer: Any, y: Value) -> Value:
         )
         y = context.graph.op("Add", y, bias)
     return activated(context, layer.activation, y)
-
-
-def _padding(layer: Any, x: Value) -> dict[str, Any]:
-    """How a convolution is padded."""
-    window = [
-        (size - 1) * rate + 1
-        for size, rate in zip(
-            layer.kernel_size, layer.dilation_rate, strict=True
-        )
-    ]
-    if layer.padding == "same":
-        return same_padding(x, layer.data_format, window, layer.strides)
-    causal = layer.padding == "causal"
-    before = [size - 1 if causal else 0 for size in window]
-    return {"pads": [*before, *[0] * layer.rank]}

@@ -1,4 +1,4 @@
-"""Layers that do nothing, merge, change shapes, normalize or rescale."""
+"""Layers that do nothing, merge, or change shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext.export.onnx.graph import Graph, Value
-from keras_policy_ext.export.onnx.refused import Refused
+from keras_policy_ext.export.onnx.normalizations import of_length_one
 from keras_policy_ext.export.onnx.registry import Context, layer
 
 Array = np.ndarray[Any, Any]
@@ -74,89 +74,40 @@ def _reshape(context: Context, layer: Any, x: Value) -> Value:
     return context.graph.reshape(x, (0, *sizes))
 
 
+@layer("RepeatVector")
+def _repeat(context: Context, layer: Any, x: Value) -> Value:
+    graph = context.graph
+    row = graph.op("Unsqueeze", x, np.asarray([1], "int64"))
+    return graph.op("Tile", row, np.asarray([1, layer.n, 1], "int64"))
+
+
+@layer("Dot")
+def _dot(context: Context, layer: Any, values: list[Value]) -> Value:
+    axes = layer.axes
+    axes = [axes, axes] if isinstance(axes, int) else axes
+    ranks = [each.rank for each in values]
+    at = [axis % rank for axis, rank in zip(axes, ranks, strict=True)]
+    if layer.normalize:
+        values = [
+            of_length_one(context.graph, each, [axis])
+            for axis, each in zip(at, values, strict=True)
+        ]
+    names = iter("cdefghijklmnopqrstuvwxyz")
+    first, second = (
+        ["a", *(next(names) for _ in range(1, rank))] for rank in ranks
+    )
+    first[at[0]] = second[at[1]] = "b"
+    out = [each for each in first + second[1:] if each != "b"]
+    terms = ("".join(each) for each in (first, second, out))
+    y = context.graph.op("Einsum", *values, equation="{},{}->{}".format(*terms))
+    if len(out) > 1:
+        return y
+    return context.graph.op("Unsqueeze", y, np.asarray([1], "int64"))
+
+
 @layer("Permute")
 def _permute(context: Context, layer: Any, x: Value) -> Value:
     return context.graph.transpose(x, (0, *layer.dims))
-
-
-@layer("BatchNormalization")
-def _batch_normalization(context: Context, layer: Any, x: Value) -> Value:
-    graph = context.graph
-    read = context.kernels.weight
-    along = [1] * x.rank
-    along[layer.axis] = -1
-    mean, variance = (
-        read(each).reshape(along)
-        for each in (layer.moving_mean, layer.moving_variance)
-    )
-    factor = 1 / np.sqrt(variance + np.float32(layer.epsilon))
-    if layer.scale:
-        factor = factor * read(layer.gamma).reshape(along)
-    y = graph.op("Sub", graph.cast(x, "float32"), mean)
-    y = graph.op("Mul", y, factor.astype("float32"))
-    if not layer.center:
-        return y
-    return graph.op("Add", y, read(layer.beta).reshape(along))
-
-
-@layer("LayerNormalization")
-def _layer_normalization(context: Context, layer: Any, x: Value) -> Value:
-    if getattr(layer, "rms_scaling", False):
-        raise Refused("it has rms_scaling=True", "RMSNormalization")
-    graph = context.graph
-    axes = _axes(layer.axis, x.rank)
-    x = graph.cast(x, "float32")
-    mean = graph.op("ReduceMean", x, axes, keepdims=1)
-    y = _of_unit_size(graph, graph.op("Sub", x, mean), axes, layer.epsilon)
-    if layer.scale:
-        y = graph.op("Mul", y, _along(context, layer.gamma, axes, x.rank))
-    if layer.center:
-        y = graph.op("Add", y, _along(context, layer.beta, axes, x.rank))
-    return y
-
-
-@layer("RMSNormalization")
-def _rms_normalization(context: Context, layer: Any, x: Value) -> Value:
-    graph = context.graph
-    axes = _axes(layer.axis, x.rank)
-    y = _of_unit_size(graph, graph.cast(x, "float32"), axes, layer.epsilon)
-    return graph.op("Mul", y, _along(context, layer.scale, axes, x.rank))
-
-
-@layer("Rescaling")
-def _rescaling(context: Context, layer: Any, x: Value) -> Value:
-    graph = context.graph
-    scale, offset = (
-        np.asarray(each, "float32") for each in (layer.scale, layer.offset)
-    )
-    if scale.ndim and keras.config.image_data_format() == "channels_first":
-        raise Refused(
-            "it has a scale for each channel, and channels come first",
-            "one scale, or channels last",
-        )
-    y = graph.op("Mul", graph.cast(x, "float32"), scale)
-    return graph.op("Add", y, offset)
-
-
-def _of_unit_size(graph: Graph, x: Value, axes: Array, epsilon: float) -> Value:
-    """`x / sqrt(mean(x²) + epsilon)`."""
-    square = graph.op("ReduceMean", graph.op("Mul", x, x), axes, keepdims=1)
-    size = graph.op("Sqrt", graph.op("Add", square, float(epsilon)))
-    return graph.op("Div", x, size)
-
-
-def _axes(axis: Any, rank: int) -> Array:
-    axes = axis if isinstance(axis, (list, tuple)) else [axis]
-    return np.sort(np.asarray(axes, "int64") % rank)
-
-
-def _along(context: Context, weight: Any, axes: Array, rank: int) -> Array:
-    """A weight whose axes are these, with axes of size 1 between them."""
-    values = context.kernels.weight(weight)
-    sizes = [1] * rank
-    for axis, size in zip(axes, values.shape, strict=True):
-        sizes[axis] = size
-    return values.reshape(sizes)
 
 
 def _alike(graph: Graph, values: list[Value]) -> list[Value]:

@@ -76,6 +76,7 @@ class Graph:
         kind: str,
         *operands: Operand,
         dtype: str | None = None,
+        unused: int = 0,
         **attributes: Any,
     ) -> Value:
         """Add a node with one output.
@@ -84,12 +85,14 @@ class Graph:
             kind: The name of the operator.
             operands: Its inputs; numbers and arrays become constants.
             dtype: Of its output; None for that of the first input.
+            unused: How many outputs it has besides.
             **attributes: Its attributes.
         """
         inputs = [self._value(each) for each in operands]
         name = self.unique(f"{self._scope}{kind}")
         names = [each.name for each in inputs]
-        node = helper.make_node(kind, names, [name], name, **attributes)
+        outputs = [name, *(f"{name}:{n}" for n in range(unused))]
+        node = helper.make_node(kind, names, outputs, name, **attributes)
         self.nodes.append(node)
         return Value(name, dtype or inputs[0].dtype)
 

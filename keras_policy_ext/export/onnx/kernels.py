@@ -21,7 +21,8 @@ Array = np.ndarray[Any, Any]
 USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
 """What is taken where nothing is frozen and nothing is asked for."""
 
-_NOT_FOUND = "its layer cannot be frozen"
+NOT_FOUND = "its layer cannot be frozen"
+"""Why a kernel stays float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,13 @@ class Kernels:
         self._note(variable, stored.weights, "", stored.nbytes)
         return Kernel(stored, stored.axes, activations, scale)
 
-    def weight(self, variable: keras.Variable) -> Array:
-        """A weight that is no kernel, in float32."""
+    def weight(
+        self, variable: keras.Variable, reason: str = kernels.NO_KERNEL
+    ) -> Array:
+        """A weight that is no stored kernel, in float32."""
         wide = keras.ops.cast(variable, "float32")
         values = np.asarray(keras.ops.convert_to_numpy(wide))
-        self._note(variable, "float32", kernels.NO_KERNEL, values.nbytes)
+        self._note(variable, "float32", reason, values.nbytes)
         return values
 
     def _float(
@@ -103,7 +106,7 @@ class Kernels:
                 "kernels in a floating dtype, or frozen by this package",
             )
         values = kernels.float_value(layer, variable).astype("float32")
-        reason = getattr(found, "left_out", None) or _NOT_FOUND
+        reason = getattr(found, "left_out", None) or NOT_FOUND
         self._note(variable, "float32", reason, values.nbytes)
         form = drop_in_of(type(layer))
         return Kernel(values, form.float8_axes(layer, variable))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.normalizations import of_length_one
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, operation
 
@@ -22,26 +24,54 @@ _BINARY = {
     "TrueDivide": "Div",
 }
 
-_UNARY = {
-    "Abs": "Abs",
-    "Absolute": "Abs",
+_UNARY = {"Abs": "Abs", "Absolute": "Abs", "Negative": "Neg", "Sign": "Sign"}
+
+_FLOATING = {
+    "Arccos": "Acos",
+    "Arccosh": "Acosh",
+    "Arcsin": "Asin",
+    "Arcsinh": "Asinh",
+    "Arctan": "Atan",
+    "Arctanh": "Atanh",
+    "Ceil": "Ceil",
     "Cos": "Cos",
+    "Cosh": "Cosh",
+    "Erf": "Erf",
     "Exp": "Exp",
+    "Floor": "Floor",
     "Log": "Log",
-    "Negative": "Neg",
     "Reciprocal": "Reciprocal",
     "Sin": "Sin",
+    "Sinh": "Sinh",
     "Sqrt": "Sqrt",
+    "Tan": "Tan",
+}
+
+_COMPARISONS = {
+    "Equal": "Equal",
+    "Greater": "Greater",
+    "GreaterEqual": "GreaterOrEqual",
+    "Less": "Less",
+    "LessEqual": "LessOrEqual",
+}
+
+_LOGICAL = {
+    "LogicalAnd": "And",
+    "LogicalNot": "Not",
+    "LogicalOr": "Or",
+    "LogicalXor": "Xor",
 }
 
 _REDUCTIONS = {
+    "Amax": "ReduceMax",
+    "Amin": "ReduceMin",
+    "Logsumexp": "ReduceLogSumExp",
     "Max": "ReduceMax",
     "Mean": "ReduceMean",
     "Min": "ReduceMin",
+    "Prod": "ReduceProd",
     "Sum": "ReduceSum",
 }
-
-_FLOATING = ("Div", "Cos", "Exp", "Log", "Reciprocal", "Sin", "Sqrt")
 
 _DTYPES = ("bool", "float32", "int32", "int64")
 
@@ -49,7 +79,7 @@ _DTYPES = ("bool", "float32", "int32", "int64")
 @operation(*_BINARY)
 def _binary(context: Context, operation: Any, x: Any, y: Any) -> Value:
     kind = _BINARY[type(operation).__name__]
-    pair = _promoted(context.graph, (x, y), kind in _FLOATING)
+    pair = _promoted(context.graph, (x, y), kind == "Div")
     return context.graph.op(kind, *pair)
 
 
@@ -70,12 +100,86 @@ def _einsum(context: Context, operation: Any, *operands: Any) -> Value:
     return context.graph.op("Einsum", *values, equation=equation)
 
 
+@operation(*_COMPARISONS)
+def _comparison(context: Context, operation: Any, x: Any, y: Any) -> Value:
+    kind = _COMPARISONS[type(operation).__name__]
+    pair = _promoted(context.graph, (x, y), False)
+    return context.graph.op(kind, *pair, dtype="bool")
+
+
+@operation("NotEqual")
+def _not_equal(context: Context, operation: Any, x: Any, y: Any) -> Value:
+    pair = _promoted(context.graph, (x, y), False)
+    equal = context.graph.op("Equal", *pair, dtype="bool")
+    return context.graph.op("Not", equal)
+
+
+@operation(*_LOGICAL)
+def _logical(context: Context, operation: Any, *operands: Value) -> Value:
+    kind = _LOGICAL[type(operation).__name__]
+    flags = [context.graph.cast(each, "bool") for each in operands]
+    return context.graph.op(kind, *flags)
+
+
+@operation("Where")
+def _where(
+    context: Context, operation: Any, test: Any, x: Any, y: Any
+) -> Value:
+    pair = _promoted(context.graph, (x, y), False)
+    test = context.graph.cast(test, "bool")
+    return context.graph.op("Where", test, *pair, dtype=pair[0].dtype)
+
+
 @operation(*_UNARY)
 def _unary(context: Context, operation: Any, x: Value) -> Value:
-    kind = _UNARY[type(operation).__name__]
-    if kind in _FLOATING:
-        x = context.graph.cast(x, "float32")
-    return context.graph.op(kind, x)
+    return context.graph.op(_UNARY[type(operation).__name__], x)
+
+
+@operation(*_FLOATING)
+def _floating(context: Context, operation: Any, x: Value) -> Value:
+    x = context.graph.cast(x, "float32")
+    return context.graph.op(_FLOATING[type(operation).__name__], x)
+
+
+@operation("Expm1")
+def _expm1(context: Context, operation: Any, x: Value) -> Value:
+    x = context.graph.cast(x, "float32")
+    return context.graph.op("Sub", context.graph.op("Exp", x), 1.0)
+
+
+_LOGARITHMS = {"Log2": 1 / math.log(2), "Log10": 1 / math.log(10)}
+
+
+@operation(*_LOGARITHMS)
+def _logarithm(context: Context, operation: Any, x: Value) -> Value:
+    logarithm = context.graph.op("Log", context.graph.cast(x, "float32"))
+    factor = _LOGARITHMS[type(operation).__name__]
+    return context.graph.op("Mul", logarithm, factor)
+
+
+@operation("Log1p")
+def _log1p(context: Context, operation: Any, x: Value) -> Value:
+    x = context.graph.cast(x, "float32")
+    return context.graph.op("Log", context.graph.op("Add", x, 1.0))
+
+
+@operation("Round")
+def _round(context: Context, operation: Any, x: Value) -> Value:
+    if operation.decimals:
+        raise Refused(f"it has decimals={operation.decimals}", "0")
+    return context.graph.op("Round", context.graph.cast(x, "float32"))
+
+
+@operation("Var", "Std")
+def _spread(context: Context, operation: Any, x: Value) -> Value:
+    graph = context.graph
+    x = graph.cast(x, "float32")
+    axes = _reduced(operation, x)
+    from_mean = graph.op("Sub", x, graph.op("ReduceMean", x, axes, keepdims=1))
+    square = graph.op("Mul", from_mean, from_mean)
+    keepdims = int(operation.keepdims)
+    y = graph.op("ReduceMean", square, axes, keepdims=keepdims)
+    return y if type(operation).__name__ == "Var" else graph.op("Sqrt", y)
 
 
 @operation("Square")
@@ -94,15 +198,46 @@ def _reduction(context: Context, operation: Any, x: Value) -> Value:
     if getattr(operation, "initial", None) is not None:
         raise Refused("it has an initial value", "none")
     kind = _REDUCTIONS[type(operation).__name__]
-    if kind == "ReduceMean":
+    if kind in ("ReduceMean", "ReduceLogSumExp"):
         x = context.graph.cast(x, "float32")
+    if getattr(operation, "dtype", None) not in (None, x.dtype):
+        raise Refused(f"its dtype is {operation.dtype}", "that of its input")
+    keepdims = int(operation.keepdims)
+    return context.graph.op(kind, x, _reduced(operation, x), keepdims=keepdims)
+
+
+def _reduced(operation: Any, x: Value) -> Any:
+    """The axes of an operation that sums, or the like; None for all."""
     axis = operation.axis
     axes = range(x.rank) if axis is None else np.atleast_1d(axis)
-    return context.graph.op(
-        kind,
-        x,
-        np.asarray(axes, "int64"),
-        keepdims=int(operation.keepdims),
+    return np.asarray(axes, "int64")
+
+
+@operation("Stack")
+def _stack(context: Context, operation: Any, values: Any) -> Value:
+    graph, axis = context.graph, np.asarray([operation.axis])
+    rows = [
+        graph.op("Unsqueeze", each, axis)
+        for each in _promoted(graph, values, False)
+    ]
+    return graph.op("Concat", *rows, axis=operation.axis)
+
+
+@operation("Swapaxes")
+def _swap(context: Context, operation: Any, x: Value) -> Value:
+    order = [*range(x.rank)]
+    a, b = operation.axis1, operation.axis2
+    order[a], order[b] = order[b], order[a]
+    return context.graph.transpose(x, tuple(order))
+
+
+@operation("Normalize")
+def _normalize(context: Context, operation: Any, x: Value) -> Value:
+    if operation.order != 2:
+        raise Refused(f"its order is {operation.order}", "2")
+    epsilon = operation.epsilon or keras.config.epsilon()
+    return of_length_one(
+        context.graph, x, _reduced(operation, x), float(epsilon)
     )
 
 

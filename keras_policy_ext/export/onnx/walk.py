@@ -14,7 +14,9 @@ from keras_policy_ext.export.onnx import (  # noqa: F401  they register
     activations,
     channels,
     contractions,
+    convolutions,
     elementwise,
+    normalizations,
     operations,
 )
 from keras_policy_ext.export.onnx.graph import Graph, Value, onnx_type

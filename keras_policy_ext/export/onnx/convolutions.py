@@ -1,0 +1,111 @@
+"""Convolutions that are not frozen: depthwise, separable, transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_policy_ext.export.onnx.activations import activated
+from keras_policy_ext.export.onnx.channels import (
+    channels_first,
+    padding_of,
+    put_back,
+)
+from keras_policy_ext.export.onnx.graph import Value
+from keras_policy_ext.export.onnx.kernels import NOT_FOUND
+from keras_policy_ext.export.onnx.registry import Context, layer
+
+
+@layer("DepthwiseConv1D", "DepthwiseConv2D")
+def _depthwise(context: Context, layer: Any, x: Value) -> Value:
+    y = _by_channel(context, layer, layer.kernel, x, _bias(context, layer))
+    y = put_back(context.graph, y, layer.data_format, x.rank)
+    return activated(context, layer.activation, y)
+
+
+@layer("SeparableConv1D", "SeparableConv2D")
+def _separable(context: Context, layer: Any, x: Value) -> Value:
+    y = _by_channel(context, layer, layer.depthwise_kernel, x, [])
+    kernel = context.kernels.weight(layer.pointwise_kernel, NOT_FOUND)
+    order = (layer.rank + 1, layer.rank, *range(layer.rank))
+    turned = context.graph.constant(kernel.transpose(order), "pointwise")
+    y = context.graph.op("Conv", y, turned, *_bias(context, layer))
+    y = put_back(context.graph, y, layer.data_format, x.rank)
+    return activated(context, layer.activation, y)
+
+
+@layer("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
+def _transposed(context: Context, layer: Any, x: Value) -> Value:
+    """Kernels are (*window, out, in), and in ONNX (in, out, *window)."""
+    graph = context.graph
+    kernel = context.kernels.weight(layer.kernel, NOT_FOUND)
+    order = (layer.rank + 1, layer.rank, *range(layer.rank))
+    y = graph.op(
+        "ConvTranspose",
+        channels_first(graph, x, layer.data_format),
+        graph.constant(kernel.transpose(order), "kernel"),
+        *_bias(context, layer),
+        strides=list(layer.strides),
+        dilations=list(layer.dilation_rate),
+        **_cut_off(layer),
+    )
+    y = put_back(graph, y, layer.data_format, x.rank)
+    return activated(context, layer.activation, y)
+
+
+def _by_channel(
+    context: Context, layer: Any, kernel: Any, x: Value, bias: list[Value]
+) -> Value:
+    """Each channel with `depth_multiplier` windows of its own."""
+    values = context.kernels.weight(kernel, NOT_FOUND)
+    *window, channels, multiplier = values.shape
+    values = values.transpose(layer.rank, layer.rank + 1, *range(layer.rank))
+    return context.graph.op(
+        "Conv",
+        channels_first(context.graph, x, layer.data_format),
+        context.graph.constant(
+            values.reshape(channels * multiplier, 1, *window), "kernel"
+        ),
+        *bias,
+        strides=list(layer.strides),
+        dilations=list(layer.dilation_rate),
+        group=channels,
+        **padding_of(layer, x),
+    )
+
+
+def _bias(context: Context, layer: Any) -> list[Value]:
+    if not layer.use_bias:
+        return []
+    return [context.graph.constant(context.kernels.weight(layer.bias), "bias")]
+
+
+def _cut_off(layer: Any) -> dict[str, Any]:
+    """What is cut off at both ends of each axis, or added at the last one.
+
+    As in Keras, of the whole outputs of `(size - 1) * stride + window`.
+    """
+    before, after = [], []
+    asked = layer.output_padding or [None] * layer.rank
+    for size, stride, rate, more in zip(
+        layer.kernel_size,
+        layer.strides,
+        layer.dilation_rate,
+        asked,
+        strict=True,
+    ):
+        window = (size - 1) * rate + 1
+        if layer.padding == "valid":
+            first = 0
+            last = -(max(stride - window, 0) if more is None else more)
+        else:
+            kept = window + window % 2 - 2 + (more or 0)
+            if more is None:
+                kept = stride + window - 2
+            first = window - 1 - min(kept // 2 + kept % 2, window - 1)
+            last = 2 * (window - 1) - kept - first
+        before.append(first)
+        after.append(last)
+    return {
+        "pads": [*before, *(max(each, 0) for each in after)],
+        "output_padding": [max(-each, 0) for each in after],
+    }
