@@ -124,6 +124,13 @@ CASES = {
         Axes((0, 1, 2), (3,)),
         27,
     ),
+    "conv 2d transposed": (
+        lambda: layers.Conv2DTranspose(130, (3, 2), strides=2, padding="same"),
+        (4, 5, 3),
+        (1, 2, 3),
+        Axes((0, 1, 3), (2,)),
+        18,
+    ),
     "conv 3d": (
         lambda: layers.Conv3D(4, 2, strides=2, padding="same"),
         (5, 4, 6, 3),

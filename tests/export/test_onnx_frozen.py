@@ -60,6 +60,12 @@ CASES = {
         (1, 2, 3),
         180,
     ),
+    "conv 2d transposed": (
+        lambda: layers.Conv2DTranspose(6, 3, strides=2, padding="same"),
+        (5, 4, 20),
+        (1, 2, 3),
+        180,
+    ),
 }
 
 

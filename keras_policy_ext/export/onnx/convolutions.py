@@ -1,9 +1,10 @@
-"""Convolutions that are not frozen: depthwise, separable, transposed."""
+"""Depthwise, separable and transposed convolutions."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
 from keras_policy_ext.export.onnx.channels import (
     channels_first,
@@ -25,31 +26,33 @@ def _depthwise(context: Context, layer: Any, x: Value) -> Value:
 @layer("SeparableConv1D", "SeparableConv2D")
 def _separable(context: Context, layer: Any, x: Value) -> Value:
     y = _by_channel(context, layer, layer.depthwise_kernel, x, [])
-    kernel = context.kernels.weight(layer.pointwise_kernel, NOT_FOUND)
-    order = (layer.rank + 1, layer.rank, *range(layer.rank))
-    turned = context.graph.constant(kernel.transpose(order), "pointwise")
-    y = context.graph.op("Conv", y, turned, *_bias(context, layer))
+    y = context.graph.op("Conv", *_operands(context, layer, y))
     y = put_back(context.graph, y, layer.data_format, x.rank)
     return activated(context, layer.activation, y)
 
 
 @layer("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
 def _transposed(context: Context, layer: Any, x: Value) -> Value:
-    """Kernels are (*window, out, in), and in ONNX (in, out, *window)."""
     graph = context.graph
-    kernel = context.kernels.weight(layer.kernel, NOT_FOUND)
-    order = (layer.rank + 1, layer.rank, *range(layer.rank))
     y = graph.op(
         "ConvTranspose",
-        channels_first(graph, x, layer.data_format),
-        graph.constant(kernel.transpose(order), "kernel"),
-        *_bias(context, layer),
+        *_operands(context, layer, channels_first(graph, x, layer.data_format)),
         strides=list(layer.strides),
         dilations=list(layer.dilation_rate),
         **_cut_off(layer),
     )
     y = put_back(graph, y, layer.data_format, x.rank)
     return activated(context, layer.activation, y)
+
+
+def _operands(context: Context, layer: Any, x: Value) -> list[Value]:
+    """Inputs with channels first, rounded if asked, the kernel, the bias."""
+    graph, kernel = context.graph, context.kernels.of(layer)
+    return [
+        stored.rounded(graph, x, kernel, range(1, layer.rank + 2)),
+        stored.convolution_kernel(graph, kernel),
+        *_bias(context, layer),
+    ]
 
 
 def _by_channel(

@@ -123,4 +123,6 @@ def _variable(layer: Any) -> keras.Variable:
     """What a layer multiplies with or looks up in, without adapters."""
     if hasattr(layer, "embeddings"):
         return variable_values.stored_embeddings(layer)
+    if hasattr(layer, "pointwise_kernel"):
+        return layer.pointwise_kernel
     return variable_values.stored_kernel(layer)

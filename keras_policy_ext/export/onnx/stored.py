@@ -44,22 +44,28 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
 
 
 def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
-    """A kernel (*window, in, out) in float32, as (out, in, *window)."""
+    """A kernel (*window, in, out) in float32, as (out, in, *window).
+
+    One of a transposed convolution, (*window, out, in), as (in, out, *window).
+    """
     stored = kernel.data
     rank = len(kernel.shape)
     order = (rank - 1, rank - 2, *range(rank - 2))
     if not isinstance(stored, StoredKernel):
         return graph.constant(stored.transpose(order), "kernel")
+    (free,) = kernel.axes.free
+    kept = order.index(free)
     if stored.granularity != "block":
         codes = np.ascontiguousarray(stored.codes.transpose(order))
         value = graph.codes(codes, stored.weights, "kernel")
-        return _dequantized(graph, value, stored, kept=0)
+        return _dequantized(graph, value, stored, kept)
     # Blocks count along window and input channels as Keras has them.
     value = graph.codes(stored.matrix, stored.weights, "kernel")
     rows = _dequantized(graph, value, stored, kept=0)
-    *window, channels, filters = kernel.shape
-    whole = graph.reshape(rows, (filters, *window, channels))
-    return graph.transpose(whole, (0, rank - 1, *range(1, rank - 1)))
+    sizes = [kernel.shape[axis] for axis in (free, *kernel.axes.summed)]
+    whole = graph.reshape(rows, tuple(sizes))
+    ends = (rank - 1, 0) if kept else (0, rank - 1)
+    return graph.transpose(whole, (*ends, *range(1, rank - 1)))
 
 
 def rows_of_table(graph: Graph, kernel: Kernel, indices: Value) -> Value:
