@@ -32,7 +32,7 @@ print(json.dumps(found))
 MODELS = {
     "DenseNet121": ("torch", 121, 121, "231M"),
     # Keras refuses to make this one on torch.
-    "NASNetMobile": ("tensorflow", 37, 197, "45.9M"),
+    "NASNetMobile": ("tensorflow", 197, 197, "45.9M"),
     "EfficientNetV2B0": ("torch", 76, 92, "59.5M"),
 }
 
