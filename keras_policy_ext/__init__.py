@@ -57,10 +57,10 @@ def _warn_of_lost_float8(model: Any, path: Any) -> None:
     importlib.import_module(name).warn(model, path, stacklevel=4)
 
 
-def _load_frozen(*args: Any, **kwargs: Any) -> Any:
-    """Load a model with frozen layers, of which Keras makes stock ones."""
+def _load_whole(*args: Any, **kwargs: Any) -> Any:
+    """Load a model of whose float8 layers Keras would make stock ones."""
     name = f"{__name__}.conversion.loading"
-    return importlib.import_module(name).load_frozen(*args, **kwargs)
+    return importlib.import_module(name).load_whole(*args, **kwargs)
 
 
 def _check_export(model: Any, format: str) -> None:
@@ -71,7 +71,7 @@ def _check_export(model: Any, format: str) -> None:
 
 averages.leave_out_of_averages()
 saving_hooks.after_loading(_warn_of_lost_float8)
-saving_hooks.before_loading(_load_frozen)
+saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 
 _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")

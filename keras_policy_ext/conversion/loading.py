@@ -96,26 +96,31 @@ def load_model(
         return _load_model(load, rewritten, custom_objects, **options)
 
 
-def load_frozen(
+def load_whole(
     source: Any,
     custom_objects: dict[str, object] | None,
     compile: bool,
     safe_mode: bool,
 ) -> keras.Model | None:
-    """`load_model` of a model with frozen layers, in place of Keras's loader.
+    """`load_model` of a model that Keras's loader would bring back in part.
+
+    Of files these are those with frozen layers: it fails at them. Of one that
+    lost its float8 it leaves a warning, as Keras's own loader was asked for.
 
     Args:
-        source: A folder, an open `.keras` file, or the bytes of one.
+        source: A folder, an open `.keras` file, or the bytes that a copy is
+            made of.
         custom_objects: As for `load_model`.
         compile: Likewise.
         safe_mode: Likewise.
 
     Returns:
-        The model; None if no layer in it is frozen.
+        The model; None to leave it to Keras.
     """
     in_memory = isinstance(source, io.BytesIO)
     found = source if in_memory else getattr(source, "name", source)
-    if not frozen_files.has_frozen_layers(found):
+    in_float8 = in_memory and lost_float8.saved_in(found)
+    if not in_float8 and not frozen_files.has_frozen_layers(found):
         return None
     with files.on_disk(source) as path:
         return load_model(path, custom_objects, compile, safe_mode)

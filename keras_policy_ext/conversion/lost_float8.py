@@ -16,7 +16,7 @@ import h5py
 import keras
 
 from keras_policy_ext.conversion import weight_files
-from keras_policy_ext.conversion.weight_files import PathLike
+from keras_policy_ext.conversion.weight_files import PathLike, Source
 from keras_policy_ext.layers.state_files import VERSION_KEY
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
@@ -42,7 +42,7 @@ def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
     """
     if _silent.get():
         return
-    saved = weight_files.count(str(path), _is_state)
+    saved = saved_in(str(path))
     layers = layers_in_float8(model) if saved else []
     now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:
@@ -57,6 +57,11 @@ def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
             UserWarning,
             stacklevel=stacklevel + 1,
         )
+
+
+def saved_in(source: Source) -> int:
+    """How many layers were in float8 when a model was saved."""
+    return weight_files.count(source, _is_state)
 
 
 def _is_state(group: h5py.Group) -> bool:

@@ -1,6 +1,8 @@
 """Plain `keras.saving.load_model` says which float8 layers it lost."""
 
+import copy
 import io
+import pickle
 import threading
 import warnings
 import zipfile
@@ -62,6 +64,19 @@ def test_what_is_loaded_is_what_keras_loads(saved):
     plain, silence = complaints(load.__wrapped__, folder / "model.keras")
     assert not silence
     for a, b in zip(loaded.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_in_memory_loses_nothing(copied, saved):
+    model, _ = saved
+    other, found = complaints(copied, model)
+    assert not found
+    classes = [[type(x) for x in float8_layers(m)] for m in (model, other)]
+    assert classes[0] == classes[1]
+    for a, b in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
