@@ -245,6 +245,34 @@ class ConvTranspose(Conv):
         """What Keras computes of inputs and a kernel."""
         return ops.conv_transpose(x, w, **self.arguments)
 
+    def around(self, kernel_size: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Zeros to add around the outputs, along each axis; below 0: to cut.
+
+        To those without padding, which there are wherever the kernel meets an
+        input: `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. Where
+        "same" pads an odd number of zeros, one more is before, as in
+        `jax.lax.conv_transpose`, up to the reach of the kernel.
+
+        Args:
+            kernel_size: Per spatial axis.
+        """
+        asked = self.output_padding or (None,) * len(self.strides)
+        steps = zip(
+            kernel_size, self.strides, self.dilation_rate, asked, strict=True
+        )
+        return [self._around_axis(*each) for each in steps]
+
+    def _around_axis(
+        self, kernel: int, stride: int, dilation: int, more: int | None
+    ) -> tuple[int, int]:
+        reach = (kernel - 1) * dilation
+        if self.padding == "valid":
+            return 0, max(stride - reach - 1, 0) if more is None else more
+        odd = (reach + 1) % 2
+        zeros = reach + (stride - 1 if more is None else odd - 1 + more)
+        before = min((zeros + 1) // 2, reach)
+        return before - reach, zeros - before - reach
+
 
 def in_one_scale(asked: Quantization | None) -> bool:
     """Whether an operand is quantized without regard to its axes."""

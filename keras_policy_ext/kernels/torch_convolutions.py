@@ -24,7 +24,7 @@ class TorchConvolutions(KerasConvolutions):
         """See `Convolutions.outputs`."""
         if not conv.is_transposed:
             return super().outputs(conv, x, w)
-        pads = _window(conv, w.shape)
+        pads = conv.around(tuple(w.shape[:-2]))
         whole = torch.convolution(
             _channels_first(conv, x), _outputs_first(w), None, *_how(conv), 1
         )
@@ -56,7 +56,8 @@ def _conv_backward(
     rank = len(conv.strides)
     pads = [(0, 0)] * rank
     if conv.is_transposed:
-        cut = [(-before, -after) for before, after in _window(conv, w.shape)]
+        around = conv.around(tuple(w.shape[:rank]))
+        cut = [(-before, -after) for before, after in around]
         g = F.pad(g, _flat(cut))
     else:
         pads = _same_padding(conv, x.shape[2:], w.shape[:rank])
@@ -103,30 +104,6 @@ def _outputs_first(w: Tensor) -> Tensor:
 def _flat(pads: Pads) -> list[int]:
     """Pads of each axis as `F.pad` wants them: the last axis first."""
     return [pad for pair in reversed(pads) for pad in pair]
-
-
-def _window(conv: Any, kernel_shape: torch.Size) -> Pads:
-    """Zeros to add around the outputs, along each axis; fewer than 0: to cut.
-
-    PyTorch without padding has an output wherever the kernel meets an input.
-    Where "same" pads an odd number of zeros, one more is before, as in
-    `jax.lax.conv_transpose`, up to the reach of the kernel.
-    """
-    padding = conv.output_padding or (None,) * len(conv.strides)
-    pads = []
-    for kernel, stride, dilation, more in zip(
-        kernel_shape, conv.strides, conv.dilation_rate, padding, strict=False
-    ):
-        reach = (kernel - 1) * dilation
-        if conv.padding == "valid":
-            more = max(stride - reach - 1, 0) if more is None else more
-            pads.append((0, more))
-            continue
-        odd = (reach + 1) % 2
-        zeros = reach + (stride - 1 if more is None else odd - 1 + more)
-        before = min((zeros + 1) // 2, reach)
-        pads.append((before - reach, zeros - before - reach))
-    return pads
 
 
 def _same_padding(

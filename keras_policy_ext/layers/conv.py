@@ -22,26 +22,10 @@ Tensor = Any
 class _Convolves(Float8Mixin):
     """What all convolutions share."""
 
-    def _finished(self, x: Tensor) -> Tensor:
-        """The outputs of a product: with the bias, and activated."""
-        if self.use_bias:
-            x = ops.add(x, self._aligned_bias())
-        return activated(self.activation, x)
-
-    def _aligned_bias(self) -> Tensor:
-        bias = self.convert_input(ops.convert_to_tensor(self.bias))
-        if self.data_format == "channels_last":
-            return bias
-        return ops.reshape(bias, (1, self.filters) + (1,) * self.rank)
-
-
-class _Float8Conv(KernelInFloats, _Convolves):
-    """What the convolutions of every rank share."""
-
     float8_kernels = ("kernel",)
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """`activation(conv(inputs, kernel) + bias)`.
+        """The convolution of the stock layer, its bias, its activation.
 
         Args:
             inputs: (batch, *spatial, channels), or channels first; floating.
@@ -53,7 +37,26 @@ class _Float8Conv(KernelInFloats, _Convolves):
         """
         if self.float8_policy is None:
             return super().call(inputs)
-        inputs = self.convert_input(inputs)
+        x = self._convolved(self.convert_input(inputs), training)
+        if self.use_bias:
+            x = ops.add(x, self._aligned_bias())
+        return activated(self.activation, x)
+
+    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """The outputs of the product, of inputs in the compute dtype."""
+        raise NotImplementedError
+
+    def _aligned_bias(self) -> Tensor:
+        bias = self.convert_input(ops.convert_to_tensor(self.bias))
+        if self.data_format == "channels_last":
+            return bias
+        return ops.reshape(bias, (1, self.filters) + (1,) * self.rank)
+
+
+class _Float8Conv(KernelInFloats, _Convolves):
+    """What the convolutions of every rank share."""
+
+    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         padding = self.padding
         if padding == "causal":
             widths = [(0, 0), (0, 0), (0, 0)]
@@ -70,27 +73,13 @@ class _Float8Conv(KernelInFloats, _Convolves):
         if self.lora_enabled:
             arguments = contraction.arguments
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
-        return self._finished(x)
+        return x
 
 
 class _Float8ConvTranspose(_Convolves):
     """What the transposed convolutions of every rank share."""
 
-    float8_kernels = ("kernel",)
-
-    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """`activation(conv_transpose(inputs, kernel) + bias)`.
-
-        Args:
-            inputs: (batch, *spatial, channels), or channels first; floating.
-            training: Whether amaxes are observed.
-
-        Returns:
-            (batch, *spatial, filters), or channels first, in the compute
-            dtype.
-        """
-        if self.float8_policy is None:
-            return super().call(inputs)
+    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         contraction = kernels.ConvTranspose(
             self.strides,
             self.padding,
@@ -98,10 +87,7 @@ class _Float8ConvTranspose(_Convolves):
             self.data_format,
             self.output_padding,
         )
-        x = self._contract(
-            contraction, self.convert_input(inputs), self.kernel, training
-        )
-        return self._finished(x)
+        return self._contract(contraction, inputs, self.kernel, training)
 
     @classmethod
     def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
@@ -119,21 +105,9 @@ class _Float8SeparableConv(_Convolves):
 
     float8_kernels = ("pointwise_kernel",)
 
-    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """`activation(pointwise(depthwise(inputs)) + bias)`.
-
-        Args:
-            inputs: (batch, *spatial, channels), or channels first; floating.
-            training: Whether amaxes are observed.
-
-        Returns:
-            (batch, *spatial, filters), or channels first, in the compute
-            dtype.
-        """
-        if self.float8_policy is None:
-            return super().call(inputs)
+    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         x = ops.depthwise_conv(
-            self.convert_input(inputs),
+            inputs,
             self.convert_input(ops.convert_to_tensor(self.depthwise_kernel)),
             strides=self.strides,
             padding=self.padding,
@@ -142,9 +116,7 @@ class _Float8SeparableConv(_Convolves):
         )
         ones = (1,) * self.rank
         contraction = kernels.Conv(ones, "valid", ones, self.data_format)
-        return self._finished(
-            self._contract(contraction, x, self.pointwise_kernel, training)
-        )
+        return self._contract(contraction, x, self.pointwise_kernel, training)
 
 
 @drop_in

@@ -12,8 +12,10 @@ from keras_policy_ext.export.onnx.channels import (
     put_back,
 )
 from keras_policy_ext.export.onnx.graph import Value
-from keras_policy_ext.export.onnx.kernels import NOT_FOUND
 from keras_policy_ext.export.onnx.registry import Context, layer
+from keras_policy_ext.kernels import ConvTranspose
+
+_DEPTHWISE = "depthwise kernels stay in floats"
 
 
 @layer("DepthwiseConv1D", "DepthwiseConv2D")
@@ -59,7 +61,7 @@ def _by_channel(
     context: Context, layer: Any, kernel: Any, x: Value, bias: list[Value]
 ) -> Value:
     """Each channel with `depth_multiplier` windows of its own."""
-    values = context.kernels.weight(kernel, NOT_FOUND)
+    values = context.kernels.weight(kernel, _DEPTHWISE)
     *window, channels, multiplier = values.shape
     values = values.transpose(layer.rank, layer.rank + 1, *range(layer.rank))
     return context.graph.op(
@@ -83,32 +85,17 @@ def _bias(context: Context, layer: Any) -> list[Value]:
 
 
 def _cut_off(layer: Any) -> dict[str, Any]:
-    """What is cut off at both ends of each axis, or added at the last one.
-
-    As in Keras, of the whole outputs of `(size - 1) * stride + window`.
-    """
-    before, after = [], []
-    asked = layer.output_padding or [None] * layer.rank
-    for size, stride, rate, more in zip(
-        layer.kernel_size,
+    """What is cut off at both ends of each axis, or added at the last one."""
+    contraction = ConvTranspose(
         layer.strides,
+        layer.padding,
         layer.dilation_rate,
-        asked,
-        strict=True,
-    ):
-        window = (size - 1) * rate + 1
-        if layer.padding == "valid":
-            first = 0
-            last = -(max(stride - window, 0) if more is None else more)
-        else:
-            kept = window + window % 2 - 2 + (more or 0)
-            if more is None:
-                kept = stride + window - 2
-            first = window - 1 - min(kept // 2 + kept % 2, window - 1)
-            last = 2 * (window - 1) - kept - first
-        before.append(first)
-        after.append(last)
+        layer.data_format,
+        layer.output_padding,
+    )
+    around = contraction.around(layer.kernel_size)
+    before, after = zip(*around, strict=True)
     return {
-        "pads": [*before, *(max(each, 0) for each in after)],
-        "output_padding": [max(-each, 0) for each in after],
+        "pads": [max(-each, 0) for each in (*before, *after)],
+        "output_padding": [max(each, 0) for each in after],
     }

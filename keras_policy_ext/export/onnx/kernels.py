@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
 """What is taken where nothing is frozen and nothing is asked for."""
 
-NOT_FOUND = "its layer cannot be frozen"
+_NOT_FOUND = "its layer cannot be frozen"
 """Why a kernel stays float32."""
 
 
@@ -106,7 +106,7 @@ class Kernels:
                 "kernels in a floating dtype, or frozen by this package",
             )
         values = kernels.float_value(layer, variable).astype("float32")
-        reason = getattr(found, "left_out", None) or NOT_FOUND
+        reason = getattr(found, "left_out", None) or _NOT_FOUND
         self._note(variable, "float32", reason, values.nbytes)
         form = drop_in_of(type(layer))
         return Kernel(values, form.float8_axes(layer, variable))
