@@ -50,8 +50,7 @@ def forget_gone_layers(model: keras.Model) -> None:
 
     It keeps for each whether it was trainable (`_compiled_trainable_state`,
     keras 3.15), and with a float8 state the kernel. Where that is gone, so are
-    they; `tests/freezing/test_memory.py` fails where they are not. Expires
-    when Keras keeps no layers there.
+    they. Expires when Keras keeps no layers there.
     """
     kept = getattr(model, "_compiled_trainable_state", None)
     if isinstance(kept, dict):

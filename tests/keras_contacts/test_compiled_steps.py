@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 from keras_policy_ext._keras import compiled_steps
 from public_api import members_about
@@ -54,3 +55,17 @@ def test_a_traced_step_is_kept_when_a_layer_changes():
     compiled_steps.forget_compiled_functions(model)
     assert model.predict(X, verbose=0).max() == 20
     assert members_about(keras.Model, "trace", "forget", "recompile") == []
+
+
+def test_a_compiled_model_keeps_the_layers_that_it_had():
+    """So what was in a layer that is gone stays in memory."""
+    layers = [keras.layers.Dense(2), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile("sgd", "mse")
+    kept = getattr(model, "_compiled_trainable_state", None)
+    if kept is None and keras.__version__ < "3.15":
+        pytest.skip("Keras before 3.15 remembers no layers")
+    model.pop()
+    assert layers[1] in kept
+    compiled_steps.forget_gone_layers(model)
+    assert set(kept) & set(layers) == {layers[0]}
