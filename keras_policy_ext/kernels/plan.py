@@ -299,7 +299,8 @@ class Plan:
         one_pass = observe and self._is_one_pass(operand, chosen)
         if one_pass:
             cast = _storing(cast)
-        apart = one_pass or operand == "kernel"
+        off_cpu = not frameworks.current().on_cpu(x)
+        apart = one_pass or (operand == "kernel" and off_cpu)
         amax = Amax(home, wanted, _amax_of(operand), apart)
         how = amax, known, cast
         saturated, marked = self._read(operand, first, home, *how)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext.frameworks.base import HALVES
 from keras_policy_ext.numerics.casting import view
 
 Tensor = Any
@@ -25,6 +27,9 @@ SUBNORMAL_SCALE = 1 << 22
 """The bits of 2^-127, which byte 0 of E8M0 stands for."""
 
 _EXPONENT_ONES = 0x7F800000
+_BITS = 8
+_MAX_E4M3FN, _NAN_E4M3FN = 0x7E, 0x7F
+_INF_OF_HALF = 0x7C00
 _BIAS = 127
 
 
@@ -46,6 +51,8 @@ def encode(values: Tensor, format_name: str) -> Tensor:
         it; in `float4_e2m1fn`, which has none, that of the largest number.
         Infinities have theirs, or in a format without that of the largest.
     """
+    if _is_half(format_name):
+        return _encode_by_half(values, format_name)
     fmt = formats.get(format_name)
     raw = view(values, "int32")
     magnitude = ops.bitwise_and(raw, MAGNITUDE)
@@ -76,6 +83,8 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     Returns:
         Float32 tensor of that shape.
     """
+    if _is_half(format_name):
+        return _decode_by_half(codes, format_name)
     fmt = formats.get(format_name)
     codes = ops.cast(codes, "int32")
     magnitude = ops.bitwise_and(codes, (1 << (fmt.bits - 1)) - 1)
@@ -93,6 +102,44 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
         bits = ops.where(ops.equal(codes, fmt.nan_code), NAN, bits)
     sign = ops.left_shift(shifted_right(codes, fmt.bits - 1), 31)
     return view(ops.bitwise_or(bits, sign), "float32")
+
+
+def _is_half(format_name: str) -> bool:
+    """Whether a format has codes that are cut out of those of float16.
+
+    Half the operations and less, of which XLA makes a program for every layer
+    (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned integers.
+    """
+    shifts = keras.backend.backend() in ("jax", "tensorflow")
+    return shifts and format_name in HALVES
+
+
+def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
+    """See `encode`."""
+    shift, factor = HALVES[format_name]
+    halves = ops.cast(values * (1.0 / factor), "float16")
+    bits = ops.cast(view(halves, "uint16"), "int32")
+    if shift == _BITS:
+        return ops.cast(ops.right_shift(bits, shift), "uint8")
+    magnitude = ops.right_shift(ops.bitwise_and(bits, 0x7FFF), shift)
+    code = ops.minimum(magnitude, _MAX_E4M3FN)
+    code = ops.where(magnitude > _INF_OF_HALF >> shift, _NAN_E4M3FN, code)
+    sign = ops.bitwise_and(ops.right_shift(bits, _BITS), 0x80)
+    return ops.cast(ops.bitwise_or(code, sign), "uint8")
+
+
+def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
+    """See `decode`."""
+    shift, factor = HALVES[format_name]
+    wide = ops.cast(codes, "int32")
+    magnitude = ops.bitwise_and(wide, 0x7F)
+    sign = ops.left_shift(ops.bitwise_and(wide, 0x80), _BITS)
+    bits = ops.bitwise_or(ops.left_shift(magnitude, shift), sign)
+    halves = view(ops.cast(bits, "uint16"), "float16")
+    found = ops.cast(halves, "float32") * factor
+    if shift == _BITS:
+        return found
+    return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, found)
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:

@@ -42,6 +42,9 @@ SLOTS = 8
 MOST_STEPS = 2.0**23
 """Where the count of steps starts anew, so that float32 holds it."""
 
+_FIRST = 2 + SLOTS
+"""Where the history starts."""
+
 SEALED = -1.0
 """In the first column of a row that nothing but an assignment has changed."""
 
@@ -69,15 +72,15 @@ class Layout:
     @property
     def width(self) -> int:
         """Number of columns."""
-        return 2 + SLOTS + self.length
+        return _FIRST + self.length
 
     def history(self, state: Tensor) -> Tensor:
         """Amax histories, (rows, length), newest at index 0."""
-        return state[:, 2 + SLOTS :]
+        return state[:, _FIRST:]
 
     def scale(self, state: Tensor) -> Tensor:
         """Scales last used, (rows,); 0 where none was."""
-        return state[:, 1 + SLOTS]
+        return state[:, _FIRST - 1]
 
     def observation(self, amaxes: Tensor, slot: int) -> Tensor:
         """One use.
@@ -89,43 +92,28 @@ class Layout:
         Returns:
             Float32 (rows, width).
         """
-        slot = slot % SLOTS
-        column = ops.expand_dims(amaxes, 1)
-        rows = column.shape[0]
-        after = self.width - 2 - slot
-        return ops.concatenate(
-            [
-                ops.ones((rows, 1), "float32"),
-                ops.zeros((rows, slot), "float32"),
-                column,
-                ops.zeros((rows, after), "float32"),
-            ],
-            axis=1,
+        told = ops.where(
+            np.arange(_FIRST) == slot % SLOTS, ops.expand_dims(amaxes, 1), 0.0
         )
+        rows, after = told.shape[0], self.width - 1 - _FIRST
+        ones = ops.ones((rows, 1), "float32")
+        zeros = ops.zeros((rows, after), "float32")
+        return ops.concatenate([ones, told, zeros], axis=1)
 
     def is_intact(self, state: Tensor) -> Tensor:
         """Which rows of a settled state nobody has moved, bool (rows,)."""
         return state[:, 0] == SEALED
 
-    def settled(self, scale: Tensor, history: Tensor) -> Tensor:
-        """A state with these scales, (rows,), and histories."""
-        rows = history.shape[0]
-        return ops.concatenate(
-            [
-                SEALED * ops.ones((rows, 1), "float32"),
-                ops.zeros((rows, SLOTS), "float32"),
-                ops.expand_dims(scale, 1),
-                history,
-            ],
-            axis=1,
-        )
-
     def settle(self, value: Tensor, previous: Tensor, used: Tensor) -> Tensor:
         """Interpret an assigned value.
 
+        Chosen column by column and not put together from parts: a compiler
+        makes one kernel of that, and there is a state for each layer.
+
         Args:
             value: (rows, width); an observation, a settled state or zeros,
-                row by row. More columns hold more amaxes.
+                row by row. More columns are the observations of more
+                replicas, without their uses.
             previous: (rows, width), settled.
             used: Float32 (rows,), the scales of the observed step.
 
@@ -133,35 +121,72 @@ class Layout:
             (rows, width), settled. An amax that is not finite is not entered.
             A settled row that is assigned is sealed, unless it was moved.
         """
-        uses, amaxes = value[:, :1], value[:, 1:]
-        finite = ops.all(ops.isfinite(amaxes), axis=1, keepdims=True)
-        intact = ops.expand_dims(self.is_intact(previous), 1)
-        history = ops.where(intact, self.history(previous), 0.0)
-        newest = self._newest(uses, amaxes, history)
-        rolled = _roll(newest, history)
-        history = ops.where(finite, rolled, history)
-        observed = self.settled(used, history)
+        uses, told, columns = value[:, :1], self._told(value), self._columns()
         is_rounded = ops.less_equal(ops.abs(uses - SEALED), ROUNDING)
         seal = ops.where(is_rounded, SEALED, uses)
-        state = ops.concatenate([seal, value[:, 1 : self.width]], axis=1)
-        kept = ops.where(ops.less(uses, 0.0), state, previous)
-        return ops.where(self._is_observation(uses, amaxes), observed, kept)
+        given = ops.where(columns == 0, seal, value[:, : self.width])
+        kept = ops.where(ops.less(uses, 0.0), given, previous)
 
-    def _is_observation(self, uses: Tensor, amaxes: Tensor) -> Tensor:
+        sealed = ops.where(columns == 0, SEALED, 0.0)
+        scale = ops.expand_dims(used, 1)
+        sealed = ops.where(columns == _FIRST - 1, scale, sealed)
+        history = self._entered(uses, told, previous)
+        observed = ops.where(columns < _FIRST, sealed, history)
+        return ops.where(self._is_observation(uses, told), observed, kept)
+
+    def _columns(self) -> Tensor:
+        """The number of each column, (1, width)."""
+        return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
+
+    def _told(self, value: Tensor) -> Tensor:
+        """The slots of each replica, and the two columns behind them.
+
+        Which are 0 in an observation and not in a state that is in use: they
+        tell an observation from a sum with one. All columns would be a pass
+        in four steps for XLA on a CPU, four times for each layer.
+        """
+        rows, width = value.shape
+        if width == self.width:
+            return value[:, 1 : _FIRST + 1]
+        each = ops.reshape(value[:, 1:], (rows, -1, self.width - 1))
+        return ops.reshape(each[:, :, :_FIRST], (rows, -1))
+
+    def _entered(self, uses: Tensor, told: Tensor, previous: Tensor) -> Tensor:
+        """The newest amax in the history, whose first column is `_FIRST`.
+
+        As Keras and Flax enter it: the ring turns left and index 0 is
+        overwritten, so that index 1 is the oldest entry and the last index
+        the one before the newest.
+        """
+        intact = ops.expand_dims(self.is_intact(previous), 1)
+        before = ops.where(intact, previous, 0.0)
+        first = before[:, _FIRST : _FIRST + 1]
+        columns, last = self._columns(), self.width - 1
+        turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
+        turned = ops.where(columns == last, first, turned)
+        newest = self._newest(uses, told, first)
+        rolled = ops.where(columns == _FIRST, newest, turned)
+        finite = ops.all(ops.isfinite(told), axis=1, keepdims=True)
+        return ops.where(finite, rolled, before)
+
+    def _is_observation(self, uses: Tensor, told: Tensor) -> Tensor:
         """Which rows are sums over uses, and nothing else, bool (rows, 1).
 
         A sum that was scaled, as to clip a norm or to average over batches,
         has a number of uses that is no integer, or more amaxes than uses.
         """
-        seen = ops.cast(ops.not_equal(amaxes, 0.0), "float32")
+        slots = np.arange(told.shape[1]) % _FIRST < SLOTS
+        weights = np.where(slots, 1.0, np.inf).astype("float32")
+        seen = ops.where(ops.not_equal(told, 0.0), weights, 0.0)
         seen = ops.sum(seen, axis=1, keepdims=True)
         whole = ops.equal(uses, ops.floor(uses))
         counted = ops.logical_and(whole, ops.greater_equal(uses, seen))
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
-    def _newest(self, uses: Tensor, amaxes: Tensor, history: Tensor) -> Tensor:
-        mean = ops.sum(amaxes, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
-        largest = ops.max(amaxes, axis=1, keepdims=True)
+    def _newest(self, uses: Tensor, told: Tensor, first: Tensor) -> Tensor:
+        """What is entered, (rows, 1); `first` is the newest entry so far."""
+        mean = ops.sum(told, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
+        largest = ops.max(told, axis=1, keepdims=True)
         constant = np.array(self.constant)[:, np.newaxis]
         return ops.where(constant, mean, largest)
 
@@ -174,20 +199,10 @@ class Counting(Layout):
     holds exactly, and the count would stop.
     """
 
-    def _newest(self, uses: Tensor, amaxes: Tensor, history: Tensor) -> Tensor:
-        return following(history)
+    def _newest(self, uses: Tensor, told: Tensor, first: Tensor) -> Tensor:
+        return following(first)
 
 
 def following(steps: Tensor) -> Tensor:
     """The number of the next step."""
     return ops.where(steps + 1.0 < MOST_STEPS, steps + 1.0, 0.0)
-
-
-def _roll(newest: Tensor, history: Tensor) -> Tensor:
-    """Enter the newest amax as Keras and Flax do.
-
-    The ring turns left and index 0 is overwritten: index 1 is the oldest
-    entry and the last index the one before the newest.
-    """
-    parts = [newest, history[:, 2:], history[:, :1]]
-    return ops.concatenate(parts, axis=1)[:, : history.shape[1]]

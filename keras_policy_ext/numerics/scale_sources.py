@@ -120,8 +120,9 @@ class DelayedSource:
         limit = formats.get(quantization.format).max
         waits = not amax.apart or keras.backend.backend() != "jax"
         if amax.known is not None and waits:
-            current = self._scale(amax.known, limit, 1.0)
-            return ops.where(unseen, current, scale)
+            amax_of_now = ops.where(unseen, amax.known, 0.0)
+            known_scale = ops.where(unseen, 1.0, scale)
+            return self._scale(amax_of_now, limit, known_scale)
         return ops.cond(
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
@@ -162,24 +163,24 @@ class DelayedSource:
         Returns:
             (3, width), settled.
         """
-        known = self.history_scales(previous)
-        used = known.scales
-        if known.unseen is not None:
-            used = ops.where(known.unseen, self._stored(previous), used)
+        used = self.history_scales(previous).scales
         return self.layout.settle(value, previous, used)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
-        """Scales from the histories in `state`, (3, width)."""
+        """Scales from the histories in `state`, (3, width).
+
+        With no fixed scale to start from, what was never observed has a scale
+        of 0: said by the quotient itself, it is not computed anew, from the
+        state, wherever a compiler needs to know.
+        """
         intact = self.layout.is_intact(state)
-        reduced, stored = self._reduced(state, intact), self._stored(state)
-        known = stored > 0.0
-        previous = ops.where(known, stored, self.initial)
-        limits = ops.convert_to_tensor(self.limits, "float32")
-        scales = self._scale(reduced, limits, previous)
+        previous = self._stored(state)
         if not self.starts_from_current:
-            return HistoryScales(scales, None)
-        seen = known | scaling.is_positive_finite(reduced)
-        return HistoryScales(scales, ~seen)
+            previous = ops.where(previous > 0.0, previous, self.initial)
+        limits = ops.convert_to_tensor(self.limits, "float32")
+        scales = self._scale(self._reduced(state, intact), limits, previous)
+        unseen = scales == 0.0 if self.starts_from_current else None
+        return HistoryScales(scales, unseen)
 
     def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
         margin = self.recipe.margin

@@ -135,7 +135,9 @@ def dense_with_state(length, scale=0.5, **kwargs):
     rings = np.stack([aged(newest_first * factor) for factor in (1, 2, 3)])
     layout = source_of(matrix.recipe).layout
     scales = np.array([1, 2, 4], "float32") * scale
-    matrix.assign(numpy(layout.settled(scales, rings)))
+    state = numpy(matrix)
+    layout.scale(state)[:], layout.history(state)[:] = scales, rings
+    matrix.assign(state)
     return model
 
 

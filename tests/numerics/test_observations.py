@@ -32,9 +32,10 @@ def fresh(rule):
 
 def settled(rule, scale, history):
     """A state with these scales (3,) and histories (3, length)."""
-    arrays = np.asarray(scale, "float32"), np.asarray(history, "float32")
-    result = rule.layout.settled(*map(ops.convert_to_tensor, arrays))
-    return ops.convert_to_numpy(result)
+    state = fresh(rule)
+    rule.layout.scale(state)[:] = scale
+    rule.layout.history(state)[:] = history
+    return state
 
 
 def random_state(rule, seed=0):
