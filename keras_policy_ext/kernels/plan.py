@@ -16,6 +16,7 @@ from keras_policy_ext.kernels.both_layouts import (
     Reads,
     read_both,
 )
+from keras_policy_ext.kernels.choices import Choices
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.gathering import gathered
@@ -103,17 +104,14 @@ class Plan:
         """What becomes of each operand in each matmul."""
         return self.operands.asked
 
+    @functools.cached_property
+    def choices(self) -> Choices:
+        """What multiplies in each matmul."""
+        return Choices(self)
+
     def choose(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
-        a, b = (self.asked[operand, matmul] for operand in MATMULS[matmul])
-        return self.contraction.choose(
-            engines.engine(),
-            matmul,
-            a,
-            b,
-            prefer=self.prefer,
-            for_xla=self.for_xla,
-        )
+        return self.choices.of(matmul)
 
     @property
     def choice(self) -> Choice:

@@ -10,6 +10,7 @@ from keras import ops
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
 
@@ -121,6 +122,12 @@ class Folded(Quantized):
     """
 
     exact: bool = False
+
+    def _with(
+        self, values: Tensor, scale: Tensor, quantization: Quantization | None
+    ) -> Folded:
+        above = self.tensor_scale
+        return Folded(values, scale, quantization, above, self.exact)
 
 
 def exact_in(dtype: str, *operands: Quantized) -> bool:

@@ -25,6 +25,9 @@ Array = np.ndarray[Any, Any]
 FIRST = 2 + SLOTS
 """Where the history starts in a row, behind the scale that was used last."""
 
+_WEIGHTS = np.where(np.arange(FIRST) < SLOTS, 1.0, np.inf)
+"""What counts as a use, and what no observation has."""
+
 _IS_KERNEL = np.array([operand == "kernel" for operand in OPERANDS])
 
 
@@ -44,10 +47,11 @@ class CpuStates:
 
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
         """See `StateKernels.history_scales`."""
-        scales, _, seen = _scales_before(source, state.detach().numpy())
-        if not source.starts_from_current:
-            return HistoryScales(torch.from_numpy(scales), None)
-        return HistoryScales(torch.from_numpy(scales), torch.from_numpy(~seen))
+        scales = torch.from_numpy(
+            _scales_before(source, state.detach().numpy())
+        )
+        unseen = scales == 0.0 if source.starts_from_current else None
+        return HistoryScales(scales, unseen)
 
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
@@ -62,17 +66,14 @@ class CpuStates:
         """See `StateKernels.settle`."""
         value, previous = value.detach(), previous.detach()
         # More than two numbers have different sums in different orders.
-        sums = value[:, 1:].sum(1).numpy()
+        sums = value[:, 1 : FIRST + 1].sum(1).numpy()
         with np.errstate(all="ignore"):
             settled = _settled(source, value.numpy(), previous.numpy(), sums)
         return torch.from_numpy(settled)
 
 
-def _scales_before(source: Any, state: Array) -> tuple[Array, Array, Array]:
-    """The scales of the operands, those used last, and which were seen.
-
-    See `DelayedSource.history_scales`.
-    """
+def _scales_before(source: Any, state: Array) -> Array:
+    """The scales of the operands: see `DelayedSource.history_scales`."""
     intact = state[:, 0] == SEALED
     history = state[:, FIRST:]
     newest_only = source.recipe.amax_compute == "most_recent"
@@ -83,8 +84,7 @@ def _scales_before(source: Any, state: Array) -> tuple[Array, Array, Array]:
     previous = np.where(known, stored, np.float32(source.initial))
     bits = reduced.view("int32")
     usable = (bits > 0) & (bits < 0x7F800000)
-    scales = np.where(usable, _scales_of(source, reduced), previous)
-    return scales, stored, known | usable
+    return np.where(usable, _scales_of(source, reduced), previous)
 
 
 def _scales_of(source: Any, amaxes: Array) -> Array:
@@ -100,26 +100,22 @@ def _scales_of(source: Any, amaxes: Array) -> Array:
 
 def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     """See `DelayedSource.settle` and `Layout.settle`; `sums` of the amaxes."""
-    scales, stored, seen = _scales_before(source, previous)
-    used = np.where(seen, scales, stored)
-    if not source.starts_from_current:
-        used = scales
-
-    uses, amaxes = value[:, 0], value[:, 1:]
+    used = _scales_before(source, previous)
+    uses, told = value[:, 0], value[:, 1 : FIRST + 1]
     observed = np.zeros_like(previous)
     observed[:, 0] = SEALED
     observed[:, FIRST - 1] = used
     intact = (previous[:, 0] == SEALED)[:, np.newaxis]
     history = np.where(intact, previous[:, FIRST:], np.float32(0.0))
     observed[:, FIRST:] = history
-    finite = np.isfinite(amaxes).all(axis=1)
+    finite = np.isfinite(told).all(axis=1)
     mean = sums / np.maximum(uses, np.float32(1.0))
-    newest = np.where(_IS_KERNEL, mean, amaxes.max(axis=1))
+    newest = np.where(_IS_KERNEL, mean, told.max(axis=1))
     rolled = np.roll(history, -1, axis=1)
     rolled[:, 0] = newest
     observed[finite, FIRST:] = rolled[finite]
 
-    count = (amaxes != 0.0).sum(axis=1)
+    count = np.where(told != 0.0, _WEIGHTS, 0.0).sum(axis=1)
     counted = (uses == np.floor(uses)) & (uses >= count) & (uses > 0.0)
     settled = previous.copy()
     given = uses < 0.0

@@ -57,12 +57,8 @@ class Quantized:
         """The same for a matmul that sums over the other axis."""
         if self.tile.is_whole:
             return self.with_values(swapped(self.values))
-        return dataclasses.replace(
-            self,
-            values=swapped(self.values),
-            scale=swapped(self.scale),
-            quantization=self.quantization and self.quantization.transposed,
-        )
+        turned = self.quantization and self.quantization.transposed
+        return self._with(swapped(self.values), swapped(self.scale), turned)
 
     @property
     def spread_scale(self) -> Tensor:
@@ -89,7 +85,7 @@ class Quantized:
             values = casting.as_dtype(values, dtype)
         if is_wide(scale) and asked.scale_format != "float32":
             scale = codes.encode_scales(scale, asked.scale_format)
-        return dataclasses.replace(self, values=values, scale=scale)
+        return self._with(values, scale, asked)
 
     def widened(
         self, widen: Any = casting.widen, decode: Any = codes.decode
@@ -109,7 +105,7 @@ class Quantized:
             values = widen(values)
         if _is_code(scale):
             scale = codes.decode_scales(scale, asked.scale_format)
-        return dataclasses.replace(self, values=values, scale=scale)
+        return self._with(values, scale, asked)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
         """What the values stand for, but for the scale of the tensor.
@@ -130,11 +126,17 @@ class Quantized:
         without has only the gradients to tell a loss scaler to skip the step.
         """
         mark = amax * 0.0 + 1.0
-        return dataclasses.replace(self, scale=self.scale * mark)
+        return self._with(self.values, self.scale * mark, self.quantization)
 
     def with_values(self, values: Tensor) -> Quantized:
         """The same scales of other values."""
-        return dataclasses.replace(self, values=values)
+        return self._with(values, self.scale, self.quantization)
+
+    def _with(
+        self, values: Tensor, scale: Tensor, quantization: Quantization | None
+    ) -> Quantized:
+        """These, and the scale of the tensor; ten times in an eager layer."""
+        return Quantized(values, scale, quantization, self.tensor_scale)
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""

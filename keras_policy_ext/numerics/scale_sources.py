@@ -88,7 +88,7 @@ class DelayedSource:
             self.layout.width,
         )
         self.starts_from_current = recipe.initial_scale == "current"
-        self.initial = 1.0 if self.starts_from_current else recipe.initial_scale
+        self.initial = 0.0 if self.starts_from_current else recipe.initial_scale
         self.rule: ScaleRule | None = ScaleRule(True, recipe.margin)
         self.limits = [
             formats.get(recipe.format_of(operand)).max for operand in OPERANDS
@@ -174,9 +174,8 @@ class DelayedSource:
         state, wherever a compiler needs to know.
         """
         intact = self.layout.is_intact(state)
-        previous = self._stored(state)
-        if not self.starts_from_current:
-            previous = ops.where(previous > 0.0, previous, self.initial)
+        stored = self._stored(state)
+        previous = ops.where(stored > 0.0, stored, self.initial)
         limits = ops.convert_to_tensor(self.limits, "float32")
         scales = self._scale(self._reduced(state, intact), limits, previous)
         unseen = scales == 0.0 if self.starts_from_current else None

@@ -112,7 +112,7 @@ class Quantization:
                 self._wrong("hadamard", "a multiple of tile.contracted")
             )
 
-    @property
+    @functools.cached_property
     def transposed(self) -> Quantization:
         """The tile transposed, the rest equal."""
         return dataclasses.replace(self, tile=self.tile.transposed)
@@ -137,7 +137,7 @@ class Quantization:
         """Whether equal numbers of one tile may become different ones."""
         return self.hadamard is not None or self.rounding == "stochastic"
 
-    @property
+    @functools.cached_property
     def keeps_axes(self) -> bool:
         """Whether what becomes of a number does not depend on its place."""
         return self.tile.is_whole and not self.by_place
