@@ -81,6 +81,19 @@ class Observed:
         found, self.earlier = self.earlier, None
         return found
 
+    def replaced(self) -> None:
+        """Know that the state is another one, of which nothing was observed."""
+        self.taken()
+        if self in _TOLD:
+            _TOLD[self].fill_(True)
+
+
+_TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
+"""What `told` returns, and what is no part of a copy of a state."""
+
+_KEPT: list[Tensor] = []
+"""The same, never freed: a kernel that is still to run may write into it."""
+
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
     """Keep the observations of a state apart from its gradient, from now on.
@@ -168,6 +181,38 @@ def changed_value(variable: Any) -> Tensor | None:
         return None
     observed.version = tensor._version
     return tensor.detach().numpy()
+
+
+def told(parameter: Tensor) -> Tensor | None:
+    """Where a GPU tells the host which operands of a state it has not seen.
+
+    Args:
+        parameter: That of a state on a GPU.
+
+    Returns:
+        Bool (operands,), pinned: a kernel writes into it, and nobody waits.
+        None for a state that no gradient is taken of, and where there is none
+        yet while CUDA captures a graph, which allows no such memory.
+    """
+    state = _STATES.get(id(parameter))
+    if state is None:
+        return None
+    if state.observed not in _TOLD:
+        on_gpu = parameter.is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return None
+        operands = parameter.shape[0]
+        unseen = torch.ones(operands, dtype=torch.bool, pin_memory=on_gpu)
+        _TOLD[state.observed] = unseen
+        _KEPT.append(unseen)
+    return _TOLD[state.observed]
+
+
+def seen_lately(parameter: Tensor) -> bool:
+    """Whether a GPU has told that all operands of a state were observed."""
+    state = _STATES.get(id(parameter))
+    unseen = None if state is None else _TOLD.get(state.observed)
+    return unseen is not None and not bool(unseen.any())
 
 
 def know_replicas(parameter: Tensor) -> None:
