@@ -265,15 +265,20 @@ def _run(
     _refuse_onnx()
     _refuse_shards(kernel)
     operation = operation.resolved()
-    tensors = (bias, inputs, kernel, *state)
+    tensors = (inputs, kernel, *state)
     with torch_operators.no_autocast(inputs):
         if torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in tensors
+            tensor.requires_grad for tensor in tensors
         ):
             if state:
                 torch_observations.know_replicas(*state)
-            return _Differentiable.apply(operation, *tensors)
-        return operation.forward(inputs, kernel, state, False, bias)[0]
+            return _Differentiable.apply(operation, bias, *tensors)
+        # A bias that is trained alone gets its gradient from an addition.
+        alone = bias is not None and torch.is_grad_enabled()
+        outputs, _ = operation.forward(
+            inputs, kernel, state, False, None if alone else bias
+        )
+        return outputs + bias if alone else outputs
 
 
 def _refuse_onnx() -> None:

@@ -85,7 +85,7 @@ class Observed:
         """Know that the state is another one, of which nothing was observed."""
         self.taken()
         if self in _TOLD:
-            _TOLD[self].fill_(True)
+            _TOLD[self].numpy()[:] = True
 
 
 _TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
@@ -201,18 +201,22 @@ def told(parameter: Tensor) -> Tensor | None:
         on_gpu = parameter.is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
-        operands = parameter.shape[0]
-        unseen = torch.ones(operands, dtype=torch.bool, pin_memory=on_gpu)
+        unseen = pinned_flags(parameter.shape[0], on_gpu)
         _TOLD[state.observed] = unseen
         _KEPT.append(unseen)
     return _TOLD[state.observed]
+
+
+def pinned_flags(count: int, pinned: bool = True) -> Tensor:
+    """Bool (count,), all true, in memory of the host whatever the default."""
+    return torch.ones(count, dtype=torch.bool, device="cpu", pin_memory=pinned)
 
 
 def seen_lately(parameter: Tensor) -> bool:
     """Whether a GPU has told that all operands of a state were observed."""
     state = _STATES.get(id(parameter))
     unseen = None if state is None else _TOLD.get(state.observed)
-    return unseen is not None and not bool(unseen.any())
+    return unseen is not None and not unseen.numpy().any()
 
 
 def know_replicas(parameter: Tensor) -> None:

@@ -149,11 +149,13 @@ def tells_the_host() -> bool:
     """
     source = DelayedSource(DelayedScaling())
     try:
-        state = torch.zeros(source.state_shape, device="cuda")
-        told = torch.zeros(3, dtype=torch.bool, pin_memory=True)
-        torch_triton_scales.history_scales(source, state, told)
-        torch.cuda.synchronize()
-        return bool(told.all())
+        with _numbers():
+            state = torch.zeros(source.state_shape, device="cuda")
+            state[:, 0], state[:, -1] = -1.0, 1.0
+            told = torch_observations.pinned_flags(len(state))
+            torch_triton_scales.history_scales(source, state, told)
+            torch.cuda.synchronize()
+            return not told.any()
     # As in `lacking`; the host then goes on not knowing.
     except Exception:
         return False

@@ -213,6 +213,20 @@ def test_the_gradient_of_a_bias_can_be_differentiated():
     np.testing.assert_array_equal(second, np.ones((3, 4)))
 
 
+def test_for_a_bias_that_is_trained_alone_nothing_is_kept():
+    layer = kpe.layers.Dense(4, dtype="float8/current_from_float32")
+    layer.build((None, 8))
+    layer.kernel.value.requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        y = layer(torch.ones(3, 8))
+    assert not kept
+    y.backward(torch.ones_like(y))
+    np.testing.assert_array_equal(layer.bias.value.grad, np.full(4, 3.0))
+    with torch.no_grad():
+        np.testing.assert_array_equal(layer(torch.ones(3, 8)), y.detach())
+
+
 def test_a_frozen_bias_has_no_gradient():
     layer = kpe.layers.Dense(4, dtype="float8/current_from_float32")
     layer.build((None, 8))
