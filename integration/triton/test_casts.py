@@ -27,6 +27,7 @@ from keras_policy_ext import kernels, recipes
 from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.kernels import (
     engines,
+    torch_fused,
     torch_triton_casts,
     torch_triton_scales,
 )
@@ -326,6 +327,28 @@ def test_a_state_that_is_put_back_is_noticed(launched, monkeypatch):
     assert launched.count("triton amax") == 3
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_whether_a_kernel_tells_the_host_is_tried(monkeypatch, writes):
+    zeros, flags = torch.zeros, torch_observations.pinned_flags
+    monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        torch_observations, "pinned_flags", lambda count: flags(count, False)
+    )
+    if not writes:
+        scales = torch_triton_scales.history_scales
+        monkeypatch.setattr(
+            torch_triton_scales,
+            "history_scales",
+            lambda *args: scales(*args[:2]),
+        )
+    torch_fused.tells_the_host.cache_clear()
+    try:
+        assert torch_fused.tells_the_host() == writes
+    finally:
+        torch_fused.tells_the_host.cache_clear()
 
 
 def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):
