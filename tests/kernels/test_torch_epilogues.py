@@ -83,9 +83,10 @@ def test_on_a_gpu_the_kernel_gradient_is_not_rounded_in_between(scaled_mm):
     np.testing.assert_array_equal(found.bfloat16().float(), rounded)
 
 
-def test_a_narrow_kernel_has_a_narrow_gradient(scaled_mm):
-    *_, found = passes("h200", kernel_dtype="bfloat16")
-    assert found.dtype == torch.bfloat16
+@pytest.mark.parametrize("kernel_dtype", ["bfloat16", "float64"])
+def test_the_gradient_of_another_kernel_is_rounded(scaled_mm, kernel_dtype):
+    *_, found = passes("h200", kernel_dtype=kernel_dtype)
+    assert found.dtype == getattr(torch, kernel_dtype)
     assert scaled_mm[-1][0] == torch.bfloat16
 
 
@@ -135,6 +136,7 @@ def test_elsewhere_it_is_added_after_the_matmul(scaled_mm, device, dtype):
         ("abc,cde->abde", (None, 2, 4), "de", True),
         ("abc,cde->abde", (None, 2, 4), "e", False),
         ("abc,cd->adb", (4, None), "d", False),
+        ("abc,cd->adb", (5, None), "b", False),
         ("abc,cd->abd", (None, 4), "bd", False),
     ],
 )
@@ -213,18 +215,24 @@ def test_the_gradient_of_a_bias_can_be_differentiated():
     np.testing.assert_array_equal(second, np.ones((3, 4)))
 
 
-def test_for_a_bias_that_is_trained_alone_nothing_is_kept():
-    layer = kpe.layers.Dense(4, dtype="float8/current_from_float32")
+def test_for_a_bias_that_is_trained_alone_nothing_is_kept(scaled_mm):
+    layer = kpe.layers.Dense(4, dtype="float8/current_from_mixed_bfloat16")
     layer.build((None, 8))
     layer.kernel.value.requires_grad_(False)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
-        y = layer(torch.ones(3, 8))
+    x, kept = torch.ones(3, 8), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x)
+    with devices.pretend("h200"), kernels.prefer("native"):
+        with hooks:
+            y = layer(x)
+        y.backward(torch.ones_like(y))
+        with torch.no_grad():
+            layer(x)
     assert not kept
-    y.backward(torch.ones_like(y))
     np.testing.assert_array_equal(layer.bias.value.grad, np.full(4, 3.0))
-    with torch.no_grad():
-        np.testing.assert_array_equal(layer(torch.ones(3, 8)), y.detach())
+    # A matmul has no gradient of what it adds.
+    (_, trained), (_, constant) = scaled_mm
+    assert trained is None
+    assert constant is not None
 
 
 def test_a_frozen_bias_has_no_gradient():
