@@ -6,6 +6,7 @@ Hopper and a Blackwell GPU in `test_compiled.py`.
 
 import copy
 import dataclasses
+import gc
 import importlib.util
 
 import keras
@@ -367,6 +368,28 @@ def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):
     assert told(state_of(layer).value)
     assert not told(state_of(other).value)
     assert not told(state_of(copy.deepcopy(layer)).value)
+
+
+def test_memory_for_what_is_told_is_used_again(monkeypatch):
+    made, flags = [], torch_observations.pinned_flags
+
+    def pinned_flags(*args):
+        made.append(flags(*args))
+        return made[-1]
+
+    monkeypatch.setattr(torch_observations, "_FREE", [])
+    monkeypatch.setattr(torch_observations, "pinned_flags", pinned_flags)
+    for _ in range(3):
+        layer = kpe.layers.Dense(4, dtype="float8_from_float32")
+        layer.build((None, 8))
+        state = state_of(layer).value
+        told = torch_observations.told(state)
+        assert not torch_observations.seen_lately(state)
+        told.fill_(False)  # as a kernel does
+        assert torch_observations.seen_lately(state)
+        del layer, state
+        gc.collect()
+    assert len(made) == 1
 
 
 def test_inf_marks_the_gradients_of_a_recipe_without_state(fused):

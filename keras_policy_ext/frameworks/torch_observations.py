@@ -91,8 +91,9 @@ class Observed:
 _TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
 """What `told` returns, and what is no part of a copy of a state."""
 
-_KEPT: list[Tensor] = []
-"""The same, never freed: a kernel that is still to run may write into it."""
+_FREE: list[Tensor] = []
+"""The same of states that are gone: not to be given back, since a kernel that
+is still to run may write into it."""
 
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
@@ -201,9 +202,12 @@ def told(parameter: Tensor) -> Tensor | None:
         on_gpu = parameter.is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
-        unseen = pinned_flags(parameter.shape[0], on_gpu)
+        if not _FREE:
+            _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
+        unseen = _FREE.pop()
+        unseen.numpy()[:] = True
+        weakref.finalize(state.observed, _FREE.append, unseen)
         _TOLD[state.observed] = unseen
-        _KEPT.append(unseen)
     return _TOLD[state.observed]
 
 
