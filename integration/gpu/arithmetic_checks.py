@@ -227,12 +227,15 @@ def biases():
             for compiled in ways():
                 errors = _errors_of_bias(source, *sizes, compiled)
                 for name, error in errors.items():
-                    key = f"{name}, {source}"
+                    key, allowed = f"{name}, {source}", tolerance
+                    if name == "gradient":
+                        # JAX rounds each sum of two rows on a CPU.
+                        allowed *= sizes[0] ** 0.5
                     found[key] = max(error, found.get(key, 0.0))
                     require(
-                        error < tolerance,
+                        error < allowed,
                         f"{key}, {sizes}, {compiled=}: the error is "
-                        f"{error:.2g} of it, more than {tolerance:.2g}.",
+                        f"{error:.2g} of it, more than {allowed:.2g}.",
                     )
     return {k: measuring.rounded(each, 2) for k, each in found.items()}
 
@@ -249,7 +252,7 @@ def _errors_of_bias(source, rows, inputs, units, compiled):
     exact = reference.linear(numpy(x), kernel, numpy(g), recipe)
     pairs = {
         "outputs": (y, exact.y + bias),
-        "gradient of a bias": (grads[1], numpy(g).sum(axis=0)),
+        "gradient": (grads[1], numpy(g).sum(axis=0)),
     }
     return {
         name: float(np.linalg.norm(numpy(a) - b) / np.linalg.norm(b))
