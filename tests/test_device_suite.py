@@ -33,7 +33,9 @@ def test_a_promise_holds_on_this_device(name):
     assert json.loads(json.dumps(found)) == found
 
 
-@pytest.mark.parametrize("name", ["codes_in_layers", "matmuls", "odd_shapes"])
+@pytest.mark.parametrize(
+    "name", ["codes_in_layers", "matmuls", "odd_shapes", "biases"]
+)
 @pytest.mark.skipif(
     measuring.BACKEND == "tensorflow" and not visible_gpus(),
     reason="XLA of TensorFlow 2.21 rounds a single row by way of float16 on a "
@@ -109,6 +111,18 @@ def test_a_product_that_is_off_by_a_hundredth_is_noticed(
     assert "the error is 0.01 of the result" in broken(
         getattr(device_checks, check)
     )
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_bias_that_is_lost_or_added_twice_is_noticed(monkeypatch, factor):
+    run = kernels.run
+
+    def changed(*args, bias):
+        return run(*args, bias=bias * factor)
+
+    monkeypatch.setattr(kernels, "run", changed)
+    assert "the error is" in broken(device_checks.biases)
 
 
 @pytest.mark.any_backend

@@ -219,6 +219,47 @@ def _errors(source, inputs_shape, outputs_shape, compiled):
     return errors, kpe.inspect(layer).layers[0].kernel
 
 
+def biases():
+    """A bias is added to each row, and its gradient is the sum of the rows."""
+    found = {}
+    for source, tolerance in TOLERANCES.items():
+        for sizes in (32, 128, 64), (3, 7, 5):
+            for compiled in ways():
+                errors = _errors_of_bias(source, *sizes, compiled)
+                for name, error in errors.items():
+                    key, allowed = f"{name}, {source}", tolerance
+                    if name == "gradient":
+                        # JAX rounds each sum of two rows on a CPU.
+                        allowed *= sizes[0] ** 0.5
+                    found[key] = max(error, found.get(key, 0.0))
+                    require(
+                        error < allowed,
+                        f"{key}, {sizes}, {compiled=}: the error is "
+                        f"{error:.2g} of it, more than {allowed:.2g}.",
+                    )
+    return {k: measuring.rounded(each, 2) for k, each in found.items()}
+
+
+def _errors_of_bias(source, rows, inputs, units, compiled):
+    """Of outputs with a bias and of its gradient, as fractions of them."""
+    layer = dense(inputs, units, "current", source, use_bias=True)
+    dtype = "float32" if source == "float32" else "bfloat16"
+    x, g = normal((rows, inputs), dtype), normal((rows, units), dtype, seed=1)
+    bias = numpy(normal((units,), dtype, seed=2))
+    layer.layers[0].bias.assign(bias)
+    y, _, grads = forward_backward(layer, compiled)(x, g)
+    kernel, recipe = numpy(layer.layers[0].kernel), kpe.recipes.CurrentScaling()
+    exact = reference.linear(numpy(x), kernel, numpy(g), recipe)
+    pairs = {
+        "outputs": (y, exact.y + bias),
+        "gradient": (grads[1], numpy(g).sum(axis=0)),
+    }
+    return {
+        name: float(np.linalg.norm(numpy(a) - b) / np.linalg.norm(b))
+        for name, (a, b) in pairs.items()
+    }
+
+
 def state_update():
     """Amaxes and scales are those of the reference, step by step."""
     recipe = kpe.recipes.DelayedScaling(amax_history_length=3)

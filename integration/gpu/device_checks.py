@@ -14,6 +14,7 @@ import memory
 import numpy as np
 from arithmetic_checks import (
     TOLERANCES,
+    biases,
     casts,
     codes_in_layers,
     matmuls,
@@ -274,6 +275,7 @@ CHEAP = (
     codes_in_layers,
     matmuls,
     odd_shapes,
+    biases,
     state_update,
     training,
     save_and_load,

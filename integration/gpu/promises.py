@@ -52,16 +52,17 @@ def ways():
     return {False, COMPILED} if measuring.on_gpu() else {COMPILED}
 
 
-def dense(inputs, units, recipe, source):
-    """A model of one Dense without bias, in float8.
+def dense(inputs, units, recipe, source, use_bias=False):
+    """A model of one Dense in float8.
 
     Args:
         inputs: Their number, or the shape of one sample.
         units: Of the layer.
         recipe: Of the float8 policy.
         source: Its source policy.
+        use_bias: Whether it has a bias.
     """
     policy = kpe.Float8DTypePolicy(source, recipe=recipe)
-    layer = kpe.layers.Dense(units, use_bias=False, dtype=policy)
+    layer = kpe.layers.Dense(units, use_bias=use_bias, dtype=policy)
     shape = (inputs,) if isinstance(inputs, int) else inputs
     return keras.Sequential([keras.Input(shape), layer])

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keras_policy_ext import kernels, recipes
-from keras_policy_ext.kernels import engines
+from keras_policy_ext.frameworks import torch_observations
+from keras_policy_ext.kernels import devices, engines
 from keras_policy_ext.kernels.both_layouts import Both
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -87,20 +88,27 @@ class CountedCasts:
         """See `BothLayouts.supports` and `StateKernels.supports`."""
 
     def quantize(self, matrix, asked, known, observe):
-        """See `quantize_both_ways`: what it launches."""
+        """See `quantize_both_ways`: what it launches.
+
+        `test_casts.py` of `integration/triton` compares both.
+        """
         m, k = matrix.shape
         dtype = getattr(torch, asked.format)
         values = torch.empty(m, k, dtype=dtype)
         across = torch.empty(k, m, dtype=dtype)
-        scalar = torch.empty(())
-        self.counter.enter("zeros", [scalar, scalar])
+        scale, amaxes = torch.empty(()), torch.empty(number_of_tiles(m, k))
+        written = [values, across]
         if known.scale is None:
-            self.counter.enter("triton amax", [matrix, scalar])
-        elif known.unseen is not None:
-            # After the first step it reads the flag and ends.
-            self.counter.enter("triton amax", [known.unseen])
-        self.counter.enter("triton cast", [matrix, values, across])
-        return Both(values, across, scalar, scalar if observe else None)
+            amaxes = torch.empty(())
+            self.counter.enter("zeros", [amaxes])
+            self.counter.enter("triton amax", [matrix, amaxes])
+        else:
+            written += [amaxes] if observe else []
+            if known.unseen is not None and not known.seen_lately:
+                # If nothing is unseen, it reads the flag and ends.
+                self.counter.enter("triton amax", [known.unseen])
+        self.counter.enter("triton cast", [matrix, *written])
+        return Both(values, across, scale, amaxes if observe else None)
 
     def history_scales(self, source, state):
         """See `torch_triton_scales.history_scales`."""
@@ -124,13 +132,20 @@ def tensors_in(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def dense_step(size, recipe, triton):
+def number_of_tiles(m, k):
+    """See `torch_triton_casts.number_of_tiles`; Triton is not needed here."""
+    return -(-m // 64) * -(-k // 64)
+
+
+def dense_step(size, recipe, triton, seen_lately=True):
     """The kernels of a step with SGD, of `size` x `size` matrices.
 
     Args:
         size: Of each axis.
         recipe: The name of a recipe, or None for bfloat16.
         triton: Whether operands are cast by Triton.
+        seen_lately: Whether the GPU has told that the step before has
+            observed all operands, as after the first steps.
     """
     counter = Counter()
     casts = CountedCasts(counter) if triton else None
@@ -142,7 +157,11 @@ def dense_step(size, recipe, triton):
     loaded = unittest.mock.patch.dict(engines._loaded, {"torch": engine})
     # Tensors without numbers, which cost nothing.
     meta = keras.device("meta"), torch.device("meta"), torch.no_grad()
-    with meta[0], meta[1], meta[2], loaded, kernels.prefer("native"):
+    gpu = devices.pretend("h200")
+    told = unittest.mock.patch.object(
+        torch_observations, "seen_lately", lambda state: seen_lately
+    )
+    with meta[0], meta[1], meta[2], loaded, gpu, told:
         x, g = (torch.empty(size, size, dtype=torch.bfloat16) for _ in "xg")
         w, bias = torch.empty(size, size), torch.empty(size)
         with counter:
@@ -170,8 +189,7 @@ def _in_float8(x, g, w, bias, recipe):
     plan = kernels.make_plan(
         kernels.Einsum("ab,bc->ac"), recipe, "bfloat16", "float32", True
     )
-    outputs, residuals = plan.forward(x, w, state, True)
-    outputs + bias.bfloat16()
+    _, residuals = plan.forward(x, w, state, True, bias.bfloat16())
     _, gradient, observed = plan.backward(residuals, g, state)
     if state:
         kernels.settling(recipe)(observed[0], state[0])

@@ -4,7 +4,9 @@ What a GPU does is not seen here. Triton compiles the same functions for a
 Hopper and a Blackwell GPU in `test_compiled.py`.
 """
 
+import copy
 import dataclasses
+import gc
 import importlib.util
 
 import keras
@@ -18,12 +20,16 @@ if keras.backend.backend() != "torch" or not importlib.util.find_spec("triton"):
     )
 
 import torch
+from torch_counts import dense_step
 
 import keras_policy_ext as kpe
 from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import kernels, recipes
+from keras_policy_ext.frameworks import torch_observations
+from keras_policy_ext.frameworks.torch import FRAMEWORK
 from keras_policy_ext.kernels import (
     engines,
+    torch_fused,
     torch_triton_casts,
     torch_triton_scales,
 )
@@ -55,11 +61,20 @@ def bits(x):
     return x.view(torch.uint8).numpy()
 
 
-def quantized(x, scale, format_name=FORMATS[0], unseen=None):
+@pytest.fixture(autouse=True)
+def _memory_starts_as_nan():
+    """What no kernel writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def quantized(x, scale, format_name=FORMATS[0], unseen=None, seen_lately=False):
     """Delayed scaling of a matrix, whose scale may be its own."""
     if unseen is not None:
         unseen = torch.tensor(unseen)
-    known = Known(torch.tensor(scale), unseen, ScaleRule(inverted=True))
+    rule = ScaleRule(inverted=True)
+    known = Known(torch.tensor(scale), unseen, rule, seen_lately)
     asked = recipes.Quantization(format=format_name)
     return torch_triton_casts.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
@@ -79,7 +94,7 @@ def test_codes_are_those_of_the_reference(numbers, scale, format_name):
     np.testing.assert_array_equal(bits(found.across).T, bits(found.values))
     assert found.across.is_contiguous()
     assert float(found.scale) == np.float32(scale)
-    np.testing.assert_array_equal(found.amax, scaling.amax(x))
+    np.testing.assert_array_equal(found.amax.amax(), scaling.amax(x))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 64), (65, 130)])
@@ -90,15 +105,30 @@ def test_any_shape_and_any_strides(shape):
     np.testing.assert_array_equal(bits(found.values), bits(expected))
     across = bits(expected.t().contiguous())
     np.testing.assert_array_equal(bits(found.across), across)
-    assert float(found.amax) == float(x.abs().max())
+    assert float(found.amax.max()) == float(x.abs().max())
 
 
-def test_what_was_not_seen_has_the_scale_of_its_own_amax():
-    x = torch.randn(70, 3)
+def test_each_tile_has_its_amax():
+    x = torch.randn(130, 70)
+    found = quantized(x, 0.01).amax.reshape(3, 2)
+    tiles = [[t.abs().max() for t in r.split(64, 1)] for r in x.split(64)]
+    np.testing.assert_array_equal(found, np.array(tiles))
+
+
+@pytest.mark.parametrize("shape", [(70, 3), (130, 200), (1, 70)])
+@pytest.mark.parametrize("seen_lately", [False, True])
+def test_what_was_not_seen_has_the_scale_of_its_own_amax(shape, seen_lately):
+    x = torch.randn(shape[1], shape[0]).t()
+    x[0, 2] = -30.0
+    x[-1, -1] = 50.0
     limit = kpe.formats.get(FORMATS[0]).max
-    own = float(scaling.scale_of_multiplier(x.abs().max(), limit))
-    assert float(quantized(x, 0.25, unseen=True).scale) == own
-    assert float(quantized(x, 0.25, unseen=False).scale) == 0.25
+    own = scaling.scale_of_multiplier(x.abs().max(), limit)
+    for unseen, scale in ((True, own), (False, torch.tensor(0.25))):
+        found = quantized(x, 0.25, unseen=unseen, seen_lately=seen_lately)
+        assert float(found.scale) == float(scale)
+        expected = casting.quantize(x, scale, FORMATS[0])
+        np.testing.assert_array_equal(bits(found.values), bits(expected))
+        assert float(found.amax.max()) == 50.0
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "up"])
@@ -128,6 +158,18 @@ def test_an_observation_is_that_of_the_source(slot):
     np.testing.assert_array_equal(found, source.observation(amaxes, slot))
 
 
+@pytest.mark.parametrize("last", [0.25, np.inf, np.nan])
+def test_an_observation_is_of_the_largest_amax_of_an_operand(last):
+    source = source_of(recipes.DelayedScaling(amax_history_length=3))
+    parts = torch.rand(9000) + 1.0
+    parts[4500], parts[-1] = 7.0, last
+    wholes = torch.tensor(0.5), parts.amax(), torch.tensor(3.0)
+    found = torch_triton_scales.observation(
+        source, [wholes[0], parts, wholes[2][None]], 2
+    )
+    np.testing.assert_array_equal(found, source.observation([*wholes], 2))
+
+
 @pytest.mark.parametrize("recipe", SOURCES, ids=repr)
 def test_states_settle_as_in_the_source(recipe):
     assert_settles_as_the_source(
@@ -137,7 +179,9 @@ def test_states_settle_as_in_the_source(recipe):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Native matmuls whose operands are cast by Triton."""
+    """Native matmuls whose operands are cast by Triton, as on a GPU."""
+    # Where a flag could be read only by waiting for it.
+    monkeypatch.setattr(FRAMEWORK, "known_any", lambda flags: None)
     engine = dataclasses.replace(
         engines.engine(),
         both_layouts=TritonCasts(interpreted=True),
@@ -189,6 +233,163 @@ def test_a_step_has_the_bits_of_separate_casts(
         np.testing.assert_array_equal(one.float(), other.float())
     # Each lies as its matmul wants it: nothing is copied for that.
     assert all(values.is_contiguous() for values in kept)
+
+
+LAUNCHED = {
+    torch_triton_casts: ("amax", "cast"),
+    torch_triton_scales: ("history", "observation", "settle"),
+}
+
+
+@pytest.fixture
+def launched(fused, monkeypatch):
+    """The names of what is launched, as the counter writes them."""
+    found = []
+
+    class Noting:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            found.append(f"triton {self.name}")
+            return self.kernel[grid]
+
+    for module, names in LAUNCHED.items():
+        for name in names:
+            kernel = getattr(module, f"{name}_kernel")
+            noting = Noting(name, kernel)
+            monkeypatch.setattr(module, f"{name}_kernel", noting)
+    zero = torch_triton_casts._zero
+
+    def zeros(x):
+        found.append("zeros")
+        return zero(x)
+
+    monkeypatch.setattr(torch_triton_casts, "_zero", zeros)
+    return found
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_the_counter_counts_what_is_launched(launched, name):
+    layer = kpe.layers.Dense(32, dtype=f"float8/{name}_from_mixed_bfloat16")
+    layer.build((None, 48))
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(layer.trainable_variables)
+    steps = []
+    for _ in range(3):
+        launched.clear()
+        with kernels.prefer("native"):
+            layer(torch.ones(16, 48), training=True).sum().backward()
+        gradients = [v.value.grad for v in layer.trainable_variables]
+        with torch.no_grad():
+            optimizer.apply(gradients, layer.trainable_variables)
+        layer.zero_grad()
+        steps.append(list(launched))
+    for step, seen_lately in zip(steps, (False, True, True), strict=True):
+        counted = dense_step(4096, name, True, seen_lately)
+        ours = [k.name for k in counted if k.name in {"zeros", *step}]
+        assert step == ours
+        assert [k.name for k in counted].count("triton cast") == 3
+
+
+def state_of(layer):
+    return layer.float8_state.matrices[0]
+
+
+def test_a_state_that_is_put_back_is_noticed(launched, monkeypatch):
+    """By the casts too, of which the host was told that all were seen."""
+    layer = kpe.layers.Dense(32, use_bias=False, dtype="float8_from_float32")
+    layer.build((None, 48))
+    state = state_of(layer)
+    before = state.value.detach().clone()
+    x = torch.randn(16, 48)
+
+    def step():
+        launched.clear()
+        with kernels.prefer("native"):
+            y = layer(x, training=True)
+            y.backward(torch.ones_like(y))
+        gradient, layer.kernel.value.grad = layer.kernel.value.grad, None
+        kpe.loops.settle(layer)
+        return y.detach(), gradient
+
+    first = step()
+    assert launched.count("triton amax") == 3
+    step()
+    assert launched.count("triton amax") == 0
+    with monkeypatch.context() as later:
+        # The host is ahead of the GPU, and knows of it what it told before.
+        later.setattr(torch_observations, "told", lambda state: None)
+        state.value.data.copy_(before)
+        again = step()
+        assert launched.count("triton amax") == 0
+        for one, other in zip(first, again, strict=True):
+            np.testing.assert_array_equal(one, other)
+    state.assign(before.numpy())
+    assert not torch_observations.seen_lately(state.value)
+    again = step()
+    assert launched.count("triton amax") == 3
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_whether_a_kernel_tells_the_host_is_tried(monkeypatch, writes):
+    zeros, flags = torch.zeros, torch_observations.pinned_flags
+    monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        torch_observations, "pinned_flags", lambda count: flags(count, False)
+    )
+    if not writes:
+        scales = torch_triton_scales.history_scales
+        monkeypatch.setattr(
+            torch_triton_scales,
+            "history_scales",
+            lambda *args: scales(*args[:2]),
+        )
+    torch_fused.tells_the_host.cache_clear()
+    try:
+        assert torch_fused.tells_the_host() == writes
+    finally:
+        torch_fused.tells_the_host.cache_clear()
+
+
+def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):
+    layer = kpe.layers.Dense(32, dtype="float8_from_float32")
+    layer.build((None, 48))
+    other = copy.deepcopy(layer)
+    with kernels.prefer("native"):
+        for _ in range(2):
+            layer(torch.ones(16, 48), training=True).sum().backward()
+            kpe.loops.settle(layer)
+            layer(torch.ones(16, 48), training=True)
+    told = torch_observations.seen_lately
+    assert told(state_of(layer).value)
+    assert not told(state_of(other).value)
+    assert not told(state_of(copy.deepcopy(layer)).value)
+
+
+def test_memory_for_what_is_told_is_used_again(monkeypatch):
+    made, flags = [], torch_observations.pinned_flags
+
+    def pinned_flags(*args):
+        made.append(flags(*args))
+        return made[-1]
+
+    monkeypatch.setattr(torch_observations, "_FREE", [])
+    monkeypatch.setattr(torch_observations, "pinned_flags", pinned_flags)
+    for _ in range(3):
+        layer = kpe.layers.Dense(4, dtype="float8_from_float32")
+        layer.build((None, 8))
+        state = state_of(layer).value
+        told = torch_observations.told(state)
+        assert not torch_observations.seen_lately(state)
+        told.fill_(False)  # as a kernel does
+        assert torch_observations.seen_lately(state)
+        del layer, state
+        gc.collect()
+    assert len(made) == 1
 
 
 def test_inf_marks_the_gradients_of_a_recipe_without_state(fused):

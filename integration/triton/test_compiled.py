@@ -40,32 +40,35 @@ cast = {
 }
 state = torch_triton_scales.constants(source_of(recipes.DelayedScaling()))
 settle = {**state, "KERNEL_ROW": 1, "ROUNDING": 2.0**-20}
-observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"]}
+observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"], "PARTS": 4096}
+counts = "first_count", "second_count", "third_count"
 matrix = {"m": "i32", "k": "i32", "by_row": "i32"}
+casts = "cast", "cast of what was seen lately"
 kernels = {
-    "cast": (
+    name: (
         torch_triton_casts.cast_kernel,
-        "x:bf16 scale:fp32 unseen:i1 now:i32 used:fp32 values:u8 across:u8 "
-        "amax:i32",
+        "x:bf16 scale:fp32 unseen:i1 used:fp32 values:u8 across:u8 amaxes:i32",
         matrix,
-        {**cast, "by_column": 1},
-    ),
+        {**cast, "by_column": 1, "FOUND_BEFORE": name == casts[0]},
+    )
+    for name in casts
+} | {
     "amax": (
         torch_triton_casts.amax_kernel,
-        "x:bf16 wanted:i1 amax:i32",
+        "x:bf16 wanted:i1 amaxes:i32",
         matrix,
         {**block, "by_column": 1, "ALWAYS": False},
     ),
     "history": (
         torch_triton_scales.history_kernel,
-        "state:fp32 scales:fp32 unseen:i1",
+        "state:fp32 scales:fp32 unseen:i1 told:i1",
         {},
         state,
     ),
     "observation": (
         torch_triton_scales.observation_kernel,
         "first:fp32 second:fp32 third:fp32 found:fp32",
-        {"column": "i32"},
+        dict.fromkeys(("column", *counts), "i32"),
         observation,
     ),
     "settle": (
@@ -83,7 +86,7 @@ signature = {
     name: known_types.get(name, "constexpr") for name in function.arg_names
 }
 # As at run time for sizes that 16 divides.
-aligned = [*pointers, *(name for name in sizes if name != "column")]
+aligned = [*pointers, *(name for name in sizes if name in matrix)]
 attributes = {
     (function.arg_names.index(name),): [["tt.divisibility", 16]]
     for name in aligned
@@ -128,14 +131,16 @@ def test_the_cast_is_the_one_of_the_hardware(
     per_thread = 64 * 64 // 128
     # Two numbers a conversion.
     assert text.count(f".{conversion}.") == per_thread // 2
-    assert "atom" in text
+    # Each program writes an amax of its own: nothing has to be zero before.
+    assert "atom" not in text
     # No division for each number: one for the reciprocal, and those of the
     # branch for tiny scales.
     assert len(re.findall(r"\bdiv\.rn", text)) <= per_thread + 6
 
 
-def test_memory_is_read_and_written_in_wide_pieces():
-    text = compiled(90, "cast")
+@pytest.mark.parametrize("name", ["cast", "cast of what was seen lately"])
+def test_memory_is_read_and_written_in_wide_pieces(name):
+    text = compiled(90, name)
     loads = re.findall(r"ld\.global\S*\.v(\d)\.b32", text)
     assert loads, "numbers are loaded one by one"
     assert set(loads) == {"4"}

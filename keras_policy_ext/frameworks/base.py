@@ -80,6 +80,10 @@ class Framework:
         """Whether any flag holds; None where to read it would mean waiting."""
         return None
 
+    def seen_lately(self, state: Tensor) -> bool:
+        """See `HistoryScales`: what a device has told, of this state."""
+        return False
+
     # Axes, without the time that an eager `ops.reshape` takes
 
     def reshape(self, x: Tensor, shape: Any) -> Tensor:
@@ -270,6 +274,12 @@ class Framework:
     ) -> Tensor:
         """`operation.forward`, differentiable by `operation.backward`."""
         raise NotImplementedError(_needs_a_framework(self.name))
+
+    def run_and_add(
+        self, bias: Tensor, operation: Operation, *tensors: Tensor
+    ) -> Tensor:
+        """What `run` returns of these tensors, and a bias added to it."""
+        return ops.add(self.run(operation, *tensors), bias)
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor

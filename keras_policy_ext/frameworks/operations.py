@@ -49,9 +49,14 @@ class Operation(Hashable, Protocol):
         """This operation, when what it leaves open can be known."""
 
     def forward(
-        self, inputs: Tensor, kernel: Tensor, state: Shape, observe: bool
+        self,
+        inputs: Tensor,
+        kernel: Tensor,
+        state: Shape,
+        observe: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The outputs, and the residuals."""
+        """The outputs, with a bias added, and the residuals."""
 
     def residuals(
         self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]

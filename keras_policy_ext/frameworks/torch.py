@@ -67,6 +67,10 @@ class TorchFramework(Framework):
         """
         return bool(flags.any()) if is_known(flags) else None
 
+    def seen_lately(self, state: Tensor) -> bool:
+        """See `Framework.seen_lately`."""
+        return torch_observations.seen_lately(state)
+
     @torch.compiler.disable
     def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
         """See `Framework.settle`; not compiled either."""
@@ -159,7 +163,15 @@ class TorchFramework(Framework):
             return _run_exported(operation, inputs, kernel, state)
         if torch.compiler.is_dynamo_compiling():
             return torch_operators.run(operation, inputs, kernel, *state)
-        return _run(operation, inputs, kernel, *state)
+        return _run(operation, None, inputs, kernel, *state)
+
+    def run_and_add(
+        self, bias: Tensor, operation: Operation, *tensors: Tensor
+    ) -> Tensor:
+        """See `Framework.run_and_add`; a GPU's matmul may add it itself."""
+        if torch.compiler.is_compiling():
+            return super().run_and_add(bias, operation, *tensors)
+        return _run(operation, bias, *tensors)
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
@@ -244,7 +256,11 @@ def _run_exported(
 
 
 def _run(
-    operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
+    operation: Operation,
+    bias: Tensor | None,
+    inputs: Tensor,
+    kernel: Tensor,
+    *state: Tensor,
 ) -> Tensor:
     _refuse_onnx()
     _refuse_shards(kernel)
@@ -256,8 +272,13 @@ def _run(
         ):
             if state:
                 torch_observations.know_replicas(*state)
-            return _Differentiable.apply(operation, inputs, kernel, *state)
-        return operation.forward(inputs, kernel, state, observe=False)[0]
+            return _Differentiable.apply(operation, bias, *tensors)
+        # A bias that is trained alone gets its gradient from an addition.
+        alone = bias is not None and torch.is_grad_enabled()
+        outputs, _ = operation.forward(
+            inputs, kernel, state, False, None if alone else bias
+        )
+        return outputs + bias if alone else outputs
 
 
 def _refuse_onnx() -> None:
@@ -286,13 +307,17 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any,
         operation: Operation,
+        bias: Tensor | None,
         inputs: Tensor,
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
         observe = operation.training is not False
-        outputs, residuals = operation.forward(inputs, kernel, state, observe)
+        outputs, residuals = operation.forward(
+            inputs, kernel, state, observe, bias
+        )
         ctx.operation, ctx.shapes = operation, residuals.shapes
+        ctx.bias_shape = None if bias is None else bias.shape
         ctx.uses_state = bool(state)
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
@@ -306,11 +331,14 @@ class _Differentiable(torch.autograd.Function):
                 ctx.operation.residuals(leaves, ctx.shapes),
                 outputs_grad,
                 state,
-                needed=ctx.needs_input_grad[1:3],
+                needed=ctx.needs_input_grad[2:4],
             )
+        bias_grad = None
+        if ctx.needs_input_grad[1]:
+            bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
         if torch.is_grad_enabled():  # under create_graph=True
             inputs_grad, kernel_grad = map(_once, (inputs_grad, kernel_grad))
-        return None, inputs_grad, kernel_grad, *state_grad
+        return None, bias_grad, inputs_grad, kernel_grad, *state_grad
 
 
 class _Frozen(torch.autograd.Function):

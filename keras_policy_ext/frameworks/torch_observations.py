@@ -81,6 +81,20 @@ class Observed:
         found, self.earlier = self.earlier, None
         return found
 
+    def replaced(self) -> None:
+        """Know that the state is another one, of which nothing was observed."""
+        self.taken()
+        if self in _TOLD:
+            _TOLD[self].numpy()[:] = True
+
+
+_TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
+"""What `told` returns, and what is no part of a copy of a state."""
+
+_FREE: list[Tensor] = []
+"""The same of states that are gone: not to be given back, since a kernel that
+is still to run may write into it."""
+
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
     """Keep the observations of a state apart from its gradient, from now on.
@@ -168,6 +182,45 @@ def changed_value(variable: Any) -> Tensor | None:
         return None
     observed.version = tensor._version
     return tensor.detach().numpy()
+
+
+def told(parameter: Tensor) -> Tensor | None:
+    """Where a GPU tells the host which operands of a state it has not seen.
+
+    Args:
+        parameter: That of a state on a GPU.
+
+    Returns:
+        Bool (operands,), pinned: a kernel writes into it, and nobody waits.
+        None for a state that no gradient is taken of, and where there is none
+        yet while CUDA captures a graph, which allows no such memory.
+    """
+    state = _STATES.get(id(parameter))
+    if state is None:
+        return None
+    if state.observed not in _TOLD:
+        on_gpu = parameter.is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return None
+        if not _FREE:
+            _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
+        unseen = _FREE.pop()
+        unseen.numpy()[:] = True
+        weakref.finalize(state.observed, _FREE.append, unseen)
+        _TOLD[state.observed] = unseen
+    return _TOLD[state.observed]
+
+
+def pinned_flags(count: int, pinned: bool = True) -> Tensor:
+    """Bool (count,), all true, in memory of the host whatever the default."""
+    return torch.ones(count, dtype=torch.bool, device="cpu", pin_memory=pinned)
+
+
+def seen_lately(parameter: Tensor) -> bool:
+    """Whether a GPU has told that all operands of a state were observed."""
+    state = _STATES.get(id(parameter))
+    unseen = None if state is None else _TOLD.get(state.observed)
+    return unseen is not None and not unseen.numpy().any()
 
 
 def know_replicas(parameter: Tensor) -> None:

@@ -88,7 +88,9 @@ def make_plan(
     return plan_of(*known, *here, gathering, one_pass)
 
 
-def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:
+def run(
+    plan: Plan, inputs: Any, kernel: Any, *state: Any, bias: Any = None
+) -> Any:
     """The outputs of a plan, with its gradients.
 
     Args:
@@ -96,8 +98,12 @@ def run(plan: Plan, inputs: Any, kernel: Any, *state: Any) -> Any:
         inputs: Of dtype `plan.inputs_dtype`.
         kernel: Of dtype `plan.kernel_dtype`.
         *state: The state matrix of the recipe, if it has one.
+        bias: To be added to the outputs, in their dtype; None for none.
     """
-    return frameworks.current().run(plan, inputs, kernel, *state)
+    framework, tensors = frameworks.current(), (inputs, kernel, *state)
+    if bias is None:
+        return framework.run(plan, *tensors)
+    return framework.run_and_add(bias, plan, *tensors)
 
 
 @functools.cache

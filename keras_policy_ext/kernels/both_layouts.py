@@ -21,11 +21,13 @@ class Known(NamedTuple):
         unseen: Bool scalar, whether the operand was never observed, so that
             its scale comes from its own amax; None where that is never so.
         rule: How a scale comes from an amax.
+        seen_lately: See `HistoryScales`.
     """
 
     scale: Tensor | None
     unseen: Tensor | None
     rule: ScaleRule
+    seen_lately: bool = False
 
 
 class Both(NamedTuple):
@@ -35,7 +37,8 @@ class Both(NamedTuple):
         values: (m, k), in the dtype of the format.
         across: (k, m), the same numbers, in memory of their own.
         scale: Float32 scalar.
-        amax: Float32 scalar, NaN where a number is; None if not wanted.
+        amax: Float32, those of its parts; a scalar where the scale comes
+            from it. NaN where a number is; None if not wanted.
     """
 
     values: Tensor
@@ -70,7 +73,8 @@ class Reads(NamedTuple):
         first: As the first matmul reads it.
         second: In the home matrix; its transpose lies as the second matmul
             wants it.
-        amax: Of the operand, float32 scalar; None if it was not wanted.
+        amax: Of the operand, float32, or those of its parts; None if it was
+            not wanted.
     """
 
     first: Quantized
@@ -102,7 +106,8 @@ def read_both(
     if history is not None:
         index, unseen = OPERANDS.index(operand), history.unseen
         flag = None if unseen is None else unseen[index]
-        known = Known(history.scales[index], flag, rule)
+        lately = history.seen_lately
+        known = Known(history.scales[index], flag, rule, lately)
     stateless = history is None
     found = both.quantize(matrix[0], asked, known, observe or stateless)
     scale = ops.reshape(found.scale, (1, 1, 1))

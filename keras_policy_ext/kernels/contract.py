@@ -84,7 +84,13 @@ class Request(NamedTuple):
 
 
 class MatmulKernel(Protocol):
-    """One way to multiply two matrices."""
+    """One way to multiply two matrices.
+
+    It may have two things more, for `epilogues`. `writes_float32` is true if a
+    result in float32 costs no more than its memory. `adding(bias)` returns a
+    kernel that adds a number for each column, in the dtype of the result,
+    before it rounds to that; None where there is none.
+    """
 
     @property
     def native(self) -> bool:
@@ -148,7 +154,7 @@ class StateKernels(Protocol):
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        """One use of a layer."""
+        """One use of a layer; amaxes may be those of parts of an operand."""
 
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
         """What the state becomes when a value is assigned to it."""

@@ -93,6 +93,18 @@ class Einsum:
         """See `Contraction.transposed`."""
         return read.transposed
 
+    def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
+        """What is added to outputs, as a number for each column of a matrix.
+
+        None if it is none, as it differs from row to row, or is the same for
+        several columns.
+        """
+        form, sizes = self.form, self.form.sizes(*shapes)
+        columns = [sizes[c] for c in form.columns]
+        if list(bias.shape) != columns or not form.out.endswith(form.columns):
+            return None
+        return ops.reshape(bias, (-1,))
+
     def product(
         self,
         matmul: str,

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.kernels.contract import Contraction
+from keras_policy_ext.numerics import scaling
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -103,3 +105,21 @@ class Operands:
             operand: self.quantized_as(operand, matmuls_of(operand)[1])
             for operand in ("inputs", "kernel")
         }
+
+
+def storing(cast: Any) -> Any:
+    """A cast whose result is stored: see `Framework.stored`."""
+
+    def casting(*how: Any) -> Any:
+        return frameworks.current().stored(cast(*how))
+
+    return casting
+
+
+def amax_of(operand: str) -> Any:
+    """What computes the amax of an operand.
+
+    A layer adds up the columns of its output gradient for its bias.
+    """
+    by_columns = operand == "outputs_grad"
+    return scaling.amax_by_columns if by_columns else scaling.amax

@@ -18,12 +18,13 @@ from keras_policy_ext.kernels.both_layouts import (
 )
 from keras_policy_ext.kernels.choices import Choices
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
+from keras_policy_ext.kernels.epilogues import adding, writes
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.gathering import gathered
-from keras_policy_ext.kernels.operands import Operands
+from keras_policy_ext.kernels.operands import Operands, amax_of, storing
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
-from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import Amax, Known
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -80,7 +81,8 @@ class Plan:
     def kernel_grad_dtype(self) -> str:
         """What `kernel_grad` is rounded to: the compute dtype.
 
-        Not float16, in which the gradient of a float32 kernel could overflow.
+        Not float16, in which the gradient of a float32 kernel could overflow;
+        and not where what multiplies writes float32: see `epilogues`.
         """
         half = self.inputs_dtype == "float16"
         return self.kernel_dtype if half else self.inputs_dtype
@@ -124,6 +126,7 @@ class Plan:
         kernel: Tensor,
         state: tuple[Tensor, ...],
         observe: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Residuals]:
         """The outputs, and what the backward pass needs.
 
@@ -132,12 +135,13 @@ class Plan:
             kernel: Of dtype `kernel_dtype`.
             state: The state matrix of the recipe, or nothing.
             observe: Whether amaxes are needed for the state.
+            bias: To be added, of dtype `inputs_dtype`; None for none.
 
         Returns:
             Outputs of dtype `inputs_dtype`, and residuals.
         """
         history = self._history(state)
-        known = settled(history)
+        known = settled(history, state)
         observe = observe and bool(state) and self.source.observes_amaxes
         chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
         x, x_kept, x_amax = self._reads(
@@ -148,7 +152,10 @@ class Plan:
         )
         shapes = shape_of(inputs), shape_of(kernel)
         reads = {"inputs": x, "kernel": w}
-        outputs = self._product("forward", chosen, reads, shapes)
+        fused = adding(self.contraction, chosen, bias, shapes)
+        outputs = self._product("forward", fused or chosen, reads, shapes)
+        if bias is not None and not fused:
+            outputs = ops.add(outputs, bias)
         amaxes = (x_amax, w_amax) if observe else None
         return outputs, Residuals(x_kept, w_kept, history, amaxes, shapes)
 
@@ -197,7 +204,7 @@ class Plan:
             The three; None for a gradient that is not needed.
         """
         amaxes, shapes = residuals.amaxes, residuals.shapes
-        known, observe = settled(residuals.known), amaxes is not None
+        known, observe = settled(residuals.known, state), amaxes is not None
         counts = self.training is not False and not self.source.observes_amaxes
         chosen = {m: self.choose(m) for m in matmuls_of("outputs_grad")}
         g, g_again, g_amax = self._reads(
@@ -234,6 +241,8 @@ class Plan:
         states = engines.states_for(self.source, state)
         if states is not None:
             return states.observation(self.source, numbers, self.slot)
+        # A kernel may have found an amax for each part of an operand.
+        numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
         return self.source.observation(numbers, self.slot)
 
     def _product(
@@ -249,8 +258,10 @@ class Plan:
             self._as_read(operand, matmul, reads[operand], choice)
             for operand in MATMULS[matmul]
         )
-        last = matmul == "kernel_grad"
-        dtype = self.kernel_grad_dtype if last else self.inputs_dtype
+        dtype = self.inputs_dtype
+        if matmul == "kernel_grad":
+            own = writes(kernel, self.kernel_dtype)
+            dtype = self.kernel_dtype if own else self.kernel_grad_dtype
         return self.contraction.product(matmul, kernel, a, b, shapes, dtype)
 
     def _as_read(
@@ -296,10 +307,10 @@ class Plan:
         cast = self._cast(chosen[first], chosen[second])
         one_pass = observe and self._is_one_pass(operand, chosen)
         if one_pass:
-            cast = _storing(cast)
+            cast = storing(cast)
         off_cpu = not frameworks.current().on_cpu(x)
         apart = one_pass or (operand == "kernel" and off_cpu)
-        amax = Amax(home, wanted, _amax_of(operand), apart)
+        amax = Amax(home, wanted, amax_of(operand), apart)
         how = amax, known, cast
         saturated, marked = self._read(operand, first, home, *how)
         read = saturated if first == "forward" else marked
@@ -389,7 +400,7 @@ class Plan:
             self.operands.quantized_as(operand, matmul) or asked,
             self.source.scale(operand, asked, amax, known),
             cast,
-            _amax_of(operand),
+            amax_of(operand),
             self._key(asked, matmul, amax, known),
             self.operands.is_across(operand, matmul),
         )
@@ -413,24 +424,6 @@ class Plan:
         if asked.rounding == "nearest":
             return None
         return self.source.key(known, self.slot, amax, matmul)
-
-
-def _storing(cast: Any) -> Any:
-    """A cast whose result is stored: see `Framework.stored`."""
-
-    def casting(*how: Any) -> Tensor:
-        return frameworks.current().stored(cast(*how))
-
-    return casting
-
-
-def _amax_of(operand: str) -> Any:
-    """What computes the amax of an operand.
-
-    A layer adds up the columns of its output gradient for its bias.
-    """
-    by_columns = operand == "outputs_grad"
-    return scaling.amax_by_columns if by_columns else scaling.amax
 
 
 @functools.lru_cache(maxsize=4096)

@@ -54,9 +54,14 @@ def _narrowed(operand: Quantized, format_name: str) -> Quantized:
     return operand.narrowed(dtype, engines.engine().encode)
 
 
-def settled(known: Known | None) -> Known | None:
+def settled(
+    known: Known | None, state: tuple[Tensor, ...] = ()
+) -> Known | None:
     """What the state says, or less where a choice is already made."""
     if not isinstance(known, HistoryScales) or known.unseen is None:
         return known
-    any_unseen = frameworks.current().known_any(known.unseen)
-    return HistoryScales(known.scales, None) if any_unseen is False else known
+    framework = frameworks.current()
+    if framework.known_any(known.unseen) is False:
+        return HistoryScales(known.scales, None)
+    lately = bool(state) and framework.seen_lately(*state)
+    return dataclasses.replace(known, seen_lately=lately) if lately else known

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from keras_policy_ext.formats import FAMILIES
+from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_casts
 from keras_policy_ext.kernels.both_layouts import Both, Known
 from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
 from keras_policy_ext.numerics.scale_sources import DelayedSource
-from keras_policy_ext.recipes import Quantization
+from keras_policy_ext.recipes import DelayedScaling, Quantization
 
 # Builds of PyTorch for CUDA bring Triton along, others do not.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -51,13 +52,15 @@ class TritonCasts:
             return torch_triton_casts.quantize_both_ways(
                 matrix, asked, known, observe, self.interpreted
             )
-        dtype, scalar = getattr(torch, asked.format), torch.float32
+        dtype, wide = getattr(torch, asked.format), torch.float32
         m, k = matrix.shape
+        tiles = (torch_triton_casts.number_of_tiles(m, k),)
+        parts = () if known.scale is None else tiles
         return Both(
             matrix.new_empty((m, k), dtype=dtype),
             matrix.new_empty((k, m), dtype=dtype),
-            matrix.new_empty((), dtype=scalar),
-            matrix.new_empty((), dtype=scalar) if observe else None,
+            matrix.new_empty((), dtype=wide),
+            matrix.new_empty(parts, dtype=wide) if observe else None,
         )
 
 
@@ -81,7 +84,10 @@ class TritonStates:
 
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
         """See `StateKernels.history_scales`."""
-        return torch_triton_scales.history_scales(source, state.contiguous())
+        tells = self.interpreted or tells_the_host()
+        told = torch_observations.told(state) if tells else None
+        matrix = state.contiguous()
+        return torch_triton_scales.history_scales(source, matrix, told)
 
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
@@ -133,6 +139,26 @@ def _numbers() -> contextlib.AbstractContextManager[Any]:
     except ImportError:
         return contextlib.nullcontext()
     return unset_fake_temporarily()
+
+
+@functools.cache
+def tells_the_host() -> bool:
+    """Whether a kernel writes into pinned memory.
+
+    Asked once for a process: where it may not, launching it is an error.
+    """
+    source = DelayedSource(DelayedScaling())
+    try:
+        with _numbers():
+            state = torch.zeros(source.state_shape, device="cuda")
+            state[:, 0], state[:, -1] = -1.0, 1.0
+            told = torch_observations.pinned_flags(len(state))
+            torch_triton_scales.history_scales(source, state, told)
+            torch.cuda.synchronize()
+            return not told.any()
+    # As in `lacking`; the host then goes on not knowing.
+    except Exception:
+        return False
 
 
 def _gives_our_codes() -> bool:

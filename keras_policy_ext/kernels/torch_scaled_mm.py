@@ -27,6 +27,9 @@ ALIGNMENT = 16
 BLOCK = 128
 """Numbers along an edge of a block of `ScaledMMOfBlocks`."""
 
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes of results to which `scaled_mm` adds a bias of that dtype."""
+
 E8M0 = "float8_e8m0fnu"
 
 MX_BLOCK = 32
@@ -34,9 +37,30 @@ MX_BLOCK = 32
 
 
 class ScaledMM:
-    """`scaled_mm` of two float8 matrices with one scale each."""
+    """`scaled_mm` of two float8 matrices with one scale each.
+
+    PyTorch's own tests of it (`test_scaled_matmul_cuda.py`) have results in
+    float32, and a bias in the dtype of the result where that has 16 bits, on
+    every GPU that has it.
+
+    Args:
+        bias: A number for each column, added before the result is rounded.
+    """
 
     native = True
+
+    def __init__(self, bias: Tensor | None = None):
+        self._bias = bias
+
+    @property
+    def writes_float32(self) -> bool:
+        """See `MatmulKernel`; on a CPU the numbers stay as they were."""
+        return torch_devices.here().maker != "cpu"
+
+    def adding(self, bias: Tensor) -> ScaledMM | None:
+        """See `MatmulKernel`; on a CPU the numbers stay as they were."""
+        on_cpu = torch_devices.here().maker == "cpu"
+        return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
     def supports(self, request: Request) -> str | None:
         """On CUDA with float8 hardware; on a CPU only if asked for."""
@@ -59,8 +83,8 @@ class ScaledMM:
     ) -> Tensor:
         """See `MatmulKernel.multiply`."""
         scales = a.scale.reshape(()), b.scale.reshape(())
-        out = getattr(torch, dtype)
-        return _scaled_mm(*_matrices(a, b), *scales, out, fast).unsqueeze(0)
+        how = getattr(torch, dtype), fast, self._bias
+        return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
 
 
 class ScaledMMOfRows:
@@ -284,6 +308,7 @@ def _scaled_mm(
     scale_b: Tensor,
     dtype: torch.dtype,
     fast: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`a @ b` of two float8 matrices, scaled, padded to `ALIGNMENT`.
 
@@ -297,10 +322,13 @@ def _scaled_mm(
         scale_b: A scalar, or a vector of n; a vector if `scale_a` is one.
         dtype: Of the result.
         fast: Whether a GPU may accumulate with fewer bits.
+        bias: A vector of n, to be added; None for none.
     """
     rows, columns = a.shape[0], b.shape[1]
     if a.device.type == "cuda":
         a, b = _padded(a), _padded(b)
+    if bias is not None and b.shape[1] > columns:
+        bias = F.pad(bias, (0, b.shape[1] - columns))
     kind = F.ScalingType.TensorWise
     if scale_a.dim():
         kind = F.ScalingType.RowWise
@@ -314,6 +342,7 @@ def _scaled_mm(
         kind,
         scale_b,
         kind,
+        bias=bias,
         output_dtype=dtype,
         use_fast_accum=fast and a.device.type == "cuda",
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from keras_policy_ext import formats
 from keras_policy_ext.kernels.both_layouts import Both, Known
-from keras_policy_ext.kernels.torch_triton_scales import scale_of
+from keras_policy_ext.kernels.torch_triton_scales import largest_of, scale_of
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.recipes import Quantization
 
@@ -43,23 +43,24 @@ def quantize_both_ways(
     Args:
         x: (m, k), bfloat16, float16 or float32.
         asked: What becomes of it, with one scale.
-        known: What is known of that scale. Only where it is not known before
-            is the amax found in a pass of its own; a kernel asks for it, so
-            that nobody waits for the device.
+        known: What is known of that scale. Only where it may not be known
+            before is the amax found in a pass of its own; a kernel asks for
+            it, so that nobody waits for the device.
         observe: Whether the amax is wanted.
         by_integers: Whether codes are made by integer arithmetic, which
             Triton's interpreter needs: its own conversion is wrong.
     """
     m, k = x.shape
-    now, seen = torch.zeros(2, dtype=torch.int32, device=x.device)
     given = known.scale is not None
     grid = (triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))
     strides = x.stride(0), x.stride(1)
     block = {"ROWS": ROWS, "COLUMNS": COLUMNS}
-    if not given or known.unseen is not None:
-        unseen = known.unseen if given else x  # which is then not looked at
+    # Of each tile, written by its program; or of all, and then a maximum.
+    amaxes = _int32(x, (number_of_tiles(m, k),)) if given else _zero(x)
+    unseen = known.unseen if known.unseen is not None else amaxes
+    if not given or (known.unseen is not None and not known.seen_lately):
         amax_kernel[grid](
-            x, unseen, now, m, k, *strides, ALWAYS=not given, **block
+            x, unseen, amaxes, m, k, *strides, ALWAYS=not given, **block
         )
     values, across = (
         torch.empty(shape, dtype=torch.uint8, device=x.device)
@@ -68,13 +69,12 @@ def quantize_both_ways(
     scale = torch.empty((), dtype=torch.float32, device=x.device)
     cast_kernel[grid](
         x,
-        known.scale if given else now,
-        known.unseen if given and known.unseen is not None else now,
-        now,
+        known.scale if given else amaxes,
+        unseen,
         scale,
         values,
         across,
-        seen,
+        amaxes,
         m,
         k,
         *strides,
@@ -83,9 +83,26 @@ def quantize_both_ways(
         BY_INTEGERS=by_integers,
         **block,
     )
-    amax = (seen if given else now).view(torch.float32) if observe else None
     dtype = getattr(torch, asked.format)
-    return Both(values.view(dtype), across.view(dtype), scale, amax)
+    return Both(
+        values.view(dtype),
+        across.view(dtype),
+        scale,
+        amaxes.view(torch.float32) if observe else None,
+    )
+
+
+def number_of_tiles(m: Any, k: Any) -> Any:
+    """How many amaxes an (m, k) matrix has, one for each program."""
+    return -(-m // ROWS) * -(-k // COLUMNS)
+
+
+def _int32(x: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=x.device)
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=x.device)
 
 
 def constants(asked: Quantization, known: Known) -> dict[str, Any]:
@@ -95,6 +112,7 @@ def constants(asked: Quantization, known: Known) -> dict[str, Any]:
     return {
         "GIVEN": known.scale is not None,
         "MAYBE_UNSEEN": known.unseen is not None,
+        "FOUND_BEFORE": not known.seen_lately,
         "INVERTED": known.rule.inverted,
         "TOP": found.max / 2.0**known.rule.margin,
         "POWER_OF_TWO": asked.scale_rounding == "up",
@@ -110,11 +128,19 @@ def constants(asked: Quantization, known: Known) -> dict[str, Any]:
 
 @triton.jit
 def _tile(
-    x, m, k, by_row, by_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x,
+    row,
+    column,
+    m,
+    k,
+    by_row,
+    by_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """The numbers of a program in float32, where they are, and which are."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """The numbers of a tile in float32, where they are, and which are."""
+    i = row * ROWS + tl.arange(0, ROWS)
+    j = column * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i[:, None] < m) & (j[None, :] < k)
     rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
     places = x + rows * by_row + columns * by_column
@@ -122,11 +148,27 @@ def _tile(
 
 
 @triton.jit
-def _enter_amax(numbers, amax):
-    """Magnitudes are ordered as their bits are, and NaN is the largest."""
+def _largest(numbers):
+    """The bits of an amax, or of NaN where a number is.
+
+    Magnitudes are ordered as their bits are, and NaN is the largest.
+    """
     bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.max(bits, 1), 0)
-    tl.atomic_max(amax, largest)
+    return tl.max(tl.max(bits, 1), 0)
+
+
+@triton.jit
+def _amax_of_all(
+    x, m, k, by_row, by_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The amax of a matrix, read by one program."""
+    found = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for row in range(0, tl.cdiv(m, ROWS)):
+        for column in range(0, tl.cdiv(k, COLUMNS)):
+            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+            bits = tile[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            found = tl.maximum(found, bits)
+    return tl.max(tl.max(found, 1), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -171,27 +213,24 @@ def _codes_of(
 
 
 @triton.jit
-def _chosen_scale(
-    scale,
-    unseen,
-    now,
-    GIVEN: tl.constexpr,
-    MAYBE_UNSEEN: tl.constexpr,
-    INVERTED: tl.constexpr,
-    TOP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+def _own_amax(
+    x,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    FOUND_BEFORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """The scale from before, or that of the amax where there is none."""
-    if GIVEN:
-        chosen = tl.load(scale)
-        if MAYBE_UNSEEN:
-            amax = tl.load(now).to(tl.float32, bitcast=True)
-            own = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
-            chosen = tl.where(tl.load(unseen) != 0, own, chosen)
+    """The amax of what was never observed; see `Known.seen_lately`."""
+    if FOUND_BEFORE:
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        amax = largest_of(amaxes, tiles, ROWS * COLUMNS)
     else:
-        amax = tl.load(now).to(tl.float32, bitcast=True)
-        chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
-    return chosen
+        amax = _amax_of_all(x, m, k, by_row, by_column, ROWS, COLUMNS)
+    return amax
 
 
 @triton.jit
@@ -199,17 +238,17 @@ def cast_kernel(
     x,
     scale,
     unseen,
-    now,
     used,
     values,
     across,
-    amax,
+    amaxes,
     m,
     k,
     by_row,
     by_column,
     GIVEN: tl.constexpr,
     MAYBE_UNSEEN: tl.constexpr,
+    FOUND_BEFORE: tl.constexpr,
     INVERTED: tl.constexpr,
     TOP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -226,14 +265,34 @@ def cast_kernel(
     COLUMNS: tl.constexpr,
 ):
     """See `quantize_both_ways`; the first program writes the scale."""
-    chosen = _chosen_scale(
-        scale, unseen, now, GIVEN, MAYBE_UNSEEN, INVERTED, TOP, POWER_OF_TWO
-    )
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    if GIVEN:
+        chosen = tl.load(scale)
+        if MAYBE_UNSEEN:
+            wanted = tl.load(unseen) != 0
+            if wanted:
+                amax = _own_amax(
+                    x,
+                    amaxes,
+                    m,
+                    k,
+                    by_row,
+                    by_column,
+                    FOUND_BEFORE,
+                    ROWS,
+                    COLUMNS,
+                )
+                chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
+    else:
+        amax = tl.load(amaxes).to(tl.float32, bitcast=True)
+        chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
+    row, column = tl.program_id(0), tl.program_id(1)
+    if (row == 0) & (column == 0):
         tl.store(used, chosen)
-    numbers, i, j, inside = _tile(x, m, k, by_row, by_column, ROWS, COLUMNS)
+    numbers, i, j, inside = _tile(
+        x, row, column, m, k, by_row, by_column, ROWS, COLUMNS
+    )
     if OBSERVE:
-        _enter_amax(numbers, amax)
+        tl.store(amaxes + row * tl.num_programs(1) + column, _largest(numbers))
     number = _quotient(numbers, chosen)
     number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
     if BY_INTEGERS:
@@ -252,7 +311,7 @@ def cast_kernel(
 def amax_kernel(
     x,
     wanted,
-    amax,
+    amaxes,
     m,
     k,
     by_row,
@@ -261,11 +320,13 @@ def amax_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The amax of a matrix, if a flag says that it is wanted."""
+    """The amax of a matrix; or of each tile, if a flag says it is wanted."""
+    row, column = tl.program_id(0), tl.program_id(1)
     if ALWAYS:
-        tile = _tile(x, m, k, by_row, by_column, ROWS, COLUMNS)
-        _enter_amax(tile[0], amax)
+        tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+        tl.atomic_max(amaxes, _largest(tile[0]))
     else:
         if tl.load(wanted) != 0:
-            tile = _tile(x, m, k, by_row, by_column, ROWS, COLUMNS)
-            _enter_amax(tile[0], amax)
+            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+            place = row * tl.num_programs(1) + column
+            tl.store(amaxes + place, _largest(tile[0]))

@@ -19,16 +19,25 @@ from keras_policy_ext.recipes import OPERANDS
 Tensor = Any
 
 
-def history_scales(source: Any, state: Tensor) -> HistoryScales:
+def history_scales(
+    source: Any, state: Tensor, told: Tensor | None = None
+) -> HistoryScales:
     """See `DelayedSource.history_scales`.
 
     Args:
         source: A `DelayedSource`.
         state: (3, width), contiguous.
+        told: Bool (3,), in memory that the host can read: gets `unseen` too.
     """
     scales = torch.empty(3, dtype=torch.float32, device=state.device)
     unseen = torch.empty(3, dtype=torch.bool, device=state.device)
-    history_kernel[(3,)](state, scales, unseen, **constants(source))
+    history_kernel[(3,)](
+        state,
+        scales,
+        unseen,
+        unseen if told is None else told,
+        **constants(source),
+    )
     if source.starts_from_current:
         return HistoryScales(scales, unseen)
     return HistoryScales(scales, None)
@@ -39,17 +48,20 @@ def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
 
     Args:
         source: A `DelayedSource`.
-        amaxes: Three float32 scalars.
+        amaxes: Three of float32, each a scalar or the amaxes of parts.
         slot: Which use of the layer in this step this is.
     """
     width = source.layout.width
     found = amaxes[0].new_empty((3, width))
     observation_kernel[(3,)](
         *amaxes,
+        *(amax.numel() for amax in amaxes),
         found,
         1 + slot % SLOTS,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        PARTS=4096,
+        num_warps=8,
     )
     return found
 
@@ -154,6 +166,7 @@ def history_kernel(
     state,
     scales,
     unseen,
+    told,
     TOPS: tl.constexpr,
     INITIAL: tl.constexpr,
     NEWEST_ONLY: tl.constexpr,
@@ -169,6 +182,18 @@ def history_kernel(
     )
     tl.store(scales + row, scale)
     tl.store(unseen + row, seen == 0)
+    tl.store(told + row, seen == 0)
+
+
+@triton.jit
+def largest_of(amaxes, count, BLOCK: tl.constexpr):
+    """The largest of magnitudes, of float32 or their bits; NaN if one is."""
+    found, place = tl.zeros((BLOCK,), tl.int32), tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        inside = start + place < count
+        some = tl.load(amaxes + start + place, mask=inside, other=0)
+        found = tl.maximum(found, some.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.max(found, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -176,19 +201,23 @@ def observation_kernel(
     first,
     second,
     third,
+    first_count,
+    second_count,
+    third_count,
     found,
     column,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """See `observation`; a program for each operand."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     if row == 0:
-        amax = tl.load(first)
+        amax = largest_of(first, first_count, PARTS)
     elif row == 1:
-        amax = tl.load(second)
+        amax = largest_of(second, second_count, PARTS)
     else:
-        amax = tl.load(third)
+        amax = largest_of(third, third_count, PARTS)
     entry = tl.where(place == column, amax, 0.0)
     entry = tl.where(place == 0, 1.0, entry)
     tl.store(found + row * WIDTH + place, entry, mask=place < WIDTH)
@@ -206,13 +235,13 @@ def _entered(
 ):
     """The history with the newest amax, where all amaxes are finite."""
     start = previous + row * WIDTH
-    amaxes = tl.where((place > 0) & (place < WIDTH), given, 0.0)
+    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = tl.max(bits, 0) < 0x7F800000
     uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
     mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
     newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0))
-    # The ring turns left: see `observations._roll`.
+    # The ring turns left: see `Layout._entered`.
     older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
     turned = tl.load(start + older, mask=place > FIRST, other=0.0)
     before = tl.load(start + place, mask=place < WIDTH, other=0.0)
@@ -223,10 +252,12 @@ def _entered(
 
 
 @triton.jit
-def _is_observation(given, place):
+def _is_observation(given, place, FIRST: tl.constexpr):
     """See `Layout._is_observation`."""
     uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
-    seen = tl.where((place > 0) & (given != 0.0), 1.0, 0.0)
+    told = (place > 0) & (place <= FIRST) & (given != 0.0)
+    seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
+    seen = tl.where(told, seen, 0.0)
     whole = uses == tl.floor(uses)
     return whole & (uses >= tl.sum(seen, 0)) & (uses > 0.0)
 
@@ -266,5 +297,5 @@ def settle_kernel(
     seal = tl.where(tl.abs(uses + 1.0) <= ROUNDING, -1.0, uses)
     state = tl.where(place == 0, seal, given)
     other = tl.where(uses < 0.0, state, before)
-    found = tl.where(_is_observation(given, place), observed, other)
+    found = tl.where(_is_observation(given, place, FIRST), observed, other)
     tl.store(settled + row * WIDTH + place, found, mask=inside)

@@ -91,9 +91,13 @@ def _einsum_call(
     """Contract, add the adapters and the bias, activate."""
     inputs = layer.convert_input(inputs)
     kernel = variable_values.stored_kernel(layer)
+    bias = layer.bias
+    if bias is not None:
+        bias = layer.convert_input(ops.convert_to_tensor(bias))
+    if not layer.lora_enabled:
+        x = layer.float8_einsum(equation, inputs, kernel, training, bias=bias)
+        return activated(layer.activation, x)
     x = layer.float8_einsum(equation, inputs, kernel, training)
-    if layer.lora_enabled:
-        x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))
-    if layer.bias is not None:
-        x = ops.add(x, layer.convert_input(ops.convert_to_tensor(layer.bias)))
+    x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))
+    x = x if bias is None else ops.add(x, bias)
     return activated(layer.activation, x)

@@ -181,6 +181,7 @@ class Float8Mixin(
         kernel: Any,
         training: bool | None = None,
         dtype: Any = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """`einsum(equation, inputs, kernel)` in float8.
 
@@ -194,6 +195,8 @@ class Float8Mixin(
                 observed where a gradient is taken.
             dtype: Of the result; inputs are cast to it before they are
                 quantized. None: the compute dtype.
+            bias: To be added to the result, in its dtype; None for none. A
+                kernel of a GPU may add it before it rounds.
 
         Returns:
             Tensor in `dtype`.
@@ -211,9 +214,11 @@ class Float8Mixin(
         explicit = einsum.explicit(equation, *ranks)
         check_sizes(explicit, inputs.shape, kernel.shape)
         if self.float8_policy is None:
-            return self._plain_einsum(explicit, inputs, kernel, dtype)
-        contraction = kernels.Einsum(explicit)
-        return self._contract(contraction, inputs, kernel, training, dtype)
+            return _sum(
+                self._plain_einsum(explicit, inputs, kernel, dtype), bias
+            )
+        operands = kernels.Einsum(explicit), inputs, kernel
+        return self._contract(*operands, training, dtype, bias)
 
     def float8_activations_einsum(
         self, equation: str, first: Tensor, second: Tensor
@@ -322,6 +327,7 @@ class Float8Mixin(
         kernel: Any,
         training: bool | None,
         dtype: Any = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         policy: Any = self.float8_policy
         dtype = keras.backend.standardize_dtype(dtype or self.compute_dtype)
@@ -332,7 +338,9 @@ class Float8Mixin(
                 contraction, kernel.recipe, kernel.axes, dtype
             )
             self.float8_state.last_call.plan = frozen
-            return kernels.run_frozen(frozen, inputs, *kernel.multiplied)
+            return _sum(
+                kernels.run_frozen(frozen, inputs, *kernel.multiplied), bias
+            )
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
@@ -351,7 +359,7 @@ class Float8Mixin(
         self.float8_state.last_call.plan = plan
         if not frameworks.current().is_compiling():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
-        return kernels.run(plan, inputs, value, *state)
+        return kernels.run(plan, inputs, value, *state, bias=bias)
 
     @property
     def _has_stored_gradient(self) -> bool:
@@ -387,6 +395,10 @@ class Float8Mixin(
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
+
+
+def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else ops.add(x, bias)
 
 
 def _new_state(trainable: bool) -> Float8State:

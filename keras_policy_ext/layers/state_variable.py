@@ -118,7 +118,7 @@ class StateVariable(
         if settled:
             value = _sealed(value)
             if self.observed is not None:
-                self.observed.taken()  # It was observed of another state.
+                self.observed.replaced()
         self.uses = 0
         value = ops.convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and variable_values.has_value(self)

@@ -20,10 +20,14 @@ class HistoryScales:
         scales: Float32 (3,), one scale per operand.
         unseen: Bool (3,), whether the operand was never observed; None where
             the recipe starts from a fixed scale.
+        seen_lately: Whether all operands had been observed when a device last
+            said so, some steps ago. `unseen` is then false, unless the state
+            has been put back since: no pass over an operand is worth it.
     """
 
     scales: Tensor
     unseen: Tensor | None
+    seen_lately: bool = False
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""

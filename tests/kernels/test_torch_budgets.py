@@ -18,15 +18,26 @@ from torch_counts import dense_step, summary
 SIZE = 4096
 
 BUDGETS = {  # recipe: large kernels, small kernels, bytes per element
-    "delayed": (7, 12, 12.7),
-    "current": (10, 18, 15.4),
+    "delayed": (5, 6, 9.33),
+    "current": (8, 18, 12.0),
 }
+FIRST_STEPS = (5, 9, 9.33)
+"""Of delayed scaling, until the GPU has told what it has observed."""
 
 
 @pytest.mark.parametrize("recipe", BUDGETS)
 def test_a_step_stays_within_its_budget(recipe):
-    found = summary(dense_step(SIZE, recipe, triton=True), SIZE)
-    large, small, moved = BUDGETS[recipe]
+    assert_within(dense_step(SIZE, recipe, triton=True), BUDGETS[recipe])
+
+
+def test_the_first_steps_ask_for_what_was_not_observed():
+    found = dense_step(SIZE, "delayed", triton=True, seen_lately=False)
+    assert_within(found, FIRST_STEPS)
+
+
+def assert_within(step, budget):
+    found = summary(step, SIZE)
+    large, small, moved = budget
     assert found["float8_matmuls"] == 3
     assert found["large_kernels"] <= large
     assert found["small_kernels"] <= small
@@ -42,4 +53,4 @@ def test_the_counter_sees_what_bfloat16_moves():
 @pytest.mark.parametrize("recipe", BUDGETS)
 def test_without_triton_a_step_moves_three_times_as_much(recipe):
     found = summary(dense_step(SIZE, recipe, triton=False), SIZE)
-    assert found["bytes_per_element"] > 35.0
+    assert found["bytes_per_element"] > 34.0
