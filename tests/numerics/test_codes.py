@@ -45,6 +45,20 @@ def test_every_number_has_its_code(name):
         assert set(found[~known] & 0x7F) <= {fmt.nan_code & 0x7F}
 
 
+@each
+def test_an_infinity_has_its_code_or_that_of_the_largest(name):
+    fmt = formats.get(name)
+    largest = np.float32([fmt.max, -fmt.max])
+    infinite = np.float32([np.inf, -np.inf])
+    found, wanted = (
+        numpy(codes.encode(ops.convert_to_tensor(each), name))
+        for each in (infinite, infinite if fmt.has_inf else largest)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    if fmt.has_inf:
+        assert np.isinf(found.view(fmt.dtype).astype(np.float32)).all()
+
+
 def test_a_negative_zero_is_zero_where_there_is_none():
     zero = ops.convert_to_tensor(np.float32([-0.0]))
     for name in SIGNED:

@@ -424,3 +424,32 @@ def test_the_scales_of_any_run_are_those_of_the_reference_layer(
         same_bits(scale, layer.scales["inputs"])
         value = observed(rule, [ops.convert_to_numpy(amax), 1.0, 1.0])
         state = settle(rule, value, state)
+
+
+@WAYS
+def test_a_state_that_was_moved_counts_for_nothing(way):
+    """Neither as an observation, whatever its count, nor as what was seen."""
+    rule = delayed(16)
+    before = random_state(rule)
+    moved = before.copy()
+    moved[:, 0] = 3.0
+    np.testing.assert_array_equal(settle(rule, moved, before, way), before)
+    scales(rule, moved)[:] = 0.0
+    np.testing.assert_array_equal(settle(rule, moved, before, way), before)
+
+    after = settle(rule, observed(rule, [1, 2, 3]), moved, way)
+    newest, others = np.split(histories(rule, after), [1], axis=1)
+    np.testing.assert_array_equal(newest[:, 0], [1, 2, 3])
+    assert not others.any()
+
+
+@WAYS
+@pytest.mark.parametrize("length", [1, 4])
+def test_observations_of_replicas_lie_side_by_side(length, way):
+    rule = delayed(length)
+    one = observed(rule, [1, 7, 5])
+    other = observed(rule, [4, 7, 2], [3, 7, 6])
+    wide = np.concatenate([one[:, :1] + other[:, :1], one[:, 1:]], axis=1)
+    wide = np.concatenate([wide, other[:, 1:]], axis=1)
+    after = settle(rule, wide, fresh(rule), way)
+    np.testing.assert_array_equal(histories(rule, after)[:, 0], [4, 7, 6])
