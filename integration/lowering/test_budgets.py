@@ -22,6 +22,7 @@ COUNTED = [  # GPU, who traces, steps, ways
     ("B200", "jax", ("dense",), ("from one",)),
     ("H200", "tensorflow", ("dense", "relu", "gelu", "block"), WAYS),
     ("B200", "tensorflow", ("dense",), WAYS),
+    ("H200", "tensorflow", ("dense",), ("from one",)),
 ]
 
 
@@ -80,7 +81,8 @@ def counts(tmp_path_factory):
     """The counts by GPU, framework, step and way."""
     folder = tmp_path_factory.mktemp("programs")
     steps, ways = "dense,relu,gelu,block", ",".join(WAYS)
-    printed_by("tensorflow", "trace_tensorflow.py", folder, steps, ways)
+    for traced in ((steps, ways), ("dense", "from one")):
+        printed_by("tensorflow", "trace_tensorflow.py", folder, *traced)
     found = {}
     for gpu, framework, steps, ways in COUNTED:
         more = ("--folder", folder) if framework == "tensorflow" else ()
@@ -114,7 +116,7 @@ def test_matmuls_take_the_scales_as_they_are(counts):
 
 
 def test_matmuls_read_float8_and_gradients_are_accurate(counts):
-    assert len(counts) == 36
+    assert len(counts) == 37
     for (*_, step, way), count in counts.items():
         # Attention multiplies twice by itself, with two gradients each.
         own = 6 if step == "block" else 0
