@@ -145,7 +145,8 @@ def summary(executable, gpu, large=1 << 20):
         gpu: That GPU.
         large: Bytes from which a kernel counts as large.
     """
-    kernels = hlo.kernels(executable.hlo_modules()[0].to_string())
+    text = executable.hlo_modules()[0].to_string()
+    kernels = hlo.kernels(text)
     matmuls = [each for each in kernels if each.flops]
     others = [each for each in kernels if not each.flops]
     big = [each for each in others if each.bytes >= large]
@@ -158,6 +159,7 @@ def summary(executable, gpu, large=1 << 20):
         "large": _runs(big),
         "transposes": _runs(each for each in big if "transpose" in each.ops),
         "small": _runs(others) - _runs(big),
+        "rounded scales": hlo.rounded_scales(text),
         "bytes": sum(each.times * each.bytes for each in others),
         "seconds": sum(map(gpu.seconds, kernels)),
         "temporaries": memory.temp_size_in_bytes,

@@ -116,6 +116,15 @@ def kernels(text: str) -> list[Kernel]:
     return _kernels(computations, entry, 1)
 
 
+def rounded_scales(text: str) -> int:
+    """How often a scalar, or what the three scalars of a state are, is cast.
+
+    To bfloat16, as scales are written for XLA, which is to take them as they
+    were before.
+    """
+    return len(re.findall(r"= bf16\[[13,]*\]\S* convert\(", text))
+
+
 def _kernels(computations: dict, name: str, times: int) -> list[Kernel]:
     instructions = computations[name]
     shapes = {each.name: each.shape for each in instructions}

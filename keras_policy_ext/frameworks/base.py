@@ -152,6 +152,27 @@ class Framework:
         """`ops.cast`, from and to formats that Keras does not know."""
         return ops.cast(x, dtype)
 
+    def divisor(self, x: Tensor, scale: Tensor) -> Tensor:
+        """`scale`, of which XLA sees no broadcast; NaN where `x` is.
+
+        XLA for a CPU turns a division by a broadcast scalar into a
+        multiplication by its reciprocal, off by one ulp in a quarter of the
+        cases (JAX 0.10).
+
+        Args:
+            x: Float32, what is to be divided.
+            scale: Float32, broadcastable to `x`.
+        """
+        return ops.where(ops.isnan(x), float("nan"), scale)
+
+    def at_once(self, *scalars: Tensor) -> tuple[Tensor, ...]:
+        """The same scalars, which a compiler knows when it knows all of them.
+
+        What is computed from one of them it then does not take for what was
+        computed before, from the scalar itself.
+        """
+        return scalars
+
     def stored(self, x: Tensor) -> Tensor:
         """The same tensor, which a compiler writes once for all its readers.
 

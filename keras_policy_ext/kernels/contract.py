@@ -187,6 +187,8 @@ class Engine:
         decode: Takes codes and the name of a format; returns the numbers.
         casts_in_one_pass: Whether a compiler takes into one kernel the cast
             and the amax of a tensor, if its scale does not wait.
+        casts_again: Whether kernels are cast again for the backward pass,
+            and their codes not kept: see `cast_again`.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """
@@ -204,6 +206,7 @@ class Engine:
     encode: Callable[[Tensor, str], Tensor] = codes.encode
     decode: Callable[[Tensor, str], Tensor] = codes.decode
     casts_in_one_pass: Callable[[], bool] = lambda: False
+    casts_again: Callable[[], bool] = lambda: False
     states: tuple[StateKernels, ...] = ()
 
     @property

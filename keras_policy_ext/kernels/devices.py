@@ -26,6 +26,8 @@ class Device:
         scales: With which scales a matmul of its libraries reads float8:
             `"tensor"`, `"rows"`, `"blocks"` (of 128), `"mx"`. Others are
             applied to the product, or the matmul is emulated.
+        one_layout: Whether its float8 matmuls read an operand in one layout
+            only, so that what two of them read is cast into both.
         holds_float8: Whether numbers can be cast to a float8 dtype and kept
             in it.
         multiplies_in: In what an emulated product is multiplied where that
@@ -38,6 +40,7 @@ class Device:
     maker: str
     float8: str | None = None
     scales: tuple[str, ...] = ()
+    one_layout: bool = False
     holds_float8: bool = True
     multiplies_in: str = "float32"
     source: str = ""
@@ -90,12 +93,18 @@ _ROCM = (
 _TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
 
 
-def _nvidia(title: str, *scales: str, narrow: str = "bfloat16") -> Device:
+def _nvidia(
+    title: str,
+    *scales: str,
+    narrow: str = "bfloat16",
+    one_layout: bool = False,
+) -> Device:
     return Device(
         title=title,
         maker="nvidia",
         float8="ocp" if scales else None,
         scales=scales,
+        one_layout=one_layout,
         multiplies_in=narrow,
         source=_CUDA,
     )
@@ -124,11 +133,15 @@ def _tpu(title: str, float8: str | None = None) -> Device:
 
 
 KNOWN = {
-    "h200": _nvidia("an NVIDIA Hopper (H200)", "tensor", "rows", "blocks"),
+    "h200": _nvidia(
+        "an NVIDIA Hopper (H200)", "tensor", "rows", "blocks", one_layout=True
+    ),
     "b200": _nvidia("an NVIDIA Blackwell (B200)", "tensor", "rows", "mx"),
     "b300": _nvidia("an NVIDIA Blackwell (B300)", "tensor", "mx"),
     "rtx50": _nvidia("an NVIDIA RTX 50", "tensor", "rows"),
-    "ada": _nvidia("an NVIDIA Ada (L4, RTX 40)", "tensor", "rows"),
+    "ada": _nvidia(
+        "an NVIDIA Ada (L4, RTX 40)", "tensor", "rows", one_layout=True
+    ),
     "rtx30": _nvidia("an NVIDIA RTX 30"),
     "a100": _nvidia("an NVIDIA A100"),
     "t4": _nvidia("an NVIDIA T4", narrow="float16"),

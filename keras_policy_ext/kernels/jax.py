@@ -177,9 +177,16 @@ def _dequantized_product(
     It reads the float8 values, multiplies by the float32 scales as they were
     before they were cast here, adds a bias, and writes `dtype`. Of a product
     of float8 values it makes one that writes float32, and kernels after it.
+
+    Behind a barrier, since of a scale that is a slice of several it casts the
+    several, and does not see that the slice was to be cast back (JAX 0.10).
     """
+    scales = lax.optimization_barrier(
+        [each.scale.reshape(()) for each in (a, b)]
+    )
     first, second = (
-        each.values.astype(dtype) * each.scale.astype(dtype) for each in (a, b)
+        each.values.astype(dtype) * scale.astype(dtype)
+        for each, scale in zip((a, b), scales, strict=True)
     )
     return _product(first, second, precision, jnp.dtype(dtype))
 
@@ -192,6 +199,15 @@ def _casts_in_one_pass() -> bool:
     """
     maker = jax_devices.here().maker
     return maker in ("nvidia", "cpu") and jax.device_count() == 1
+
+
+def _casts_again() -> bool:
+    """Of two layouts each of which one matmul reads, XLA for CUDA makes one.
+
+    With several devices a kernel of which they have parts could be gathered
+    twice.
+    """
+    return jax_devices.here().one_layout and jax.device_count() == 1
 
 
 ENGINE = Engine(
@@ -209,4 +225,5 @@ ENGINE = Engine(
     narrow_cast=casting.quantize,
     widen=casting.widen,
     casts_in_one_pass=_casts_in_one_pass,
+    casts_again=_casts_again,
 )

@@ -10,7 +10,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import engines, scaled_products
+from keras_policy_ext.kernels import cast_again, engines, scaled_products
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
     Reads,
@@ -157,6 +157,7 @@ class Plan:
         if bias is not None and not fused:
             outputs = ops.add(outputs, bias)
         amaxes = (x_amax, w_amax) if observe else None
+        w_kept = cast_again.kept(self, kernel, w_kept)
         return outputs, Residuals(x_kept, w_kept, history, amaxes, shapes)
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
@@ -212,7 +213,8 @@ class Plan:
         )
         inputs_grad = kernel_grad = None
         if needed[0]:
-            reads = {"outputs_grad": g, "kernel": residuals.kernel}
+            g, w = cast_again.read(self, residuals.kernel, g)
+            reads = {"outputs_grad": g, "kernel": w}
             inputs_grad = self._product("inputs_grad", chosen, reads, shapes)
         if needed[1]:
             reads = {"outputs_grad": g_again, "inputs": residuals.inputs}

@@ -109,9 +109,13 @@ class DequantizedMatmul(XlaMatmul):
         if 1 in sizes or dtype == "float64":
             return super().multiply(a, b, dtype, fast)
         product = _product if fast else _exact_product
+        scales = [tf.reshape(each.scale, ()) for each in (a, b)]
+        if xla is not None:
+            # Or XLA casts slices of one state together and rounds them.
+            scales = xla.optimization_barrier(*scales)
         first, second = (
-            tf.cast(each.values, dtype) * tf.cast(each.scale, dtype)
-            for each in (a, b)
+            tf.cast(each.values, dtype) * tf.cast(scale, dtype)
+            for each, scale in zip((a, b), scales, strict=True)
         )
         return product(first, second)
 

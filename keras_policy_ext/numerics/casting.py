@@ -219,10 +219,7 @@ def scaled(
     x = ops.cast(x, "float32")
     if is_factor:
         return ops.clip(ops.multiply(x, scale), -limit, limit)
-    # XLA turns a division by a broadcast scalar into a multiplication by its
-    # reciprocal, off by one ulp in a quarter of the cases (JAX 0.10). This
-    # divisor is no broadcast to it, and the quotient the same.
-    divisor = ops.where(ops.isnan(x), float("nan"), scale)
+    divisor = frameworks.current().divisor(x, scale)
     return ops.clip(ops.divide(x, divisor), -limit, limit)
 
 
