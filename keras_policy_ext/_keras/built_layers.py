@@ -214,11 +214,9 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15);
     nothing to do elsewhere. They are registered last again: copies of a model
     and checkpoints of optimizers go by the order of `parameters()`, and a
-    model that was loaded has been built anew. So a layer that has registered
-    none goes on without, as does the float8 state of a layer that was made
-    under its policy. A Sequential model keeps a Functional one that is no
-    layer of it, and in its tracker those from when it had fewer layers: they
-    would keep what a layer has let go.
+    model that was loaded has been built anew. A Sequential model keeps a
+    Functional one that is no layer of it, and in its tracker those from when
+    it had fewer layers: they would keep what a layer has let go.
     """
     found: dict[int, Any] = {}
     for layer in layers:
@@ -227,10 +225,10 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         tracked = tracker.config.get("layers") if tracker else None
         earlier = tracked[1] if tracked else ()
         for each in (*earlier, *children, layer):
-            if "_torch_params" in vars(each).get("_modules", {}):
+            if hasattr(each, "_track_variables"):
                 found.setdefault(id(each), each)
     for each in found.values():
         if any(getattr(v, "_value", v) is None for v in each.variables):
             continue  # They wait for values, and Keras tracks them then.
-        del vars(each)["_modules"]["_torch_params"]
+        vars(each).get("_modules", {}).pop("_torch_params", None)
         each._track_variables()
