@@ -370,6 +370,27 @@ def test_parameters_are_in_one_order_converted_loaded_and_copied(tmp_path):
         assert [name for name, _ in other.named_parameters()] == names
 
 
+def built(layer):
+    layer.build((None, 4))
+    return layer
+
+
+def test_a_layer_has_the_parameters_of_its_copy_converted_or_frozen():
+    """Of one in a `torch.nn.Module`, which is copied part by part."""
+    import copy
+
+    made = built(kpe.layers.Dense(2, dtype="float8/4_from_float32"))
+    converted = built(keras.layers.Dense(2))
+    kpe.convert(converted, "float8/4_from_float32")
+    frozen = built(keras.layers.Dense(2))
+    kpe.freeze(frozen)
+    for layer in (made, converted, frozen):
+        other = copy.deepcopy(layer)
+        assert list(layer.state_dict()) == list(other.state_dict())
+        names = [name for name, _ in layer.named_parameters()]
+        assert names == [name for name, _ in other.named_parameters()]
+
+
 def test_an_optimizer_goes_on_with_a_model_that_was_loaded(tmp_path):
     import copy
 
@@ -401,6 +422,31 @@ def test_an_averaged_model_follows():
     assert np.all(np.isfinite(found))
     for state in states_of(average.module):
         np.testing.assert_array_equal(numpy(state)[:, 0], -1.0)
+
+
+def test_an_averaged_module_follows_a_layer_in_it():
+    import torch
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = built(keras.layers.Dense(2))
+            kpe.convert(self.dense, "float8/4_from_float32")
+
+        def forward(self, x, training=None):
+            return self.dense(x, training=training)
+
+    module = Module()
+    average = torch.optim.swa_utils.AveragedModel(module)
+    optimizer = adam(module.parameters())
+    for _ in range(2):
+        x = np.ones((3, 4), "float32")
+        plain(module, optimizer, None, x, x[:, :2])
+        average.update_parameters(module)
+    for kept, weight in zip(
+        kpe.loops.weights(average), kpe.loops.weights(module), strict=True
+    ):
+        assert kept.shape == weight.shape
 
 
 def test_accumulation_resumes_in_the_middle(tmp_path):

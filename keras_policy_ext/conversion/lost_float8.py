@@ -18,6 +18,7 @@ import keras
 from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.conversion.weight_files import PathLike, Source
 from keras_policy_ext.layers.state_files import VERSION_KEY
+from keras_policy_ext.layers.stored_files import STORED
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
 _STATE = "/float8_state/vars"
@@ -67,9 +68,10 @@ def saved_in(source: Source) -> int:
 def _is_state(group: h5py.Group) -> bool:
     """Whether this is the state of a layer that has weights itself.
 
-    A composite, such as attention, has a state too, to say what it is.
+    A composite, such as attention, has a state too, to say what it is; and
+    where it is frozen, a header that names no weight.
     """
     if not group.name.endswith(_STATE) or VERSION_KEY not in group:
         return False
     layer = group.parent.parent
-    return "vars" in layer and len(layer["vars"]) > 0
+    return "vars" in layer and bool(set(layer["vars"]) - {STORED})

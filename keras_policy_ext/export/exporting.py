@@ -150,7 +150,9 @@ def _check_static(found: Iterable[Kernel], scheme: Scheme) -> None:
     lacking = [
         kernel.path
         for kernel in found
-        if kernel.left_out is None and kernel.input_scale() is None
+        if kernel.left_out is None
+        and kernel.input_scale() is None
+        and not kernel.is_looked_up
     ]
     if lacking:
         raise ValueError(

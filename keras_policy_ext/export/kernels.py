@@ -90,15 +90,20 @@ class Kernel:
             self.float_value(), self.axes, kept.granularity, kept.weights
         )
 
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether it is frozen, and rows are taken of it and nothing else."""
+        form: Any = type(self.layer)
+        return self.frozen and not form.is_float8_kernel(
+            self.layer, self.variable
+        )
+
     def input_scale(self) -> float | None:
         """The scale of its inputs, where it is frozen with one."""
-        form: Any = type(self.layer)
         scale = getattr(self.variable, "inputs_scale", None)
-        if scale is not None and not form.is_float8_kernel(
-            self.layer, self.variable
-        ):
-            return None  # Rows are looked up in it; nothing is multiplied.
-        return None if scale is None else float(ops.convert_to_numpy(scale))
+        if scale is None or self.is_looked_up:
+            return None
+        return float(ops.convert_to_numpy(scale))
 
 
 def of_model(

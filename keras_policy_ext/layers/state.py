@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext import frameworks, kernels
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_files import (
     FORMAT_VERSION,
@@ -106,6 +106,7 @@ class Float8State(keras.layers.Layer):
             setattr(self, name, variable)
         variable.trainable = self.trainable
         self._owners[kernel.path] = name
+        built_layers.track_again([self])
 
     def observe(self, kernels: list[keras.Variable]) -> None:
         """Enter the amax of each kernel that has a state."""

@@ -98,6 +98,20 @@ def test_layers_that_come_back_by_themselves_are_not_warned_of(tmp_path):
         assert not found
 
 
+def test_frozen_attention_comes_back_without_a_word(tmp_path):
+    """Its two products are in float8, and it has no kernel itself."""
+    inputs = keras.Input((3, 4))
+    attention = keras.layers.MultiHeadAttention(2, 2)
+    model = keras.Model(inputs, attention(inputs, inputs))
+    kpe.convert(model, "float8/current_from_float32", attention="float8")
+    kpe.freeze(model)
+    model.save(tmp_path / "model.keras")
+    path = tmp_path / "model.keras"
+    loaded, found = complaints(keras.saving.load_model, path)
+    assert len(float8_layers(loaded)) == 5
+    assert not found
+
+
 def test_current_scaling_which_has_no_state_is_counted_too(tmp_path):
     model = stock("blocks")
     kpe.convert(model, "float8/current_from_float32", include="block/")

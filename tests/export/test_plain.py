@@ -197,6 +197,22 @@ def test_static_scales_of_inputs_are_in_the_file(tmp_path):
     assert "static" in str(report)
 
 
+def test_embeddings_beside_static_scales_need_none(tmp_path):
+    words = keras.layers.Embedding(5, 4, name="words")
+    inputs = keras.Input((), dtype="int32")
+    live = keras.Model(
+        inputs, keras.layers.Dense(3, name="head")(words(inputs))
+    )
+    kpe.convert(live)
+    kpe.calibrate(live, np.arange(5))
+    kpe.freeze(live, activations="static")
+    path = tmp_path / "model.safetensors"
+    kpe.export(live, path, "safetensors")
+    names = [n for n in plain.read(path) if n.endswith("_input_scale")]
+    assert names == ["head/kernel_input_scale"]
+    assert set(quantized(path)) == {"head/kernel", "words/embeddings"}
+
+
 def test_weights_of_one_path_are_both_written(tmp_path):
     class Twins(keras.Model):
         def __init__(self):
