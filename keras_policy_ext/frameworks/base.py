@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext.frameworks.code_tables import numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import (
     FrozenOperation,
@@ -25,11 +24,6 @@ SECOND_DERIVATIVE = (
     "Allowed: first derivatives, and layers that are not in float8: leave out "
     "those of the part whose gradient is penalised."
 )
-
-HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
-"""By how many bits a code is shifted to be that of a float16 number, and by
-what that is multiplied to be the number of the code. Not NaN of e4m3fn, which
-stored kernels do not have."""
 
 Tensor = Any
 Settle = Callable[[Tensor, Tensor], Tensor]
@@ -439,13 +433,6 @@ class Framework:
             "`model.trainable_variables`, as taken in your training step; "
             "pass them on."
         )
-
-
-@functools.cache
-def numbers_of_codes(format_name: str) -> np.ndarray[Any, Any]:
-    """Float32 (256,): the number of each code of a format."""
-    codes = np.arange(256, dtype="uint8")
-    return codes.view(formats.get(format_name).dtype).astype("float32")
 
 
 def _needs_a_framework(name: str) -> str:

@@ -14,11 +14,8 @@ import numpy as np
 from jax import lax
 
 from keras_policy_ext.frameworks import jax_kept, jax_sharding
-from keras_policy_ext.frameworks.base import (
-    HALVES,
-    SECOND_DERIVATIVE,
-    Framework,
-)
+from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Framework
+from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 

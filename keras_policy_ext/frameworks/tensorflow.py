@@ -16,11 +16,8 @@ from keras_policy_ext.frameworks import (
     tensorflow_kept,
     tensorflow_variables,
 )
-from keras_policy_ext.frameworks.base import (
-    HALVES,
-    SECOND_DERIVATIVE,
-    Framework,
-)
+from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Framework
+from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 

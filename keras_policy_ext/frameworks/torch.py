@@ -10,12 +10,11 @@ import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
 from keras_policy_ext.frameworks.base import (
-    HALVES,
     SECOND_DERIVATIVE,
     Framework,
     Settle,
-    numbers_of_codes,
 )
+from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.torch_relu import Relu

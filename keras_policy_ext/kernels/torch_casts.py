@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from keras_policy_ext import formats
-from keras_policy_ext.frameworks.base import HALVES
+from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_devices
 from keras_policy_ext.numerics import casting

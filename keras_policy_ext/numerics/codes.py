@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext.frameworks.base import HALVES
+from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.numerics.casting import view
 
 Tensor = Any
