@@ -17,7 +17,8 @@ class HistoryScales:
     """What the state says before this step.
 
     Attributes:
-        scales: Float32 (3,), one scale per operand.
+        scales: Float32 (3,), one scale per operand; 0 for one that was never
+            observed, where the recipe has no fixed scale to start from.
         unseen: Bool (3,), whether the operand was never observed; None where
             the recipe starts from a fixed scale.
         seen_lately: Whether all operands had been observed when a device last
