@@ -139,17 +139,16 @@ class Layout:
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
     def _told(self, value: Tensor) -> Tensor:
-        """The slots of each replica, and the two columns behind them.
+        """The slots, and the two columns behind, (rows, replicas, 10).
 
         Which are 0 in an observation and not in a state that is in use: they
         tell an observation from a sum with one. All columns would be a pass
         in four steps for XLA on a CPU, four times for each layer.
         """
-        rows, width = value.shape
-        if width == self.width:
-            return value[:, 1 : _FIRST + 1]
-        each = ops.reshape(value[:, 1:], (rows, -1, self.width - 1))
-        return ops.reshape(each[:, :, :_FIRST], (rows, -1))
+        if value.shape[1] == self.width:
+            return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
+        shape = (len(self.constant), -1, self.width - 1)
+        return ops.reshape(value[:, 1:], shape)[:, :, :_FIRST]
 
     def _entered(self, uses: Tensor, told: Tensor, previous: Tensor) -> Tensor:
         """The newest amax in the history, whose first column is `_FIRST`.
@@ -166,8 +165,8 @@ class Layout:
         turned = ops.where(columns == last, first, turned)
         newest = self._newest(uses, told, first)
         rolled = ops.where(columns == _FIRST, newest, turned)
-        finite = ops.all(ops.isfinite(told), axis=1, keepdims=True)
-        return ops.where(finite, rolled, before)
+        finite = ops.all(ops.isfinite(told), axis=(1, 2))
+        return ops.where(ops.expand_dims(finite, 1), rolled, before)
 
     def _is_observation(self, uses: Tensor, told: Tensor) -> Tensor:
         """Which rows are sums over uses, and nothing else, bool (rows, 1).
@@ -175,18 +174,19 @@ class Layout:
         A sum that was scaled, as to clip a norm or to average over batches,
         has a number of uses that is no integer, or more amaxes than uses.
         """
-        slots = np.arange(told.shape[1]) % _FIRST < SLOTS
+        slots = np.arange(_FIRST) < SLOTS
         weights = np.where(slots, 1.0, np.inf).astype("float32")
         seen = ops.where(ops.not_equal(told, 0.0), weights, 0.0)
-        seen = ops.sum(seen, axis=1, keepdims=True)
+        seen = ops.expand_dims(ops.sum(seen, axis=(1, 2)), 1)
         whole = ops.equal(uses, ops.floor(uses))
         counted = ops.logical_and(whole, ops.greater_equal(uses, seen))
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
     def _newest(self, uses: Tensor, told: Tensor, first: Tensor) -> Tensor:
         """What is entered, (rows, 1); `first` is the newest entry so far."""
-        mean = ops.sum(told, axis=1, keepdims=True) / ops.maximum(uses, 1.0)
-        largest = ops.max(told, axis=1, keepdims=True)
+        total = ops.expand_dims(ops.sum(told, axis=(1, 2)), 1)
+        mean = total / ops.maximum(uses, 1.0)
+        largest = ops.expand_dims(ops.max(told, axis=(1, 2)), 1)
         constant = np.array(self.constant)[:, np.newaxis]
         return ops.where(constant, mean, largest)
 
