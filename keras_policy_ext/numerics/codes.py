@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
+from keras_policy_ext import formats, frameworks
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.numerics.casting import view
 
@@ -129,16 +129,11 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
-    """See `decode`."""
-    shift, factor = HALVES[format_name]
-    wide = ops.cast(codes, "int32")
-    magnitude = ops.bitwise_and(wide, 0x7F)
-    sign = ops.left_shift(ops.bitwise_and(wide, 0x80), _BITS)
-    bits = ops.bitwise_or(ops.left_shift(magnitude, shift), sign)
-    halves = view(ops.cast(bits, "uint16"), "float16")
-    found = ops.cast(halves, "float32") * factor
-    if shift == _BITS:
+    """See `decode`; the framework's numbers, and NaN of e4m3fn."""
+    found = frameworks.current().numbers(codes, format_name)
+    if HALVES[format_name][0] == _BITS:
         return found
+    magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)
     return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, found)
 
 
