@@ -151,6 +151,7 @@ def test_recipe_is_that_of_the_float8_policy():
     assert compared["float8"].recipe.name == "current"
 
 
+@pytest.mark.any_backend
 def test_several_recipes_train_on_every_seed_and_have_a_row_each(compared):
     outcome, printed, _ = compared
     names = [*PRECISIONS[:2], *RECIPES]
@@ -166,6 +167,7 @@ def test_several_recipes_train_on_every_seed_and_have_a_row_each(compared):
     assert outcome.plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.any_backend
 def test_gaps_are_those_between_runs_of_one_seed(compared):
     outcome, _, numbers = compared
     losses = {(r.precision, r.seed): r.validation_loss for r in outcome.runs}
@@ -179,6 +181,7 @@ def test_gaps_are_those_between_runs_of_one_seed(compared):
         assert run["gap_to_bfloat16_percent"] == pytest.approx(gap, abs=1e-9)
 
 
+@pytest.mark.any_backend
 def test_the_table_has_mean_and_spread_of_the_seeds():
     def run(precision, seed, loss):
         return train.Run(precision, "", (0.0,), {1: loss}, (9.0,), (), seed)
@@ -195,6 +198,7 @@ def test_the_table_has_mean_and_spread_of_the_seeds():
     assert float8[1:3] == ("1.5350", "+2.00 %\n+1.00 … +3.00")
 
 
+@pytest.mark.any_backend
 def test_the_size_of_the_state_is_that_of_the_recipe(compared):
     sizes = {run.precision: run.state_bytes for run in compared[0].runs}
     # For each of 6 kernels and 3 operands: scale, uses, 8 slots, 1024 amaxes.
@@ -211,6 +215,7 @@ def test_steps_per_second_leaves_compilation_out():
     assert short.steps_per_second is None
 
 
+@pytest.mark.any_backend
 def test_default_text_is_english_and_long_enough():
     corpus = text.load(None, context=64)
 
@@ -218,6 +223,7 @@ def test_default_text_is_english_and_long_enough():
     assert "e" in corpus.vocabulary
 
 
+@pytest.mark.any_backend
 def test_targets_are_the_next_characters():
     corpus = text.encode("test", "abcdefghij" * 100)
 
@@ -226,6 +232,7 @@ def test_targets_are_the_next_characters():
     np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
 
 
+@pytest.mark.any_backend
 def test_validation_text_is_not_trained_on():
     corpus = text.encode("test", "a" * 900 + "b" * 100)
 
@@ -233,6 +240,7 @@ def test_validation_text_is_not_trained_on():
     assert set(corpus.validation) == {corpus.vocabulary.index("b") + 1}
 
 
+@pytest.mark.any_backend
 def test_rare_characters_share_a_token():
     alphabet = "".join(chr(0x4E00 + i) for i in range(1000))
 
@@ -243,6 +251,7 @@ def test_rare_characters_share_a_token():
     assert corpus.train.max() < corpus.tokens
 
 
+@pytest.mark.any_backend
 def test_blocks_that_are_alike_share_a_row():
     matmuls = tuple(
         train.Matmul(f"block_{i}_{name}", "ab,bc->ac", "native", "why")

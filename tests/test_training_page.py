@@ -97,6 +97,7 @@ def test_a_variant_is_below_chance_if_it_is_below_every_run_of_delayed(
     assert "| `delayed; nudged 1` | +3.00 | +3.00 | – | 0 of 2 |" in text
 
 
+@pytest.mark.any_backend
 def test_a_run_is_appended_when_it_is_over_and_never_repeated(
     tmp_path, monkeypatch
 ):
