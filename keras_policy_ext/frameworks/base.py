@@ -70,6 +70,10 @@ class Framework:
         """An integer scalar as a number; None while it is being compiled."""
         return int(x)
 
+    def known_number(self, x: Tensor) -> float | None:
+        """That of a float32 scalar; None where to read it is no gain."""
+        return None
+
     def known_any(self, flags: Tensor) -> bool | None:
         """Whether any flag holds; None where to read it would mean waiting."""
         return None

@@ -58,6 +58,18 @@ class TorchFramework(Framework):
         """See `Framework.permute`."""
         return x.permute(tuple(axes))
 
+    def known_number(self, x: Tensor) -> float | None:
+        """See `Framework.known_number`.
+
+        A scale takes 5 µs of arithmetic on numbers and 50 on tensors.
+        """
+        if not is_known(x) or x.dim() or x.dtype != torch.float32:
+            return None
+        # What is exported or compiled is still to come.
+        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+            return None
+        return x.item()
+
     def known_any(self, flags: Tensor) -> bool | None:
         """See `Framework.known_any`.
 

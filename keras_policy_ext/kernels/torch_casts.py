@@ -55,6 +55,8 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
     narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
     if not (narrow and _is_on_cpu(q) and torch_devices.multiplies_bfloat16()):
         return _widened(q)
+    if q.numel() <= _FEW:
+        return q.to(torch.bfloat16)
     wide = torch.empty_like(q, dtype=torch.bfloat16)
     for numbers, part in _in_parts(q, wide):
         part.copy_(_widened(numbers))
@@ -68,7 +70,9 @@ def _widened(q: Tensor) -> Tensor:
     0.4 ms against 5.4 ms, torch 2.13).
     """
     name = str(q.dtype).removeprefix("torch.")
-    if not _is_on_cpu(q) or name not in HALVES or _has_nan_of_e4m3fn(q):
+    if not _is_on_cpu(q) or name not in HALVES or q.numel() <= _FEW:
+        return q.float()
+    if _has_nan_of_e4m3fn(q):
         return q.float()
     shift, factor = HALVES[name]
     # The sign is extended, and so stays where float16 has it.
@@ -93,6 +97,9 @@ def _has_nan_of_e4m3fn(q: Tensor) -> bool:
     largest = q.view(torch.int8).amax(), q.view(torch.uint8).amax()
     return int(largest[0]) == 0x7F or int(largest[1]) == 0xFF
 
+
+_FEW = 1 << 12
+"""Up to so many numbers one cast takes less time than a few operations."""
 
 _PART = 1 << 18
 """How many numbers fit a cache in float32."""

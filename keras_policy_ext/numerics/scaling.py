@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -109,6 +110,12 @@ def scale_for_limit(
     previous: Tensor = 1.0,
 ) -> Tensor:
     """`scale_from_amax` for the largest value itself, or a tensor of them."""
+    number = frameworks.current().known_number(amax)
+    if number is not None and isinstance(limit, float):
+        divisor = _with_margin(limit, margin)
+        scale = _scale_of_number(number, divisor, power_of_two)
+        scale = previous if scale is None else scale
+        return ops.convert_to_tensor(scale, "float32")
     amax = ops.cast(amax, "float32")
     known = is_positive_finite(amax)
     # XLA multiplies by the reciprocal of a constant divisor, which differs in
@@ -120,6 +127,23 @@ def scale_for_limit(
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
     return ops.where(known, scale, previous)
+
+
+def _scale_of_number(
+    amax: float, divisor: float, power_of_two: bool
+) -> float | None:
+    """`scale_for_limit` of one number; None where it keeps the previous one.
+
+    In float64: its quotient of two float32 is rounded to float32 as theirs.
+    """
+    if not 0.0 < amax < math.inf:
+        return None
+    scale = max(amax, SMALLEST_SCALE) / divisor
+    scale = float(np.float32(min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)))
+    if not power_of_two:
+        return scale
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 
 def scale_of_multiplier(

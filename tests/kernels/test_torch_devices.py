@@ -212,9 +212,10 @@ def test_triton_leaves_formats_named_fnuz_to_pytorch():
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("across", [False, True])
-def test_large_tensors_are_cast_and_widened_part_by_part(dtype, source, across):
-    """More numbers than a part has, and no multiple of them."""
-    random = np.random.default_rng(0).normal(size=(1200, 501)) * 30
+@pytest.mark.parametrize("shape", [(3, 5), (120, 51), (1200, 501)])
+def test_tensors_of_any_size_are_cast_and_widened(dtype, source, across, shape):
+    """At once, by way of float16, or by parts: no multiple of one."""
+    random = np.random.default_rng(0).normal(size=shape) * 30
     x = torch.tensor(random).to(source)
     x = x.t() if across else x
     scale = torch.tensor(0.37)

@@ -174,6 +174,23 @@ def test_the_sample_tells_the_orders_of_operations_apart(dtype):
     assert np.sum(divided != multiplied) > 100
 
 
+@both
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("margin", [0, 3, 127])
+def test_the_scale_of_one_amax_is_that_of_it_among_others(
+    dtype, power_of_two, margin
+):
+    # PyTorch computes it from a number and not from a tensor.
+    amaxes = np.concatenate([AMAXES[: len(SPECIAL)], AMAXES[::97]])
+
+    def scale(amax):
+        amax = ops.convert_to_tensor(amax)
+        found = scaling.scale_from_amax(amax, dtype, margin, power_of_two, 0.7)
+        return ops.convert_to_numpy(found)
+
+    same_bits(np.stack([scale(each) for each in amaxes]), scale(amaxes))
+
+
 @WAYS
 def test_a_tensor_of_limits_gives_each_row_its_own(way):
     limits = np.array([448.0, 448.0, 57344.0], "float32")
