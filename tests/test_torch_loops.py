@@ -1,6 +1,7 @@
 """Loops of PyTorch as they are written for any model train a float8 one."""
 
 import functools
+import gc
 
 import keras
 import numpy as np
@@ -480,3 +481,31 @@ def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
     for state in states_of(model):
         assert state.value.dtype == torch.float32
         np.testing.assert_array_equal(numpy(state)[:, 0], -1.0)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"]
+)
+def test_a_step_leaves_no_tensor_to_be_collected_as_garbage(recipe):
+    """Each would take its memory until a collection, which a GPU waits for."""
+    import torch
+
+    x = torch.ones(16, 32)
+    layer = kpe.layers.Dense(32, dtype=kpe.Float8DTypePolicy(recipe=recipe))
+
+    def step():
+        layer(x).sum().backward()
+        layer.zero_grad()
+
+    def tensors():
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        step()
+        assert tensors() == before
+    finally:
+        gc.enable()

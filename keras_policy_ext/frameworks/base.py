@@ -92,6 +92,10 @@ class Framework:
         """`ops.transpose`."""
         return ops.transpose(x, axes)
 
+    def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
+        """`ops.stack`."""
+        return ops.stack(tensors, axis)
+
     # Arithmetic
 
     def magnitude(self, x: Tensor) -> Tensor:

@@ -58,6 +58,14 @@ class TorchFramework(Framework):
         """See `Framework.permute`."""
         return x.permute(tuple(axes))
 
+    def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
+        """See `Framework.stack`.
+
+        Of lists of tensors an eager call of `ops` makes a cycle, in which they
+        live on until garbage is collected (keras 3.15).
+        """
+        return torch.stack(tuple(tensors), axis)
+
     def known_number(self, x: Tensor) -> float | None:
         """See `Framework.known_number`.
 

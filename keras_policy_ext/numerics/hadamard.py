@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import frameworks
+
 Tensor = Any
 
 SIZE = 16
@@ -34,17 +36,19 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     Returns:
         Float32 tensor of the same shape.
     """
+    framework = frameworks.current()
     shape = ops.shape(matrix)
     after = 1 if axis == 2 else shape[2]
     signs = np.array(SIGNS, "float32")[:, np.newaxis]
     x = ops.reshape(matrix, (-1, SIZE, after)) * ops.convert_to_tensor(signs)
     for distance in (1, 4):
         # Two stages at once: a pass over memory less, each.
-        fours = ops.reshape(x, (-1, 4 // distance, 4, distance, after))
+        quarters = (-1, 4 // distance, 4, distance, after)
+        fours = framework.reshape(x, quarters)
         a, b, c, d = (fours[:, :, i] for i in range(4))
         a, b, c, d = a + b, a - b, c + d, c - d
-        x = ops.stack([a + c, b + d, a - c, b - d], axis=2)
-    return ops.reshape(x, shape) * 0.25
+        x = framework.stack([a + c, b + d, a - c, b - d], axis=2)
+    return framework.reshape(x, shape) * 0.25
 
 
 def padded(matrix: Tensor, axis: int = 2) -> Tensor:

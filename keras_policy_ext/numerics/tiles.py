@@ -11,6 +11,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.recipes import Tile
 
@@ -64,9 +65,11 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     b, m, k = ops.shape(matrix)
     rows, free = _counted(m, tile.free)
     columns, contracted = _counted(k, tile.contracted)
-    over = (0, 0), (0, rows * free - m), (0, columns * contracted - k)
-    matrix = ops.pad(matrix, over)
-    return ops.reshape(matrix, (b, rows, free, columns, contracted))
+    over = rows * free - m, columns * contracted - k
+    if not all(isinstance(each, int) and each == 0 for each in over):
+        matrix = ops.pad(matrix, ((0, 0), (0, over[0]), (0, over[1])))
+    blocks = (b, rows, free, columns, contracted)
+    return frameworks.current().reshape(matrix, blocks)
 
 
 def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
