@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext.frameworks.torch import is_real
+from keras_policy_ext.numerics.casting import EXPONENT_BITS
 from keras_policy_ext.numerics.observations import ROUNDING, SEALED, SLOTS
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import DelayedSource
@@ -83,7 +84,7 @@ def _scales_before(source: Any, state: Array) -> Array:
     known = stored > 0.0
     previous = np.where(known, stored, np.float32(source.initial))
     bits = reduced.view("int32")
-    usable = (bits > 0) & (bits < 0x7F800000)
+    usable = (bits > 0) & (bits < EXPONENT_BITS)
     return np.where(usable, _scales_of(source, reduced), previous)
 
 
