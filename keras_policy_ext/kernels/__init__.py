@@ -50,6 +50,7 @@ __all__ = [
     "Plan",
     "Quantized",
     "Request",
+    "compute_dtype",
     "dequantized",
     "engine",
     "frozen_plan",
@@ -155,18 +156,24 @@ def select(
             "'ab,bc->ac', kernels.Einsum, or kernels.Conv. Pass one of them."
         )
     plan = make_plan(
-        contraction, get_recipe(recipe), _compute_dtype(dtype), "float32"
+        contraction, get_recipe(recipe), compute_dtype(dtype), "float32"
     )
     return plan.choice
 
 
-def _compute_dtype(dtype: Any) -> str:
+def compute_dtype(dtype: Any) -> str:
+    """The name of a dtype that products can be in.
+
+    Raises:
+        ValueError: If it is none.
+    """
     with contextlib.suppress(ValueError, TypeError):
         name: str = keras.backend.standardize_dtype(dtype)
         if name in COMPUTE_DTYPES:
             return name
     raise ValueError(
         f"Nothing is computed in this dtype. Received: dtype={dtype!r}. "
-        f"Allowed: {', '.join(COMPUTE_DTYPES)}. Pass the compute dtype of "
-        "the layer; the format of the operands comes from the recipe."
+        f"Allowed: {', '.join(COMPUTE_DTYPES)}. Pass one of them: the format "
+        "of the operands comes from the recipe, and the result can be cast to "
+        "any other dtype."
     )

@@ -21,7 +21,6 @@ from keras_policy_ext.layers import contraction_hooks, stored_weights
 from keras_policy_ext.layers.contracted_weights import ContractedWeights
 from keras_policy_ext.layers.operands import (
     check_sizes,
-    floating_dtype,
     is_floating,
     no_operands,
     static_flag,
@@ -208,7 +207,7 @@ class Float8Mixin(
         """
         if inputs is None or getattr(kernel, "shape", None) is None:
             raise ValueError(no_operands(inputs, kernel))
-        dtype = None if dtype is None else floating_dtype(dtype)
+        dtype = None if dtype is None else kernels.compute_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs)
         ranks = len(inputs.shape), len(kernel.shape)
         explicit = einsum.explicit(equation, *ranks)

@@ -49,17 +49,23 @@ def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
     )
 
 
-def _on_every_device() -> dict[str, Any]:
-    """The layout of a state on JAX: whole, whatever a LayoutMap matches.
+def on_every_device(rank: int) -> dict[str, Any]:
+    """The layout of a variable on JAX: whole, whatever a LayoutMap matches.
 
     Keras 3.12 searches a path for a pattern, so that the one of a kernel
     finds the state of that kernel; other patterns name whole layers.
+
+    Args:
+        rank: How many axes the variable has.
+
+    Returns:
+        Arguments of `keras.Variable`.
     """
     distribution = keras.distribution.distribution()
     if keras.backend.backend() != "jax" or distribution is None:
         return {}
     mesh = distribution.device_mesh
-    return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
+    return {"layout": keras.distribution.TensorLayout((None,) * rank, mesh)}
 
 
 class StateVariable(
@@ -94,7 +100,7 @@ class StateVariable(
             autocast=False,
             aggregation="only_first_replica",
             name=name,
-            **_on_every_device(),
+            **on_every_device(2),
         )
 
     def value_made(self, value: Any) -> None:
