@@ -18,9 +18,6 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
 
-USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
-"""What is taken where nothing is frozen and nothing is asked for."""
-
 _NOT_FOUND = "its layer cannot be frozen"
 """Why a kernel stays float32."""
 
