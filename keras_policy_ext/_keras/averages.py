@@ -1,10 +1,11 @@
 """Moving averages that optimizers keep of variables."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+
+from keras_policy_ext._keras.around import put_around
 
 Tensor = Any
 
@@ -91,10 +92,6 @@ def fill_averages(
             averages[index] = variable.stand_in()
 
 
-_PUT_AROUND = "_keras_policy_ext"
-"""In a function of this package that goes on to one of Keras."""
-
-
 def leave_out_of_averages() -> None:
     """Have all optimizers treat variables as `NotAveraged` says.
 
@@ -105,16 +102,13 @@ def leave_out_of_averages() -> None:
     3.15). Where that list is gone, optimizers fail as Keras's do. Expires
     when Keras skips None everywhere.
     """
-    build = keras.optimizers.Optimizer.build
-    if _PUT_AROUND in vars(build):
-        return
 
-    @functools.wraps(build)
-    def filled(
-        self: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    def build(
+        stock: Callable[..., None],
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
     ) -> None:
-        build(self, variables)
-        fill_averages(self, list(variables))
+        stock(optimizer, variables)
+        fill_averages(optimizer, list(variables))
 
-    vars(filled)[_PUT_AROUND] = True
-    keras.optimizers.Optimizer.build = filled
+    put_around(keras.optimizers.Optimizer, "build", build)
