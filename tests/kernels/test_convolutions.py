@@ -14,7 +14,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
 from keras_policy_ext.recipes import CurrentScaling
-from steps import gradients, no_grad, numpy
+from steps import gradients, no_grad, numpy, relative_rms
 
 together = functools.partial(zip, strict=True)
 
@@ -121,11 +121,6 @@ def quantized(x, operand):
     scale = reference.scale_from_amax(reference.amax(x), dtype)
     codes = reference.quantize(x, scale, dtype)
     return codes.astype("float64") * np.float64(scale)
-
-
-def relative_rms(actual, expected):
-    error = np.sqrt(np.mean(np.square(actual - expected)))
-    return error / np.sqrt(np.mean(np.square(expected)))
 
 
 def normal(*shape, seed):

@@ -18,11 +18,10 @@ from saving_models import (
     assert_equal,
     assert_same_policies,
     matrices,
-    normal,
     randomized,
     twin_of,
 )
-from steps import gradients, numpy, state_of
+from steps import gradients, mean_square, normal, numpy, relative_rms, state_of
 from ways import FASTEST, compiled
 
 JIT = keras.backend.backend() == "jax"  # XLA takes longer than it saves.
@@ -53,11 +52,6 @@ def quantized(x, operand, recipe):
     )
     codes = reference.quantize(x, scale, dtype)
     return codes.astype("float64") * np.float64(scale)
-
-
-def relative_rms(actual, expected):
-    error = np.sqrt(np.mean(np.square(actual - expected)))
-    return error / np.sqrt(np.mean(np.square(expected)))
 
 
 def float32(x):
@@ -651,10 +645,6 @@ class SelfAttention(keras.layers.Layer):
 
     def call(self, inputs):
         return self.layer(query=inputs, value=inputs, use_causal_mask=True)
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def test_rematerialization_changes_no_gradient():
