@@ -318,6 +318,7 @@ def _outputs(
 def _once(
     operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None, State]:
+    """The gradients, which cannot be differentiated once more."""
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.residuals(leaves, saved.shapes)
     return operation.backward(residuals, outputs_grad, state)

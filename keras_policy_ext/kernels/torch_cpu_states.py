@@ -102,21 +102,21 @@ def _scales_of(source: Any, amaxes: Array) -> Array:
 def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     """See `DelayedSource.settle` and `Layout.settle`; `sums` of the amaxes."""
     used = _scales_before(source, previous)
-    uses, told = value[:, 0], value[:, 1 : FIRST + 1]
+    uses, entries = value[:, 0], value[:, 1 : FIRST + 1]
     observed = np.zeros_like(previous)
     observed[:, 0] = SEALED
     observed[:, FIRST - 1] = used
     intact = (previous[:, 0] == SEALED)[:, np.newaxis]
     history = np.where(intact, previous[:, FIRST:], np.float32(0.0))
     observed[:, FIRST:] = history
-    finite = np.isfinite(told).all(axis=1)
+    finite = np.isfinite(entries).all(axis=1)
     mean = sums / np.maximum(uses, np.float32(1.0))
-    newest = np.where(_IS_KERNEL, mean, told.max(axis=1))
+    newest = np.where(_IS_KERNEL, mean, entries.max(axis=1))
     rolled = np.roll(history, -1, axis=1)
     rolled[:, 0] = newest
     observed[finite, FIRST:] = rolled[finite]
 
-    count = np.where(told != 0.0, _WEIGHTS, 0.0).sum(axis=1)
+    count = np.where(entries != 0.0, _WEIGHTS, 0.0).sum(axis=1)
     counted = (uses == np.floor(uses)) & (uses >= count) & (uses > 0.0)
     settled = previous.copy()
     given = uses < 0.0

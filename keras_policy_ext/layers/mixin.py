@@ -125,18 +125,18 @@ class Float8Mixin(
         The states are made anew for it, and keep the amaxes that they had.
         See `layers.class_swap`; `dtype_policy` is what users set.
         """
-        kernels = self._kernels_to_contract()
+        contracted = self._kernels_to_contract()
         entries: dict[str, np.ndarray] = {}
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
             built_layers.detach(self, "float8_state")
         self.float8_state = _new_state(self.trainable)
-        self._float8_kernel_paths = tuple(kernel.path for kernel in kernels)
+        self._float8_kernel_paths = tuple(kernel.path for kernel in contracted)
         global_policy.replace_layer_policy(self, policy)
         self._resolve_float8_policy()
         if self._float8_policy is None:
             return
-        for kernel in kernels:
+        for kernel in contracted:
             self.float8_state.add(kernel, self._float8_policy.recipe)
         if entries:
             self.float8_state.load_own_variables(entries)
@@ -333,12 +333,8 @@ class Float8Mixin(
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
         if isinstance(kernel, StoredVariable):
-            frozen = kernels.frozen_plan(
-                contraction, kernel.recipe, kernel.axes, dtype
-            )
-            self.float8_state.last_call.plan = frozen
             return _sum(
-                kernels.run_frozen(frozen, inputs, *kernel.multiplied), bias
+                self._contract_stored(contraction, inputs, kernel, dtype), bias
             )
         if training is None:
             training = calls.training_of_call()
@@ -360,6 +356,19 @@ class Float8Mixin(
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state, bias=bias)
 
+    def _contract_stored(
+        self,
+        contraction: kernels.Contraction,
+        inputs: Tensor,
+        kernel: StoredVariable,
+        dtype: str,
+    ) -> Tensor:
+        plan = kernels.frozen_plan(
+            contraction, kernel.recipe, kernel.axes, dtype
+        )
+        self.float8_state.last_call.plan = plan
+        return kernels.run_frozen(plan, inputs, *kernel.multiplied)
+
     @property
     def _has_stored_gradient(self) -> bool:
         """Whether XLA stores the gradient of what is contracted.
@@ -377,7 +386,7 @@ class Float8Mixin(
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         matrix = variable.matrix()
-        variable.look()
+        variable.warn_if_moved()
         observes = frameworks.current().may_take_gradients()
         observes = observes and training is not False
         return (matrix,), variable.next_slot() if observes else 0

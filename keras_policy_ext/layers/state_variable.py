@@ -104,7 +104,7 @@ class StateVariable(
         )
 
     def value_made(self, value: Any) -> None:
-        """Be told of the tensor that holds this variable."""
+        """Keep observations by the tensor that now holds this variable."""
         frameworks.current().keep_observations(self, value)
 
     def assign(self, value: Any) -> Any:
@@ -115,8 +115,9 @@ class StateVariable(
                 in `set_weights`, that is no observation and no state.
         """
         if self.is_stand_in(value):
-            # No news. On PyTorch what was observed waits for the step of the
-            # optimizer, and between two batches of one step this is none.
+            # Nothing was observed. On PyTorch observations wait for the step
+            # of the optimizer, and between two batches of one step there is
+            # none.
             return self.value
         self._check_shape(value)
         self.check(value)
@@ -132,7 +133,7 @@ class StateVariable(
             value = frameworks.current().assigned(self, value)
         assigned = super().assign(value)
         if readable or settled:
-            self.look()
+            self.warn_if_moved()
         return assigned
 
     @property
@@ -156,7 +157,7 @@ class StateVariable(
             raise ValueError(_cast(self.path, dtype))
         return value
 
-    def look(self) -> None:
+    def warn_if_moved(self) -> None:
         """Warn, once, if this state was moved and can be read at no cost."""
         value = frameworks.current().known_value(self)
         if value is None or value is self._looked_at:

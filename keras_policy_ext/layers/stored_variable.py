@@ -113,7 +113,7 @@ class StoredVariable(keras.Variable):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        """A layer that is thawed says so of all its weights."""
+        """Ignored: Keras sets it with that of the layer."""
 
     @property
     def weights(self) -> str:

@@ -52,7 +52,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
         it; in `float4_e2m1fn`, which has none, that of the largest number.
         Infinities have theirs, or in a format without that of the largest.
     """
-    if _is_half(format_name):
+    if _cuts_float16(format_name):
         return _encode_by_half(values, format_name)
     fmt = formats.get(format_name)
     raw = view(values, "int32")
@@ -84,7 +84,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     Returns:
         Float32 tensor of that shape.
     """
-    if _is_half(format_name):
+    if _cuts_float16(format_name):
         return _decode_by_half(codes, format_name)
     fmt = formats.get(format_name)
     codes = ops.cast(codes, "int32")
@@ -105,11 +105,12 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     return view(ops.bitwise_or(bits, sign), "float32")
 
 
-def _is_half(format_name: str) -> bool:
-    """Whether a format has codes that are cut out of those of float16.
+def _cuts_float16(format_name: str) -> bool:
+    """Whether codes are found by cutting bits off those of float16.
 
-    Half the operations and less, of which XLA makes a program for every layer
-    (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned integers.
+    That takes less than half the operations, of which XLA makes a program for
+    every layer (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned
+    integers.
     """
     shifts = keras.backend.backend() in ("jax", "tensorflow")
     return shifts and format_name in HALVES

@@ -101,14 +101,13 @@ class DelayedSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """See `ScaleSource.scale`; the amax is computed only if needed.
+        """See `ScaleSource.scale`.
 
-        Else XLA would wait for the amax of a kernel that was seen long ago,
-        in each step: a pass over the kernel, where the one that is observed
-        is found while the kernel is updated. A branch has its price for most
-        other operands, which XLA has to store for it (JAX 0.10), so it is
-        left to `Amax.apart`. It costs no waiting: XLA records it in the graph
-        that CUDA runs, from CUDA 12.3.
+        The amax counts only for what was never observed. Without a branch XLA
+        waits for it in every step, which for a kernel is a pass over it that
+        nothing else needs. With a branch XLA has to store the operand (JAX
+        0.10), which most others pay more for. So `Amax.apart` says who gets a
+        branch. From CUDA 12.3 XLA records it in the graph that CUDA runs.
         """
         if known is None:
             return None
@@ -170,8 +169,8 @@ class DelayedSource:
         """Scales from the histories in `state`, (3, width).
 
         With no fixed scale to start from, what was never observed has a scale
-        of 0: said by the quotient itself, it is not computed anew, from the
-        state, wherever a compiler needs to know.
+        of 0. `unseen` is read off the scales: read off the state, a compiler
+        would read the state again wherever it needs to know.
         """
         intact = self.layout.is_intact(state)
         stored = self._stored(state)
