@@ -14,7 +14,7 @@ from keras_policy_ext import kernels, reference
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
-from products import Contract
+from products import Contract, quantized
 from steps import gradients, no_grad, normal, numpy, relative_rms, state_of
 from ways import (
     BACKEND,
@@ -38,15 +38,6 @@ def half(x, dtype):
     """`x` rounded to a 16-bit dtype, as float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(getattr(ml_dtypes, dtype, dtype)).astype("float32")
-
-
-def quantized(x, operand, recipe):
-    """What float8 keeps of `x` under current scaling, in float64."""
-    dtype = recipe.format_of(operand)
-    amax = reference.amax(x)
-    scale = reference.scale_from_amax(amax, dtype, **recipe.scale_options)
-    codes = reference.quantize(x, scale, dtype)
-    return codes.astype("float64") * np.float64(scale)
 
 
 def within_half_an_ulp(actual, exact, terms, bits_stored):

@@ -11,9 +11,9 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext import reference
 from keras_policy_ext.layers import class_swap
 from keras_policy_ext.recipes import CurrentScaling
+from products import quantized
 from saving_models import (
     assert_equal,
     assert_same_policies,
@@ -42,16 +42,6 @@ def policy(source="float32", recipe="4", rules=()):
 def half(x):
     """`x` rounded to bfloat16, in float32."""
     return numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
-
-
-def quantized(x, operand, recipe):
-    """What float8 keeps of `x` under current scaling, in float64."""
-    dtype = recipe.format_of(operand)
-    scale = reference.scale_from_amax(
-        reference.amax(x), dtype, **recipe.scale_options
-    )
-    codes = reference.quantize(x, scale, dtype)
-    return codes.astype("float64") * np.float64(scale)
 
 
 def float32(x):
