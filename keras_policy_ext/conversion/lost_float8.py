@@ -29,7 +29,7 @@ _silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """For a loader that brings the layers back afterwards."""
+    """No warning in this block, whose loader brings the layers back."""
     token = _silent.set(True)
     try:
         yield

@@ -48,7 +48,7 @@ class _Rows(NamedTuple):
     known: bool = True
 
     def times(self, sizes: Iterable[int | None]) -> _Rows:
-        """So many times as often; a size of None counts as 1."""
+        """Rows times all sizes; a size of None counts as 1."""
         sizes = list(sizes)
         number = math.prod(1 if size is None else size for size in sizes)
         return _Rows(self.number * number, self.known and None not in sizes)

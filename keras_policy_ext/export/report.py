@@ -92,7 +92,7 @@ class ExportReport:
         return dataclasses.asdict(self)
 
     def table(self, full: bool = False) -> str:
-        """As text, as wide as the terminal.
+        """The report as text, as wide as the terminal.
 
         Args:
             full: Whether it has a row for every weight.

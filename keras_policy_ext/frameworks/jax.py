@@ -329,7 +329,10 @@ _LARGE = 1 << 16
 
 
 def _is_large(x: Tensor) -> bool:
-    """Not where an export leaves the size open: then it is a formula."""
+    """Whether a tensor has many numbers.
+
+    Not one whose size an export leaves open, which is a formula.
+    """
     return isinstance(x.size, int) and x.size >= _LARGE
 
 

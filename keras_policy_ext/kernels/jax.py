@@ -201,7 +201,7 @@ def _casts_in_one_pass() -> bool:
 
 
 def _casts_again() -> bool:
-    """Of two layouts each of which one matmul reads, XLA for CUDA makes one.
+    """Whether XLA makes one layout where two matmuls read one each.
 
     With several devices a kernel of which they have parts could be gathered
     twice.

@@ -41,7 +41,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The same, of narrower operands accumulated in float32."""
+    """`_product`, of operands narrower than float32 in float32."""
     if a.dtype == tf.float64:
         return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))

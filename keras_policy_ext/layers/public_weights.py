@@ -80,7 +80,7 @@ def stored_weight(layer: Any, name: str) -> Any:
 
 
 def _dequantized(layer: Any, variable: Any, kind: str) -> Tensor:
-    """In the compute dtype, as a float weight is in a call."""
+    """A frozen weight in the compute dtype, as floats are in a call."""
     if not calls.is_in_a_call():
         return variable
     codes, scale, *_ = variable.constants

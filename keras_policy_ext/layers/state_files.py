@@ -45,7 +45,7 @@ from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1
-"""Of the entries in a file; one more when older readers would misread it."""
+"""Version of the entries; one more when older readers would misread them."""
 
 
 VERSION_KEY = "format_version"

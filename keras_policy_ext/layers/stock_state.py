@@ -31,7 +31,7 @@ NAMES = tuple(
 """The numbered entries of the state, by their keys in `layers.state`."""
 
 LENGTH_KEY = "keras_amax_history_length"
-"""In a state that was rewritten from Keras's: what its policy said."""
+"""Entry of the history length that the policy said, in a state of Keras's."""
 
 
 @dataclasses.dataclass(frozen=True)

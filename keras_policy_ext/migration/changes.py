@@ -64,7 +64,7 @@ NOTES: dict[str, str] = {
         "build anew."
     )
 }
-"""Of layers that Keras 3 takes, but computes otherwise."""
+"""What Keras 3 computes otherwise in layers that it takes."""
 
 RENAMED: dict[str, dict[str, str]] = {
     "LeakyReLU": {"alpha": "negative_slope"},

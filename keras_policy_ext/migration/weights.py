@@ -94,7 +94,7 @@ def _nested(
 
 
 def _name(config: Config) -> str:
-    """Of a layer in a model; a caller's config may be without."""
+    """The name in a config of a layer, as a model or the layer has it."""
     return str((config if "name" in config else config["config"])["name"])
 
 

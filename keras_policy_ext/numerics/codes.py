@@ -177,7 +177,7 @@ def _offset(fmt: formats.Format) -> int:
 
 
 def _largest_code(fmt: formats.Format) -> int:
-    """That of the largest number, without its sign."""
+    """The code of the largest number."""
     return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
 
 

@@ -46,7 +46,7 @@ _FIRST = 2 + SLOTS
 """Where the history starts."""
 
 SEALED = -1.0
-"""In the first column of a row that nothing but an assignment has changed."""
+"""The first column of a row that nothing but an assignment has changed."""
 
 ROUNDING = 2.0**-20
 """How far the average of two sealed rows may be from it.

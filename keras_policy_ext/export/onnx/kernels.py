@@ -40,7 +40,7 @@ class Kernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the layer has it."""
+        """The shape of the kernel in its layer."""
         data = self.data
         return (data.codes if isinstance(data, StoredKernel) else data).shape
 
