@@ -34,7 +34,7 @@ from keras_policy_ext.kernels.frozen import (
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import state_source_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
@@ -116,7 +116,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
         settled state or zeros; and of the state before, (rows, width). It
         returns the state, (rows, width). The same object for equal recipes.
     """
-    source = source_of(recipe)
+    source = state_source_of(recipe)
 
     def settle(value: Any, previous: Any) -> Any:
         states = engines.states_for(source, previous)

@@ -15,8 +15,9 @@ from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
     SLOTS,
+    Layout,
 )
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 _MOVED = (
@@ -197,7 +198,7 @@ class StateVariable(
         amax = np.float32(ops.convert_to_numpy(amax))
         row = OPERANDS.index(operand)
         matrix = np.array(ops.convert_to_numpy(self.value))
-        layout = source_of(self.recipe).layout
+        layout = self.rows_layout
         fresh = not (
             layout.scale(matrix)[row] or layout.history(matrix)[row].any()
         )
@@ -208,6 +209,11 @@ class StateVariable(
             matrix[row] = 0.0
             matrix[row, :2] = 1.0, amax
         self.assign(matrix)
+
+    @property
+    def rows_layout(self) -> Layout:
+        """Where things are in a row of this state."""
+        return state_source_of(self.recipe).layout
 
     @property
     def observes_amaxes(self) -> bool:
@@ -222,7 +228,7 @@ class StateVariable(
         """
         if not self.observes_amaxes:
             return {}
-        layout = source_of(self.recipe).layout
+        layout = self.rows_layout
         matrix = self.trusted()
         return {
             operand: (scale, newest_first(ring))

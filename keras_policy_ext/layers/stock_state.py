@@ -20,7 +20,6 @@ from keras import ops
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.state_files import amaxes_in
-from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 
 NAMES = tuple(
@@ -111,7 +110,7 @@ class _View:
                 f"amaxes. Received: the policy {layer.dtype_policy!r}. "
                 "Allowed: a float8 policy with delayed scaling."
             )
-        layout = source_of(matrices[0].recipe).layout
+        layout = matrices[0].rows_layout
         state = variable_values.value_without_autocast(matrices[0])
         state = ops.stop_gradient(state)
         if self.kind == "amax_history":
