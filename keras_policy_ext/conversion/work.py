@@ -171,7 +171,7 @@ def _kernels(
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         contracted = layer.float8_contracted
         return [v for v in contracted if not _looks_up(layer, v)] + beside
-    # Of the stock class, whatever a subclass makes of it.
+    # By the stock class, also where a subclass computes something else.
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)] + beside

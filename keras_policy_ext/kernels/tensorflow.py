@@ -111,7 +111,7 @@ class DequantizedMatmul(XlaMatmul):
         product = _product if fast else _exact_product
         scales = [tf.reshape(each.scale, ()) for each in (a, b)]
         if xla is not None:
-            # Or XLA casts slices of one state together and rounds them.
+            # Else XLA casts the slices of one state together and rounds them.
             scales = xla.optimization_barrier(*scales)
         first, second = (
             tf.cast(each.values, dtype) * tf.cast(scale, dtype)

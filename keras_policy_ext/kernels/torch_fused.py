@@ -157,7 +157,7 @@ def tells_the_host() -> bool:
             torch_triton_scales.history_scales(source, state, told)
             torch.cuda.synchronize()
             return not told.any()
-    # As in `lacking`; the host then goes on not knowing.
+    # See `lacking`. No kernel then tells the host what was observed.
     except Exception:
         return False
 

@@ -213,7 +213,7 @@ class Float8State(keras.layers.Layer):
         for number, (variable, matrix) in enumerate(pairs):
             variable.assign(matrix)
             earlier = entries.get(earlier_key(number))
-            # Of another history length it has another shape.
+            # A state of another history length has another shape.
             if earlier is not None and earlier.shape == matrix.shape:
                 framework = frameworks.current()
                 framework.put_earlier_observation(variable, earlier)

@@ -37,7 +37,7 @@ DROPPED: dict[str, dict[str, Any]] = {
             "stateful time_major",
             (None, False),
         ),
-        # Those of a kernel are of SeparableConv, which has two.
+        # Names with `kernel` are of SeparableConv, which has two kernels.
         **_each(
             "kernel_constraint kernel_regularizer noise_shape type_spec "
             "virtual_batch_size",
