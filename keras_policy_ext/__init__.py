@@ -53,8 +53,7 @@ from keras_policy_ext.policies import (
 def _warn_of_lost_float8(model: Any, path: Any) -> None:
     """Warn where Keras has loaded a file but not its float8 layers."""
     name = f"{__name__}.conversion.lost_float8"
-    # From here up: the function that calls this, Keras's, the user's.
-    importlib.import_module(name).warn(model, path, stacklevel=4)
+    importlib.import_module(name).warn(model, path)
 
 
 def _load_whole(*args: Any, **kwargs: Any) -> Any:

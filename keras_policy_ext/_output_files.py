@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
+import tempfile
+from collections.abc import Iterator
 
 
 def check_output(
@@ -29,3 +33,15 @@ def check_output(
         raise ValueError(f"{name!r} is the input, which is never overwritten")
     if not force or output.is_dir():
         raise ValueError(f"{name!r} exists; overwrite it with --force")
+
+
+@contextlib.contextmanager
+def whole(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A path to write a file to, which is moved to `output` at the end.
+
+    A failure leaves no half of a file, and what was at `output` before.
+    """
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        part = pathlib.Path(folder) / output.name
+        yield part
+        os.replace(part, output)

@@ -106,6 +106,17 @@ def global_policy_state():
     )
 
 
+@pytest.fixture
+def registry():
+    """A recipe that a test defines is unknown to the next test."""
+    from keras_policy_ext import recipes
+
+    before = dict(recipes.REGISTRY)
+    yield
+    recipes.REGISTRY.clear()
+    recipes.REGISTRY.update(before)
+
+
 @pytest.fixture(autouse=True)
 def random_numbers_are_seeded():
     """Every test sees the same random numbers, whatever ran before it."""

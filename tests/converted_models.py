@@ -134,6 +134,13 @@ def stock(kind, seed=0):
     return model
 
 
+def model_in_float8():
+    """Attention, a user's block, Adam; no dropout, whose seeds Keras loses."""
+    model = stock("blocks")
+    kpe.convert(model, DELAYED)
+    return model
+
+
 def converted(kind, seed=0, **changes):
     """A converted model, with weights, state and slots as of training."""
     keras.utils.set_random_seed(seed)

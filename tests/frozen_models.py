@@ -15,10 +15,6 @@ LARGEST = {"float8_e4m3fn": np.float32(448), "float8_e5m2": np.float32(57344)}
 GRANULARITIES = ("channel", "tensor", "block")
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
 def groups_of(shape, summed, free, granularity):
     """The index of the scale of each number of a kernel, an int for each."""
     index = np.zeros(shape, int)

@@ -1,8 +1,35 @@
 """The three products of a contraction, of operands that are quantized."""
 
-from keras_policy_ext import kernels
+import keras
+import numpy as np
+
+import keras_policy_ext as kpe
+from keras_policy_ext import kernels, reference
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.recipes import Quantization
+
+
+class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
+    """A layer of one einsum, any equation."""
+
+    def __init__(self, equation, shape, **kwargs):
+        super().__init__(**kwargs)
+        self.equation, self.shape = equation, shape
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(name="kernel", shape=self.shape)
+
+    def call(self, inputs, training=None):
+        return self.float8_einsum(self.equation, inputs, self.kernel, training)
+
+
+def quantized(x, operand, recipe):
+    """What float8 keeps of an array under current scaling, in float64."""
+    dtype = recipe.format_of(operand)
+    amax = reference.amax(x)
+    scale = reference.scale_from_amax(amax, dtype, **recipe.scale_options)
+    codes = reference.quantize(x, scale, dtype)
+    return codes.astype("float64") * np.float64(scale)
 
 
 def whole(values, scale, dtype="float8_e4m3fn"):

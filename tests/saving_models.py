@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from steps import numpy
+from steps import normal, numpy
 
 LENGTH = 4
 JIT = keras.backend.backend() == "jax"  # XLA takes longer than it saves.
@@ -17,10 +17,6 @@ def float8(source="float32", length=LENGTH, **kwargs):
     if "recipe" in kwargs:
         return kpe.Float8DTypePolicy(source, **kwargs)
     return kpe.Float8DTypePolicy(source, amax_history_length=length, **kwargs)
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 # Models: each is built from stock layers or from ours, under any policy

@@ -1,4 +1,4 @@
-"""Gradients and training steps, written once for every backend."""
+"""Arrays, gradients and training steps, written once for every backend."""
 
 import keras
 import numpy as np
@@ -11,6 +11,24 @@ def numpy(x):
     if "float8" in keras.backend.standardize_dtype(x.dtype):
         x = ops.cast(x, "float32")
     return ops.convert_to_numpy(x)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    """A float32 array of normal numbers with this deviation."""
+    values = np.random.default_rng(seed).normal(size=shape) * scale
+    return values.astype("float32")
+
+
+def mean_square(y):
+    """A loss."""
+    return ops.mean(ops.square(ops.cast(y, "float32")))
+
+
+def relative_rms(actual, expected):
+    """How far off an array is; 0 where nothing is, zeros included."""
+    error = np.sqrt(np.mean(np.square(actual - expected)))
+    signal = np.sqrt(np.mean(np.square(expected)))
+    return error / signal if error else 0.0
 
 
 def gradients(layer, x, loss, training=True, compiled=False):

@@ -179,11 +179,7 @@ def test_only_the_room_for_it_touches_private_attributes_of_keras(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        x
-        for x in SOURCES
-        if not x.startswith(("_keras/", "frameworks/", "kernels/", "__main"))
-    ],
+    [x for x in SOURCES if not x.startswith(OTHER_CLASSES)],
 )
 def test_classes_use_no_private_name_of_the_keras_class_below(name):
     found = {cls: names_shared_with_keras(cls) for cls in classes_of(name)}

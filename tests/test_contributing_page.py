@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import kernels, recipes
+from keras_policy_ext import kernels
 from keras_policy_ext.kernels import engines
 from steps import numpy
 
@@ -28,14 +28,6 @@ def names_of(title):
     names = {"__name__": "contributing_page"}
     exec(compile(code, str(PAGE), "exec"), names)
     return names
-
-
-@pytest.fixture
-def registry():
-    before = dict(recipes.REGISTRY)
-    yield
-    recipes.REGISTRY.clear()
-    recipes.REGISTRY.update(before)
 
 
 @pytest.mark.parametrize("what", ["recipe", "layer", "kernel"])

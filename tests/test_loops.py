@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from steps import gradients, no_grad, numpy, state_of
+from steps import gradients, mean_square, no_grad, normal, numpy, state_of
 
 BACKEND = keras.backend.backend()
 RATE = 2.0**-4  # A power of two: its product with a gradient is exact.
@@ -16,10 +16,6 @@ RATE = 2.0**-4  # A power of two: its product with a gradient is exact.
 torch_only = pytest.mark.skipif(
     BACKEND != "torch", reason="torch.optim is PyTorch's"
 )
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def batches(count=4):
@@ -36,10 +32,6 @@ def network(recipe="delayed(amax_history_length=4)"):
             kpe.layers.Dense(4, dtype=dtype),
         ]
     )
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def gradients_of(model, x):

@@ -310,14 +310,6 @@ def test_dicts_that_name_no_recipe_are_value_errors(config):
         recipes.get(config)
 
 
-@pytest.fixture
-def registry():
-    before = dict(recipes.REGISTRY)
-    yield
-    recipes.REGISTRY.clear()
-    recipes.REGISTRY.update(before)
-
-
 def test_a_new_recipe_is_one_dataclass(registry):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Tiled(recipes.Recipe):

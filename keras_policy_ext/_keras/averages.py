@@ -1,10 +1,11 @@
 """Moving averages that optimizers keep of variables."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+
+from keras_policy_ext._keras.around import put_around
 
 Tensor = Any
 
@@ -12,8 +13,8 @@ Tensor = Any
 class _StandIn(keras.Variable):
     """Stands where an optimizer keeps the moving average of a variable.
 
-    It ignores what is assigned. It holds zeros, which the variable takes for
-    no news when Keras assigns them. On TensorFlow Keras writes into the
+    It ignores what is assigned. It holds zeros, which leave the variable as it
+    is when Keras assigns them. On TensorFlow Keras writes into the
     tensors behind the variables: there it holds what the variable holds, so
     that to overwrite the one with the other, or to swap the two, changes
     nothing.
@@ -56,7 +57,8 @@ class NotAveraged:
     `use_ema` keep None as the average and then fail on it: on TensorFlow at
     the end of `fit`, on TensorFlow and JAX with `ema_overwrite_frequency`, on
     all three with the callback `SwapEMAWeights` (keras 3.12 to 3.15). See
-    `leave_out_of_averages`. Such a variable takes zeros for no news.
+    `leave_out_of_averages`. Zeros, assigned to such a variable, must leave it
+    as it is.
     """
 
     _stand_in: _StandIn | None = None
@@ -91,30 +93,23 @@ def fill_averages(
             averages[index] = variable.stand_in()
 
 
-_PUT_AROUND = "_keras_policy_ext"
-"""In a function of this package that goes on to one of Keras."""
-
-
 def leave_out_of_averages() -> None:
     """Have all optimizers treat variables as `NotAveraged` says.
 
-    A variable learns nothing of its optimizer, and there is no public way to
-    be told of one. So the public method `Optimizer.build`, which is given
-    the variables, is put into another one that fills the list of averages
-    when it has made it (`_model_variables_moving_average`, keras 3.12 to
-    3.15). Where that list is gone, optimizers fail as Keras's do. Expires
-    when Keras skips None everywhere.
+    Nothing public tells a variable which optimizer it is given to. So the
+    public method `Optimizer.build`, which is given the variables, is put into
+    another one that fills the list of averages when it has made it
+    (`_model_variables_moving_average`, keras 3.12 to 3.15). Where that list is
+    gone, optimizers fail as Keras's do. Expires when Keras skips None
+    everywhere.
     """
-    build = keras.optimizers.Optimizer.build
-    if _PUT_AROUND in vars(build):
-        return
 
-    @functools.wraps(build)
-    def filled(
-        self: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    def build(
+        stock: Callable[..., None],
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
     ) -> None:
-        build(self, variables)
-        fill_averages(self, list(variables))
+        stock(optimizer, variables)
+        fill_averages(optimizer, list(variables))
 
-    vars(filled)[_PUT_AROUND] = True
-    keras.optimizers.Optimizer.build = filled
+    put_around(keras.optimizers.Optimizer, "build", build)

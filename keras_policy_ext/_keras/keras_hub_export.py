@@ -8,7 +8,6 @@ Expires with a public map of names.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import os
@@ -18,11 +17,10 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras.around import put_around
 from keras_policy_ext._keras.symbolic import Symbols
 
 _EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
-_PUT_AROUND = "_keras_policy_ext"
-"""In a function of this package that goes on to one of KerasHub."""
 
 
 def before_stock_export(check: Callable[[Any], None]) -> None:
@@ -37,20 +35,13 @@ def before_stock_export(check: Callable[[Any], None]) -> None:
     hub = sys.modules.get("keras_hub")
     if hub is None:
         return
+
+    def checked(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        check(model)
+        return stock(model, *args, **kwargs)
+
     for cls in (hub.models.Backbone, hub.models.CausalLM):
-        export = vars(cls).get("export_to_transformers")
-        if export is not None and _PUT_AROUND not in vars(export):
-            cls.export_to_transformers = _checked(export, check)
-
-
-def _checked(export: Any, check: Callable[[Any], None]) -> Any:
-    @functools.wraps(export)
-    def export_to_transformers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self)
-        return export(self, *args, **kwargs)
-
-    vars(export_to_transformers)[_PUT_AROUND] = True
-    return export_to_transformers
+        put_around(cls, "export_to_transformers", checked)
 
 
 def is_hub_model(model: object) -> bool:

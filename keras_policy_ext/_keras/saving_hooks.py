@@ -1,15 +1,18 @@
 """Files: what Keras's loader, exporter and serializer do not tell."""
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-_PUT_AROUND = "_keras_policy_ext"
-"""In a function of this package that goes on to one of Keras."""
+from keras_policy_ext._keras.around import put_around
+
+try:
+    from keras.src.saving import saving_lib as _saving_lib
+except ImportError:  # Keras has moved it: see `after_loading`.
+    _saving_lib = None
 
 
 def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
@@ -24,22 +27,13 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     Args:
         tell: Of the model and the path that it was loaded from.
     """
-    try:
-        from keras.src.saving import saving_lib
-    except ImportError:
-        return
-    load = getattr(saving_lib, "load_model", None)
-    if load is None or _PUT_AROUND in vars(load):
-        return
 
-    @functools.wraps(load)
-    def load_model(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        model = load(filepath, *args, **kwargs)
-        tell(model, filepath)
+    def load_model(stock: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        model = stock(path, *args, **kwargs)
+        tell(model, path)
         return model
 
-    vars(load_model)[_PUT_AROUND] = True
-    saving_lib.load_model = load_model
+    put_around(_saving_lib, "load_model", load_model)
 
 
 def before_loading(load: Callable[..., keras.Model | None]) -> None:
@@ -55,26 +49,13 @@ def before_loading(load: Callable[..., keras.Model | None]) -> None:
             and `safe_mode`. It returns the model, or None to leave it to
             Keras.
     """
-    try:
-        from keras.src.saving import saving_lib
-    except ImportError:
-        return
-    for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
-        stock = getattr(saving_lib, name, None)
-        if stock is not None and _PUT_AROUND not in vars(stock):
-            setattr(saving_lib, name, _asking(load, stock))
 
-
-def _asking(load: Any, stock: Any) -> Any:
-    """A loader that asks another one first."""
-
-    @functools.wraps(stock)
-    def loaded(*args: Any, **kwargs: Any) -> Any:
+    def loaded(stock: Any, *args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
         return stock(*args, **kwargs) if model is None else model
 
-    vars(loaded)[_PUT_AROUND] = True
-    return loaded
+    for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
+        put_around(_saving_lib, name, loaded)
 
 
 def model_of(
@@ -142,23 +123,17 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
     Args:
         check: Of the model and the name of the format; raises to refuse.
     """
-    export = keras.Model.export
-    if _PUT_AROUND in vars(export):
-        return
+    signature = inspect.signature(keras.Model.export)
 
-    signature = inspect.signature(export)
-
-    @functools.wraps(export)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(stock: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError):  # Keras says what is wrong.
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             format = given.arguments.get("format")
             check(given.arguments["self"], str(format))
-        return export(*args, **kwargs)
+        return stock(*args, **kwargs)
 
-    vars(checked)[_PUT_AROUND] = True
-    keras.Model.export = checked
+    put_around(keras.Model, "export", checked)
 
 
 def serialize_as(cls: type, original: type) -> None:

@@ -178,7 +178,7 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
 
 
 def _as_tensor(x: Any) -> Any:
-    """As a model makes a tensor of an array; other things stay."""
+    """A tensor of an array, as a model makes it; other things stay."""
     return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 

@@ -109,7 +109,7 @@ def without_skip_warnings() -> Iterator[Warnings]:
     """
     held: Warnings = []
     with _WARNING_FILTERS, warnings.catch_warnings(record=True) as caught:
-        # Not as an error either, which would end the loading.
+        # Where a user makes errors of warnings, one would end the loading.
         warnings.filterwarnings("always", message=_SKIPPED)
         yield held
     for each in caught:

@@ -26,7 +26,6 @@ from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import drop_in_of, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import Frozen
-from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -94,11 +93,7 @@ def freeze(
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
-    with (
-        unchanged_on_error(training.parts(model)),
-        training.continued(model),
-        training.replicas(model),
-    ):
+    with training.changing(model):
         for plan in plans:
             kernels = list(plan.kernels(stored))
             enter_float8(plan.layer, plan.policy, kernels)
@@ -128,11 +123,7 @@ def thaw(model: keras.Layer) -> Report:
     """
     models.check(model)
     frozen = frozen_layers(model)
-    with (
-        unchanged_on_error(training.parts(model)),
-        training.continued(model),
-        training.replicas(model),
-    ):
+    with training.changing(model):
         for layer in frozen:
             leave_float8(layer)
         for layer in candidates.survey(model).composites:

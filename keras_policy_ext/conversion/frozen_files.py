@@ -198,7 +198,7 @@ def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
 
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
-    """That of the first frozen layer in a file of weights."""
+    """The recipe of the first frozen layer in a file of weights."""
     for part in _parts(pathlib.Path(str(weights))):
         with weight_files.opened(part) as file:
             for group in [] if file is None else weight_files.groups(file):

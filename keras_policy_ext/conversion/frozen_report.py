@@ -43,7 +43,13 @@ class Stored:
     def of(
         cls, kernel: keras.Variable, value: Any, stored: StoredKernel
     ) -> Stored:
-        """Of a kernel, its numbers in float32, and what became of them."""
+        """The entry of a kernel.
+
+        Args:
+            kernel: The variable.
+            value: Its numbers in float32.
+            stored: What became of them.
+        """
         width = np.dtype("float32").itemsize
         if "16" in keras.backend.standardize_dtype(kernel.dtype):
             width //= 2
@@ -67,12 +73,12 @@ class FrozenReport(Report):
 
     @property
     def bytes_before(self) -> int:
-        """Of the kernels that were stored, as they were."""
+        """Bytes of the stored kernels as they were."""
         return sum(each.bytes_before for each in self.stored)
 
     @property
     def bytes_after(self) -> int:
-        """Of their codes and scales."""
+        """Bytes of their codes and scales."""
         return sum(each.bytes_after for each in self.stored)
 
     def table(self, full: bool = False, every: str | None = None) -> str:

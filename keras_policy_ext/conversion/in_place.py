@@ -16,7 +16,7 @@ from keras_policy_ext.conversion.report import Report, report_of, warn_of_little
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
-from keras_policy_ext.layers.transaction import unchanged_on_error, undone
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -87,11 +87,7 @@ def convert(
     )
     if decisions:
         training.check_optimizers(model)
-    with (
-        unchanged_on_error(training.parts(model)),
-        training.continued(model),
-        training.replicas(model),
-    ):
+    with training.changing(model):
         report = _convert(model, survey, decisions, left, attention)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model, stacklevel=2)
@@ -196,7 +192,7 @@ def revert(model: keras.Layer) -> Report:
     reverted = [layer for layer in in_float8 if id(layer) not in kept]
     if stays and not reverted:
         raise ValueError(_all_frozen(model))
-    with unchanged_on_error(training.parts(model)), training.continued(model):
+    with training.changing(model):
         for layer in layers:
             if id(layer) not in kept and (
                 original_of(type(layer)) is not None

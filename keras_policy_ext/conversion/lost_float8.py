@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import h5py
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.conversion.weight_files import PathLike, Source
 from keras_policy_ext.layers.state_files import VERSION_KEY
@@ -28,7 +29,7 @@ _silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """For a loader that brings the layers back afterwards."""
+    """No warning in this block, whose loader brings the layers back."""
     token = _silent.set(True)
     try:
         yield
@@ -36,7 +37,7 @@ def silent() -> Iterator[None]:
         _silent.reset(token)
 
 
-def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
+def warn(model: keras.Model, path: PathLike) -> None:
     """Warn if fewer layers are in float8 than when the model was saved.
 
     Of files other than `.keras` and folders nothing is known, and nothing said.
@@ -56,7 +57,7 @@ def warn(model: keras.Model, path: PathLike, stacklevel: int) -> None:
             "with their scales. If they are to stay so, `revert` the model "
             "before it is saved.",
             UserWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=_user_code.stacklevel(),
         )
 
 

@@ -27,7 +27,7 @@ LITTLE = 0.1
 """A smaller share of the multiplications in float8 is warned of."""
 
 REASONS = 3
-"""So many reasons are told then, those of the most multiplications."""
+"""How many reasons that warning names: those of the most multiplications."""
 
 
 _CONVOLUTIONS = (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
-import tempfile
 from typing import Any
 
 import keras
 
-from keras_policy_ext._output_files import check_output
+from keras_policy_ext._output_files import check_output, whole
 from keras_policy_ext.conversion import summary
 from keras_policy_ext.conversion.freezing import freeze, frozen_layers
 from keras_policy_ext.conversion.frozen_report import FrozenReport
@@ -35,11 +33,8 @@ class Shrunk:
 
     def run(self) -> None:
         """Write the file and print what was done."""
-        # A failure leaves no file and no half of one, and an earlier one.
-        with tempfile.TemporaryDirectory(dir=self.output.parent) as folder:
-            part = pathlib.Path(folder) / self.output.name
-            self.model.save(part)
-            os.replace(part, self.output)
+        with whole(self.output) as path:
+            self.model.save(path)
         before, after = (
             summary.readable_bytes(path.stat().st_size)
             for path in (self.source, self.output)

@@ -51,7 +51,7 @@ def rewritten_model(
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "model"
         if pathlib.Path(str(path)).is_dir():
-            # Not their modes: the copies of read-only files are written to.
+            # Without their modes: copies of read-only files are written to.
             shutil.copytree(str(path), copy, copy_function=shutil.copyfile)
         else:
             with zipfile.ZipFile(str(path)) as archive:

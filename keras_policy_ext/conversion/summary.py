@@ -111,10 +111,10 @@ class LayerTables:
     """The rows of a layer in the full table."""
 
     _columns: ClassVar[Sequence[Column]]
-    """Of the short table, after those of the numbers and shares."""
+    """Columns of the short table, after those of numbers and shares."""
 
     _full_columns: ClassVar[Sequence[Column]]
-    """Of the full table."""
+    """Columns of the full table."""
 
     _every: ClassVar[str]
     """How to see every layer."""

@@ -85,7 +85,7 @@ class Table:
         ]
 
     def _widths(self, width: int) -> list[int]:
-        """As wide as the cells, less what is too much, from the widest."""
+        """Widths of the columns; the widest are cut until all fit."""
         least = self._least()
         widths = [max(map(len, self._cells(n))) for n in range(len(least))]
         while sum(widths) + self._gaps > width:

@@ -20,7 +20,19 @@ from keras_policy_ext._keras import (
 from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_variable import is_state
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.mixed_precision.gradients import is_overwritten
+
+
+@contextlib.contextmanager
+def changing(model: keras.Layer) -> Iterator[None]:
+    """Change a model in place: all of it, or on an error nothing.
+
+    Variables are made where those of the model were, and what trains the
+    model goes on with them.
+    """
+    with unchanged_on_error(parts(model)), continued(model), replicas(model):
+        yield
 
 
 @contextlib.contextmanager
@@ -156,7 +168,7 @@ def _has_all(
     known: list[keras.Variable] | None,
     come: set[int],
 ) -> bool:
-    """Whether an optimizer has all weights of a model that are not frozen.
+    """Whether an optimizer has all trainable weights of a model.
 
     Those that have come since it was built do not count.
 
@@ -176,9 +188,9 @@ def _states(
 ) -> set[int]:
     """The states that an optimizer is to know.
 
-    Those of the layers that it optimizes, frozen since or not. The optimizer
-    of `compile`, where it has all weights that are not frozen, has all states
-    that are not.
+    Those of the layers that it optimizes, trainable still or not. The
+    optimizer of `compile`, where it has all trainable weights, has all
+    trainable states.
     """
     ids = {id(v) for v in known}
     return {

@@ -12,7 +12,6 @@ from keras_policy_ext._keras import built_layers
 from keras_policy_ext.conversion import freezing, models, training
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers import stored_variable, stored_weights
-from keras_policy_ext.layers.transaction import unchanged_on_error
 
 
 def widen(model: keras.Layer) -> tuple[str, ...]:
@@ -45,11 +44,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
         raise ValueError(_refusal(model, frozen))
     found = [(layer, _to_widen(layer)) for layer in frozen]
     layers = [layer for layer, variables in found if variables]
-    with (
-        unchanged_on_error(training.parts(model)),
-        training.continued(model),
-        training.replicas(model),
-    ):
+    with training.changing(model):
         for layer, variables in found:
             for variable in variables:
                 if variable.widened is None:

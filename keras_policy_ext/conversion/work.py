@@ -48,7 +48,7 @@ class _Rows(NamedTuple):
     known: bool = True
 
     def times(self, sizes: Iterable[int | None]) -> _Rows:
-        """So many times as often; a size of None counts as 1."""
+        """Rows times all sizes; a size of None counts as 1."""
         sizes = list(sizes)
         number = math.prod(1 if size is None else size for size in sizes)
         return _Rows(self.number * number, self.known and None not in sizes)
@@ -171,7 +171,7 @@ def _kernels(
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         contracted = layer.float8_contracted
         return [v for v in contracted if not _looks_up(layer, v)] + beside
-    # Of the stock class, whatever a subclass makes of it.
+    # By the stock class, also where a subclass computes something else.
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)] + beside

@@ -27,7 +27,7 @@ def read(model: keras.Layer, batch: Any) -> Any:
         Nested `keras.KerasTensor`.
 
     Raises:
-        TypeError: If it is nothing of that.
+        TypeError: If it is none of what `memory` allows.
         ValueError: If a size is unknown.
     """
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):

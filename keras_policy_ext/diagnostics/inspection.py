@@ -76,7 +76,7 @@ class StoredOperand:
 
     @classmethod
     def of(cls, kernel: StoredVariable) -> StoredOperand:
-        """Of a kernel of a frozen layer."""
+        """The entry of a kernel of a frozen layer."""
         stored, given = kernel.stored, kernel.inputs_scale
         return cls(
             kernel.path,

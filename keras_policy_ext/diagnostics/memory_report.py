@@ -67,7 +67,7 @@ class ModelMemory:
 
     @property
     def weights(self) -> int:
-        """Of all layers."""
+        """Bytes of the weights of all layers."""
         return sum(layer.weights for layer in self.layers)
 
     @property

@@ -13,7 +13,7 @@ from keras_policy_ext.layers.stored_variable import is_state
 
 
 def bytes_of(model: keras.Layer) -> int | None:
-    """Of the optimizers of a model, each variable once.
+    """Bytes of the optimizers of a model, each variable once.
 
     Returns:
         0 without an optimizer; None if one that has not trained does not say
@@ -35,7 +35,7 @@ def bytes_of(model: keras.Layer) -> int | None:
 
 
 def _variables(optimizer: Any, model: keras.Model) -> list[Any] | None:
-    """Those of an optimizer, with those of one that it wraps."""
+    """Variables of an optimizer, with those of one that it wraps."""
     if not optimizer.built:
         optimizer = _built_copy(optimizer, model)
     return None if optimizer is None else list(optimizer.variables)

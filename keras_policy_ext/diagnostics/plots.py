@@ -105,7 +105,7 @@ def _labels(relative: Curves, baseline: str) -> list[str]:
 
 
 def _limits(relative: Curves) -> tuple[float, float]:
-    """Those of the second half: the first steps would flatten the rest."""
+    """Limits that fit the second half; the first steps would flatten it."""
     late = []
     for seeds in relative.values():
         for points in seeds:

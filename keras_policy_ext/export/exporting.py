@@ -21,11 +21,7 @@ from keras_policy_ext.export import (
 )
 from keras_policy_ext.export.kernels import Kernel, Scheme
 from keras_policy_ext.export.readers import Reader
-from keras_policy_ext.export.report import ExportReport, Written
-
-_USUAL = Scheme(
-    weights="float8_e4m3fn", granularity="channel", activations=None
-)
+from keras_policy_ext.export.report import ExportReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,14 +75,14 @@ def _to_onnx(model: Any, request: Request) -> Any:
 
 def _to_file(model: Any, request: Request) -> ExportReport:
     found = kernels.of_model(model, request.include, request.exclude)
-    scheme = kernels.scheme_of(found.values(), *request.asked, _USUAL)
+    scheme = kernels.scheme_of(found.values(), *request.asked, kernels.USUAL)
     _check_static(found.values(), scheme)
     whole = outputs.whole(
         request.path, folder=False, overwrite=request.overwrite
     )
     with whole as place:
         written = plain.write(model, place, found, scheme)
-    return _report(request, scheme, written, ())
+    return ExportReport.of(request.path, request.format, scheme, written)
 
 
 def _to_folder(model: Any, request: Request) -> ExportReport:
@@ -108,23 +104,7 @@ def _to_folder(model: Any, request: Request) -> ExportReport:
     with whole as place:
         written = folder.write(place, size, request.tokenizer or tokenizer)
     notes = (*reader.notes, *folder.notes())
-    return _report(request, scheme, written, notes)
-
-
-def _report(
-    request: Request,
-    scheme: Scheme,
-    written: list[Written],
-    notes: tuple[str, ...],
-) -> ExportReport:
-    return ExportReport(
-        os.fspath(request.path),
-        request.format,
-        f"{scheme.weights} per {scheme.granularity}, "
-        f"inputs {scheme.activations or 'not quantized'}",
-        tuple(written),
-        notes,
-    )
+    return ExportReport.of(request.path, request.format, scheme, written, notes)
 
 
 def _check_format(

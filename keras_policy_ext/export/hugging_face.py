@@ -132,8 +132,9 @@ class Folder:
             and entry.name.endswith(_WEIGHT)
             and len(entry.shape) == 2
         }
-        # A model of text that was made for more has other names in its files
-        # than it has where it is loaded without the rest.
+        # The files of a model of text and images name its text modules
+        # `model.language_model.…`. Where a reader loads the text alone, they
+        # are `model.…`.
         short = {name.replace(".language_model.", ".") for name in names}
         return sorted(names | short | {"lm_head"})
 
@@ -180,13 +181,13 @@ class Folder:
         shape = self._scale_shape(entry)
         made = [
             Tensor(
-                entry.name, "F8_E4M3", entry.shape, lambda: one.big().values
+                entry.name, "F8_E4M3", entry.shape, lambda: one.kernel().values
             ),
             Tensor(
                 f"{entry.module}.{self._reader.scale_name}",
                 "F32",
                 shape,
-                lambda: one.small().reshape(shape),
+                lambda: one.scales().reshape(shape),
             ),
         ]
         if self._reader.scheme.activations == "static":

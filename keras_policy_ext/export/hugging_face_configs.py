@@ -10,7 +10,7 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "qwen2": "Qwen2ForCausalLM",
 }
-"""Of those for which KerasHub names none, or one that does not exist."""
+"""Models for which KerasHub names no architecture, or one that is not there."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     # What KerasHub's own reader asks for.

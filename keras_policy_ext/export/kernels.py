@@ -41,6 +41,10 @@ class Scheme:
     activations: str | None
 
 
+USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
+"""What is taken where nothing is frozen and nothing is asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A weight that is multiplied, and what becomes of it.

@@ -23,15 +23,15 @@ class OneAtATime:
         self._make = make
         self._kept: Array | None = None
 
-    def big(self) -> StoredKernel:
+    def kernel(self) -> StoredKernel:
         """The kernel, made anew."""
         stored = self._make()
         self._kept = np.array(stored.scale)
         return stored
 
-    def small(self) -> Array:
+    def scales(self) -> Array:
         """Its scales."""
         if self._kept is None:
-            self.big()
+            self.kernel()
         kept, self._kept = self._kept, None
         return np.asarray(kept)

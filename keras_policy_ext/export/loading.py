@@ -31,6 +31,7 @@ from keras_policy_ext.stored_kernels import (
     as_matrix,
     of_matrix,
     scale_shape,
+    spread_blocks,
 )
 
 Array = np.ndarray[Any, Any]
@@ -286,8 +287,7 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
     try:
         return np.broadcast_to(scale, shape)
     except ValueError:
-        rows, columns = (np.arange(size) // 128 for size in shape)
-        return np.asarray(scale[rows[:, None], columns[None, :]])
+        return spread_blocks(scale, shape)
 
 
 def _misshapen(

@@ -51,7 +51,7 @@ def whole(
         check(target, folder=folder, overwrite=overwrite)
         _move(made, target, workplace / _REPLACED)
     finally:
-        # Not what was replaced, if nothing came to stand in its place.
+        # What was replaced is kept, if nothing has taken its place.
         if os.path.lexists(target) or not (workplace / _REPLACED).exists():
             shutil.rmtree(workplace, ignore_errors=True)
 

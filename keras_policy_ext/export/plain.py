@@ -145,8 +145,8 @@ def _quantized(name: str, kernel: Kernel, scheme: Scheme) -> list[Tensor]:
     shape = tuple(kernel.variable.shape)
     of_scale = stored_kernels.scale_shape(shape, kernel.axes, kept.granularity)
     made = [
-        Tensor(name, _FLOAT8[kept.weights], shape, lambda: one.big().values),
-        Tensor(name + _SCALE, "F32", of_scale, lambda: one.small()),
+        Tensor(name, _FLOAT8[kept.weights], shape, lambda: one.kernel().values),
+        Tensor(name + _SCALE, "F32", of_scale, lambda: one.scales()),
     ]
     scale = kernel.input_scale()
     if scale is not None:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from keras_policy_ext.export import kernels
 from keras_policy_ext.export.kernels import Scheme
 from keras_policy_ext.stored_kernels import BLOCK
 
@@ -20,9 +21,7 @@ CONV1D = frozenset({"GPT2Backbone"})
 transposed."""
 
 USUAL = {
-    COMPRESSED_TENSORS: Scheme(
-        weights="float8_e4m3fn", granularity="channel", activations=None
-    ),
+    COMPRESSED_TENSORS: kernels.USUAL,
     FP8: Scheme(
         weights="float8_e4m3fn", granularity="block", activations="dynamic"
     ),

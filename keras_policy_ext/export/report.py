@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_policy_ext.conversion import summary, tables
 from keras_policy_ext.conversion.tables import Column, Table
+from keras_policy_ext.export.kernels import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,25 @@ class ExportReport:
     weights: tuple[Written, ...]
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        format: str,
+        scheme: Scheme,
+        written: Iterable[Written],
+        notes: tuple[str, ...] = (),
+    ) -> ExportReport:
+        """The report of an export whose kernels are stored in one way."""
+        inputs = scheme.activations or "not quantized"
+        return cls(
+            os.fspath(path),
+            format,
+            f"{scheme.weights} per {scheme.granularity}, inputs {inputs}",
+            tuple(written),
+            notes,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights and scales."""
@@ -71,7 +92,7 @@ class ExportReport:
         return dataclasses.asdict(self)
 
     def table(self, full: bool = False) -> str:
-        """As text, as wide as the terminal.
+        """The report as text, as wide as the terminal.
 
         Args:
             full: Whether it has a row for every weight.

@@ -59,7 +59,7 @@ class Framework:
         return nullcontext()
 
     def functions_step_by_step(self) -> AbstractContextManager[None]:
-        """The same for what a layer has compiled itself, on all threads."""
+        """Run what a layer has compiled itself step by step, on all threads."""
         return nullcontext()
 
     def runs_now(self) -> bool:

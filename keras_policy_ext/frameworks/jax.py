@@ -318,6 +318,7 @@ def _outputs(
 def _once(
     operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None, State]:
+    """The gradients, which cannot be differentiated once more."""
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.residuals(leaves, saved.shapes)
     return operation.backward(residuals, outputs_grad, state)
@@ -328,7 +329,10 @@ _LARGE = 1 << 16
 
 
 def _is_large(x: Tensor) -> bool:
-    """Not where an export leaves the size open: then it is a formula."""
+    """Whether a tensor has many numbers.
+
+    Not one whose size an export leaves open, which is a formula.
+    """
     return isinstance(x.size, int) and x.size >= _LARGE
 
 

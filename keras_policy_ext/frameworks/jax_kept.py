@@ -206,7 +206,7 @@ def _read(equation: Any, results: list[bool]) -> list[Any]:
 
 
 def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
-    """The same of a loop, of which XLA leaves out what no result needs."""
+    """`_users` of a loop, of which XLA leaves out what no result needs."""
     params = equation.params
     condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
     asked = [bool(users) for users in _users(condition, [True])]

@@ -28,8 +28,8 @@ try:
 except ImportError:
     control_flow_util = None
 
-# Nor whether a loop is traced, of which XLA alone can stack float8. Where this
-# is gone, any graph that XLA does not compile is taken for one.
+# Nor to ask whether a loop is traced, where XLA alone can stack float8. Where
+# this is gone, any graph that XLA does not compile is taken for a loop.
 try:
     from tensorflow.python.ops import control_flow_v2_func_graphs as bodies
 except ImportError:

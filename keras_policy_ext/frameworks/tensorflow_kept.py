@@ -142,7 +142,7 @@ class _Origins:
                     self._known[tensor.name] = self._made(operation, tensor)
 
     def of(self, tensor: Tensor) -> Origin:
-        """That of a tensor; nothing for what is no tensor of these."""
+        """The origin of a tensor; no bytes for one that is not known."""
         return self._known.get(tensor.name) or Origin(0, ())
 
     def _made(self, operation: Any, tensor: Tensor) -> Origin:
@@ -171,7 +171,7 @@ class _Origins:
         return Origin(size, sources)
 
     def _bytes_of_list(self, loop: Any, number: int) -> int:
-        """Of a list that a loop has, with an entry of each step."""
+        """Bytes of a list that a loop has, with an entry of each step."""
         made = loop.inputs[number].op
         if made.type != "EmptyTensorList":
             return sum(self.of(each).bytes for each in made.inputs)

@@ -82,18 +82,19 @@ class Observed:
         return found
 
     def replaced(self) -> None:
-        """Know that the state is another one, of which nothing was observed."""
+        """Forget all: another state was assigned, nothing observed of it."""
         self.taken()
         if self in _TOLD:
             _TOLD[self].numpy()[:] = True
 
 
 _TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
-"""What `told` returns, and what is no part of a copy of a state."""
+"""What `told` returns. Not an attribute, which copies of a state would share.
+"""
 
 _FREE: list[Tensor] = []
-"""The same of states that are gone: not to be given back, since a kernel that
-is still to run may write into it."""
+"""The same memory of states that are gone, for the next states. It is never
+freed, since a kernel that is still to run may write into it."""
 
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
@@ -105,8 +106,8 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
     """
     variable.observed = Observed()
     if not (parameter.is_leaf and parameter.requires_grad):
-        # Frozen before it was made, or a stand-in for one that comes later:
-        # no gradient is accumulated in such a tensor.
+        # Made in a layer that is not trainable, or a stand-in for a tensor
+        # that comes later: no gradient is accumulated in such a tensor.
         return
     _STATES[id(parameter)] = variable
     reference = weakref.ref(variable)

@@ -9,8 +9,9 @@ import torch
 Tensor = Any
 
 _FIRST_BITS = 0x0102040810204080
-"""Times eight bytes of 0 or 1, read as one number: them as bits, above all
-others. Source: "magic" multiplication, Warren, Hacker's Delight, 7-2."""
+"""Eight bytes of 0 or 1, read as one int64 and multiplied by this, have their
+bits in the highest byte: byte i becomes bit i. Source: Warren, "Hacker's
+Delight", 7-2."""
 
 
 class Relu(torch.autograd.Function):
@@ -29,8 +30,8 @@ class Relu(torch.autograd.Function):
         """The gradient of `x`."""
         (kept,) = ctx.saved_tensors
         mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
-        # As it lay before: the gradient lies as this one, and what sums it
-        # goes by that.
+        # Back to the order in memory of the outputs: the gradient gets the
+        # order of the mask, and sums over it depend on the order.
         back = [ctx.axes.index(axis) for axis in range(mask.dim())]
         passes = mask.permute(back).to(outputs_grad.dtype)
         return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)

@@ -34,7 +34,7 @@ from keras_policy_ext.kernels.frozen import (
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import state_source_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
@@ -50,6 +50,7 @@ __all__ = [
     "Plan",
     "Quantized",
     "Request",
+    "compute_dtype",
     "dequantized",
     "engine",
     "frozen_plan",
@@ -115,7 +116,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
         settled state or zeros; and of the state before, (rows, width). It
         returns the state, (rows, width). The same object for equal recipes.
     """
-    source = source_of(recipe)
+    source = state_source_of(recipe)
 
     def settle(value: Any, previous: Any) -> Any:
         states = engines.states_for(source, previous)
@@ -155,18 +156,24 @@ def select(
             "'ab,bc->ac', kernels.Einsum, or kernels.Conv. Pass one of them."
         )
     plan = make_plan(
-        contraction, get_recipe(recipe), _compute_dtype(dtype), "float32"
+        contraction, get_recipe(recipe), compute_dtype(dtype), "float32"
     )
     return plan.choice
 
 
-def _compute_dtype(dtype: Any) -> str:
+def compute_dtype(dtype: Any) -> str:
+    """The name of a dtype that products can be in.
+
+    Raises:
+        ValueError: If it is none.
+    """
     with contextlib.suppress(ValueError, TypeError):
         name: str = keras.backend.standardize_dtype(dtype)
         if name in COMPUTE_DTYPES:
             return name
     raise ValueError(
         f"Nothing is computed in this dtype. Received: dtype={dtype!r}. "
-        f"Allowed: {', '.join(COMPUTE_DTYPES)}. Pass the compute dtype of "
-        "the layer; the format of the operands comes from the recipe."
+        f"Allowed: {', '.join(COMPUTE_DTYPES)}. Pass one of them: the format "
+        "of the operands comes from the recipe, and the result can be cast to "
+        "any other dtype."
     )

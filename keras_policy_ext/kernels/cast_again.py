@@ -50,7 +50,7 @@ def kept(plan: Any, kernel: Tensor, read: Quantized) -> Quantized:
     """
     if not is_cast_again(plan):
         return read
-    # Not for `narrowed`, which would make codes of them.
+    # With a quantization `narrowed` would make codes of the weights.
     return dataclasses.replace(read, values=kernel, quantization=None)
 
 

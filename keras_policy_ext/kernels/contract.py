@@ -229,10 +229,10 @@ class Engine:
         if kernel.native or not refusals:
             kind = "native" if kernel.native else "emulated"
             return kernel, Choice(kind, kernel.reason(request))
-        told = [each for each in refusals if each != OTHER_SCALES]
+        reasons = [each for each in refusals if each != OTHER_SCALES]
         kinds = dict.fromkeys(map(_described, request.tiles))
         none = f"no float8 matmul of {self.name} has {' with '.join(kinds)}"
-        return kernel, Choice("emulated", told[0] if told else none)
+        return kernel, Choice("emulated", reasons[0] if reasons else none)
 
 
 class Contraction(Hashable, Protocol):

@@ -17,6 +17,7 @@ from keras_policy_ext.kernels.scaled_products import (
     Plain,
     are_powers_of_two,
     exact_in,
+    have_vector,
     product_scale,
     scaled,
     unscaled,
@@ -119,9 +120,8 @@ class Float8Dot:
         def dequantized() -> Tensor:
             return _dequantized_product(a, b, precision, dtype)
 
-        # XLA makes no matmul of vectors, and writes no float64.
-        sizes = (*a.values.shape[1:], *b.values.shape[1:])
-        if 1 in sizes or dtype == "float64":
+        # XLA's float8 matmul writes no float64.
+        if have_vector(a, b) or dtype == "float64":
             return direct()
         return lax.platform_dependent(cuda=dequantized, default=direct)
 
@@ -161,8 +161,7 @@ class Float8DotOfRows(Float8Dot):
             x, y = (each.values.astype(jnp.bfloat16) for each in (a, b))
             return _product(x, y, precision, written).astype(jnp.float32)
 
-        if 1 in (*a.values.shape[1:], *b.values.shape[1:]):
-            # XLA makes no matmul of vectors, and sums what it is to write.
+        if have_vector(a, b):
             sums = direct()
         else:
             sums = lax.platform_dependent(cuda=cast, default=direct)
@@ -202,7 +201,7 @@ def _casts_in_one_pass() -> bool:
 
 
 def _casts_again() -> bool:
-    """Of two layouts each of which one matmul reads, XLA for CUDA makes one.
+    """Whether XLA makes one layout where two matmuls read one each.
 
     With several devices a kernel of which they have parts could be gathered
     twice.

@@ -34,9 +34,10 @@ def lacking_mx() -> str | None:
 
 
 def _found() -> Device:
-    """Of a CPU no more is asked: XLA lacks some products of bfloat16 there.
+    """The device here; a CPU is the `cpu` of the table, whatever it can do.
 
-    "Unsupported element type for DotThunk: BF16 x BF16 = F32" (JAX 0.10).
+    XLA lacks some products of bfloat16 there: "Unsupported element type for
+    DotThunk: BF16 x BF16 = F32" (JAX 0.10).
     """
     if jax.default_backend() == "cpu":
         return devices.KNOWN["cpu"]

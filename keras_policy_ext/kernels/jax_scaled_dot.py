@@ -80,7 +80,8 @@ def failing() -> str | None:
         with jax.ensure_compile_time_eval():
             if _gives_our_numbers():
                 return None
-    # Whatever a compiler raises on a device nobody has tried: it is told.
+    # A compiler may raise anything on a device that nobody has tried. It is
+    # the reason that users see.
     except Exception as error:
         told = str(error).partition("\n")[0]
         return f"lax.scaled_dot fails here: {type(error).__name__}: {told}"

@@ -413,7 +413,7 @@ class Plan:
         return read(operand, whole), read(operand, marked)
 
     def _cast(self, *chosen: tuple[Any, Choice]) -> Any:
-        """To float8 itself where a matmul of an operand reads that."""
+        """The cast of an operand, to a float8 dtype if a matmul reads one."""
         engine = engines.engine()
         if any(choice.native for _, choice in chosen):
             return engine.narrow_cast

@@ -174,6 +174,14 @@ def are_powers_of_two(*operands: Quantized) -> bool:
     return all(q is not None and q.scale_rounding != "nearest" for q in asked)
 
 
+def have_vector(a: Quantized, b: Quantized) -> bool:
+    """Whether an operand is a vector.
+
+    XLA makes no matmul of one: it adds up in the dtype that it writes.
+    """
+    return 1 in (*a.values.shape[1:], *b.values.shape[1:])
+
+
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
     """Apply both scales in float32, then cast to `dtype`."""
     return ops.cast(ops.multiply(product, product_scale(a, b)), dtype)

@@ -16,6 +16,7 @@ from keras_policy_ext.kernels.scaled_products import (
     are_powers_of_two,
     exact_in,
     float32,
+    have_vector,
     scaled,
     unscaled,
 )
@@ -40,7 +41,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The same, of narrower operands accumulated in float32."""
+    """`_product`, of operands narrower than float32 in float32."""
     if a.dtype == tf.float64:
         return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
@@ -104,14 +105,13 @@ class DequantizedMatmul(XlaMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         """See `MatmulKernel.multiply`."""
-        # XLA makes no matmul of vectors, and writes no float64.
-        sizes = (*a.values.shape[1:], *b.values.shape[1:])
-        if 1 in sizes or dtype == "float64":
+        # XLA's float8 matmul writes no float64.
+        if have_vector(a, b) or dtype == "float64":
             return super().multiply(a, b, dtype, fast)
         product = _product if fast else _exact_product
         scales = [tf.reshape(each.scale, ()) for each in (a, b)]
         if xla is not None:
-            # Or XLA casts slices of one state together and rounds them.
+            # Else XLA casts the slices of one state together and rounds them.
             scales = xla.optimization_barrier(*scales)
         first, second = (
             tf.cast(each.values, dtype) * tf.cast(scale, dtype)
@@ -139,10 +139,8 @@ class XlaMatmulOfRows(XlaMatmul):
         so that a GPU may write that: half of what it moves.
         """
         narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
-        # XLA makes no matmul of vectors, and sums what it is to write.
-        vectors = 1 in (*a.values.shape[1:], *b.values.shape[1:])
         on_gpu = tensorflow_devices.lacking(*map(_format_of, (a, b))) is None
-        if not narrow or vectors or not on_gpu:
+        if not narrow or have_vector(a, b) or not on_gpu:
             return super().multiply(a, b, dtype, fast)
         product = _product if fast else _exact_product
         sums = product(*(tf.cast(x.values, dtype) for x in (a, b)))

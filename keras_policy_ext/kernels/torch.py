@@ -42,7 +42,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The same, of narrower operands accumulated in float32."""
+    """`_product`, of operands narrower than float32 in float32."""
     if a.dtype == torch.float64:
         return _product(a, b)
     return _product(a.float(), b.float())
@@ -66,7 +66,7 @@ class Float32Matmul(Emulated):
         return product.mul_(product_scale(a, b)).to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
-        """The same in bfloat16, where all scales are powers of two.
+        """The scaled product in bfloat16, where all scales are powers of two.
 
         What is multiplied are then numbers of bfloat16, and those scales that
         come after the sum do not change how it is rounded.

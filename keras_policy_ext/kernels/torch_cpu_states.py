@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext.frameworks.torch import is_real
+from keras_policy_ext.numerics.casting import EXPONENT_BITS
 from keras_policy_ext.numerics.observations import ROUNDING, SEALED, SLOTS
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import DelayedSource
@@ -83,7 +84,7 @@ def _scales_before(source: Any, state: Array) -> Array:
     known = stored > 0.0
     previous = np.where(known, stored, np.float32(source.initial))
     bits = reduced.view("int32")
-    usable = (bits > 0) & (bits < 0x7F800000)
+    usable = (bits > 0) & (bits < EXPONENT_BITS)
     return np.where(usable, _scales_of(source, reduced), previous)
 
 
@@ -101,21 +102,21 @@ def _scales_of(source: Any, amaxes: Array) -> Array:
 def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     """See `DelayedSource.settle` and `Layout.settle`; `sums` of the amaxes."""
     used = _scales_before(source, previous)
-    uses, told = value[:, 0], value[:, 1 : FIRST + 1]
+    uses, entries = value[:, 0], value[:, 1 : FIRST + 1]
     observed = np.zeros_like(previous)
     observed[:, 0] = SEALED
     observed[:, FIRST - 1] = used
     intact = (previous[:, 0] == SEALED)[:, np.newaxis]
     history = np.where(intact, previous[:, FIRST:], np.float32(0.0))
     observed[:, FIRST:] = history
-    finite = np.isfinite(told).all(axis=1)
+    finite = np.isfinite(entries).all(axis=1)
     mean = sums / np.maximum(uses, np.float32(1.0))
-    newest = np.where(_IS_KERNEL, mean, told.max(axis=1))
+    newest = np.where(_IS_KERNEL, mean, entries.max(axis=1))
     rolled = np.roll(history, -1, axis=1)
     rolled[:, 0] = newest
     observed[finite, FIRST:] = rolled[finite]
 
-    count = np.where(told != 0.0, _WEIGHTS, 0.0).sum(axis=1)
+    count = np.where(entries != 0.0, _WEIGHTS, 0.0).sum(axis=1)
     counted = (uses == np.floor(uses)) & (uses >= count) & (uses > 0.0)
     settled = previous.copy()
     given = uses < 0.0

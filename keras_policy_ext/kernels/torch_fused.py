@@ -122,7 +122,8 @@ def lacking() -> str | None:
         with _numbers():
             if _gives_our_codes():
                 return None
-    # Whatever a compiler raises on a device nobody has tried: it is told.
+    # A compiler may raise anything on a device that nobody has tried. It is
+    # the reason that users see.
     except Exception as error:
         return f"Triton fails here: {type(error).__name__}: {error}"
     return "Triton does not cast here as PyTorch does"
@@ -156,7 +157,7 @@ def tells_the_host() -> bool:
             torch_triton_scales.history_scales(source, state, told)
             torch.cuda.synchronize()
             return not told.any()
-    # As in `lacking`; the host then goes on not knowing.
+    # See `lacking`. No kernel then tells the host what was observed.
     except Exception:
         return False
 

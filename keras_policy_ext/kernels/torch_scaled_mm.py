@@ -204,7 +204,7 @@ class ScaledMMOfMX:
         """See `MatmulKernel.multiply`."""
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         first, second = (
-            swizzled(encode_scales(each.scale.squeeze(0), "float8_e8m0fnu"))
+            swizzled(encode_scales(each.scale.squeeze(0), E8M0))
             for each in (a, b)
         )
         product = F.scaled_mm(

@@ -55,7 +55,7 @@ def quantize_both_ways(
     grid = (triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))
     strides = x.stride(0), x.stride(1)
     block = {"ROWS": ROWS, "COLUMNS": COLUMNS}
-    # Of each tile, written by its program; or of all, and then a maximum.
+    # One for each tile, which its program writes, or one that all raise.
     amaxes = _int32(x, (number_of_tiles(m, k),)) if given else _zero(x)
     unseen = known.unseen if known.unseen is not None else amaxes
     if not given or (known.unseen is not None and not known.seen_lately):

@@ -255,9 +255,9 @@ def _entered(
 def _is_observation(given, place, FIRST: tl.constexpr):
     """See `Layout._is_observation`."""
     uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
-    told = (place > 0) & (place <= FIRST) & (given != 0.0)
+    entered = (place > 0) & (place <= FIRST) & (given != 0.0)
     seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
-    seen = tl.where(told, seen, 0.0)
+    seen = tl.where(entered, seen, 0.0)
     whole = uses == tl.floor(uses)
     return whole & (uses >= tl.sum(seen, 0)) & (uses > 0.0)
 

@@ -16,7 +16,7 @@ _RECOMPUTED = (
     keras.activations.mish,
     keras.activations.hard_silu,
 )
-"""Those of which automatic differentiation keeps more than the inputs."""
+"""Activations whose gradient keeps more than their inputs."""
 
 
 def activated(activation: Any, x: Tensor) -> Tensor:

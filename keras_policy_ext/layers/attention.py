@@ -31,8 +31,8 @@ class _Float8Attention(Float8Mixin):
     float8_kernels = ()
     float8_replaces = ()
 
-    # Also of a stock layer that becomes one of these. Not `attention`, which
-    # a subclass may have for itself.
+    # On the class, since a stock layer that becomes one of these never ran
+    # `__init__` below. Not `attention`: a subclass may have its own.
     _float8_attention: str | None = None
 
     def __init__(self, *args: Any, attention: str | None = None, **kwargs: Any):

@@ -65,7 +65,7 @@ class ReversibleEmbedding(
         reverse: bool = False,
         training: bool | None = None,
     ) -> Any:
-        """As the stock layer; logits in the dtype that `call` gives them."""
+        """The stock layer's, but logits in the dtype that `call` gives them."""
         spec = super().compute_output_spec(inputs, reverse=reverse)
         if not reverse or self.float8_policy is None:
             return spec

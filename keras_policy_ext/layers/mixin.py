@@ -21,7 +21,6 @@ from keras_policy_ext.layers import contraction_hooks, stored_weights
 from keras_policy_ext.layers.contracted_weights import ContractedWeights
 from keras_policy_ext.layers.operands import (
     check_sizes,
-    floating_dtype,
     is_floating,
     no_operands,
     static_flag,
@@ -126,18 +125,18 @@ class Float8Mixin(
         The states are made anew for it, and keep the amaxes that they had.
         See `layers.class_swap`; `dtype_policy` is what users set.
         """
-        kernels = self._kernels_to_contract()
+        contracted = self._kernels_to_contract()
         entries: dict[str, np.ndarray] = {}
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
             built_layers.detach(self, "float8_state")
         self.float8_state = _new_state(self.trainable)
-        self._float8_kernel_paths = tuple(kernel.path for kernel in kernels)
+        self._float8_kernel_paths = tuple(kernel.path for kernel in contracted)
         global_policy.replace_layer_policy(self, policy)
         self._resolve_float8_policy()
         if self._float8_policy is None:
             return
-        for kernel in kernels:
+        for kernel in contracted:
             self.float8_state.add(kernel, self._float8_policy.recipe)
         if entries:
             self.float8_state.load_own_variables(entries)
@@ -208,7 +207,7 @@ class Float8Mixin(
         """
         if inputs is None or getattr(kernel, "shape", None) is None:
             raise ValueError(no_operands(inputs, kernel))
-        dtype = None if dtype is None else floating_dtype(dtype)
+        dtype = None if dtype is None else kernels.compute_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs)
         ranks = len(inputs.shape), len(kernel.shape)
         explicit = einsum.explicit(equation, *ranks)
@@ -334,12 +333,8 @@ class Float8Mixin(
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
         if isinstance(kernel, StoredVariable):
-            frozen = kernels.frozen_plan(
-                contraction, kernel.recipe, kernel.axes, dtype
-            )
-            self.float8_state.last_call.plan = frozen
             return _sum(
-                kernels.run_frozen(frozen, inputs, *kernel.multiplied), bias
+                self._contract_stored(contraction, inputs, kernel, dtype), bias
             )
         if training is None:
             training = calls.training_of_call()
@@ -361,6 +356,19 @@ class Float8Mixin(
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state, bias=bias)
 
+    def _contract_stored(
+        self,
+        contraction: kernels.Contraction,
+        inputs: Tensor,
+        kernel: StoredVariable,
+        dtype: str,
+    ) -> Tensor:
+        plan = kernels.frozen_plan(
+            contraction, kernel.recipe, kernel.axes, dtype
+        )
+        self.float8_state.last_call.plan = plan
+        return kernels.run_frozen(plan, inputs, *kernel.multiplied)
+
     @property
     def _has_stored_gradient(self) -> bool:
         """Whether XLA stores the gradient of what is contracted.
@@ -378,7 +386,7 @@ class Float8Mixin(
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         matrix = variable.matrix()
-        variable.look()
+        variable.warn_if_moved()
         observes = frameworks.current().may_take_gradients()
         observes = observes and training is not False
         return (matrix,), variable.next_slot() if observes else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
@@ -15,23 +14,6 @@ def static_flag(training: Any) -> bool | None:
     """True, False, or None where the flag is traced and so not known."""
     known = isinstance(training, (bool, int, np.bool_))
     return bool(training) if known else None
-
-
-def floating_dtype(dtype: Any) -> str:
-    """The name of a dtype that a product can be in.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    with contextlib.suppress(ValueError):
-        name: str = keras.backend.standardize_dtype(dtype)
-        if name in ("float16", "bfloat16", "float32", "float64"):
-            return name
-    raise ValueError(
-        f"A product cannot be in this dtype. Received: dtype={dtype!r}. "
-        "Allowed: float16, bfloat16, float32, float64, or None for the "
-        "compute dtype. Cast the result to anything else."
-    )
 
 
 def no_operands(inputs: Any, kernel: Any) -> str:

@@ -24,7 +24,7 @@ def warn(policy: Float8DTypePolicy) -> None:
 
 
 def _formats_of(recipe: Recipe) -> list[str]:
-    """Of all that a recipe quantizes, each once."""
+    """The formats of all that a recipe quantizes, each once."""
     asked = (
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()

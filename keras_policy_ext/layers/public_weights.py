@@ -50,7 +50,9 @@ class EmbeddingsInFloats(_bases.MixedInto):
 def in_floats(name: str) -> property:
     """A weight that stock Keras keeps in an attribute of this name.
 
-    The layer itself asks `stored_weight` for it.
+    It stays in `vars(layer)` under that name, where the stock class finds it
+    when the layer becomes one of Keras's again. The float8 layer itself asks
+    `stored_weight` for it.
     """
 
     def get(layer: Any) -> Any:
@@ -78,7 +80,7 @@ def stored_weight(layer: Any, name: str) -> Any:
 
 
 def _dequantized(layer: Any, variable: Any, kind: str) -> Tensor:
-    """In the compute dtype, as a float weight is in a call."""
+    """A frozen weight in the compute dtype, as floats are in a call."""
     if not calls.is_in_a_call():
         return variable
     codes, scale, *_ = variable.constants

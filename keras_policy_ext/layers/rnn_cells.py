@@ -201,7 +201,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     def _reset_before(
         self, shares: list[Tensor], state: Tensor, training: bool | None
     ) -> tuple[Tensor, Tensor]:
-        """The same, where the product of the third gate waits for the reset."""
+        """Gates where the product of the third one waits for the reset."""
         kernel = stored_weight(self, "recurrent_kernel")
         inner = self._recurrent(state, training)
         gates = self._product(kernel, inner, training, last=2)

@@ -56,8 +56,8 @@ class Float8State(keras.layers.Layer):
     """Holds one matrix for each contraction kernel of the layer it is in.
 
     Args:
-        trainable: Whether that layer is. Keras tells sub-layers when a layer
-            is frozen, but not one that comes later.
+        trainable: Whether that layer is. Keras sets it on sub-layers when it
+            is set on a layer, but not on a sub-layer that comes later.
     """
 
     def __init__(self, trainable: bool = True):
@@ -101,8 +101,8 @@ class Float8State(keras.layers.Layer):
         beside = scope_of_path(kernel.path.rpartition("/")[0])
         with beside, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name)
-            # Tracked while it is trainable, to follow the layer when that is
-            # thawed.
+            # Tracked while it is trainable, so that Keras counts it among the
+            # trainable variables whenever the layer becomes trainable.
             setattr(self, name, variable)
         variable.trainable = self.trainable
         self._owners[kernel.path] = name
@@ -213,20 +213,20 @@ class Float8State(keras.layers.Layer):
         for number, (variable, matrix) in enumerate(pairs):
             variable.assign(matrix)
             earlier = entries.get(earlier_key(number))
-            # Of another history length it has another shape.
+            # A state of another history length has another shape.
             if earlier is not None and earlier.shape == matrix.shape:
                 framework = frameworks.current()
                 framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:
-        """Be told that the layer is about to load its weights."""
+        """The layer calls this before it loads its weights."""
         self._layer_loaded = False
         self._stock_loaded = False
         if len(store.keys()):
             self._failure = None
 
     def layer_has_loaded(self) -> None:
-        """Be told that the layer has loaded its weights."""
+        """The layer calls this once it has loaded its weights."""
         self._layer_loaded = True
 
     def load_stock(self, entries: dict[str, np.ndarray]) -> None:

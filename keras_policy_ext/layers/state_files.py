@@ -41,11 +41,11 @@ from keras_policy_ext.layers.state_variable import (
     newest_first,
 )
 from keras_policy_ext.numerics.observations import MOST_STEPS
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1
-"""Of the entries in a file; one more when older readers would misread it."""
+"""Version of the entries; one more when older readers would misread them."""
 
 
 VERSION_KEY = "format_version"
@@ -61,7 +61,7 @@ def entries_for_file(
     number: int, variable: StateVariable
 ) -> dict[str, np.ndarray]:
     """What a file gets to know of a state."""
-    layout = source_of(variable.recipe).layout
+    layout = variable.rows_layout
     matrix = variable.trusted()
     if not variable.observes_amaxes:
         steps = layout.history(matrix)[0, 0].astype("int32")
@@ -157,7 +157,7 @@ def _check_version(entries: dict[str, np.ndarray], path: str) -> None:
 def _matrix(
     number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
-    source = source_of(recipe)
+    source = state_source_of(recipe)
     matrix = never_observed(source.state_shape)
     if not source.observes_amaxes:
         steps = _steps_in(number, entries, path)

@@ -15,8 +15,9 @@ from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
     SLOTS,
+    Layout,
 )
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 _MOVED = (
@@ -49,17 +50,23 @@ def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
     )
 
 
-def _on_every_device() -> dict[str, Any]:
-    """The layout of a state on JAX: whole, whatever a LayoutMap matches.
+def on_every_device(rank: int) -> dict[str, Any]:
+    """The layout of a variable on JAX: whole, whatever a LayoutMap matches.
 
     Keras 3.12 searches a path for a pattern, so that the one of a kernel
     finds the state of that kernel; other patterns name whole layers.
+
+    Args:
+        rank: How many axes the variable has.
+
+    Returns:
+        Arguments of `keras.Variable`.
     """
     distribution = keras.distribution.distribution()
     if keras.backend.backend() != "jax" or distribution is None:
         return {}
     mesh = distribution.device_mesh
-    return {"layout": keras.distribution.TensorLayout((None, None), mesh)}
+    return {"layout": keras.distribution.TensorLayout((None,) * rank, mesh)}
 
 
 class StateVariable(
@@ -94,11 +101,11 @@ class StateVariable(
             autocast=False,
             aggregation="only_first_replica",
             name=name,
-            **_on_every_device(),
+            **on_every_device(2),
         )
 
     def value_made(self, value: Any) -> None:
-        """Be told of the tensor that holds this variable."""
+        """Keep observations by the tensor that now holds this variable."""
         frameworks.current().keep_observations(self, value)
 
     def assign(self, value: Any) -> Any:
@@ -109,8 +116,9 @@ class StateVariable(
                 in `set_weights`, that is no observation and no state.
         """
         if self.is_stand_in(value):
-            # No news. On PyTorch what was observed waits for the step of the
-            # optimizer, and between two batches of one step this is none.
+            # Nothing was observed. On PyTorch observations wait for the step
+            # of the optimizer, and between two batches of one step there is
+            # none.
             return self.value
         self._check_shape(value)
         self.check(value)
@@ -126,7 +134,7 @@ class StateVariable(
             value = frameworks.current().assigned(self, value)
         assigned = super().assign(value)
         if readable or settled:
-            self.look()
+            self.warn_if_moved()
         return assigned
 
     @property
@@ -150,7 +158,7 @@ class StateVariable(
             raise ValueError(_cast(self.path, dtype))
         return value
 
-    def look(self) -> None:
+    def warn_if_moved(self) -> None:
         """Warn, once, if this state was moved and can be read at no cost."""
         value = frameworks.current().known_value(self)
         if value is None or value is self._looked_at:
@@ -190,7 +198,7 @@ class StateVariable(
         amax = np.float32(ops.convert_to_numpy(amax))
         row = OPERANDS.index(operand)
         matrix = np.array(ops.convert_to_numpy(self.value))
-        layout = source_of(self.recipe).layout
+        layout = self.rows_layout
         fresh = not (
             layout.scale(matrix)[row] or layout.history(matrix)[row].any()
         )
@@ -201,6 +209,11 @@ class StateVariable(
             matrix[row] = 0.0
             matrix[row, :2] = 1.0, amax
         self.assign(matrix)
+
+    @property
+    def rows_layout(self) -> Layout:
+        """Where things are in a row of this state."""
+        return state_source_of(self.recipe).layout
 
     @property
     def observes_amaxes(self) -> bool:
@@ -215,7 +228,7 @@ class StateVariable(
         """
         if not self.observes_amaxes:
             return {}
-        layout = source_of(self.recipe).layout
+        layout = self.rows_layout
         matrix = self.trusted()
         return {
             operand: (scale, newest_first(ring))

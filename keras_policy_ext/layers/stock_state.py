@@ -20,7 +20,6 @@ from keras import ops
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.state_files import amaxes_in
-from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 
 NAMES = tuple(
@@ -31,7 +30,7 @@ NAMES = tuple(
 """The numbered entries of the state, by their keys in `layers.state`."""
 
 LENGTH_KEY = "keras_amax_history_length"
-"""In a state that was rewritten from Keras's: what its policy said."""
+"""Entry of the history length that the policy said, in a state of Keras's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ class _View:
                 f"amaxes. Received: the policy {layer.dtype_policy!r}. "
                 "Allowed: a float8 policy with delayed scaling."
             )
-        layout = source_of(matrices[0].recipe).layout
+        layout = matrices[0].rows_layout
         state = variable_values.value_without_autocast(matrices[0])
         state = ops.stop_gradient(state)
         if self.kind == "amax_history":

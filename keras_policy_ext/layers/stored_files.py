@@ -35,7 +35,7 @@ STORED = "stored"
 """The key by which a group is known as that of a frozen layer."""
 
 VERSION = 1
-"""Of the entries; one more when older readers would misread them."""
+"""Version of the entries; one more when older readers would misread them."""
 
 SCALE = ".scale"
 INPUTS_SCALE = ".inputs_scale"

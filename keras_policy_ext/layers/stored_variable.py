@@ -28,7 +28,10 @@ from keras_policy_ext._keras import (
     variable_values,
 )
 from keras_policy_ext.layers.paths import scope_of_path
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.state_variable import (
+    StateVariable,
+    on_every_device,
+)
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
@@ -95,7 +98,7 @@ class StoredVariable(keras.Variable):
         self.axes = axes
         self.recipe = recipe
         super().__init__(
-            initializer=_zeros if codes is None else codes,
+            initializer="zeros" if codes is None else codes,
             shape=shape,
             dtype="uint8",
             trainable=False,
@@ -110,7 +113,7 @@ class StoredVariable(keras.Variable):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        """A layer that is thawed says so of all its weights."""
+        """Ignored: Keras sets it with that of the layer."""
 
     @property
     def weights(self) -> str:
@@ -283,19 +286,5 @@ def _constant(shape: tuple[int, ...], name: str, value: Any) -> StoredConstant:
         trainable=False,
         autocast=False,
         name=name,
-        **_whole(len(shape)),
+        **on_every_device(len(shape)),
     )
-
-
-def _whole(rank: int) -> dict[str, Any]:
-    """The layout of scales on JAX: on every device."""
-    distribution = keras.distribution.distribution()
-    if keras.backend.backend() != "jax" or distribution is None:
-        return {}
-    mesh = distribution.device_mesh
-    layout = keras.distribution.TensorLayout((None,) * rank, mesh)
-    return {"layout": layout}
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
-    return ops.zeros(shape, dtype)

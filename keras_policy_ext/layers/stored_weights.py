@@ -192,7 +192,7 @@ def widen(layer: Any, variable: StoredVariable) -> keras.Variable:
             trainable=not getattr(layer, "lora_enabled", False),
         )
     built_layers.replace_variable(layer, variable, kernel)
-    # Not before: `layer.trainable = True` reaches what was tracked as such.
+    # Tracked as trainable before, so that `layer.trainable = True` reaches it.
     kernel.trainable = kernel.trainable and layer.trainable
     return kernel
 

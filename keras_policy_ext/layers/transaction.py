@@ -17,8 +17,8 @@ import numpy as np
 
 from keras_policy_ext._keras import built_layers, variable_values
 
-# Of each, the methods of the base are used: the subclasses of Keras and
-# TensorFlow, which track what enters, would take it for new.
+# Their own methods are used, not those of the subclasses of Keras and
+# TensorFlow, which would track what is put back as if it were new.
 _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
 
 
@@ -51,7 +51,7 @@ def unchanged_on_error(
         for memory in memories:
             memory.restore()
         for variable, value in values:
-            # Of the base: what is put back is no observation of a state.
+            # By Keras's method: what is put back is no observation of a state.
             keras.Variable.assign(variable, value)
         raise
 

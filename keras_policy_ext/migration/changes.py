@@ -37,7 +37,7 @@ DROPPED: dict[str, dict[str, Any]] = {
             "stateful time_major",
             (None, False),
         ),
-        # Those of a kernel are of SeparableConv, which has two.
+        # Names with `kernel` are of SeparableConv, which has two kernels.
         **_each(
             "kernel_constraint kernel_regularizer noise_shape type_spec "
             "virtual_batch_size",
@@ -64,7 +64,7 @@ NOTES: dict[str, str] = {
         "build anew."
     )
 }
-"""Of layers that Keras 3 takes, but computes otherwise."""
+"""What Keras 3 computes otherwise in layers that it takes."""
 
 RENAMED: dict[str, dict[str, str]] = {
     "LeakyReLU": {"alpha": "negative_slope"},

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
-import tempfile
 import warnings
 
 import keras
 
-from keras_policy_ext._output_files import check_output
+from keras_policy_ext._output_files import check_output, whole
 from keras_policy_ext.migration.loading import load_legacy_model
 
 
@@ -26,11 +24,8 @@ class Migration:
 
     def run(self) -> None:
         """Write the file and print what was done."""
-        # A failure leaves no file and no half of one.
-        with tempfile.TemporaryDirectory(dir=self.output.parent) as folder:
-            part = pathlib.Path(folder) / self.output.name
-            keras.saving.save_model(self.model, part)
-            os.replace(part, self.output)
+        with whole(self.output) as path:
+            keras.saving.save_model(self.model, path)
         print(f"{self.source} -> {self.output}")
         print(
             f"{type(self.model).__name__} {self.model.name!r}: "

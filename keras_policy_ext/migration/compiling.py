@@ -167,7 +167,7 @@ def _outputs(model: object) -> Any:
 
 
 def _names(outputs: Any) -> list[str]:
-    """Of the outputs, as arguments of `compile` have them."""
+    """Names of the outputs, as arguments of `compile` have them."""
     if isinstance(outputs, Mapping):
         return list(outputs)
     return [x[0] for x in outputs or () if _is_tensor(x)]

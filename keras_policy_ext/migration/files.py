@@ -54,7 +54,7 @@ class LegacyFile:
     compile_config: dict[str, Any] | None
     """Arguments of `compile`; None if the model was not compiled."""
     weights: h5py.Group
-    """Of HDF5: a group for each layer. Of an archive: the whole tree."""
+    """In HDF5 a group for each layer, in an archive the whole tree."""
     optimizer: list[h5py.Dataset]
     """Its variables, the number of iterations first; empty if unsaved."""
     is_archive: bool = False

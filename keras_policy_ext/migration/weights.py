@@ -94,7 +94,7 @@ def _nested(
 
 
 def _name(config: Config) -> str:
-    """Of a layer in a model; a caller's config may be without."""
+    """The name in a config of a layer, as a model or the layer has it."""
     return str((config if "name" in config else config["config"])["name"])
 
 
@@ -145,8 +145,8 @@ def _forward_first(
 ) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
     """Weights and arrays of one direction, then those of the other.
 
-    A direction that was frozen comes last in the file, and only the names
-    tell: no config says so.
+    A direction that was not trainable comes last in the file. No config says
+    so, only the names do.
     """
     own = {id(x) for x in layer.forward_layer.weights}
     forward = f"forward_{_name(config['config']['layer'])}"

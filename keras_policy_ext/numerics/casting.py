@@ -16,6 +16,9 @@ CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
 """Formats for which all three frameworks have a dtype."""
 
 EXPONENT_BITS = 0x7F800000
+"""All bits of the exponent of a float32: those of infinity."""
+
+MAGNITUDE_BITS = 0x7FFFFFFF
 SIGN_BIT = -0x80000000
 
 

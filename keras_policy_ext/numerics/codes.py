@@ -16,21 +16,22 @@ from keras import ops
 
 from keras_policy_ext import formats, frameworks
 from keras_policy_ext.frameworks.code_tables import HALVES
-from keras_policy_ext.numerics.casting import view
+from keras_policy_ext.numerics.casting import (
+    EXPONENT_BITS,
+    MAGNITUDE_BITS,
+    view,
+)
 
 Tensor = Any
 
-MAGNITUDE = 0x7FFFFFFF
 MANTISSA = 23
 NAN = 0x7FC00000
 SUBNORMAL_SCALE = 1 << 22
 """The bits of 2^-127, which byte 0 of E8M0 stands for."""
 
-_EXPONENT_ONES = 0x7F800000
 _BITS = 8
 _MAX_E4M3FN, _NAN_E4M3FN = 0x7E, 0x7F
 _INF_OF_HALF = 0x7C00
-_BIAS = 127
 
 
 def shifted_right(x: Tensor, count: int) -> Tensor:
@@ -51,11 +52,11 @@ def encode(values: Tensor, format_name: str) -> Tensor:
         it; in `float4_e2m1fn`, which has none, that of the largest number.
         Infinities have theirs, or in a format without that of the largest.
     """
-    if _is_half(format_name):
+    if _cuts_float16(format_name):
         return _encode_by_half(values, format_name)
     fmt = formats.get(format_name)
     raw = view(values, "int32")
-    magnitude = ops.bitwise_and(raw, MAGNITUDE)
+    magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
     # Below the smallest normal number codes count multiples of the spacing,
     # which is the weight of the last bit of the number that is added here.
     spaced = view(magnitude, "float32") + fmt.smallest_subnormal * 2**MANTISSA
@@ -68,8 +69,8 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     sign = ops.left_shift(shifted_right(raw, 31), fmt.bits - 1)
     if not fmt.has_negative_zero:
         sign = ops.where(ops.equal(code, 0), 0, sign)
-        sign = ops.where(magnitude > _EXPONENT_ONES, 0, sign)
-    code = ops.where(magnitude > _EXPONENT_ONES, _nan_code(fmt), code)
+        sign = ops.where(magnitude > EXPONENT_BITS, 0, sign)
+    code = ops.where(magnitude > EXPONENT_BITS, _nan_code(fmt), code)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
@@ -83,7 +84,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     Returns:
         Float32 tensor of that shape.
     """
-    if _is_half(format_name):
+    if _cuts_float16(format_name):
         return _decode_by_half(codes, format_name)
     fmt = formats.get(format_name)
     codes = ops.cast(codes, "int32")
@@ -97,18 +98,19 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     beyond = magnitude - _largest_code(fmt)
     bits = ops.where(beyond > 0, NAN, bits)
     if fmt.has_inf:
-        bits = ops.where(ops.equal(beyond, 1), _EXPONENT_ONES, bits)
+        bits = ops.where(ops.equal(beyond, 1), EXPONENT_BITS, bits)
     if not fmt.has_negative_zero:
         bits = ops.where(ops.equal(codes, fmt.nan_code), NAN, bits)
     sign = ops.left_shift(shifted_right(codes, fmt.bits - 1), 31)
     return view(ops.bitwise_or(bits, sign), "float32")
 
 
-def _is_half(format_name: str) -> bool:
-    """Whether a format has codes that are cut out of those of float16.
+def _cuts_float16(format_name: str) -> bool:
+    """Whether codes are found by cutting bits off those of float16.
 
-    Half the operations and less, of which XLA makes a program for every layer
-    (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned integers.
+    That takes less than half the operations, of which XLA makes a program for
+    every layer (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned
+    integers.
     """
     shifts = keras.backend.backend() in ("jax", "tensorflow")
     return shifts and format_name in HALVES
@@ -164,28 +166,6 @@ def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
     return view(ops.where(byte > 254, NAN, bits), "float32")
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Two codes of four bits in a byte, the first in the low bits.
-
-    Args:
-        codes: Uint8 (..., n), from 0 to 15; n even.
-
-    Returns:
-        Uint8 (..., n / 2).
-    """
-    low, high = codes[..., 0::2], codes[..., 1::2]
-    return ops.bitwise_or(low, ops.left_shift(high, ops.cast(4, "uint8")))
-
-
-def unpack(packed: Tensor) -> Tensor:
-    """The codes in `pack`'s result, uint8 (..., n)."""
-    low = ops.bitwise_and(packed, ops.cast(15, "uint8"))
-    high = ops.right_shift(packed, ops.cast(4, "uint8"))
-    pairs = ops.stack([low, high], axis=-1)
-    *before, _ = packed.shape
-    return ops.reshape(pairs, (*before, -1))
-
-
 def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
@@ -197,7 +177,7 @@ def _offset(fmt: formats.Format) -> int:
 
 
 def _largest_code(fmt: formats.Format) -> int:
-    """That of the largest number, without its sign."""
+    """The code of the largest number."""
     return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
 
 

@@ -46,7 +46,7 @@ _FIRST = 2 + SLOTS
 """Where the history starts."""
 
 SEALED = -1.0
-"""In the first column of a row that nothing but an assignment has changed."""
+"""The first column of a row that nothing but an assignment has changed."""
 
 ROUNDING = 2.0**-20
 """How far the average of two sealed rows may be from it.
@@ -92,13 +92,13 @@ class Layout:
         Returns:
             Float32 (rows, width).
         """
-        told = ops.where(
+        entries = ops.where(
             np.arange(_FIRST) == slot % SLOTS, ops.expand_dims(amaxes, 1), 0.0
         )
-        rows, after = told.shape[0], self.width - 1 - _FIRST
+        rows, after = entries.shape[0], self.width - 1 - _FIRST
         ones = ops.ones((rows, 1), "float32")
         zeros = ops.zeros((rows, after), "float32")
-        return ops.concatenate([ones, told, zeros], axis=1)
+        return ops.concatenate([ones, entries, zeros], axis=1)
 
     def is_intact(self, state: Tensor) -> Tensor:
         """Which rows of a settled state nobody has moved, bool (rows,)."""
@@ -121,7 +121,8 @@ class Layout:
             (rows, width), settled. An amax that is not finite is not entered.
             A settled row that is assigned is sealed, unless it was moved.
         """
-        uses, told, columns = value[:, :1], self._told(value), self._columns()
+        uses, entries = value[:, :1], self._entries(value)
+        columns = self._columns()
         is_rounded = ops.less_equal(ops.abs(uses - SEALED), ROUNDING)
         seal = ops.where(is_rounded, SEALED, uses)
         given = ops.where(columns == 0, seal, value[:, : self.width])
@@ -130,27 +131,30 @@ class Layout:
         sealed = ops.where(columns == 0, SEALED, 0.0)
         scale = ops.expand_dims(used, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
-        history = self._entered(uses, told, previous)
+        history = self._entered(uses, entries, previous)
         observed = ops.where(columns < _FIRST, sealed, history)
-        return ops.where(self._is_observation(uses, told), observed, kept)
+        return ops.where(self._is_observation(uses, entries), observed, kept)
 
     def _columns(self) -> Tensor:
         """The number of each column, (1, width)."""
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
-    def _told(self, value: Tensor) -> Tensor:
-        """The slots, and the two columns behind, (rows, replicas, 10).
+    def _entries(self, value: Tensor) -> Tensor:
+        """The slots, the scale and the newest amax, (rows, replicas, 10).
 
-        Which are 0 in an observation and not in a state that is in use: they
-        tell an observation from a sum with one. All columns would be a pass
-        in four steps for XLA on a CPU, four times for each layer.
+        The last two are 0 in an observation and not in a state that is in
+        use, so that the sum of both is no observation. The other columns are
+        left out: to reduce them too takes XLA four steps on a CPU, four times
+        for each layer.
         """
         if value.shape[1] == self.width:
             return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
         shape = (len(self.constant), -1, self.width - 1)
         return ops.reshape(value[:, 1:], shape)[:, :, :_FIRST]
 
-    def _entered(self, uses: Tensor, told: Tensor, previous: Tensor) -> Tensor:
+    def _entered(
+        self, uses: Tensor, entries: Tensor, previous: Tensor
+    ) -> Tensor:
         """The newest amax in the history, whose first column is `_FIRST`.
 
         As Keras and Flax enter it: the ring turns left and index 0 is
@@ -163,12 +167,12 @@ class Layout:
         columns, last = self._columns(), self.width - 1
         turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
         turned = ops.where(columns == last, first, turned)
-        newest = self._newest(uses, told, first)
+        newest = self._newest(uses, entries, first)
         rolled = ops.where(columns == _FIRST, newest, turned)
-        finite = ops.all(ops.isfinite(told), axis=(1, 2))
+        finite = ops.all(ops.isfinite(entries), axis=(1, 2))
         return ops.where(ops.expand_dims(finite, 1), rolled, before)
 
-    def _is_observation(self, uses: Tensor, told: Tensor) -> Tensor:
+    def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
         """Which rows are sums over uses, and nothing else, bool (rows, 1).
 
         A sum that was scaled, as to clip a norm or to average over batches,
@@ -176,17 +180,17 @@ class Layout:
         """
         slots = np.arange(_FIRST) < SLOTS
         weights = np.where(slots, 1.0, np.inf).astype("float32")
-        seen = ops.where(ops.not_equal(told, 0.0), weights, 0.0)
+        seen = ops.where(ops.not_equal(entries, 0.0), weights, 0.0)
         seen = ops.expand_dims(ops.sum(seen, axis=(1, 2)), 1)
         whole = ops.equal(uses, ops.floor(uses))
         counted = ops.logical_and(whole, ops.greater_equal(uses, seen))
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
-    def _newest(self, uses: Tensor, told: Tensor, first: Tensor) -> Tensor:
+    def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
         """What is entered, (rows, 1); `first` is the newest entry so far."""
-        total = ops.expand_dims(ops.sum(told, axis=(1, 2)), 1)
+        total = ops.expand_dims(ops.sum(entries, axis=(1, 2)), 1)
         mean = total / ops.maximum(uses, 1.0)
-        largest = ops.expand_dims(ops.max(told, axis=(1, 2)), 1)
+        largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)
         constant = np.array(self.constant)[:, np.newaxis]
         return ops.where(constant, mean, largest)
 
@@ -199,7 +203,7 @@ class Counting(Layout):
     holds exactly, and the count would stop.
     """
 
-    def _newest(self, uses: Tensor, told: Tensor, first: Tensor) -> Tensor:
+    def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
         return following(first)
 
 

@@ -119,7 +119,7 @@ class Quantized:
         return casting.dequantize(self.values, self.spread_scale, dtype)
 
     def marked(self, amax: Tensor) -> Quantized:
-        """With a scale of NaN for each tile whose amax is not finite.
+        """This with a scale of NaN for each tile whose amax is not finite.
 
         A saturating cast turns an infinite operand into a finite one. A
         recipe with history carries the infinity out in its observation; one

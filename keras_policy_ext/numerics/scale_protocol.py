@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from keras_policy_ext.numerics import scaling
+from keras_policy_ext.numerics.observations import Layout
 from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
@@ -154,4 +155,38 @@ class ScaleSource(Protocol):
         Args:
             known: What the state said.
             amaxes: Of the operands, in the order of `OPERANDS`.
+        """
+
+
+class StateSource(ScaleSource, Protocol):
+    """What is asked besides of a source whose kernels have a state.
+
+    Attributes:
+        layout: Where things are in a row of the state.
+    """
+
+    state_shape: tuple[int, int]
+    layout: Layout
+
+    def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
+        """The gradient of the state: see `observations`.
+
+        Args:
+            amaxes: Float32 scalars, one for each row of the state: what
+                `observed` returned.
+            slot: Which use of the layer in this step this is.
+
+        Returns:
+            Float32 (rows, width).
+        """
+
+    def settle(self, value: Tensor, previous: Tensor) -> Tensor:
+        """What the state becomes when `value` is assigned to it.
+
+        Args:
+            value: (rows, width): an observation, a settled state, or zeros.
+            previous: (rows, width): the settled state before.
+
+        Returns:
+            (rows, width), settled.
         """

@@ -2,7 +2,7 @@
 
 A source is the arithmetic of a recipe: which scale an operand gets, what is
 observed of it, and how observations become state. Layers and kernels call
-the methods of the protocol `ScaleSource` only, so that a new recipe is a new
+the methods of `scale_protocol` only, so that a new recipe is a new
 dataclass in `recipes` and, where its arithmetic is new, one class here.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 from keras import ops
@@ -24,6 +24,8 @@ from keras_policy_ext.numerics.scale_protocol import (
     HistoryScales,
     Known,
     ScaleRule,
+    ScaleSource,
+    StateSource,
     Step,
 )
 from keras_policy_ext.recipes import (
@@ -101,14 +103,13 @@ class DelayedSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """See `ScaleSource.scale`; the amax is computed only if needed.
+        """See `ScaleSource.scale`.
 
-        Else XLA would wait for the amax of a kernel that was seen long ago,
-        in each step: a pass over the kernel, where the one that is observed
-        is found while the kernel is updated. A branch has its price for most
-        other operands, which XLA has to store for it (JAX 0.10), so it is
-        left to `Amax.apart`. It costs no waiting: XLA records it in the graph
-        that CUDA runs, from CUDA 12.3.
+        The amax counts only for what was never observed. Without a branch XLA
+        waits for it in every step, which for a kernel is a pass over it that
+        nothing else needs. With a branch XLA has to store the operand (JAX
+        0.10), which most others pay more for. So `Amax.apart` says who gets a
+        branch. From CUDA 12.3 XLA records it in the graph that CUDA runs.
         """
         if known is None:
             return None
@@ -142,27 +143,11 @@ class DelayedSource:
         return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
-        """The gradient of the state: see `observations`.
-
-        Args:
-            amaxes: Float32 scalars, in the order of `OPERANDS`.
-            slot: Which use of the layer in this step this is.
-
-        Returns:
-            Float32 (3, width).
-        """
+        """See `StateSource.observation`; in the order of `OPERANDS`."""
         return self.layout.observation(ops.stack(amaxes), slot)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """What the state becomes when `value` is assigned to it.
-
-        Args:
-            value: (3, width): an observation, a settled state, or zeros.
-            previous: (3, width): the settled state before.
-
-        Returns:
-            (3, width), settled.
-        """
+        """See `StateSource.settle`."""
         used = self.history_scales(previous).scales
         return self.layout.settle(value, previous, used)
 
@@ -170,8 +155,8 @@ class DelayedSource:
         """Scales from the histories in `state`, (3, width).
 
         With no fixed scale to start from, what was never observed has a scale
-        of 0: said by the quotient itself, it is not computed anew, from the
-        state, wherever a compiler needs to know.
+        of 0. `unseen` is read off the scales: read off the state, a compiler
+        would read the state again wherever it needs to know.
         """
         intact = self.layout.is_intact(state)
         stored = self._stored(state)
@@ -242,11 +227,11 @@ class CountingSource(CurrentSource):
         return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
-        """The gradient of the state; see `DelayedSource.observation`."""
+        """See `StateSource.observation`."""
         return self.layout.observation(ops.stack(numbers), slot)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """What the state becomes; see `DelayedSource.settle`."""
+        """See `StateSource.settle`."""
         return self.layout.settle(value, previous, ops.zeros((1,), "float32"))
 
 
@@ -258,7 +243,7 @@ _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {
 
 
 @functools.cache
-def source_of(recipe: Recipe) -> Any:
+def source_of(recipe: Recipe) -> ScaleSource:
     """The source of the scales of a recipe.
 
     Args:
@@ -266,7 +251,7 @@ def source_of(recipe: Recipe) -> Any:
             the amaxes of its tensors.
 
     Returns:
-        Its `ScaleSource`; the same object for equal recipes.
+        The same object for equal recipes.
 
     Raises:
         TypeError: If this is no recipe.
@@ -294,6 +279,11 @@ def source_of(recipe: Recipe) -> Any:
     return source
 
 
+def state_source_of(recipe: Recipe) -> StateSource:
+    """The source of the scales of a recipe whose kernels have a state."""
+    return cast(StateSource, source_of(recipe))
+
+
 def register(
     recipe_class: type[Recipe], source_class: Callable[[Recipe], Any]
 ) -> None:
@@ -301,6 +291,7 @@ def register(
 
     Args:
         recipe_class: A subclass of `Recipe`.
-        source_class: Makes a `ScaleSource` from the recipe.
+        source_class: Makes a `ScaleSource` of the recipe, a `StateSource`
+            where kernels have a state.
     """
     _SOURCES[recipe_class] = source_class

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats, frameworks
-from keras_policy_ext.numerics.casting import view
+from keras_policy_ext.numerics.casting import EXPONENT_BITS, view
 
 Tensor = Any
 
@@ -23,7 +23,6 @@ LARGEST_SCALE = 2.0**127
 LARGEST_MARGIN = 127
 """Powers of two; with more head-room than this every scale is extreme."""
 
-_INFINITY_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
 
 
@@ -198,7 +197,7 @@ def is_positive_finite(amax: Tensor) -> Tensor:
     """
     bits = view(amax, "int32")
     # Operators, here and below: an eager call of `ops` takes ten times as long.
-    return (bits > 0) & (bits < _INFINITY_BITS)
+    return (bits > 0) & (bits < EXPONENT_BITS)
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

@@ -8,7 +8,13 @@ import keras
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext.numerics.casting import SIGN_BIT, grid_constants, view
+from keras_policy_ext.numerics.casting import (
+    EXPONENT_BITS,
+    MAGNITUDE_BITS,
+    SIGN_BIT,
+    grid_constants,
+    view,
+)
 
 Tensor = Any
 
@@ -18,8 +24,6 @@ ROUNDABLE = ("bfloat16", "float16")
 RANDOM_BITS = 16
 """Random bits for each number, an integer from 0 to 2^16 - 1."""
 
-_MAGNITUDE = 0x7FFFFFFF
-_INFINITY = 0x7F800000
 _SIGN = 0x8000
 
 _FLOAT16_NORMAL = 0x38800000
@@ -90,16 +94,16 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     """
     check_roundable(dtype)
     raw = view(x, "int32")
-    magnitude = ops.bitwise_and(raw, _MAGNITUDE)
+    magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
     # The upper bound keeps the sum with the bits of a NaN from wrapping.
-    bounded = ops.minimum(magnitude, _INFINITY)
+    bounded = ops.minimum(magnitude, EXPONENT_BITS)
     code = {"bfloat16": _bfloat16_code, "float16": _float16_code}[dtype](
         bounded, bits
     )
     largest, infinity, nan = _SPECIAL[dtype]
-    special = ops.where(ops.equal(magnitude, _INFINITY), infinity, nan)
+    special = ops.where(ops.equal(magnitude, EXPONENT_BITS), infinity, nan)
     code = ops.where(
-        ops.less(magnitude, _INFINITY), ops.minimum(code, largest), special
+        ops.less(magnitude, EXPONENT_BITS), ops.minimum(code, largest), special
     )
     signed = ops.where(ops.less(raw, 0), code - _SIGN, code)
     return view(ops.cast(signed, "int16"), dtype)
@@ -122,8 +126,8 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
     fmt = formats.get(format_name)
     lowest, _ = grid_constants(format_name)
     raw = view(x, "int32")
-    magnitude = view(ops.bitwise_and(raw, _MAGNITUDE), "float32")
-    exponent = ops.maximum(ops.bitwise_and(raw, _INFINITY), lowest)
+    magnitude = view(ops.bitwise_and(raw, MAGNITUDE_BITS), "float32")
+    exponent = ops.maximum(ops.bitwise_and(raw, EXPONENT_BITS), lowest)
     # Both are powers of two, so that nothing is rounded here.
     spacing = exponent - (fmt.mantissa_bits << 23)
     steps = magnitude * view((254 << 23) - spacing, "float32")

@@ -79,7 +79,7 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
-    """That of the amax less that of the largest number; biased, at least 0.
+    """Exponent of the amax less that of the largest number; biased, >= 0.
 
     Source: OCP Microscaling formats 1.0, section 6.3.
     """

@@ -23,7 +23,7 @@ _E4M3 = formats.get(formats.ALIASES["e4m3"])
 
 
 LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
-"""Of delayed scaling: with more, all of a tensor in e4m3fn rounds to 0."""
+"""The most `margin`: with more, all of a tensor in e4m3fn rounds to 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,7 @@ class Quantization:
 
     @property
     def tensorwise(self) -> Quantization:
-        """As near to this as one scale for a tensor is, for a convolution.
+        """The nearest quantization with one scale for a tensor.
 
         Numbers of four bits need a scale for a few of them: with one for a
         tensor they are numbers of e4m3fn.

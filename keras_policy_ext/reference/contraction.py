@@ -208,7 +208,7 @@ def _once(operand: str, recipe: Scaling) -> bool:
 
 
 def _marked(matmul: str, each: Array | Quantized) -> Array | Quantized:
-    """In a gradient, NaN tells of a tile that was not finite."""
+    """An operand of a gradient with NaN for what was not finite."""
     if isinstance(each, Quantized) and matmul != "forward":
         return each.marked
     return each

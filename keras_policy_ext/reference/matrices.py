@@ -46,7 +46,7 @@ class Asked(Protocol):
 
     @property
     def rounding(self) -> str:
-        """Of the values: `"nearest"` or `"stochastic"`."""
+        """How values are rounded: `"nearest"` or `"stochastic"`."""
 
     @property
     def hadamard(self) -> int | None:
@@ -92,7 +92,7 @@ class Quantized(NamedTuple):
 
     @property
     def marked(self) -> "Quantized":
-        """For a gradient: scales are NaN where the amax was not finite."""
+        """This for a gradient: scales are NaN where the amax was not finite."""
         dtype = self.scales.dtype
         marked = np.where(self.finite, float32(self.scales), np.nan)
         return self._replace(scales=marked.astype(dtype))

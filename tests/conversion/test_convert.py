@@ -7,15 +7,11 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.layers.state_variable import StateVariable
-from steps import numpy, state_of
+from steps import normal, numpy, state_of
 
 POLICY = "float8/4_from_float32"
 JIT = keras.backend.backend() == "jax"
 LITTLE = "ignore:(None|Only .*) of the multiplications:UserWarning"
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def weights(model):

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from converted_models import DELAYED, batch_for, float_weights, states_of, stock
+from converted_models import (
+    batch_for,
+    float_weights,
+    model_in_float8,
+    states_of,
+)
 from steps import numpy
 
 EPOCHS = 6
 BATCH = 4  # of 12 examples, so that there are three steps in an epoch
-
-
-def model_in_float8():
-    """Attention, a user's block, Adam; no dropout, whose seeds Keras loses."""
-    model = stock("blocks")
-    kpe.convert(model, DELAYED)
-    return model
 
 
 def fit(model, callbacks=(), initial_epoch=0):

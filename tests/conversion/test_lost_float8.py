@@ -162,7 +162,7 @@ def test_no_array_is_read_to_count(saved, monkeypatch):
     _, folder = saved
     monkeypatch.setattr(h5py.Dataset, "__getitem__", read)
     with pytest.warns(UserWarning, match=LOST):
-        lost_float8.warn(stock("blocks"), folder / "model.keras", 1)
+        lost_float8.warn(stock("blocks"), folder / "model.keras")
 
 
 def test_one_thread_that_uses_kpe_does_not_silence_another(saved, monkeypatch):
@@ -172,7 +172,7 @@ def test_one_thread_that_uses_kpe_does_not_silence_another(saved, monkeypatch):
     found = []
 
     def load():
-        lost_float8.warn(stock("blocks"), folder / "model", 1)
+        lost_float8.warn(stock("blocks"), folder / "model")
 
     monkeypatch.setattr(warnings, "warn", lambda *a, **k: found.append(a))
     with lost_float8.silent():
@@ -195,5 +195,5 @@ def test_a_file_that_is_gone_or_damaged_since_ends_no_load(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in paths:
-            lost_float8.warn(model, tmp_path / name, 1)
-        lost_float8.warn(model, "hf://who/what", 1)
+            lost_float8.warn(model, tmp_path / name)
+        lost_float8.warn(model, "hf://who/what")

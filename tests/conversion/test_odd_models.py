@@ -8,15 +8,11 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext._keras.optimizer_variables import known_to_optimizer
 from keras_policy_ext._keras.walking import layers_within
-from steps import numpy, state_of
+from steps import normal, numpy, state_of
 
 POLICY = "float8/4_from_float32"
 BACKEND = keras.backend.backend()
 JIT = BACKEND == "jax"
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 X, Y = normal(8, 6), normal(8, 6, seed=1)

@@ -8,7 +8,7 @@ import keras_policy_ext as kpe
 from cases import SLOW
 from converted_models import Block, float_weights, states_of
 from keras_policy_ext._keras import optimizer_variables
-from steps import numpy, state_of, step
+from steps import mean_square, normal, numpy, state_of, step
 
 POLICY = "float8/4_from_float32"
 
@@ -17,14 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*unbuilt state"),
     pytest.mark.filterwarnings("ignore:You are saving a model that has not"),
 ]
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
-def mean_square(y):
-    return keras.ops.mean(keras.ops.square(y))
 
 
 def part(inputs, units, outputs, name):

@@ -8,13 +8,9 @@ import pytest
 
 import keras_policy_ext as kpe
 from cases import mostly
-from steps import numpy
+from steps import normal, numpy
 
 POLICY = "float8/4_from_float32"
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 X = normal(2, 4, 6)

@@ -8,13 +8,9 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext.conversion import composites
-from steps import numpy, state_of
+from steps import normal, numpy, state_of
 
 POLICY = "float8/4_from_float32"
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def in_stock_float8(policy=None):

@@ -13,7 +13,7 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import float8_layers, states_of
 from keras_policy_ext.recipes import OPERANDS
-from steps import numpy, state_of
+from steps import normal, numpy, state_of
 
 FLOAT8 = "float8_from_float32"
 LENGTH = 6
@@ -23,10 +23,6 @@ NAMES = [f"{operand}_{kind}" for operand in OPERANDS for kind in KINDS]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Skipping variable loading for optimizer"
 )
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def short(length=LENGTH):

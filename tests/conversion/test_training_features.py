@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from cases import mostly
-from steps import numpy, state_of
+from steps import normal, numpy, state_of
 
 BACKEND = keras.backend.backend()
 RECIPES = {
@@ -16,10 +16,6 @@ RECIPES = {
 }
 WITH_STATE = mostly(RECIPES, "delayed")
 """Without a state there is nothing that training could spoil."""
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 X, Y = normal(8, 6), normal(8, 2, seed=1)

@@ -141,7 +141,11 @@ def test_allowed_layers_are_listed(tmp_path):
 
 
 def test_subclass_that_computes_the_same_is_written(tmp_path):
-    onnx_export.write(model_of(Configured()), tmp_path / "model.onnx")
+    path = tmp_path / "model.onnx"
+    onnx_export.write(model_of(Configured()), path)
+    written = [node.op_type for node in onnx.load(path).graph.node]
+    onnx_export.write(model_of(layers.Dense(3)), path, overwrite=True)
+    assert written == [node.op_type for node in onnx.load(path).graph.node]
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,6 @@ def test_calls_for_inference_are_written(tmp_path):
     x = keras.Input((6,))
     y = layers.Dropout(0.5)(x, training=False)
     onnx_export.write(keras.Model(x, y), tmp_path / "model.onnx")
+    data = numbers(2, 6)
+    (found,) = run(tmp_path / "model.onnx", data)
+    np.testing.assert_array_equal(found, data)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import dequantized, normal, outputs_of, rounded_inputs
-from steps import gradients, numpy
+from frozen_models import dequantized, outputs_of, rounded_inputs
+from steps import gradients, normal, numpy
 
 LAYERS = keras.layers
 DELAYED = "float8/4_from_float32"

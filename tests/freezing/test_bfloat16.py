@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal
 from keras_policy_ext import stored_kernels
 from keras_policy_ext.export import plain
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.stored_kernels import StoredKernel
+from steps import normal
 
 layers = keras.layers
 BFLOAT16 = ml_dtypes.bfloat16

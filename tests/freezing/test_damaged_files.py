@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal
-from steps import numpy
+from steps import normal, numpy
 
 WEIGHTS = "model.weights.h5"
 GROUP = "layers/dense/vars"

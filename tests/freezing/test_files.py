@@ -15,11 +15,10 @@ from frozen_models import (
     dequantized,
     float_twin,
     frozen_layers,
-    normal,
     outputs_of,
 )
 from keras_policy_ext.conversion import frozen_files
-from steps import numpy
+from steps import normal, numpy
 
 LAYERS = keras.layers
 DELAYED = "float8/4_from_float32"

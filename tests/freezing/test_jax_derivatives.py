@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal
+from steps import normal
 
 jax = pytest.importorskip("jax", reason="the functions are of JAX")
 pytestmark = pytest.mark.skipif(

@@ -12,10 +12,9 @@ from frozen_models import (
     JIT,
     float_twin,
     frozen_layers,
-    normal,
     outputs_of,
 )
-from steps import numpy
+from steps import normal, numpy
 
 BACKEND = keras.backend.backend()
 LAYERS = keras.layers

@@ -10,8 +10,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from cases import SLOW
-from frozen_models import normal
 from processes import run
+from steps import normal
 
 UNITS, LAYERS = 2048, 12
 """50 M parameters."""

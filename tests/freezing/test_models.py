@@ -6,8 +6,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import BUILDERS, batch_for, randomized
-from frozen_models import JIT, frozen_layers, normal, outputs_of
-from steps import numpy
+from frozen_models import JIT, frozen_layers, outputs_of
+from steps import normal, numpy
 
 LAYERS = keras.layers
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal
-from steps import numpy
+from steps import normal, numpy
 
 LAYERS = {
     "dense": (lambda: keras.layers.Dense(2048), (3, 1024), "ab,bc->ac"),

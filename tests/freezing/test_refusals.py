@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import frozen_layers, normal, outputs_of
-from steps import numpy
+from frozen_models import frozen_layers, outputs_of
+from steps import normal, numpy
 
 DELAYED = "float8/4_from_float32"
 

@@ -4,15 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from frozen_models import (
-    GRANULARITIES,
-    dequantized,
-    groups_of,
-    normal,
-    rounded,
-)
+from frozen_models import GRANULARITIES, dequantized, groups_of, rounded
 from keras_policy_ext import stored_kernels
 from keras_policy_ext.stored_kernels import Axes, scale_shape
+from steps import normal
 
 pytestmark = pytest.mark.any_backend
 

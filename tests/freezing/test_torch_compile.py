@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal
+from steps import normal
 
 torch = pytest.importorskip("torch", reason="it compiles with torch")
 pytestmark = pytest.mark.skipif(

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal, outputs_of
+from frozen_models import outputs_of
 from keras_policy_ext.layers.stored_variable import StoredConstant
+from steps import normal
 
 torch = pytest.importorskip("torch", reason="modules are of torch")
 pytestmark = pytest.mark.skipif(

@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from frozen_models import JIT, dequantized, normal, outputs_of
-from steps import gradients, numpy
+from frozen_models import JIT, dequantized, outputs_of
+from steps import gradients, normal, numpy
 
 BACKEND = keras.backend.backend()
 DELAYED = "float8/4_from_float32"

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import normal
 from keras_policy_ext.policies.of_layers import is_frozen
+from steps import normal
 
 
 def dense_model():

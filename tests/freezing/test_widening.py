@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from frozen_models import JIT, frozen_layers, normal, outputs_of
+from frozen_models import JIT, frozen_layers, outputs_of
 from keras_policy_ext import frameworks
-from steps import numpy
+from steps import normal, numpy
 
 LAYERS = keras.layers
 

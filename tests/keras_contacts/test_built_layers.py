@@ -114,6 +114,21 @@ def test_quantize_of_a_model_warns_of_layers_that_have_nothing_to_quantize():
     assert not quantize_warnings(built_layers.skip_in_quantize)
 
 
+class AsLeaf(built_layers.QuantizedAsLeaf, keras.layers.Dense):
+    """A `Dense` that is to be quantized with a state in it."""
+
+
+@pytest.mark.parametrize("cls", [keras.layers.Dense, AsLeaf])
+def test_quantize_of_a_model_passes_by_layers_with_others_in_them(cls):
+    layer = cls(1)
+    layer.float8_state = keras.layers.Layer()
+    layer.float8_state.built = True
+    built_layers.skip_in_quantize(layer.float8_state)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.quantize("int8", type_check=False)
+    assert (layer.quantization_mode == "int8") == (cls is AsLeaf)
+
+
 def test_a_layer_that_is_deleted_as_an_attribute_stays_in_keras():
     for delete, stays in [(delattr, True), (built_layers.detach, False)]:
         layer = keras.layers.Layer()

@@ -146,6 +146,14 @@ def test_an_lstm_cell_computes_in_private_methods(name):
         form_of(type("Other", (keras.layers.LSTMCell,), changed))
 
 
+def test_keras_offers_no_public_loop_over_time_steps():
+    places = {name.rpartition(".")[0] for name in functions_about("rnn")}
+    assert places == {"keras.layers"}
+    assert members_about(keras.layers.RNN, "loop") == ["inner_loop"]
+    called = inspect.signature(keras.layers.RNN.inner_loop).parameters
+    assert "cell" not in called and "step" not in called
+
+
 def test_each_call_of_a_layer_is_in_its_scope_on_this_thread():
     inner = keras.layers.Dense(2, name="inner")
     model = keras.Sequential([keras.Input((2,)), inner], name="model")

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -13,6 +12,7 @@ from cases import mostly
 from keras_policy_ext import recipes, reference
 from keras_policy_ext.numerics.random_bits import key_of_use
 from keras_policy_ext.recipes import Quantization, Tile
+from products import Contract
 from steps import gradients, no_grad, numpy
 
 
@@ -25,18 +25,6 @@ class Small(recipes.Recipe):
 
     def quantization(self, operand, matmul):
         return Quantization(format="float8_e4m3fn", tile=Tile(2, 4))
-
-
-class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
-    def __init__(self, equation, shape, **kwargs):
-        super().__init__(**kwargs)
-        self.equation, self.shape = equation, shape
-
-    def build(self, input_shape):
-        self.kernel = self.add_weight(name="kernel", shape=self.shape)
-
-    def call(self, inputs, training=None):
-        return self.float8_einsum(self.equation, inputs, self.kernel, training)
 
 
 SIZES = {"a": 3, "b": 5, "c": 33, "d": 40, "g": 2, "k": 18}

@@ -14,7 +14,8 @@ from keras_policy_ext import kernels, reference
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
-from steps import gradients, no_grad, numpy, state_of
+from products import Contract, quantized
+from steps import gradients, no_grad, normal, numpy, relative_rms, state_of
 from ways import (
     BACKEND,
     COMPILERS,
@@ -33,30 +34,10 @@ def policy(source="float32", recipe=None):
     return kpe.Float8DTypePolicy(source, recipe=recipe or CurrentScaling())
 
 
-def normal(*shape, seed=0, scale=1.0):
-    values = np.random.default_rng(seed).normal(size=shape) * scale
-    return values.astype("float32")
-
-
 def half(x, dtype):
     """`x` rounded to a 16-bit dtype, as float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(getattr(ml_dtypes, dtype, dtype)).astype("float32")
-
-
-def quantized(x, operand, recipe):
-    """What float8 keeps of `x` under current scaling, in float64."""
-    dtype = recipe.format_of(operand)
-    amax = reference.amax(x)
-    scale = reference.scale_from_amax(amax, dtype, **recipe.scale_options)
-    codes = reference.quantize(x, scale, dtype)
-    return codes.astype("float64") * np.float64(scale)
-
-
-def relative_rms(actual, expected):
-    error = np.sqrt(np.mean(np.square(actual - expected)))
-    signal = np.sqrt(np.mean(np.square(expected)))
-    return error / signal if error else 0.0
 
 
 def within_half_an_ulp(actual, exact, terms, bits_stored):
@@ -100,21 +81,6 @@ def dense(units, inputs, dtype=None, **kwargs):
     layer = kpe.layers.Dense(units, dtype=dtype or policy(), **kwargs)
     layer.build((None, inputs))
     return layer
-
-
-class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
-    """A layer of one einsum, any equation."""
-
-    def __init__(self, equation, shape, **kwargs):
-        super().__init__(**kwargs)
-        self.equation = equation
-        self.shape = shape
-
-    def build(self, input_shape):
-        self.kernel = self.add_weight(name="kernel", shape=self.shape)
-
-    def call(self, inputs, training=None):
-        return self.float8_einsum(self.equation, inputs, self.kernel, training)
 
 
 RECIPES = {

@@ -12,13 +12,14 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext import reference
+import products
 from keras_policy_ext.recipes import CurrentScaling
-from steps import gradients, no_grad, numpy
+from steps import gradients, no_grad, normal, numpy, relative_rms
 
 together = functools.partial(zip, strict=True)
 
 RECIPE = CurrentScaling()
+quantized = functools.partial(products.quantized, recipe=RECIPE)
 FLOAT32_TOLERANCE = 1e-6
 """Relative RMS of a float32 result against one accumulated in float64."""
 
@@ -113,24 +114,6 @@ def _groups(x, w):
             slice(i * per_group, (i + 1) * per_group),
             slice(i * filters, (i + 1) * filters),
         )
-
-
-def quantized(x, operand):
-    """What float8 keeps of `x` under current scaling, in float64."""
-    dtype = RECIPE.format_of(operand)
-    scale = reference.scale_from_amax(reference.amax(x), dtype)
-    codes = reference.quantize(x, scale, dtype)
-    return codes.astype("float64") * np.float64(scale)
-
-
-def relative_rms(actual, expected):
-    error = np.sqrt(np.mean(np.square(actual - expected)))
-    return error / np.sqrt(np.mean(np.square(expected)))
-
-
-def normal(*shape, seed):
-    values = np.random.default_rng(seed).normal(size=shape)
-    return values.astype("float32")
 
 
 def moved(x, data_format, to_last):

@@ -19,6 +19,7 @@ from keras_policy_ext.kernels import einsum
 from keras_policy_ext.kernels.forms import form_of
 from keras_policy_ext.numerics import tiles
 from keras_policy_ext.recipes import MATMULS, Quantization, Tile
+from products import Contract
 from steps import gradients, no_grad, numpy
 from ways import BACKEND
 
@@ -59,18 +60,6 @@ class Blocks(recipes.Recipe):
     def quantization(self, operand, matmul):
         tile = Tile(4, 4) if operand == "kernel" else Tile(1, 4)
         return Quantization(format=E4M3, tile=tile, scale_rounding="up")
-
-
-class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
-    def __init__(self, equation, shape, **kwargs):
-        super().__init__(**kwargs)
-        self.equation, self.shape = equation, shape
-
-    def build(self, input_shape):
-        self.kernel = self.add_weight(name="kernel", shape=self.shape)
-
-    def call(self, inputs, training=None):
-        return self.float8_einsum(self.equation, inputs, self.kernel, training)
 
 
 EQUATIONS = [

@@ -11,18 +11,17 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext import reference
 from keras_policy_ext.layers import class_swap
 from keras_policy_ext.recipes import CurrentScaling
+from products import quantized
 from saving_models import (
     assert_equal,
     assert_same_policies,
     matrices,
-    normal,
     randomized,
     twin_of,
 )
-from steps import gradients, numpy, state_of
+from steps import gradients, mean_square, normal, numpy, relative_rms, state_of
 from ways import FASTEST, compiled
 
 JIT = keras.backend.backend() == "jax"  # XLA takes longer than it saves.
@@ -43,21 +42,6 @@ def policy(source="float32", recipe="4", rules=()):
 def half(x):
     """`x` rounded to bfloat16, in float32."""
     return numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
-
-
-def quantized(x, operand, recipe):
-    """What float8 keeps of `x` under current scaling, in float64."""
-    dtype = recipe.format_of(operand)
-    scale = reference.scale_from_amax(
-        reference.amax(x), dtype, **recipe.scale_options
-    )
-    codes = reference.quantize(x, scale, dtype)
-    return codes.astype("float64") * np.float64(scale)
-
-
-def relative_rms(actual, expected):
-    error = np.sqrt(np.mean(np.square(actual - expected)))
-    return error / np.sqrt(np.mean(np.square(expected)))
 
 
 def float32(x):
@@ -651,10 +635,6 @@ class SelfAttention(keras.layers.Layer):
 
     def call(self, inputs):
         return self.layer(query=inputs, value=inputs, use_causal_mask=True)
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def test_rematerialization_changes_no_gradient():

@@ -8,8 +8,8 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
-from saving_models import JIT, assert_equal, float8, normal, own_weights
-from steps import gradients, numpy, state_of, step
+from saving_models import JIT, assert_equal, float8, own_weights
+from steps import gradients, mean_square, normal, numpy, state_of, step
 
 WORDS, SIZE = 11, 4
 
@@ -60,10 +60,6 @@ class Language(keras.Model):
 
 def project(layer, x):
     return numpy(ops.cast(layer(x, reverse=True), "float32"))
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def quantized(x, dtype):

@@ -13,7 +13,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
-from steps import gradients, no_grad, numpy, state_of, step
+from steps import gradients, mean_square, no_grad, normal, numpy, state_of, step
 
 SOURCES = ["float32", "mixed_bfloat16", "mixed_float16"]
 
@@ -22,19 +22,10 @@ def policy(source="float32", length=8, **kwargs):
     return kpe.Float8DTypePolicy(source, amax_history_length=length, **kwargs)
 
 
-def normal(*shape, seed=0, scale=1.0):
-    values = np.random.default_rng(seed).normal(size=shape) * scale
-    return values.astype("float32")
-
-
 def dense(units=8, inputs=8, dtype=None, **kwargs):
     layer = kpe.layers.Dense(units, dtype=dtype or policy(), **kwargs)
     layer.build((None, inputs))
     return layer
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def same_state(before, after):

@@ -16,12 +16,11 @@ from saving_models import (
     JIT,
     assert_equal,
     float8,
-    normal,
     own_weights,
     randomized,
     settled,
 )
-from steps import gradients, numpy
+from steps import gradients, mean_square, normal, numpy
 
 BATCH, STEPS, FEATURES, UNITS = 4, 3, 3, 2
 
@@ -39,10 +38,6 @@ def made(name, policy=None, layers=kpe.layers, **kwargs):
 
 def sequences():
     return normal(BATCH, STEPS, FEATURES)
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def newest(cell, kernel):

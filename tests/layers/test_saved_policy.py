@@ -18,11 +18,10 @@ from saving_models import (
     float8,
     float8_layers,
     matrices,
-    normal,
     observed,
     predictions,
 )
-from steps import numpy
+from steps import normal, numpy
 
 
 def reloaded(model, folder):

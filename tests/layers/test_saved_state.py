@@ -22,14 +22,13 @@ from saving_models import (
     float8,
     fresh,
     matrices,
-    normal,
     observed,
     own_weights,
     predictions,
     randomized,
     twin_of,
 )
-from steps import numpy, state_of, step
+from steps import normal, numpy, state_of, step
 
 # Many of these models are never compiled alike, and Keras says so.
 pytestmark = pytest.mark.filterwarnings(

@@ -12,7 +12,7 @@ from keras_policy_ext import recipes
 from keras_policy_ext.mixed_precision import LossScaleOptimizer
 from keras_policy_ext.numerics.observations import MOST_STEPS
 from keras_policy_ext.numerics.scale_sources import source_of
-from steps import gradients, no_grad, numpy
+from steps import gradients, mean_square, no_grad, normal, numpy
 
 COMPILED = keras.backend.backend() == "jax"
 NVFP4 = "float8/nvfp4_from_float32"
@@ -29,14 +29,6 @@ def slow(test):
     for mark in SLOW:
         test = mark(test)
     return test
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
-def mean_square(y):
-    return ops.mean(ops.square(y))
 
 
 def counters(model):

@@ -14,7 +14,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext.recipes import OPERANDS
-from steps import gradients, numpy, state_of, step
+from steps import gradients, mean_square, normal, numpy, state_of, step
 
 BACKEND = keras.backend.backend()
 
@@ -23,19 +23,11 @@ def policy(source="mixed_bfloat16", **kwargs):
     return kpe.Float8DTypePolicy(source, amax_history_length=8, **kwargs)
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
 def network(dtype=None, names=("first", "last")):
     dtype = dtype or policy()
     first = kpe.layers.Dense(16, "relu", dtype=dtype, name=names[0])
     last = kpe.layers.Dense(8, dtype=dtype, name=names[1])
     return keras.Sequential([keras.Input((8,)), first, last])
-
-
-def mean_square(y):
-    return ops.mean(ops.square(ops.cast(y, "float32")))
 
 
 def fit(model, epochs=4, **kwargs):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_policy_ext import formats, reference
+from keras_policy_ext import formats
 from keras_policy_ext.numerics import codes
 
 SIGNED = [name for name in formats.names() if formats.get(name).has_sign]
@@ -81,13 +81,3 @@ def test_scales_in_eight_bits_are_exponents():
         ops.convert_to_tensor(found[1:]), "float8_e8m0fnu"
     )
     np.testing.assert_array_equal(numpy(again), every[1:])
-
-
-def test_two_codes_of_four_bits_share_a_byte():
-    four = np.arange(16, dtype=np.uint8).reshape(2, 8)
-    packed = codes.pack(ops.convert_to_tensor(four))
-    assert tuple(packed.shape) == (2, 4)
-    numbers = four.view(formats.get("float4_e2m1fn").dtype)
-    np.testing.assert_array_equal(numpy(packed), reference.pack(numbers))
-    assert numpy(packed)[0].tolist() == [0x10, 0x32, 0x54, 0x76]
-    np.testing.assert_array_equal(numpy(codes.unpack(packed)), four)

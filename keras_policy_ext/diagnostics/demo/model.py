@@ -38,7 +38,7 @@ class CausalAttention(keras.layers.Layer):
         return ops.nn.dot_product_attention(query, key, value, is_causal=True)
 
     def compute_output_shape(self, query_shape: Any, *_: Any) -> Any:
-        """That of the query."""
+        """The shape of the query."""
         return query_shape
 
 

@@ -65,17 +65,18 @@ def write(
     _check_opset(opset)
     from keras_policy_ext.export import kernels
     from keras_policy_ext.export.onnx import walk, writing
-    from keras_policy_ext.export.onnx.kernels import USUAL, Kernels
+    from keras_policy_ext.export.onnx.kernels import Kernels
+    from keras_policy_ext.export.report import ExportReport
 
     walk.check(model)
     found = kernels.of_model(model, include, exclude)
     scheme = kernels.scheme_of(
-        found.values(), weights, granularity, activations, USUAL
+        found.values(), weights, granularity, activations, kernels.USUAL
     )
     _check_blocks(scheme.granularity, opset)
     chosen = Kernels(found, scheme)
     writing.write(model, path, chosen, opset, overwrite)
-    return _report(path, scheme, chosen.written)
+    return ExportReport.of(path, "onnx", scheme, chosen.written.values())
 
 
 def _check_installed() -> None:
@@ -106,15 +107,3 @@ def _check_blocks(granularity: str, opset: int) -> None:
             f"opset={opset}. Allowed: {OPSET} to {OPSETS[-1]}. Leave it out, "
             "or take another granularity."
         )
-
-
-def _report(path: PathLike, scheme: Any, written: dict[int, Any]) -> Any:
-    from keras_policy_ext.export.report import ExportReport
-
-    return ExportReport(
-        os.fspath(path),
-        "onnx",
-        f"{scheme.weights} per {scheme.granularity}, "
-        f"inputs {scheme.activations or 'not quantized'}",
-        tuple(written.values()),
-    )

@@ -76,7 +76,7 @@ def _silu(graph: Graph, x: Value) -> Value:
 
 
 def _gelu(graph: Graph, x: Value, approximate: bool = False) -> Value:
-    """Not the operator `Gelu`, which opset 19 lacks."""
+    """GELU without the operator `Gelu`, which opset 19 lacks."""
     if approximate:
         cube = graph.op("Mul", graph.op("Mul", x, x), x)
         inner = graph.op("Add", x, graph.op("Mul", cube, 0.044715))
@@ -144,7 +144,7 @@ def _sparse_sigmoid(graph: Graph, x: Value) -> Value:
 
 
 def _sparsemax(graph: Graph, x: Value, axis: int = -1) -> Value:
-    """As Keras has it (3.15), with the sum of all sums that count."""
+    """Sparsemax as in Keras 3.15."""
     size = _size(graph, x, axis)
     along = np.asarray(axis)
     largest = graph.op("TopK", x, size, axis=axis, unused=1)

@@ -31,7 +31,7 @@ def put_back(graph: Graph, x: Value, data_format: str, rank: int) -> Value:
 def same_padding(
     x: Value, data_format: str, window: Sequence[int], strides: Sequence[int]
 ) -> dict[str, Any]:
-    """As much on both sides as covers the inputs, more at the end.
+    """Padding that covers the inputs, on both sides, the odd one at the end.
 
     By `auto_pad` where a size is unknown that matters; onnxruntime refuses it
     for convolutions with dilation, which Keras has without strides only, and

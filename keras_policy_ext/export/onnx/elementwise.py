@@ -11,8 +11,6 @@ from keras_policy_ext.export.onnx.graph import Graph, Value
 from keras_policy_ext.export.onnx.normalizations import of_length_one
 from keras_policy_ext.export.onnx.registry import Context, layer
 
-Array = np.ndarray[Any, Any]
-
 
 @layer(
     "ActivityRegularization",

@@ -18,9 +18,6 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
 
-USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
-"""What is taken where nothing is frozen and nothing is asked for."""
-
 _NOT_FOUND = "its layer cannot be frozen"
 """Why a kernel stays float32."""
 
@@ -43,7 +40,7 @@ class Kernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the layer has it."""
+        """The shape of the kernel in its layer."""
         data = self.data
         return (data.codes if isinstance(data, StoredKernel) else data).shape
 

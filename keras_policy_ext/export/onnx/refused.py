@@ -6,7 +6,8 @@ from __future__ import annotations
 class Refused(Exception):
     """Why a layer or operation cannot be written, and what can be.
 
-    Who knows its name makes a message of it.
+    Raised where the name of that layer is not known. What knows the name
+    catches it and writes the whole message.
     """
 
     def __init__(self, reason: str, allowed: str):

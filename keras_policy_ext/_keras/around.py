@@ -1,0 +1,31 @@
+"""Functions of Keras and KerasHub that others are put around."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_keras_policy_ext"
+"""An attribute of the functions that this package has put around others."""
+
+
+def put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Have a function called in the place of another one.
+
+    Once for each function, however often it is asked for. Where there is none
+    of this name, nothing happens.
+
+    Args:
+        owner: The class or module that has the other one.
+        name: Its name there.
+        function: Called with the other one first, and then its arguments.
+    """
+    stock = getattr(owner, name, None)
+    if stock is None or _MARK in vars(stock):
+        return
+
+    @functools.wraps(stock)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    vars(around)[_MARK] = True
+    setattr(owner, name, around)
