@@ -38,8 +38,9 @@ def calibrate(
 
     The model is called on each batch as for prediction, and the amaxes of
     the inputs of its float8 layers enter their histories, one entry for each
-    batch, and those of the kernels where there is none. Output gradients are
-    not seen: their scales come with the first step of training.
+    batch, and those of kernels that have changed since they were observed,
+    as where weights were copied into the model. Output gradients are not
+    seen: their scales come with the first step of training.
 
     A model that is only trained, without a `call`, needs `call=`, or is
     calibrated part by part:
@@ -193,7 +194,7 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
             continue
         for amax in seen[id(variable)]:
             variable.observe("inputs", amax)
-        if not variable.has_seen("kernel"):
+        if variable.newest("kernel") != state.amax(kernel):
             state.observe([kernel])
         filled = True
     return filled

@@ -123,5 +123,6 @@ def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     settled[given] = value[given]
     rounded = given & (np.abs(uses - np.float32(SEALED)) <= ROUNDING)
     settled[rounded, 0] = SEALED
+    settled[uses > 0.0] = np.where(np.arange(settled.shape[1]) == 0, SEALED, 0)
     settled[counted] = observed[counted]
     return settled

@@ -292,10 +292,12 @@ def settle_kernel(
     observed = tl.where(place == FIRST - 1, used, observed)
     observed = tl.where(place == 0, -1.0, observed)
 
-    # A state that is assigned is sealed; anything else leaves what was.
+    # A state that is assigned is sealed, and zeros leave what was.
     uses = tl.load(value + row * WIDTH)
     seal = tl.where(tl.abs(uses + 1.0) <= ROUNDING, -1.0, uses)
     state = tl.where(place == 0, seal, given)
     other = tl.where(uses < 0.0, state, before)
+    unseen = tl.where(place == 0, -1.0, 0.0)
+    other = tl.where(uses > 0.0, unseen, other)
     found = tl.where(_is_observation(given, place, FIRST), observed, other)
     tl.store(settled + row * WIDTH + place, found, mask=inside)

@@ -97,6 +97,7 @@ def _einsum_call(
     if not layer.lora_enabled:
         x = layer.float8_einsum(equation, inputs, kernel, training, bias=bias)
         return activated(layer.activation, x)
+    inputs = ops.convert_to_tensor(inputs, sparse=False)
     x = layer.float8_einsum(equation, inputs, kernel, training)
     x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))
     x = x if bias is None else ops.add(x, bias)

@@ -187,7 +187,8 @@ class Float8Mixin(
         Args:
             equation: Of two operands with an explicit output; `...` is
                 allowed; no axis twice in one term.
-            inputs: The first operand, floating.
+            inputs: The first operand, floating; one that is sparse is made
+                dense.
             kernel: The second one, a weight of this layer.
             training: True observes amaxes, False does not; None: what the
                 call of the layer says, and if that says nothing, amaxes are
@@ -208,7 +209,7 @@ class Float8Mixin(
         if inputs is None or getattr(kernel, "shape", None) is None:
             raise ValueError(no_operands(inputs, kernel))
         dtype = None if dtype is None else kernels.compute_dtype(dtype)
-        inputs = ops.convert_to_tensor(inputs)
+        inputs = ops.convert_to_tensor(inputs, sparse=False)
         ranks = len(inputs.shape), len(kernel.shape)
         explicit = einsum.explicit(equation, *ranks)
         check_sizes(explicit, inputs.shape, kernel.shape)

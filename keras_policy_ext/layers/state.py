@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_policy_ext import frameworks, kernels
 from keras_policy_ext._keras import built_layers, variable_values
@@ -113,8 +114,12 @@ class Float8State(keras.layers.Layer):
         for kernel in kernels:
             variable = self.of(kernel)
             if variable is not None and variable.observes_amaxes:
-                value = variable_values.value_without_autocast(kernel)
-                variable.observe("kernel", scaling.amax(value))
+                variable.observe("kernel", self.amax(kernel))
+
+    def amax(self, kernel: keras.Variable) -> np.float32:
+        """The amax of a kernel, as it is now."""
+        value = variable_values.value_without_autocast(kernel)
+        return np.float32(ops.convert_to_numpy(scaling.amax(value)))
 
     def of(self, kernel: Any) -> StateVariable | None:
         """The state of a kernel, None where it has none."""

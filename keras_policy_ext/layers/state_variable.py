@@ -240,10 +240,10 @@ class StateVariable(
             )
         }
 
-    def has_seen(self, operand: str) -> bool:
-        """Whether an amax of an operand was ever entered."""
-        scale, amaxes = self.rows()[operand]
-        return bool(scale > 0 or np.any(amaxes > 0))
+    def newest(self, operand: str) -> np.float32:
+        """The amax of an operand that was entered last, 0 if none was."""
+        newest: np.float32 = self.rows()[operand][1][0]
+        return newest
 
     def _check_shape(self, value: Any) -> None:
         shape = getattr(value, "shape", None)

@@ -119,7 +119,9 @@ class Layout:
 
         Returns:
             (rows, width), settled. An amax that is not finite is not entered.
-            A settled row that is assigned is sealed, unless it was moved.
+            A settled row that is assigned is sealed, unless it was moved. A
+            row counts as never observed after an observation that was scaled:
+            a history that stands still would cut a tensor that grows.
         """
         uses, entries = value[:, :1], self._entries(value)
         columns = self._columns()
@@ -129,6 +131,7 @@ class Layout:
         kept = ops.where(ops.less(uses, 0.0), given, previous)
 
         sealed = ops.where(columns == 0, SEALED, 0.0)
+        kept = ops.where(ops.greater(uses, 0.0), sealed, kept)
         scale = ops.expand_dims(used, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
         history = self._entered(uses, entries, previous)
@@ -200,8 +203,11 @@ class Counting(Layout):
 
     An observation says that there was a use. What it says of the number is
     not read: the sum over many uses, as of a scan, is beyond what float32
-    holds exactly, and the count would stop.
+    holds exactly, and the count would stop. One that was scaled counts too.
     """
+
+    def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
+        return ops.greater(uses, 0.0)
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
         return following(first)

@@ -37,6 +37,22 @@ def test_amaxes_of_each_batch_enter_the_histories():
     assert scale == 0 and not history.any()
 
 
+def test_kernels_that_were_assigned_are_observed_again():
+    """Of weights that are copied into a model the amaxes are not."""
+    stack, x = model(), normal(32, 6)
+    kpe.convert(stack, POLICY)
+    dense = stack.layers[0]
+    before = np.abs(numpy(dense.kernel)).max()
+    dense.kernel.assign(16 * numpy(dense.kernel))
+    for _ in range(2):  # Once is enough.
+        kpe.calibrate(stack, x)
+        _, history = state_of(dense)["kernel"]
+        np.testing.assert_array_equal(history, [16 * before, 0, 0, before])
+    exact = np.maximum(x @ numpy(dense.kernel), 0)
+    found = numpy(dense(x, training=False))
+    assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("form", ["array", "dict", "dataset"])
 def test_data_is_what_predict_takes(form):
     x = normal(70, 6)

@@ -301,3 +301,31 @@ def test_a_model_whose_training_ended_in_an_error_is_refused():
     with pytest.raises(ValueError, match="not in its variables"):
         kpe.convert(model, POLICY)
     assert type(own) is keras.layers.Dense
+
+
+def sparse(x):
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.sparse.from_dense(x)
+    from jax.experimental import sparse as jax_sparse
+
+    return jax_sparse.BCOO.fromdense(x)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no sparse tensors")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_sparse_inputs_are_multiplied_as_dense_ones(adapters):
+    """Those of a Dense layer on words that are counted, or categories."""
+    inputs = keras.Input((6,), sparse=True)
+    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
+    kpe.convert(model, POLICY)
+    if adapters:
+        model.layers[1].enable_lora(2)
+    model.compile("sgd", "mse", jit_compile=JIT)
+    x = np.where(X > 0.5, X, 0).astype("float32")
+    found = numpy(model(sparse(x)))
+    np.testing.assert_array_equal(found, numpy(model.layers[1](x)))
+    assert model.predict(sparse(x), verbose=0).shape == (8, 3)
+    history = model.fit(sparse(x), Y[:, :3], batch_size=8, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
