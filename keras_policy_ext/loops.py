@@ -93,7 +93,7 @@ def parameters(model: Any) -> list[Tensor]:
         ValueError: If `model` is none of these.
     """
     variables = _trainable(model)
-    if isinstance(model, keras.Layer):
+    if isinstance(model, keras.layers.Layer):
         return [v.value for v in variables if not is_state(v)]
     state = {id(v.value) for v in variables if is_state(v)}
     found = [p for p in model.parameters() if p.requires_grad]
@@ -210,7 +210,7 @@ def follow_shards(model: Any) -> None:
             trained so. Nothing is changed then.
     """
     layers = [model]
-    if isinstance(model, keras.Layer):
+    if isinstance(model, keras.layers.Layer):
         layers = walking.layers_within(model)
     variables = _variables(model, "variables")
     frameworks.current().follow_shards(variables, layers)
@@ -231,7 +231,7 @@ def _trainable(model: Any) -> list[keras.Variable]:
 
 def _variables(model: Any, kind: str) -> list[keras.Variable]:
     """The variables of one kind, of a Keras layer or of those in a module."""
-    if isinstance(model, keras.Layer):
+    if isinstance(model, keras.layers.Layer):
         return list(getattr(model, kind))
     modules = getattr(model, "modules", None)
     if keras.backend.backend() != "torch" or not callable(modules):
@@ -240,7 +240,7 @@ def _variables(model: Any, kind: str) -> list[keras.Variable]:
             f"{model!r}. Allowed: a Keras model or layer, or on PyTorch a "
             "module that contains some. Pass the model itself."
         )
-    layers = [m for m in modules() if isinstance(m, keras.Layer)]
+    layers = [m for m in modules() if isinstance(m, keras.layers.Layer)]
     found = {id(v): v for m in layers for v in getattr(m, kind)}
     return list(found.values())
 

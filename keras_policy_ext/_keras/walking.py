@@ -1,6 +1,8 @@
 """Which layers, variables and metrics are in a layer."""
 
 import collections
+import contextlib
+import inspect
 import itertools
 from typing import Any
 
@@ -76,6 +78,29 @@ def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
     """
     kept = ("_trainable_variables", "_non_trainable_variables")
     return [v for name in kept for v in getattr(layer, name, ())]
+
+
+def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """The variables that a layer reads, and does not track.
+
+    Those in the closures and defaults of its functions, as of a `Lambda`, and
+    those that the graph of a Functional model has as arguments of operations
+    (`_nodes_by_depth` as for `uses_in_graph`).
+    """
+    found: list[Any] = []
+    for function in filter(inspect.isfunction, vars(layer).values()):
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # It is empty yet.
+                found.append(cell.cell_contents)
+        found += function.__defaults__ or ()
+        found += (function.__kwdefaults__ or {}).values()
+    levels = getattr(layer, "_nodes_by_depth", None) or {}
+    for node in itertools.chain.from_iterable(levels.values()):
+        given = getattr(node, "arguments", None)
+        found += keras.tree.flatten(
+            (getattr(given, "args", ()), getattr(given, "kwargs", {}))
+        )
+    return [each for each in found if isinstance(each, keras.Variable)]
 
 
 def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:

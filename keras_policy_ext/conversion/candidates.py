@@ -25,7 +25,9 @@ _WITHOUT_FORM = {
     "DepthwiseConv{0}": "a depthwise convolution sums over the few taps of "
     "its window only, which is no matrix product for float8 hardware",
     "ConvLSTM{0}": "convolutional recurrent cells have no float8 form",
-    "Embedding": "it looks up rows and multiplies nothing",
+    "Embedding": "it looks up rows; a product with its table that another "
+    "layer computes, such as a tied head, is not in float8 either: "
+    "keras.layers.ReversibleEmbedding computes one that is",
     "TorchModuleWrapper": "it holds a torch.nn.Module, whose arithmetic Keras "
     "does not see",
     "JaxLayer": "it holds a function of JAX, whose arithmetic Keras does not "

@@ -164,11 +164,20 @@ def freezable(
     return chosen, skipped
 
 
+def shares_stored_kernels(model: keras.Layer) -> bool:
+    """Whether more than one layer of a model holds a stored kernel."""
+    layers = walking.layers_within(model)
+    holders = _holders(layers)
+    stored = [each for x in layers for each in stored_weights.stored_in(x)]
+    return any(len(holders.get(id(each), ())) > 1 for each in stored)
+
+
 def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
     """The layers that hold each variable, by its id."""
     holders: dict[int, list[keras.Layer]] = {}
     for layer in layers:
-        for variable in walking.tracked_variables(layer):
+        tracked = walking.tracked_variables(layer)
+        for variable in [*tracked, *walking.captured_variables(layer)]:
             holders.setdefault(id(variable), []).append(layer)
     return holders
 
@@ -178,7 +187,8 @@ def _shared(
 ) -> str | None:
     """Why a layer is not frozen: another one holds a kernel of it too.
 
-    The other layer would keep the float kernel, and train it alone.
+    The other layer would keep the float kernel, and train it alone; in a
+    model that is made anew from a file it would take codes for numbers.
     """
     for kernel in candidate.kernels:
         for holder in holders.get(id(kernel), ()):

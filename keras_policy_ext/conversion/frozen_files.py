@@ -63,6 +63,9 @@ def load_model(
     with files.weights_of(path) as weights:
         with frozen_when_built(weights):
             model = saving_hooks.model_of(config, custom_objects, safe_mode)
+        if freezing.shares_stored_kernels(model):
+            # In float: what else holds them would go on to read zeros.
+            model = saving_hooks.model_of(config, custom_objects, safe_mode)
         freeze_as_saved(model, weights)
         if compile and compiled:
             model.compile_from_config(compiled)

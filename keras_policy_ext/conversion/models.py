@@ -46,7 +46,9 @@ def check(model: keras.Layer) -> None:
 
 def check_is_layer(model: object, purpose: str, also: str = "") -> None:
     """Raise a TypeError if this is no Keras model or layer."""
-    if not isinstance(model, keras.Layer):
+    # Not keras.Layer, in whose place libraries such as bert4keras3 put a class
+    # of their own.
+    if not isinstance(model, keras.layers.Layer):
         raise TypeError(
             f"Only Keras models and layers {purpose}. Received: {model!r} (of "
             f"type {type(model).__name__}). Allowed: a keras.Model or "

@@ -85,7 +85,11 @@ _BESIDE = "depthwise_kernel"
 """The kernel of a layer that is multiplied in its source policy."""
 
 # In names of weights that are looked up or added, and not multiplied with.
-_NO_KERNEL = ("bias", "embedding", "position", "table", "token")
+_NO_KERNEL = ("bias", "embed", "pos_", "position", "table", "token")
+
+# In names of weights that are multiplied with, though they do not train: most
+# that do not are caches, indices and statistics.
+_FIXED_KERNEL = ("kernel", "filter", "matrix")
 
 
 def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
@@ -176,7 +180,7 @@ def _kernels(
     if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)] + beside
     if _keras_class(layer).__name__ in _BASES | _FOREIGN:
-        return [v for v in own if _looks_like_kernel(v)]
+        return [v for v in own if _looks_like_kernel(layer, v)]
     return [v for v in own if v.name.endswith("kernel")]
 
 
@@ -195,11 +199,13 @@ def _keras_class(layer: keras.Layer) -> type[keras.Layer]:
     )
 
 
-def _looks_like_kernel(variable: keras.Variable) -> bool:
+def _looks_like_kernel(layer: keras.Layer, variable: keras.Variable) -> bool:
     axes = [size for size in variable.shape if size > 1]
-    floating = keras.backend.is_float_dtype(variable.dtype)
-    named_otherwise = any(word in variable.name for word in _NO_KERNEL)
-    return len(axes) >= 2 and floating and not named_otherwise
+    if len(axes) < 2 or not keras.backend.is_float_dtype(variable.dtype):
+        return False
+    if layer.trainable and not variable.trainable:
+        return any(word in variable.name for word in _FIXED_KERNEL)
+    return not any(word in variable.name for word in _NO_KERNEL)
 
 
 def _rows(layer: keras.Layer, shape: Shape | None) -> _Rows:

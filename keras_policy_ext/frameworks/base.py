@@ -20,9 +20,10 @@ from keras_policy_ext.frameworks.operations import (
 SECOND_DERIVATIVE = (
     "A gradient of a layer in float8 cannot be differentiated again: rounding "
     "and scales would be taken for functions whose slope says something. "
-    "Received: a second derivative, such as that of a gradient penalty. "
-    "Allowed: first derivatives, and layers that are not in float8: leave out "
-    "those of the part whose gradient is penalised."
+    "Received: a second derivative, such as that of a gradient penalty, or "
+    "one in forward mode, which TensorFlow makes of it. Allowed: first "
+    "derivatives in reverse mode, and layers that are not in float8: leave out "
+    "those of the part that is so differentiated."
 )
 
 Tensor = Any

@@ -539,6 +539,7 @@ def test_layers_that_stay_say_why():
     reasons = {e.class_name: e.reason for e in report.skipped}
     assert "depthwise" in reasons["DepthwiseConv1D"]
     assert "looks up" in reasons["Embedding"]
+    assert "tied head" in reasons["Embedding"]
     assert "Dropout" not in reasons
 
 

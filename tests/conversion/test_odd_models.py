@@ -136,6 +136,15 @@ def test_only_keras_layers_are_looked_at(function):
         function("model.keras", *arguments)
 
 
+def test_a_library_may_put_a_class_of_its_own_for_keras_layer(monkeypatch):
+    own = type("Layer", (keras.layers.Layer,), {})
+    model = stack(keras.layers.Dense(2))
+    monkeypatch.setattr(keras, "Layer", own)
+    assert len(kpe.convert(model, POLICY).converted) == 1
+    assert len(kpe.loops.parameters(model)) == 2
+    assert len(kpe.revert(model).converted) == 1
+
+
 def test_a_tuple_of_arrays_is_the_inputs_of_one_model():
     first, second = keras.Input((6,)), keras.Input((6,))
     one, two = keras.layers.Dense(2), keras.layers.Dense(2)

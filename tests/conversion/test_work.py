@@ -32,12 +32,27 @@ class Foreign(keras.layers.Layer):
         size = input_shape[-1]
         self.kernel = self.add_weight(shape=(size, 2), name="weight")
         self.scale = self.add_weight(shape=(1, size), name="scale")
-        self.places = self.add_weight(
-            shape=(input_shape[1] or 1, size), name="position_embedding"
-        )
+        shape = (input_shape[1] or 1, size)
+        for name in ("position_embedding", "pos_embed"):
+            self.places = self.add_weight(shape=shape, name=name)
+        for name in ("cos_cached", "weight"):
+            self.add_weight(shape=shape, name=name, trainable=False)
 
     def call(self, x):
         return (x * self.scale + self.places) @ self.kernel
+
+
+class Blurred(keras.layers.Layer):
+    """A kernel that does not train."""
+
+    def build(self, input_shape):
+        shape = (input_shape[-1], 2)
+        self.filter = self.add_weight(
+            shape=shape, name="blur_filter", trainable=False
+        )
+
+    def call(self, x):
+        return x @ self.filter
 
 
 class Other(keras.layers.Dense):
@@ -143,6 +158,7 @@ CASES = {
     ),
     "a user's layer with the mixin": (Own, (7, 3), 2 * 24, 7),
     "a user's layer without it": (Foreign, (7, 3), 6, 7),
+    "a user's layer that does not train": (Blurred, (7, 3), 6, 7),
     "a user's Dense": (lambda: Other(5), (7, 3), 15, 7),
 }
 

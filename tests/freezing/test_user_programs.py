@@ -71,6 +71,64 @@ def test_a_weight_of_two_layers_stays_one():
     )
 
 
+def in_closure(embedding, x):
+    table = embedding.embeddings
+    name = {"name": "tied", "output_shape": (11,)}
+    transposed = keras.ops.transpose
+    return keras.layers.Lambda(lambda t: t @ transposed(table), **name)(x)
+
+
+def in_default(embedding, x):
+    def multiply(t, table=embedding.embeddings):
+        return keras.ops.matmul(t, keras.ops.transpose(table))
+
+    return keras.layers.Lambda(multiply, name="tied", output_shape=(11,))(x)
+
+
+def in_graph(embedding, x):
+    return keras.ops.einsum("bth,vh->btv", x, embedding.embeddings)
+
+
+@pytest.mark.parametrize("head", [in_closure, in_default, in_graph])
+def test_a_weight_that_a_function_or_a_graph_holds_stays_too(head):
+    """Made anew from a file they would multiply with codes."""
+    ids = keras.Input((3,), dtype="int32")
+    embedding = keras.layers.Embedding(11, 8, name="words")
+    x = keras.layers.Dense(8, name="hidden")(embedding(ids))
+    model = keras.Model(ids, head(embedding, x), name="model")
+    report = kpe.freeze(model)
+    assert not is_frozen(embedding)
+    holder = "model" if head is in_graph else "tied"
+    reasons = {each.path: each.reason for each in report.skipped}
+    assert f"layer {holder!r} holds its weight" in reasons["words"]
+
+
+@keras.saving.register_keras_serializable()
+class Words(keras.Model):
+    """Its head holds the table of the embedding, and is made anew with it."""
+
+    def __init__(self, **kwargs):
+        ids = keras.Input((3,), dtype="int32")
+        embedding = keras.layers.Embedding(11, 8, name="words")
+        x = keras.layers.Dense(8, name="hidden")(embedding(ids))
+        super().__init__(ids, in_closure(embedding, x), **kwargs)
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+def test_a_weight_that_a_function_holds_is_one_in_a_loaded_model(tmp_path):
+    model = Words()
+    kpe.freeze(model)
+    model.save(tmp_path / "words.keras")
+    again = kpe.load_model(tmp_path / "words.keras")
+    assert is_frozen(again.get_layer("hidden"))
+    ids = np.array([[1, 2, 3]])
+    np.testing.assert_array_equal(
+        again.predict(ids, verbose=0), model.predict(ids, verbose=0)
+    )
+
+
 def test_spectral_normalization_keeps_the_kernel_that_it_divides():
     wrapper = keras.layers.SpectralNormalization(keras.layers.Dense(4))
     model = keras.Sequential([keras.Input((8,)), wrapper])

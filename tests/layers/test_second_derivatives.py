@@ -69,6 +69,45 @@ def test_the_same_is_answered_where_nothing_is_in_float8():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def forward_mode(layer, x):
+    """How the outputs of a layer change along with its inputs."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jvp(layer, (x,), (x,))[1]
+    if BACKEND == "torch":
+        from torch.autograd import forward_ad
+
+        with forward_ad.dual_level():
+            outputs = layer(forward_ad.make_dual(x, x))
+            return forward_ad.unpack_dual(outputs).tangent.detach()
+    import tensorflow as tf
+
+    with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+        outputs = layer(x)
+    return accumulator.jvp(outputs)
+
+
+FORWARD_MODE = {
+    "jax": TypeError,
+    "tensorflow": (LookupError, TypeError),
+    "torch": NotImplementedError,
+}
+
+
+@pytest.mark.parametrize("policy", ["float8_from_float32", "float32"])
+def test_forward_mode_is_refused_and_not_wrong(policy):
+    layer = kpe.layers.Dense(4, use_bias=False, dtype=policy)
+    x = ops.convert_to_tensor(np.ones((2, 3), "float32"))
+    layer.build(x.shape)
+    if policy == "float32":
+        found = ops.convert_to_numpy(forward_mode(layer, x))
+        np.testing.assert_allclose(found, ops.convert_to_numpy(layer(x)))
+        return
+    with pytest.raises(FORWARD_MODE[BACKEND]):
+        forward_mode(layer, x)
+
+
 @pytest.mark.parametrize("mode", ["full", None])
 def test_first_derivatives_go_through_loops_and_rematerialization(mode):
     # Models and loops, which stock Keras cannot do again on TensorFlow, are
