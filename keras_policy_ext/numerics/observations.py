@@ -172,7 +172,8 @@ class Layout:
         turned = ops.where(columns == last, first, turned)
         newest = self._newest(uses, entries, first)
         rolled = ops.where(columns == _FIRST, newest, turned)
-        finite = ops.all(ops.isfinite(entries), axis=(1, 2))
+        # Axis by axis: for two PyTorch raises an error (keras 3.12).
+        finite = ops.all(ops.all(ops.isfinite(entries), axis=2), axis=1)
         return ops.where(ops.expand_dims(finite, 1), rolled, before)
 
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
