@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -133,14 +134,16 @@ def _load_model(
     **options: Any,
 ) -> keras.Model:
     """`load_model` of a file that is whole, and no stock float8."""
+    legacy = str(path).endswith((".h5", ".hdf5"))
+    config = None if legacy else json.loads(stock_files.config_in(path))
     with (
         lost_float8.silent(),
-        public_classes.for_private_names(),
+        public_classes.for_private_names(config),
         files.without_skip_warnings() as skipped,
     ):
         model = load(path, custom_objects, **options)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
-    if str(path).endswith((".h5", ".hdf5")):
+    if legacy:
         places = []  # No layer has a group of its own there.
     if places or scalers.may_differ(model):
         with files.weights_of(path) as weights:

@@ -6,7 +6,7 @@ Keras writes into files and which only torch can load (keras 3.12 to 3.15).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,15 +24,36 @@ def public_class(optimizer: object) -> type | None:
     return named if private and named in bases else None
 
 
-def for_private_names() -> AbstractContextManager[None]:
-    """Lets a file that names a private class be read as of the public one."""
+def for_private_names(config: object) -> AbstractContextManager[None]:
+    """Lets a file that names a private class be read as of the public one.
+
+    Only the names of private classes that are in the file: Keras reads each
+    string that is a name in such a scope as the class, also the "SGD" that a
+    `compile_from_config` reads.
+
+    Args:
+        config: What the file has, of JSON types; None for all names.
+    """
+    names = None if config is None else set(_names_of_private(config))
     found = {
         name: value
         for name, value in vars(keras.optimizers).items()
-        if isinstance(value, type)
+        if (names is None or name in names)
+        and isinstance(value, type)
         and issubclass(value, keras.optimizers.Optimizer)
     }
     return keras.saving.custom_object_scope(found)
+
+
+def _names_of_private(config: object) -> Iterator[str]:
+    """The names of classes that are in no public module of Keras."""
+    if isinstance(config, dict):
+        if str(config.get("module")).startswith("keras.src."):
+            yield str(config.get("class_name"))
+        config = list(config.values())
+    if isinstance(config, list):
+        for each in config:
+            yield from _names_of_private(each)
 
 
 def with_public_class(

@@ -204,6 +204,29 @@ def test_a_file_that_names_an_optimizer_of_torch_loads_anywhere(
     assert_equal(model.optimizer.variables, loaded.optimizer.variables)
 
 
+@keras.saving.register_keras_serializable("test_loading")
+class OwnCompile(keras.Sequential):
+    def compile(self, name, **kwargs):
+        super().compile(optimizer=name, loss="mse", **kwargs)
+        self.compiled_by = name
+
+    def get_compile_config(self):
+        return {"name": self.compiled_by}
+
+    def compile_from_config(self, config):
+        self.compile(**keras.saving.deserialize_keras_object(config))
+
+
+def test_an_optimizer_that_the_user_names_stays_a_name(tmp_path):
+    model = OwnCompile([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("SGD")
+    kpe.convert(model)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert loaded.compiled_by == "SGD"
+    assert type(loaded.optimizer) is type(model.optimizer)
+
+
 def test_a_layer_of_the_package_gets_the_policy_that_was_saved(tmp_path):
     """A block that makes float8 layers, whose policy was changed since."""
     model = keras.Sequential([keras.Input((4,)), Float8Block()])
