@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import keras
 from keras import ops
 
+from keras_policy_ext._keras import transposed_windows
 from keras_policy_ext.kernels import einsum, scaled_products
 from keras_policy_ext.kernels.contract import (
     Choice,
@@ -277,6 +278,9 @@ class ConvTranspose(Conv):
     def _around_axis(
         self, kernel: int, stride: int, dilation: int, more: int | None
     ) -> tuple[int, int]:
+        if transposed_windows.are_own():
+            how = kernel, stride, dilation, self.padding, more
+            return transposed_windows.around_axis(*how)
         reach = (kernel - 1) * dilation
         if self.padding == "valid":
             return 0, max(stride - reach - 1, 0) if more is None else more

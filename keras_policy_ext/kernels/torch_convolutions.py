@@ -16,8 +16,7 @@ Pads = list[tuple[int, int]]
 class TorchConvolutions(KerasConvolutions):
     """Keras's convolution, and PyTorch's own backward pass of it.
 
-    A transposed one is PyTorch's, cut to the window that Keras has on JAX and
-    TensorFlow: before Keras 3.15 it had another one on PyTorch.
+    A transposed one is PyTorch's, cut to the window that Keras has.
     """
 
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
