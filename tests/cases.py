@@ -11,6 +11,14 @@ name, and PyTorch always runs it.
 """
 
 
+BEFORE_3_15 = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 15)
+
+needs_whole_graphs = pytest.mark.skipif(
+    BEFORE_3_15,
+    reason=f"Keras {keras.__version__} itself breaks graphs of PyTorch 2.13",
+)
+
+
 def mostly(cases, *always):
     """Parameters of a test, of which some run always and the others on torch.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from cases import needs_whole_graphs
 from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext.conversion import exports
 from steps import numpy
@@ -222,6 +223,7 @@ def test_torch_onnx_is_refused_by_the_layer_itself(tmp_path):
 
 
 @needs_torch
+@needs_whole_graphs
 def test_strict_export_says_that_it_must_not_be():
     import torch
 

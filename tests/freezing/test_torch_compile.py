@@ -5,12 +5,16 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from cases import needs_whole_graphs
 from steps import normal
 
 torch = pytest.importorskip("torch", reason="it compiles with torch")
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="torch.compile is of PyTorch"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        keras.backend.backend() != "torch", reason="torch.compile is of PyTorch"
+    ),
+    needs_whole_graphs,
+]
 
 MODELS = {
     "dense": (

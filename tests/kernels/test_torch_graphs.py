@@ -15,8 +15,11 @@ if keras.backend.backend() != "torch":
 import torch
 import torch._dynamo as dynamo
 
+from cases import needs_whole_graphs
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.frameworks import torch_operators
+
+pytestmark = needs_whole_graphs
 
 POLICIES = ["float8_from_float32", "float8/current_from_mixed_bfloat16"]
 
