@@ -355,6 +355,19 @@ def test_whether_a_kernel_tells_the_host_is_tried(monkeypatch, writes):
         torch_fused.tells_the_host.cache_clear()
 
 
+def test_that_no_kernel_tells_the_host_is_said(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(torch, "zeros", fails)
+    torch_fused.tells_the_host.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no such memory"):
+            assert not torch_fused.tells_the_host()
+    finally:
+        torch_fused.tells_the_host.cache_clear()
+
+
 def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):
     layer = kpe.layers.Dense(32, dtype="float8_from_float32")
     layer.build((None, 48))

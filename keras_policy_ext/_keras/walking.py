@@ -83,15 +83,16 @@ def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
 def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
     """The variables that a layer reads, and does not track.
 
-    Those in the closures and defaults of its functions, as of a `Lambda`, and
-    those that the graph of a Functional model has as arguments of operations
-    (`_nodes_by_depth` as for `uses_in_graph`).
+    Those that its functions find outside, such as that of a `Lambda`, or have
+    as defaults, and those that the graph of a Functional model has as
+    arguments of operations (`_nodes_by_depth` as for `uses_in_graph`). Expires
+    when Keras tracks them.
     """
     found: list[Any] = []
     for function in filter(inspect.isfunction, vars(layer).values()):
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # It is empty yet.
-                found.append(cell.cell_contents)
+        with contextlib.suppress(ValueError):  # A name that has no value yet.
+            outside = inspect.getclosurevars(function)
+            found += [*outside.nonlocals.values(), *outside.globals.values()]
         found += function.__defaults__ or ()
         found += (function.__kwdefaults__ or {}).values()
     levels = getattr(layer, "_nodes_by_depth", None) or {}

@@ -21,9 +21,8 @@ SECOND_DERIVATIVE = (
     "A gradient of a layer in float8 cannot be differentiated again: rounding "
     "and scales would be taken for functions whose slope says something. "
     "Received: a second derivative, such as that of a gradient penalty, or "
-    "one in forward mode, which TensorFlow makes of it. Allowed: first "
-    "derivatives in reverse mode, and layers that are not in float8: leave out "
-    "those of the part that is so differentiated."
+    "one in forward mode, which TensorFlow makes of it. Allowed: gradients "
+    "taken once. Leave out the layers of the part that is so differentiated."
 )
 
 Tensor = Any
@@ -72,7 +71,7 @@ class Framework:
         return int(x)
 
     def known_number(self, x: Tensor) -> float | None:
-        """That of a float32 scalar; None where to read it is no gain."""
+        """The number in a float32 scalar; None where to read it is no gain."""
         return None
 
     def known_any(self, flags: Tensor) -> bool | None:

@@ -85,11 +85,17 @@ def in_default(embedding, x):
     return keras.layers.Lambda(multiply, name="tied", output_shape=(11,))(x)
 
 
+def in_global(embedding, x):
+    scope = {"table": embedding.embeddings, "ops": keras.ops}
+    multiply = eval("lambda t: ops.matmul(t, ops.transpose(table))", scope)
+    return keras.layers.Lambda(multiply, name="tied", output_shape=(11,))(x)
+
+
 def in_graph(embedding, x):
     return keras.ops.einsum("bth,vh->btv", x, embedding.embeddings)
 
 
-@pytest.mark.parametrize("head", [in_closure, in_default, in_graph])
+@pytest.mark.parametrize("head", [in_closure, in_default, in_global, in_graph])
 def test_a_weight_that_a_function_or_a_graph_holds_stays_too(head):
     """Made anew from a file they would multiply with codes."""
     ids = keras.Input((3,), dtype="int32")

@@ -68,3 +68,12 @@ def test_metrics_of_a_layer_include_those_of_the_layers_in_it():
 
 def test_keras_has_no_functions_to_look_into_layers():
     assert functions_about("submodule", "sublayer", "walk", "flatten_l") == []
+
+
+def test_keras_does_not_track_what_a_function_reads():
+    table = keras.layers.Embedding(3, 2)
+    table.build()
+    held = table.embeddings
+    layer = keras.layers.Lambda(lambda x: x * held)
+    assert walking.captured_variables(layer) == [held]
+    assert layer.variables == []
