@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext import recipes
-from keras_policy_ext.numerics.observations import SLOTS
+from keras_policy_ext.numerics.observations import SEALED, SLOTS
 
 SOURCES = [
     recipes.DelayedScaling(),
@@ -19,7 +19,7 @@ def states_of(source, rng):
     """Settled states, one that was never observed, and one that was moved."""
     rows, width = source.state_shape
     state = torch.zeros(rows, width)
-    state[:, 0] = -1.0
+    state[:, 0] = SEALED
     yield state.clone()
     history = rng.random((rows, width - 2 - SLOTS)).astype("float32")
     history[2] = 0.0
@@ -27,7 +27,7 @@ def states_of(source, rng):
     yield state.clone()
     state[0, 1 + SLOTS] = 0.37
     yield state.clone()
-    state[1, 0] = -1.5
+    state[1, 0] = 1.5 * SEALED
     yield state
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext.numerics.observations import SEALED
 from steps import normal, numpy
 
 LENGTH = 4
@@ -152,7 +153,7 @@ def train(model, seed=0):
 def settled(rng, shape):
     """A state as training leaves it behind."""
     matrix = rng.uniform(1, 2, size=tuple(shape)).astype("float32")
-    matrix[:, 0] = -1
+    matrix[:, 0] = SEALED
     matrix[:, 1:9] = 0
     return matrix
 

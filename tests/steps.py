@@ -4,6 +4,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext.numerics.observations import SEALED
+
 
 def numpy(x):
     """A tensor or variable of any dtype as a NumPy array."""
@@ -136,6 +138,6 @@ def state_of(layer):
     (variable,) = layer.float8_state.matrices
     layout = source_of(variable.recipe).layout
     matrix = numpy(variable)
-    assert np.all(matrix[:, 0] == -1.0), "the state is not settled"
+    assert np.all(matrix[:, 0] == SEALED), "the state is not settled"
     pairs = zip(layout.scale(matrix), layout.history(matrix), strict=True)
     return dict(zip(OPERANDS, pairs, strict=True))

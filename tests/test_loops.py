@@ -8,6 +8,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext.numerics.observations import SEALED, UNIT
 from steps import gradients, mean_square, no_grad, normal, numpy, state_of
 
 BACKEND = keras.backend.backend()
@@ -308,7 +309,7 @@ def test_keras_layers_inside_a_torch_module_are_found():
 def assert_never_observed(states):
     for state in states:
         expected = np.zeros(state.shape, "float32")
-        expected[:, 0] = -1.0
+        expected[:, 0] = SEALED
         np.testing.assert_array_equal(state, expected)
 
 
@@ -323,10 +324,29 @@ def test_observations_that_were_scaled_are_not_entered(factor):
     assert state_of(model.layers[0])["inputs"][1][0] > 0
 
 
+def test_a_norm_of_all_gradients_is_that_of_the_weights():
+    model = trained_by_keras(batches(2))
+    grads = [numpy(g) for g in gradients_of(model, batches(1)[0])]
+    pairs = zip(model.trainable_variables, grads, strict=True)
+    of_weights = [g for v, g in pairs if not kpe.loops.is_state(v)]
+    assert len(of_weights) < len(grads)
+    expected = np.linalg.norm(np.concatenate([g.ravel() for g in of_weights]))
+    found = np.linalg.norm(np.concatenate([g.ravel() for g in grads]))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_clipping_the_values_of_all_gradients_leaves_observations_alone():
+    model, other = [trained_by_keras(batches(2)) for _ in range(2)]
+    grads = gradients_of(model, batches(1)[0])
+    kpe.loops.settle(model, [ops.clip(g, -1e-3, 1e-3) for g in grads])
+    kpe.loops.settle(other, gradients_of(other, batches(1)[0]))
+    assert_same_bits(states_of(model), states_of(other))
+
+
 def test_the_average_of_observations_in_two_slots_is_not_entered():
     state = states_variable(network())
     two = np.zeros(state.shape, "float32")
-    two[:, 0], two[:, 1], two[:, 2] = 2.0, 6.0, 8.0
+    two[:, :3] = 2.0 * UNIT, 6.0 * UNIT, 8.0 * UNIT
     state.assign(ops.convert_to_tensor(two / 2))
     assert_never_observed([numpy(state)])
     state.assign(ops.convert_to_tensor(two))
@@ -462,7 +482,7 @@ def test_an_average_of_two_states_is_a_state():
                 other.assign(0.99 * other.value + 0.01 * variable.value)
         average(batches(1)[0])
     for state in states_of(average):
-        np.testing.assert_array_equal(state[:, 0], -1.0)
+        np.testing.assert_array_equal(state[:, 0], SEALED)
     first = state_of(average.layers[0])["inputs"][1]
     ends = [state_of(m.layers[0])["inputs"][1] for m in (model, average)]
     assert np.all(first <= np.maximum(*ends))

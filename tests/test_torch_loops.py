@@ -9,6 +9,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import states_of
+from keras_policy_ext.numerics.observations import SEALED
 from steps import numpy
 
 pytestmark = pytest.mark.skipif(
@@ -167,7 +168,7 @@ def error_with_kpe_loops(loop, make):
 def assert_observed_and_as_exact(model, loop, make):
     for state in states_of(model):
         matrix = numpy(state)
-        assert np.all(matrix[:, 0] == -1.0)
+        assert np.all(matrix[:, 0] == SEALED)
         assert np.all(matrix[:, 10:] > 0.0), "the whole history is observed"
     assert forward_error(model) <= 1.2 * error_with_kpe_loops(loop, make)
 
@@ -356,7 +357,7 @@ def test_lbfgs_leaves_settled_states():
     model = closures(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
     for state in states_of(model):
         matrix = numpy(state)
-        np.testing.assert_array_equal(matrix[:, :9], [[-1.0] + [0.0] * 8] * 3)
+        np.testing.assert_array_equal(matrix[:, :9], [[SEALED] + [0.0] * 8] * 3)
         assert np.all(matrix[:, 9] > 0.0)
 
 
@@ -422,7 +423,7 @@ def test_an_averaged_model_follows():
     found = numpy(average(torch.tensor(x)))
     assert np.all(np.isfinite(found))
     for state in states_of(average.module):
-        np.testing.assert_array_equal(numpy(state)[:, 0], -1.0)
+        np.testing.assert_array_equal(numpy(state)[:, 0], SEALED)
 
 
 def test_an_averaged_module_follows_a_layer_in_it():
@@ -480,7 +481,7 @@ def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
     plain(model, adam(model.parameters()), None, *next(batches(1)))
     for state in states_of(model):
         assert state.value.dtype == torch.float32
-        np.testing.assert_array_equal(numpy(state)[:, 0], -1.0)
+        np.testing.assert_array_equal(numpy(state)[:, 0], SEALED)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from keras_policy_ext.kernels import (
 from keras_policy_ext.kernels.both_layouts import Known
 from keras_policy_ext.kernels.torch_fused import TritonCasts, TritonStates
 from keras_policy_ext.numerics import casting, scaling
+from keras_policy_ext.numerics.observations import SEALED
 from keras_policy_ext.numerics.scale_protocol import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
 
@@ -222,7 +223,7 @@ def test_a_step_has_the_bits_of_separate_casts(
     if recipe.history_length:
         shape = source_of(recipe).state_shape
         matrix = torch.zeros(shape)
-        matrix[:, 0] = -1.0
+        matrix[:, 0] = SEALED
         if seen:
             matrix[:, 10] = torch.tensor([3.0, 0.5, 7.0])
         state = (matrix,)

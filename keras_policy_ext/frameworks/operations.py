@@ -8,6 +8,14 @@ from typing import Any, Protocol
 Tensor = Any
 Shape = tuple[Any, ...]
 
+UNIT = 2.0**-24
+"""What stands for 1 in the gradient of a state: a use, and an amax of 1.
+
+Training loops measure and clip gradients, this one too. It is so small that a
+thousand layers with amaxes of 1000 count as 0.003 in the norm of all. A power
+of two, so that amaxes from 2^-102 on lose nothing; smaller ones may count as 0.
+"""
+
 
 class Residuals(Protocol):
     """What a backward pass needs of the forward pass.

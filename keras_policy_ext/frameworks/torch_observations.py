@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from keras_policy_ext.frameworks.operations import UNIT
+
 Tensor = Any
 
 _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -300,7 +302,7 @@ def _counted(largest: Tensor) -> Tensor:
     Those of one may be in other slots than those of the other.
     """
     slots = (largest[:, 1:] != 0.0).sum(1, keepdim=True).to(largest.dtype)
-    uses = torch.maximum(largest[:, :1], slots)
+    uses = torch.maximum(largest[:, :1], UNIT * slots)
     return torch.cat([uses, largest[:, 1:]], dim=1)
 
 

@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.numerics.casting import EXPONENT_BITS
-from keras_policy_ext.numerics.observations import ROUNDING, SEALED, SLOTS
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SEALED,
+    SLOTS,
+)
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import DelayedSource
 from keras_policy_ext.numerics.scaling import LARGEST_MARGIN, SMALLEST_SCALE
@@ -59,8 +64,8 @@ class CpuStates:
     ) -> Tensor:
         """See `StateKernels.observation`."""
         found = np.zeros(source.state_shape, "float32")
-        found[:, 0] = 1.0
-        found[:, 1 + slot % SLOTS] = [amax.item() for amax in amaxes]
+        found[:, 0] = UNIT
+        found[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
         return torch.from_numpy(found)
 
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ class CpuStates:
 
 def _scales_before(source: Any, state: Array) -> Array:
     """The scales of the operands: see `DelayedSource.history_scales`."""
-    intact = state[:, 0] == SEALED
+    intact = _intact(state)
     history = state[:, FIRST:]
     newest_only = source.recipe.amax_compute == "most_recent"
     reduced = history[:, 0] if newest_only else history.max(axis=1)
@@ -86,6 +91,12 @@ def _scales_before(source: Any, state: Array) -> Array:
     bits = reduced.view("int32")
     usable = (bits > 0) & (bits < EXPONENT_BITS)
     return np.where(usable, _scales_of(source, reduced), previous)
+
+
+def _intact(state: Array) -> Array:
+    """See `Layout.is_intact`."""
+    is_zero: Array = (state[:, 1 : FIRST - 1] == 0.0).all(axis=1)
+    return is_zero & (state[:, 0] == SEALED)
 
 
 def _scales_of(source: Any, amaxes: Array) -> Array:
@@ -102,15 +113,17 @@ def _scales_of(source: Any, amaxes: Array) -> Array:
 def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     """See `DelayedSource.settle` and `Layout.settle`; `sums` of the amaxes."""
     used = _scales_before(source, previous)
-    uses, entries = value[:, 0], value[:, 1 : FIRST + 1]
+    units = np.float32(UNIT)
+    first, entries = value[:, 0], value[:, 1 : FIRST + 1] / units
+    uses = first / units
     observed = np.zeros_like(previous)
     observed[:, 0] = SEALED
     observed[:, FIRST - 1] = used
-    intact = (previous[:, 0] == SEALED)[:, np.newaxis]
+    intact = _intact(previous)[:, np.newaxis]
     history = np.where(intact, previous[:, FIRST:], np.float32(0.0))
     observed[:, FIRST:] = history
     finite = np.isfinite(entries).all(axis=1)
-    mean = sums / np.maximum(uses, np.float32(1.0))
+    mean = sums / units / np.maximum(uses, np.float32(1.0))
     newest = np.where(_IS_KERNEL, mean, entries.max(axis=1))
     rolled = np.roll(history, -1, axis=1)
     rolled[:, 0] = newest
@@ -121,7 +134,7 @@ def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     settled = previous.copy()
     given = uses < 0.0
     settled[given] = value[given]
-    rounded = given & (np.abs(uses - np.float32(SEALED)) <= ROUNDING)
+    rounded = given & (np.abs(first - np.float32(SEALED)) <= ROUNDING)
     settled[rounded, 0] = SEALED
     settled[uses > 0.0] = np.where(np.arange(settled.shape[1]) == 0, SEALED, 0)
     settled[counted] = observed[counted]

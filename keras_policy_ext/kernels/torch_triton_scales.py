@@ -12,11 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
-from keras_policy_ext.numerics.observations import ROUNDING, SLOTS
+from keras_policy_ext.frameworks.operations import UNIT
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SEALED,
+    SLOTS,
+)
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import OPERANDS
 
 Tensor = Any
+
+_ROUNDING = tl.constexpr(ROUNDING)
+_SEALED = tl.constexpr(SEALED)
+_UNIT = tl.constexpr(UNIT)
+_UNITS = tl.constexpr(1.0 / UNIT)
 
 
 def history_scales(
@@ -80,7 +90,6 @@ def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
         previous,
         settled,
         KERNEL_ROW=OPERANDS.index("kernel"),
-        ROUNDING=ROUNDING,
         **constants(source),
     )
     return settled
@@ -134,6 +143,15 @@ def scale_of(
 
 
 @triton.jit
+def _is_intact(start, place, FIRST: tl.constexpr):
+    """See `Layout.is_intact`; of the row that starts there."""
+    is_seal = place < FIRST - 1
+    seal = tl.where(place == 0, _SEALED, 0.0)
+    found = tl.load(start + place, mask=is_seal, other=0.0)
+    return tl.max((is_seal & (found != seal)).to(tl.int32), 0) == 0
+
+
+@triton.jit
 def _scale_before(
     state,
     row,
@@ -151,7 +169,7 @@ def _scale_before(
     reduced = tl.max(history, 0)
     if NEWEST_ONLY:
         reduced = tl.load(start + FIRST)
-    intact = tl.load(start) == -1.0
+    intact = _is_intact(start, place, FIRST)
     stored = tl.where(intact, tl.load(start + FIRST - 1), 0.0)
     reduced = tl.where(intact, reduced, 0.0)
     known = stored > 0.0
@@ -218,8 +236,8 @@ def observation_kernel(
         amax = largest_of(second, second_count, PARTS)
     else:
         amax = largest_of(third, third_count, PARTS)
-    entry = tl.where(place == column, amax, 0.0)
-    entry = tl.where(place == 0, 1.0, entry)
+    entry = tl.where(place == column, amax * _UNIT, 0.0)
+    entry = tl.where(place == 0, _UNIT, entry)
     tl.store(found + row * WIDTH + place, entry, mask=place < WIDTH)
 
 
@@ -235,17 +253,17 @@ def _entered(
 ):
     """The history with the newest amax, where all amaxes are finite."""
     start = previous + row * WIDTH
-    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
+    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0) * _UNITS
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = tl.max(bits, 0) < 0x7F800000
-    uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
     mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
     newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0))
     # The ring turns left: see `Layout._entered`.
     older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
     turned = tl.load(start + older, mask=place > FIRST, other=0.0)
     before = tl.load(start + place, mask=place < WIDTH, other=0.0)
-    intact = tl.load(start) == -1.0
+    intact = _is_intact(start, place, FIRST)
     turned = tl.where(intact, turned, 0.0)
     rolled = tl.where(place == FIRST, newest, turned)
     return tl.where(finite, rolled, tl.where(intact, before, 0.0))
@@ -254,7 +272,7 @@ def _entered(
 @triton.jit
 def _is_observation(given, place, FIRST: tl.constexpr):
     """See `Layout._is_observation`."""
-    uses = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
     entered = (place > 0) & (place <= FIRST) & (given != 0.0)
     seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
     seen = tl.where(entered, seen, 0.0)
@@ -275,7 +293,6 @@ def settle_kernel(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     KERNEL_ROW: tl.constexpr,
-    ROUNDING: tl.constexpr,
 ):
     """See `settle` and `Layout.settle`; a program for each operand."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
@@ -290,14 +307,14 @@ def settle_kernel(
     history = _entered(given, previous, row, place, KERNEL_ROW, WIDTH, FIRST)
     observed = tl.where(place >= FIRST, history, 0.0)
     observed = tl.where(place == FIRST - 1, used, observed)
-    observed = tl.where(place == 0, -1.0, observed)
+    observed = tl.where(place == 0, _SEALED, observed)
 
     # A state that is assigned is sealed, and zeros leave what was.
-    uses = tl.load(value + row * WIDTH)
-    seal = tl.where(tl.abs(uses + 1.0) <= ROUNDING, -1.0, uses)
+    first = tl.load(value + row * WIDTH)
+    seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
     state = tl.where(place == 0, seal, given)
-    other = tl.where(uses < 0.0, state, before)
-    unseen = tl.where(place == 0, -1.0, 0.0)
-    other = tl.where(uses > 0.0, unseen, other)
+    other = tl.where(first < 0.0, state, before)
+    unseen = tl.where(place == 0, _SEALED, 0.0)
+    other = tl.where(first > 0.0, unseen, other)
     found = tl.where(_is_observation(given, place, FIRST), observed, other)
     tl.store(settled + row * WIDTH + place, found, mask=inside)

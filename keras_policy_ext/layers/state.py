@@ -17,8 +17,9 @@ from keras_policy_ext.layers.state_files import (
     FORMAT_VERSION,
     POLICY_KEY,
     VERSION_KEY,
-    as_array,
+    earlier_for_file,
     earlier_key,
+    earlier_of_file,
     entries_for_file,
     entries_of,
     matrices_from,
@@ -161,7 +162,7 @@ class Float8State(keras.layers.Layer):
                 store[key] = np.zeros_like(value) if other_kernel else value
             earlier = frameworks.current().earlier_observation(variable)
             if earlier is not None:
-                store[earlier_key(number)] = as_array(earlier)
+                store[earlier_key(number)] = earlier_for_file(earlier)
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, as far as it is there.
@@ -220,6 +221,7 @@ class Float8State(keras.layers.Layer):
             earlier = entries.get(earlier_key(number))
             # A state of another history length has another shape.
             if earlier is not None and earlier.shape == matrix.shape:
+                earlier = earlier_of_file(earlier)
                 framework = frameworks.current()
                 framework.put_earlier_observation(variable, earlier)
 

@@ -10,7 +10,7 @@ stock layers don't look at. For the kernel that was made as number `i`:
 | `attention` | (bytes,) | what an attention layer has for that, if anything |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
-| `i.observed` | as in memory | of micro-batches before the next step, if any |
+| `i.observed` | as in memory | of micro-batches before, 1 for a use; if any |
 
 Under a recipe that rounds at random it has, in place of scales and amaxes:
 
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers.state_variable import (
     StateVariable,
     is_amax,
@@ -221,10 +222,18 @@ def earlier_key(number: int) -> str:
     return f"{number}.observed"
 
 
-def as_array(observation: Any) -> np.ndarray:
-    """An observation for a file: what was not finite is infinite there."""
-    array = np.array(ops.convert_to_numpy(observation))
+def earlier_for_file(observation: Any) -> np.ndarray:
+    """An observation for a file: uses and amaxes, not that many `UNIT`.
+
+    What was not finite is infinite there.
+    """
+    array = ops.convert_to_numpy(observation) / np.float32(UNIT)
     return np.nan_to_num(array, nan=np.inf, posinf=np.inf)
+
+
+def earlier_of_file(array: np.ndarray) -> np.ndarray:
+    """The observation that `earlier_for_file` has written."""
+    return array * np.float32(UNIT)
 
 
 def _check_earlier(

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_policy_ext import _user_code, frameworks, kernels
 from keras_policy_ext._keras import averages, variable_values
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
@@ -182,6 +183,7 @@ class StateVariable(
             matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
         moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
+        moved |= matrix[:, 1 : SLOTS + 1].any(axis=1)
         if moved.any() and not self._said:
             warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
         self._said = bool(moved.any())
@@ -207,7 +209,7 @@ class StateVariable(
             layout.history(matrix)[row, 0] = amax
         else:
             matrix[row] = 0.0
-            matrix[row, :2] = 1.0, amax
+            matrix[row, :2] = UNIT, UNIT * amax
         self.assign(matrix)
 
     @property
@@ -285,7 +287,7 @@ class StateVariable(
 def never_observed(shape: tuple[int, ...]) -> np.ndarray:
     """The settled state of what was never observed, as an array."""
     matrix = np.zeros(shape, "float32")
-    matrix[:, 0] = -1.0
+    matrix[:, 0] = SEALED
     return matrix
 
 

@@ -8,8 +8,8 @@ and what travels survives a sum. A row per operand
 
 | column | settled | observation of one use |
 |---|---|---|
-| `uses` | -1 | 1 |
-| 8 `slots` | 0 | amax in the slot of this use, 0 elsewhere |
+| `uses` | -1 | `UNIT` |
+| 8 `slots` | 0 | amax times `UNIT` in the slot of this use, 0 elsewhere |
 | `scale` | last scale used, 0 if none | 0 |
 | `history` | amaxes, a ring with the newest at index 0 | 0 |
 
@@ -19,9 +19,14 @@ has one for all its steps, so that there it is a sum, an upper bound. A kernel
 is the same in all uses, and its amax their mean. A row of zeros (JAX's
 gradient of what was not used) means "not observed".
 
-The -1 is also a seal. An optimizer that takes the state for a weight moves
-all columns, this one too; a row with any other negative number there is not
-believed, and its operand counts as never observed.
+An observation travels among gradients, and training loops measure and clip
+those: `UNIT` is so small that it counts for nothing in a norm and is below
+what values are clipped at.
+
+The -1 is also a seal, and so are the zeros in the slots. An optimizer that
+takes the state for a weight moves both, the slots by as little as an amax in
+`UNIT`; a row with other numbers there is not believed, and its operand counts
+as never observed.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.recipes import OPERANDS
 
 Tensor = Any
@@ -52,8 +58,8 @@ ROUNDING = 2.0**-20
 """How far the average of two sealed rows may be from it.
 
 Averages of weights, as loops write them, round four times at most, each by
-half a unit in the last place of a number up to 1. An optimizer moves a weight
-by about its learning rate in its first step.
+half a unit in the last place of a number up to 1. An optimizer that decays
+weights moves it by more in its first step.
 """
 
 
@@ -92,17 +98,29 @@ class Layout:
         Returns:
             Float32 (rows, width).
         """
-        entries = ops.where(
-            np.arange(_FIRST) == slot % SLOTS, ops.expand_dims(amaxes, 1), 0.0
-        )
+        here = np.arange(_FIRST) == slot % SLOTS
+        units = ops.expand_dims(amaxes, 1) * UNIT
+        entries = ops.where(here, units, 0.0)
         rows, after = entries.shape[0], self.width - 1 - _FIRST
-        ones = ops.ones((rows, 1), "float32")
+        use = ops.ones((rows, 1), "float32") * UNIT
         zeros = ops.zeros((rows, after), "float32")
-        return ops.concatenate([ones, entries, zeros], axis=1)
+        return ops.concatenate([use, entries, zeros], axis=1)
+
+    def largest(self, state: Tensor) -> Tensor:
+        """The largest amax of each row, (rows,); infinite if it was moved.
+
+        Both in one reduction, which compilers make a kernel of.
+        """
+        columns = self._columns()
+        seal = ops.where(columns == 0, SEALED, 0.0)
+        is_seal = columns < _FIRST - 1
+        moved = ops.logical_and(is_seal, ops.not_equal(state, seal))
+        amaxes = ops.where(columns < _FIRST, 0.0, state)
+        return ops.max(ops.where(moved, np.inf, amaxes), axis=1)
 
     def is_intact(self, state: Tensor) -> Tensor:
         """Which rows of a settled state nobody has moved, bool (rows,)."""
-        return state[:, 0] == SEALED
+        return ops.less(self.largest(state), np.inf)
 
     def settle(self, value: Tensor, previous: Tensor, used: Tensor) -> Tensor:
         """Interpret an assigned value.
@@ -123,10 +141,10 @@ class Layout:
             row counts as never observed after an observation that was scaled:
             a history that stands still would cut a tensor that grows.
         """
-        uses, entries = value[:, :1], self._entries(value)
-        columns = self._columns()
-        is_rounded = ops.less_equal(ops.abs(uses - SEALED), ROUNDING)
-        seal = ops.where(is_rounded, SEALED, uses)
+        first, entries = value[:, :1], self._entries(value) / UNIT
+        uses, columns = first / UNIT, self._columns()
+        is_rounded = ops.less_equal(ops.abs(first - SEALED), ROUNDING)
+        seal = ops.where(is_rounded, SEALED, first)
         given = ops.where(columns == 0, seal, value[:, : self.width])
         kept = ops.where(ops.less(uses, 0.0), given, previous)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
@@ -158,29 +159,21 @@ class DelayedSource:
         of 0. `unseen` is read off the scales: read off the state, a compiler
         would read the state again wherever it needs to know.
         """
-        intact = self.layout.is_intact(state)
-        stored = self._stored(state)
+        largest = self.layout.largest(state)
+        intact = ops.less(largest, np.inf)
+        stored = ops.where(intact, self.layout.scale(state), 0.0)
         previous = ops.where(stored > 0.0, stored, self.initial)
+        newest_only = self.recipe.amax_compute == "most_recent"
+        reduced = self.layout.history(state)[:, 0] if newest_only else largest
+        reduced = ops.where(intact, reduced, 0.0)
         limits = ops.convert_to_tensor(self.limits, "float32")
-        scales = self._scale(self._reduced(state, intact), limits, previous)
+        scales = self._scale(reduced, limits, previous)
         unseen = scales == 0.0 if self.starts_from_current else None
         return HistoryScales(scales, unseen)
 
     def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
         margin = self.recipe.margin
         return scaling.scale_of_multiplier(amax, limit, margin, previous)
-
-    def _stored(self, state: Tensor) -> Tensor:
-        """The scales last used, (3,); 0 where there is none to believe."""
-        intact = self.layout.is_intact(state)
-        return ops.where(intact, self.layout.scale(state), 0.0)
-
-    def _reduced(self, state: Tensor, intact: Tensor) -> Tensor:
-        """The amaxes that scales are made of, (3,), likewise."""
-        history = self.layout.history(state)
-        newest_only = self.recipe.amax_compute == "most_recent"
-        reduced = history[:, 0] if newest_only else ops.max(history, axis=1)
-        return ops.where(intact, reduced, 0.0)
 
 
 class CountingSource(CurrentSource):

@@ -16,6 +16,7 @@ from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import recipes
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.torch_cpu_states import CpuStates
+from keras_policy_ext.numerics.observations import SEALED
 from keras_policy_ext.numerics.scale_sources import CurrentSource, source_of
 
 
@@ -28,7 +29,7 @@ def test_states_settle_as_in_the_source(recipe):
 def test_amaxes_of_many_uses_are_added_up_in_the_same_order(uses):
     source = source_of(recipes.DelayedScaling(amax_history_length=2))
     previous = torch.zeros(source.state_shape)
-    previous[:, 0] = -1.0
+    previous[:, 0] = SEALED
     for amax in np.random.default_rng(0).random(200).astype("float32"):
         amaxes = [torch.tensor(amax)] * 3
         value = sum(source.observation(amaxes, i) for i in range(uses))
@@ -49,7 +50,7 @@ def test_an_observation_is_that_of_the_source(slot):
 def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
     source = source_of(recipes.DelayedScaling(amax_history_length=2))
     state = torch.zeros(source.state_shape)
-    state[:, 0], state[:, -1] = -1.0, amax
+    state[:, 0], state[:, -1] = SEALED, amax
     found = CpuStates().history_scales(source, state)
     expected = source.history_scales(state)
     np.testing.assert_array_equal(found.scales, expected.scales)

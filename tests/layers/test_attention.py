@@ -11,6 +11,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers import class_swap
 from keras_policy_ext.recipes import CurrentScaling
 from products import quantized
@@ -619,7 +620,7 @@ def test_without_a_word_on_training_a_gradient_observes():
     ]
     assert len(observed) == 4
     for observation in observed:
-        np.testing.assert_array_equal(observation[:, 0], 1)
+        np.testing.assert_array_equal(observation[:, 0], UNIT)
 
 
 class SelfAttention(keras.layers.Layer):

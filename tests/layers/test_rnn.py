@@ -9,6 +9,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
@@ -435,7 +436,7 @@ def observed(model, cell, x, training=None):
         for variable, grad in zip(model.trainable_variables, grads, strict=True)
         if variable is state
     )
-    return row[0], row[1:9].max()
+    return row[0] / UNIT, row[1:9].max() / UNIT
 
 
 def test_training_that_is_not_said_observes_where_a_gradient_is_taken():

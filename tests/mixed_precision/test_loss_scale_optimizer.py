@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.mixed_precision import LossScaleOptimizer
 from loss_scaling import BACKEND, scaled_gradient, steps
 from steps import no_grad, numpy
@@ -363,7 +364,7 @@ def observation(layer, amax):
     """What a step observes: one use, the same amax for each operand."""
     (state,) = layer.float8_state.matrices
     matrix = np.zeros(tuple(state.shape), "float32")
-    matrix[:, :2] = 1.0, amax
+    matrix[:, :2] = UNIT, UNIT * amax
     return ops.convert_to_tensor(matrix)
 
 

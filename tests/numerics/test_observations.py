@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_policy_ext import reference
 from keras_policy_ext.numerics import quantized
-from keras_policy_ext.numerics.observations import SLOTS, Layout
+from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNIT, Layout
 from keras_policy_ext.numerics.scale_protocol import Amax
 from keras_policy_ext.numerics.scale_sources import DelayedSource, source_of
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
@@ -26,7 +26,7 @@ def delayed(length=4, **kwargs):
 def fresh(rule):
     """The state of a layer that was just built."""
     state = np.zeros(rule.state_shape, "float32")
-    state[:, 0] = -1.0
+    state[:, 0] = SEALED
     return state
 
 
@@ -50,7 +50,7 @@ def observed(rule, *uses, slots=None):
     for slot, amaxes in zip(slots or range(len(uses)), uses, strict=True):
         total[:, 0] += 1
         total[:, 1 + slot % SLOTS] += np.asarray(amaxes, "float32")
-    return total
+    return UNIT * total
 
 
 _COMPILED = {}
@@ -108,7 +108,8 @@ def test_a_settled_value_is_taken_as_it_is(length, way):
 def test_each_operand_is_judged_alone(way):
     rule = delayed(2)
     state, other = random_state(rule, 1), random_state(rule, 2)
-    value = np.stack([np.zeros_like(state[0]), other[1], [1, 5, *[0] * 10]])
+    third = observed(rule, [0, 0, 5])[2]
+    value = np.stack([np.zeros_like(state[0]), other[1], third])
     result = settle(rule, value, state, way)
     same_bits(result[:2], np.stack([state[0], other[1]]))
     newest = [5.0, histories(rule, state)[2, 0]]
@@ -451,6 +452,33 @@ def test_a_state_that_was_moved_counts_for_nothing(way):
     newest, others = np.split(histories(rule, after), [1], axis=1)
     np.testing.assert_array_equal(newest[:, 0], [1, 2, 3])
     assert not others.any()
+
+
+@WAYS
+@pytest.mark.parametrize("rate", [1.0, 0.01, 1e-4, 1e-6])
+def test_a_step_of_gradient_descent_moves_a_state(rate, way):
+    """By an observation, as small as it is."""
+    rule = delayed(2)
+    before = random_state(rule)
+    after = before - np.float32(rate) * observed(rule, [1, 2, 3])
+    for scale, expected in zip(
+        prior(rule, after, way), (0.0, True), strict=True
+    ):
+        same_bits(scale, np.array([expected] * ROWS, scale.dtype))
+
+
+@given(
+    amaxes=st.lists(
+        st.floats(2.0**-102, float(np.float32(3.4e38)), width=32),
+        min_size=3,
+        max_size=3,
+    )
+)
+def test_an_observation_loses_no_bit_of_an_amax(amaxes):
+    rule = delayed(1)
+    tensors = [ops.convert_to_tensor(np.float32(a)) for a in amaxes]
+    value = ops.convert_to_numpy(rule.observation(tensors, 0))
+    same_bits(settle(rule, value, fresh(rule))[:, -1], np.float32(amaxes))
 
 
 @WAYS
