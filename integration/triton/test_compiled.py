@@ -39,7 +39,7 @@ cast = {
     **block,
 }
 state = torch_triton_scales.constants(source_of(recipes.DelayedScaling()))
-settle = {**state, "KERNEL_ROW": 1, "ROUNDING": 2.0**-20}
+settle = {**state, "KERNEL_ROW": 1}
 observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"], "PARTS": 4096}
 counts = "first_count", "second_count", "third_count"
 matrix = {"m": "i32", "k": "i32", "by_row": "i32"}
