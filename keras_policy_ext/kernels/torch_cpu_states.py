@@ -113,9 +113,9 @@ def _scales_of(source: Any, amaxes: Array) -> Array:
 def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     """See `DelayedSource.settle` and `Layout.settle`; `sums` of the amaxes."""
     used = _scales_before(source, previous)
-    units = np.float32(UNIT)
-    first, entries = value[:, 0], value[:, 1 : FIRST + 1] / units
-    uses = first / units
+    unit = np.float32(UNIT)
+    first, entries = value[:, 0], value[:, 1 : FIRST + 1]
+    uses = first / unit
     observed = np.zeros_like(previous)
     observed[:, 0] = SEALED
     observed[:, FIRST - 1] = used
@@ -123,8 +123,8 @@ def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     history = np.where(intact, previous[:, FIRST:], np.float32(0.0))
     observed[:, FIRST:] = history
     finite = np.isfinite(entries).all(axis=1)
-    mean = sums / units / np.maximum(uses, np.float32(1.0))
-    newest = np.where(_IS_KERNEL, mean, entries.max(axis=1))
+    mean = sums / np.maximum(uses, np.float32(1.0))
+    newest = np.where(_IS_KERNEL, mean, entries.max(axis=1)) / unit
     rolled = np.roll(history, -1, axis=1)
     rolled[:, 0] = newest
     observed[finite, FIRST:] = rolled[finite]

@@ -253,12 +253,12 @@ def _entered(
 ):
     """The history with the newest amax, where all amaxes are finite."""
     start = previous + row * WIDTH
-    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0) * _UNITS
+    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = tl.max(bits, 0) < 0x7F800000
     uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
     mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
-    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0))
+    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0)) * _UNITS
     # The ring turns left: see `Layout._entered`.
     older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
     turned = tl.load(start + older, mask=place > FIRST, other=0.0)

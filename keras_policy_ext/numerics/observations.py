@@ -99,7 +99,7 @@ class Layout:
             Float32 (rows, width).
         """
         here = np.arange(_FIRST) == slot % SLOTS
-        units = ops.expand_dims(amaxes, 1) * UNIT
+        units = ops.expand_dims(amaxes * UNIT, 1)
         entries = ops.where(here, units, 0.0)
         rows, after = entries.shape[0], self.width - 1 - _FIRST
         use = ops.ones((rows, 1), "float32") * UNIT
@@ -141,7 +141,7 @@ class Layout:
             row counts as never observed after an observation that was scaled:
             a history that stands still would cut a tensor that grows.
         """
-        first, entries = value[:, :1], self._entries(value) / UNIT
+        first, entries = value[:, :1], self._entries(value)
         uses, columns = first / UNIT, self._columns()
         is_rounded = ops.less_equal(ops.abs(first - SEALED), ROUNDING)
         seal = ops.where(is_rounded, SEALED, first)
@@ -214,7 +214,7 @@ class Layout:
         mean = total / ops.maximum(uses, 1.0)
         largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)
         constant = np.array(self.constant)[:, np.newaxis]
-        return ops.where(constant, mean, largest)
+        return ops.where(constant, mean, largest) / UNIT
 
 
 class Counting(Layout):
