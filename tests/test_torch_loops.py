@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from cases import BEFORE_3_15
 from converted_models import states_of
 from keras_policy_ext.numerics.observations import SEALED
 from steps import numpy
@@ -484,6 +485,10 @@ def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
         np.testing.assert_array_equal(numpy(state)[:, 0], SEALED)
 
 
+@pytest.mark.skipif(
+    BEFORE_3_15,
+    reason=f"Keras {keras.__version__} itself leaves tensors in `keras.tree`",
+)
 @pytest.mark.parametrize(
     "recipe", ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"]
 )

@@ -123,7 +123,8 @@ class QuantizedAsLeaf:
     Keras visits the layers that have none in them, and asks each for
     `_flatten_layers()` to see (keras 3.12 to 3.15). To that question a layer
     with nothing but `float8_state` in it names itself alone. Where Keras no
-    longer asks, nothing changes. Expires when Keras visits all layers.
+    longer asks, nothing changes: it visits all layers from 3.16 on. Expires
+    with Keras 3.15.
     """
 
     def _flatten_layers(self, *args: Any, **kwargs: Any) -> Any:

@@ -88,7 +88,7 @@ def test_a_reverted_model_is_quantized_as_a_stock_one(layers, times):
     stack, stock = model(layers), model(keras.layers)
     for _ in range(times):
         kpe.convert(stack, POLICY)
-        assert len(warned(stack, "int8")) == 3
+        assert len(told(stack, "int8")) == 3
         kpe.revert(stack)
     for each in (stack, stock):
         assert len(warned(each, "int8")) == 1  # of the convolution

@@ -5,11 +5,12 @@ import itertools
 import keras
 import numpy as np
 import pytest
+from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras import transposed_windows
 from keras_policy_ext.kernels.contractions import ConvTranspose
-from steps import numpy
+from steps import gradients, numpy
 
 EXACT = "float8/current(power_of_two=True)_from_float32"
 CASES = [
@@ -39,6 +40,34 @@ def test_float8_keeps_the_outputs_that_keras_keeps(padding):
         expected = numpy(model(x))
         kpe.convert(model, EXACT)
         np.testing.assert_array_equal(numpy(model(x)), expected, str(more))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [(3, 2, "same"), (4, 3, "same"), (2, 3, "valid")],
+)
+def test_its_gradients_are_those_of_keras(kernel, stride, padding):
+    """Of numbers that float8 holds exactly."""
+    rng = np.random.default_rng(1)
+    x = rng.integers(-4, 5, (2, 5, 3)).astype("float32")
+    layer = keras.layers.Conv1DTranspose(
+        4, kernel, stride, padding, use_bias=False
+    )
+    model = keras.Sequential([keras.Input((5, 3)), layer])
+    layer.kernel.assign(rng.integers(-4, 5, layer.kernel.shape))
+    g = rng.integers(-4, 5, numpy(model(x)).shape).astype("float32")
+
+    def found():
+        def loss(y):
+            return ops.sum(ops.multiply(y, g))
+
+        y, dx, (dkernel, *_) = gradients(model, x, loss, compiled=True)
+        return [numpy(each) for each in (y, dx, dkernel)]
+
+    expected = found()
+    kpe.convert(model, EXACT)
+    for of_float8, of_keras in zip(found(), expected, strict=True):
+        np.testing.assert_array_equal(of_float8, of_keras)
 
 
 @pytest.mark.skipif(

@@ -13,6 +13,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 import products
+from keras_policy_ext._keras import transposed_windows
 from keras_policy_ext.recipes import CurrentScaling
 from steps import gradients, no_grad, normal, numpy, relative_rms
 
@@ -266,6 +267,11 @@ def test_a_transposed_convolution_is_the_gradient_of_one(rank, spatial, kwargs):
     policy = kpe.Float8DTypePolicy("float32", recipe=RECIPE)
     cls = getattr(kpe.layers, f"Conv{rank}DTranspose")
     layer = cls(use_bias=False, dtype=policy, **kwargs)
+    if layer.padding == "same" and transposed_windows.are_own():
+        pytest.skip(
+            f"Keras {keras.__version__} keeps other outputs on PyTorch, as "
+            "tests/keras_contacts/test_transposed_windows.py has them"
+        )
     shape = (2, *spatial, 3)
     layer.build(moved(np.empty(shape), layer.data_format, False).shape)
     x, w = normal(*shape, seed=0), normal(*layer.kernel.shape, seed=1)
