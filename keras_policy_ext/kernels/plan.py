@@ -10,7 +10,12 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import cast_again, engines, scaled_products
+from keras_policy_ext.kernels import (
+    cast_again,
+    engines,
+    scaled_products,
+    second_derivatives,
+)
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
     Reads,
@@ -25,6 +30,7 @@ from keras_policy_ext.kernels.operands import Operands, amax_of, storing
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
 from keras_policy_ext.numerics import quantized
+from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import Amax, Known
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -76,6 +82,11 @@ class Plan:
     def first_use(self) -> Plan:
         """This plan in slot 0: the forward pass is the same in every slot."""
         return dataclasses.replace(self, slot=0)
+
+    @functools.cached_property
+    def another_use(self) -> Plan:
+        """This plan in the slot that is farthest from its own."""
+        return dataclasses.replace(self, slot=(self.slot + SLOTS // 2) % SLOTS)
 
     @functools.cached_property
     def kernel_grad_dtype(self) -> str:
@@ -227,6 +238,10 @@ class Plan:
         numbers = self.source.observed(known, [*(amaxes or ()), g_amax])
         observed = self._observation(numbers, *state)
         return inputs_grad, kernel_grad, (observed,)
+
+    def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
+        """See `second_derivatives.gradients`."""
+        return second_derivatives.gradients(self, *arguments)
 
     def _history(self, state: tuple[Tensor, ...]) -> Known | None:
         """What the state says before the step; None where there is none."""
