@@ -61,8 +61,8 @@ class Backward:
         if _is_recorded(outputs_grad, inputs, kernel):
             found = self._linked(outputs_grad, inputs, kernel, state)
         else:
-            found = self._passed(self._operation, outputs_grad, state)
-            found = map(_last, found)
+            passed = self._passed(self._operation, outputs_grad, state)
+            found = [_last(gradient) for gradient in passed]
         inputs_grad, *assigned = found
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
@@ -83,7 +83,8 @@ class Backward:
 
             def again(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
-                return [*map(_last, derivatives), *found[2:]]
+                of_operands = map(_last, derivatives)
+                return [*of_operands, *found[2:]]
 
             return found, again
 

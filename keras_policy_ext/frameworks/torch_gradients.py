@@ -20,13 +20,13 @@ Tensor = Any
 Links = tuple[Tensor | None, Tensor | None]
 
 
-def links_of(*operands: Tensor) -> Links:
+def links_of(inputs: Tensor, kernel: Tensor) -> Links:
     """What stands for each operand where its gradient is differentiated.
 
     A parameter stands for itself. None for what has no gradient, and for
     tensors of other types, of which a gradient is taken once.
     """
-    return tuple(_link_of(x) for x in operands)
+    return _link_of(inputs), _link_of(kernel)
 
 
 def _link_of(x: Tensor) -> Tensor | None:
@@ -161,12 +161,14 @@ class Frozen(torch.autograd.Function):
     def forward(
         ctx: Any, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
+        """The outputs."""
         ctx.operation, ctx.shape = operation, tuple(inputs.shape)
         ctx.save_for_backward(*constants)
         return _no_view(operation.forward(inputs, constants))
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+        """The gradient of the inputs; constants have none."""
         constants = ctx.saved_tensors
         inputs_grad = ctx.operation.inputs_grad(
             outputs_grad, constants, ctx.shape

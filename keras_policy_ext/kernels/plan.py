@@ -10,12 +10,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import (
-    cast_again,
-    engines,
-    scaled_products,
-    second_derivatives,
-)
+from keras_policy_ext.kernels import cast_again, engines, scaled_products
 from keras_policy_ext.kernels.both_layouts import (
     BothLayouts,
     Reads,
@@ -29,6 +24,7 @@ from keras_policy_ext.kernels.gathering import gathered
 from keras_policy_ext.kernels.operands import Operands, amax_of, storing
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
+from keras_policy_ext.kernels.second_derivatives import gradients
 from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.quantized import Quantized
@@ -241,7 +237,7 @@ class Plan:
 
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
         """See `second_derivatives.gradients`."""
-        return second_derivatives.gradients(self, *arguments)
+        return gradients(self, *arguments)
 
     def _history(self, state: tuple[Tensor, ...]) -> Known | None:
         """What the state says before the step; None where there is none."""
@@ -345,12 +341,11 @@ class Plan:
         the amax and a cast in both layouts make 6, and 3 in place of 5 for
         Blackwell, which wants one layout (JAX 0.10).
         """
-        matmuls = matmuls_of(operand)
         return (
             self.one_pass
             and operand == "outputs_grad"
             and self.operands.read_once[operand]
-            and all(chosen[m][1].native for m in matmuls)
+            and all(chosen[m][1].native for m in matmuls_of(operand))
             and engines.engine().casts_in_one_pass()
         )
 
