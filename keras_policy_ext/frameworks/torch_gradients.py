@@ -8,6 +8,7 @@ of which only the gradient counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Differentiable(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:5]
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
         if torch.is_grad_enabled():  # under create_graph=True
-            gradients = _Gradients.apply(how, outputs_grad, *ctx.links, *saved)
+            gradients = _linked(how, outputs_grad, ctx.links, saved)
         else:
             gradients = _gradients(how, outputs_grad, saved)
         bias_grad = None
@@ -113,8 +114,20 @@ def _gradients(
     return inputs_grad, kernel_grad, *state_grad
 
 
-class _Gradients(torch.autograd.Function):
+def _linked(
+    how: Any, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
+) -> Any:
     """`_gradients`, which can be differentiated once more."""
+    pairs = zip(how[2], links, strict=True)
+    if any(needed and link is None for needed, link in pairs):
+        # Of operands of a type that has no links.
+        found = _gradients(how, outputs_grad, saved)
+        return *_last(found[:2], outputs_grad), *found[2:]
+    return _Gradients.apply(how, outputs_grad, *links, *saved)
+
+
+class _Gradients(torch.autograd.Function):
+    """`_gradients` as a function of links to the operands."""
 
     @staticmethod
     def forward(
@@ -130,9 +143,10 @@ class _Gradients(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         found = _gradients(how, outputs_grad, saved)
         ctx.how, ctx.observed = how, found[2:]
+        ctx.links = inputs_link, kernel_link
         ctx.save_for_backward(outputs_grad, *saved)
         ctx.mark_non_differentiable(*found[2:])
-        return found
+        return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
 
     @staticmethod
     def backward(
@@ -150,7 +164,8 @@ class _Gradients(torch.autograd.Function):
                 ctx.needs_input_grad[1:4],
             )
         if torch.is_grad_enabled():
-            found = map(_last, found)
+            of_gradients = inputs_grad_grad, kernel_grad_grad
+            found = _last(found, outputs_grad, *ctx.links, *of_gradients)
         return None, *found, *ctx.observed, *(None for _ in leaves)
 
 
@@ -177,10 +192,10 @@ class Frozen(torch.autograd.Function):
 
 
 class _Last(torch.autograd.Function):
-    """A gradient of a gradient, which cannot be differentiated again."""
+    """A gradient that cannot be differentiated again by what it is made of."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -188,10 +203,20 @@ class _Last(torch.autograd.Function):
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-def _last(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    return _Last.apply(gradient.detach().requires_grad_())
+def _last(
+    gradients: Iterable[Tensor | None], *sources: Tensor | None
+) -> list[Tensor | None]:
+    """The same gradients, which cannot be differentiated again.
+
+    Args:
+        gradients: What has been computed without a graph.
+        sources: Of what. Where none of them has a gradient, as on the way to
+            what has no link, a derivative is still looked for.
+    """
+    return [
+        x if x is None else _Last.apply(x.detach().requires_grad_(), *sources)
+        for x in gradients
+    ]
 
 
 def _no_view(x: Tensor) -> Tensor:

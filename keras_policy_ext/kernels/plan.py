@@ -59,8 +59,7 @@ class Plan:
         for_xla: Whether XLA is going to compile it, where a kernel asks.
         gathering: How the kernel is gathered, where devices have parts of
             it: see `Framework.gathering_of`.
-        one_pass: Whether JAX is to cast the output gradient in the pass that
-            finds its amax: see `_is_one_pass`.
+        one_pass: Whether JAX is to cast as `_is_one_pass` says.
     """
 
     contraction: Contraction
@@ -82,7 +81,8 @@ class Plan:
     @functools.cached_property
     def another_use(self) -> Plan:
         """This plan in the slot that is farthest from its own."""
-        return dataclasses.replace(self, slot=(self.slot + SLOTS // 2) % SLOTS)
+        far = SLOTS // 2 if self.source.observes_amaxes else 0
+        return dataclasses.replace(self, slot=(self.slot + far) % SLOTS)
 
     @functools.cached_property
     def kernel_grad_dtype(self) -> str:
