@@ -34,52 +34,66 @@ def _watched(x):
     return x if x.requires_grad else x.detach().requires_grad_()
 
 
-def loss_and_gradients(model, loss, compiled=True):
-    """A loss and its gradients by the trainable variables of a model.
+def loss_and_gradients(model, loss):
+    """A function of a batch: a loss, and its gradients by trained variables.
 
     Args:
         model: A built layer or model.
-        loss: A function of what calls the model in training, to a scalar. It
-            may ask for `slopes`.
-        compiled: Whether by XLA on JAX, and as a graph on TensorFlow.
+        loss: Function of what calls the model in training and of the tensors
+            of a batch, to a scalar. It may ask for `slopes`.
     """
-    variables = model.trainable_variables
-    if BACKEND == "torch":
-        for variable in variables:
-            variable.value.grad = None
-        value = loss(lambda x: model(x, training=True))
-        value.backward()
-        return value.detach(), [v.value.grad for v in variables]
-    run = {"jax": _jax, "tensorflow": _tensorflow}[BACKEND]
-    return run(model, variables, loss, compiled)
+    run = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
+    return run[BACKEND](model, loss)
 
 
-def _jax(model, variables, loss, compiled):
+def _jax(model, loss):
     import jax
 
-    others = [v.value for v in model.non_trainable_variables]
-
-    def of_values(values):
+    def of_values(values, others, batch):
         def call(x):
             outputs, _ = model.stateless_call(values, others, x, training=True)
             return outputs
 
-        return loss(call)
+        return loss(call, *batch)
 
-    both = jax.value_and_grad(of_values)
-    both = jax.jit(both) if compiled else both
-    return both([v.value for v in variables])
+    both = jax.jit(jax.value_and_grad(of_values))
+
+    def of_batch(*batch):
+        trained, others = (
+            [v.value for v in variables]
+            for variables in (
+                model.trainable_variables,
+                model.non_trainable_variables,
+            )
+        )
+        return both(trained, others, batch)
+
+    return of_batch
 
 
-def _tensorflow(model, variables, loss, compiled):
+def _tensorflow(model, loss):
     import tensorflow as tf
 
-    def both():
+    @tf.function
+    def of_batch(*batch):
+        trained = [v.value for v in model.trainable_variables]
         with tf.GradientTape() as tape:
-            value = loss(lambda x: model(x, training=True))
-        return value, tape.gradient(value, [v.value for v in variables])
+            value = loss(lambda x: model(x, training=True), *batch)
+        return value, tape.gradient(value, trained)
 
-    return (tf.function(both) if compiled else both)()
+    return of_batch
+
+
+def _torch(model, loss):
+    def of_batch(*batch):
+        trained = [v.value for v in model.trainable_variables]
+        for parameter in trained:
+            parameter.grad = None
+        value = loss(lambda x: model(x, training=True), *batch)
+        value.backward()
+        return value.detach(), [parameter.grad for parameter in trained]
+
+    return of_batch
 
 
 def steepness(call, x):
