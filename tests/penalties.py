@@ -74,7 +74,7 @@ def _jax(model, loss):
 def _tensorflow(model, loss):
     import tensorflow as tf
 
-    @tf.function
+    @tf.function(autograph=False)
     def of_batch(*batch):
         trained = [v.value for v in model.trainable_variables]
         with tf.GradientTape() as tape:
