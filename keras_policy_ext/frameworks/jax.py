@@ -1,4 +1,4 @@
-"""JAX: gradients by `custom_vjp`, branches that must not assign."""
+"""JAX: branches that must not assign, arithmetic that XLA leaves alone."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Backward:
         therefore said to be a function of the operands as well. Elsewhere that
         would keep these.
         """
-        if _is_recorded(outputs_grad, inputs, kernel):
+        if is_recorded(outputs_grad, inputs, kernel):
             found = self._linked(outputs_grad, inputs, kernel, state)
         else:
             passed = self._passed(self._operation, outputs_grad, state)
@@ -111,12 +111,15 @@ class Backward:
         return found
 
 
-def _is_recorded(*tensors: Tensor) -> bool:
+def is_recorded(*tensors: Tensor) -> bool:
     """Whether a tape differentiates what is computed of tensors now.
 
     Not in the graph of a gradient that TensorFlow makes beside theirs, as of a
     function or of the body of a loop. Nor in forward mode, in which no tape
     records.
+
+    Args:
+        *tensors: What it is computed of.
     """
     asked = getattr(record, "should_record_backprop", None)
     if asked is None or not asked(list(tensors)):

@@ -7,6 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from cases import mostly
+from keras_policy_ext import frameworks
 from keras_policy_ext.numerics.scale_sources import source_of
 from penalties import loss_and_gradients, slopes, steepness
 from steps import no_grad, normal, numpy, relative_rms
@@ -226,6 +227,29 @@ def test_where_tensorflow_does_not_tell_of_tapes_it_is_refused(monkeypatch):
     monkeypatch.setattr(tensorflow_gradients, "record", None)
     with pytest.raises(LookupError, match="differentiated again"):
         penalty_of(layer, normal(2, 5))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="of its barriers")
+def test_what_xla_computes_again_is_differentiated_twice(monkeypatch):
+    import tensorflow as tf
+
+    monkeypatch.setattr(
+        frameworks.current(), "on_cpu", lambda x: False, raising=True
+    )
+    layer = kpe.layers.Dense(3, "gelu", dtype=CURRENT)
+    layer.build((2, 5))
+    x = tf.constant(normal(2, 5))
+
+    def slope():
+        with tf.GradientTape() as tape:
+            loss = steepness(lambda x: layer(x, training=True), x)
+        return tape.gradient(loss, layer.kernel.value)
+
+    found, expected = (
+        numpy(tf.function(slope, jit_compile=xla, autograph=False)())
+        for xla in (True, False)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of its trainer")
