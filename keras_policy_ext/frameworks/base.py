@@ -17,12 +17,12 @@ from keras_policy_ext.frameworks.operations import (
     Shape,
 )
 
-SECOND_DERIVATIVE = (
-    "A gradient of a layer in float8 cannot be differentiated again: rounding "
-    "and scales would be taken for functions whose slope says something. "
-    "Received: a second derivative, such as that of a gradient penalty, or "
-    "one in forward mode, which TensorFlow makes of it. Allowed: gradients "
-    "taken once. Leave out the layers of the part that is so differentiated."
+DIFFERENTIATED_AGAIN = (
+    "This gradient of a layer in float8 cannot be differentiated again. "
+    "Received: a third derivative, one in forward mode, or a second one of "
+    "what is compiled apart: by torch.compile, or as a tf.function or a loop "
+    "inside of the tapes. Allowed: second derivatives in reverse mode. Put "
+    "the tapes into the tf.function, and unroll=True into its layers."
 )
 
 Tensor = Any

@@ -1,8 +1,7 @@
-"""JAX: gradients by `custom_vjp`, branches that must not assign."""
+"""JAX: branches that must not assign, arithmetic that XLA leaves alone."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from jax import lax
 
-from keras_policy_ext.frameworks import jax_kept, jax_sharding
-from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Framework
+from keras_policy_ext.frameworks import jax_gradients, jax_kept, jax_sharding
+from keras_policy_ext.frameworks.base import Framework
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
 Tensor = Any
-State = tuple[Tensor, ...]
 
 
 class JaxFramework(Framework):
@@ -152,13 +149,13 @@ class JaxFramework(Framework):
         *state: Tensor,
     ) -> Tensor:
         """See `Framework.run`."""
-        return _run(operation, inputs, kernel, state)
+        return jax_gradients.run(operation, inputs, kernel, state)
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
         """See `Framework.run_frozen`."""
-        return _run_frozen(operation, inputs, constants)
+        return jax_gradients.run_frozen(operation, inputs, constants)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         """See `Framework.numbers`.
@@ -273,169 +270,3 @@ def _parts(size: int, numbers: int) -> int:
     """
     most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)
-
-
-@jax.tree_util.register_pytree_node_class
-class _Saved:
-    """Residuals as JAX hands them on: the tensors, and static shapes."""
-
-    def __init__(self, leaves: Sequence[Tensor], shapes: Any):
-        self.leaves = list(leaves)
-        self.shapes = shapes
-
-    def tree_flatten(self) -> tuple[list[Tensor], Any]:
-        return self.leaves, self.shapes
-
-    @classmethod
-    def tree_unflatten(cls, shapes: Any, leaves: Sequence[Tensor]) -> _Saved:
-        return cls(leaves, shapes)
-
-
-# Each pass is compiled as a whole, so that an eager call does not dispatch
-# its operations one by one; inside a compiled function these are inlined.
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(
-    operation: Operation,
-    observe: bool,
-    inputs: Tensor,
-    kernel: Tensor,
-    state: State,
-) -> tuple[Tensor, _Saved]:
-    outputs, residuals = operation.forward(inputs, kernel, state, observe)
-    return outputs, _Saved(residuals.leaves(), residuals.shapes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
-) -> Tensor:
-    return operation.forward(inputs, kernel, state, observe=False)[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _once(
-    operation: Operation, saved: _Saved, state: State, outputs_grad: Tensor
-) -> tuple[Tensor | None, Tensor | None, State]:
-    """The gradients, which cannot be differentiated once more."""
-    leaves = _after(outputs_grad, saved.leaves)
-    residuals = operation.residuals(leaves, saved.shapes)
-    return operation.backward(residuals, outputs_grad, state)
-
-
-_LARGE = 1 << 16
-"""Smaller tensors may be kept in any dtype."""
-
-
-def _is_large(x: Tensor) -> bool:
-    """Whether a tensor has many numbers.
-
-    Not one whose size an export leaves open, which is a formula.
-    """
-    return isinstance(x.size, int) and x.size >= _LARGE
-
-
-def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, not to be widened before a gradient is there.
-
-    In one program XLA for a CPU would widen codes where it makes them, and
-    keep float32: it removes barriers before it fuses. So codes go through a
-    loop that it cannot see through, and that changes nothing: it runs not at
-    all or, where the gradient starts with NaN, twice.
-    """
-    large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
-    off_cpu = jax.default_backend() != "cpu"
-    if off_cpu or not any(large) or 0 in outputs_grad.shape:
-        return list(leaves)
-    times = 2 * jnp.isnan(outputs_grad.ravel()[0]).astype(jnp.int32)
-    codes = [
-        leaf for leaf, is_large in zip(leaves, large, strict=True) if is_large
-    ]
-    kept, _ = lax.while_loop(
-        lambda carry: carry[1] > 0,
-        lambda carry: ([~each for each in carry[0]], carry[1] - 1),
-        (codes, times),
-    )
-    found = iter(kept)
-    return [
-        next(found) if is_large else leaf
-        for leaf, is_large in zip(leaves, large, strict=True)
-    ]
-
-
-def _once_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
-    return _once(operation, *arguments), None
-
-
-def _refuse(operation: Operation, saved: None, gradients: Any) -> Any:
-    raise NotImplementedError(SECOND_DERIVATIVE)
-
-
-_once.defvjp(_once_forward, _refuse)
-_backward = jax.jit(_once, static_argnums=0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
-) -> Tensor:
-    # JAX calls this one only where no gradient is taken.
-    return _outputs(operation.first_use, inputs, kernel, state)
-
-
-def _run_forward(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
-) -> tuple[Tensor, tuple[_Saved, State]]:
-    observe = operation.training is not False
-    outputs, saved = _forward(
-        operation.first_use, observe, inputs, kernel, state
-    )
-    return outputs, (saved, state)
-
-
-def _run_backward(
-    operation: Operation, saved: tuple[_Saved, State], outputs_grad: Tensor
-) -> tuple[Tensor | None, Tensor | None, State]:
-    return _backward(operation, *saved, outputs_grad)
-
-
-_run.defvjp(_run_forward, _run_backward)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _frozen_outputs(
-    operation: FrozenOperation, inputs: Tensor, constants: State
-) -> Tensor:
-    return operation.forward(inputs, constants)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_frozen(
-    operation: FrozenOperation, inputs: Tensor, constants: State
-) -> Tensor:
-    return _frozen_outputs(operation, inputs, constants)
-
-
-def _run_frozen_forward(
-    operation: FrozenOperation, inputs: Tensor, constants: State
-) -> tuple[Tensor, _Saved]:
-    outputs = _frozen_outputs(operation, inputs, constants)
-    return outputs, _Saved(constants, inputs.shape)
-
-
-def _run_frozen_backward(
-    operation: FrozenOperation, saved: _Saved, outputs_grad: Tensor
-) -> tuple[Tensor, State]:
-    constants = tuple(saved.leaves)
-    inputs_grad = operation.inputs_grad(outputs_grad, constants, saved.shapes)
-    return inputs_grad, tuple(map(_no_gradient, constants))
-
-
-_run_frozen.defvjp(_run_frozen_forward, _run_frozen_backward)
-
-
-def _no_gradient(constant: Tensor) -> Any:
-    if jnp.issubdtype(constant.dtype, jnp.floating):
-        return jnp.zeros_like(constant)
-    return np.zeros(constant.shape, jax.dtypes.float0)

@@ -53,6 +53,10 @@ class Operation(Hashable, Protocol):
     def first_use(self) -> Operation:
         """One that has the same forward pass, for all that share it."""
 
+    @property
+    def another_use(self) -> Operation:
+        """The same computation, whose observations are told apart."""
+
     def resolved(self) -> Operation:
         """This operation, when what it leaves open can be known."""
 
@@ -82,6 +86,29 @@ class Operation(Hashable, Protocol):
         needed: tuple[bool, bool] = (True, True),
     ) -> tuple[Tensor | None, Tensor | None, Shape]:
         """The gradients of inputs, kernel and state."""
+
+    def second_derivatives(
+        self,
+        residuals: Any,
+        outputs_grad: Tensor,
+        inputs_grad_grad: Tensor | None,
+        kernel_grad_grad: Tensor | None,
+        needed: tuple[bool, bool, bool] = (True, True, True),
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of what `backward` makes its gradients of.
+
+        Args:
+            residuals: As for `backward`.
+            outputs_grad: Likewise.
+            inputs_grad_grad: The gradient of the gradient of the inputs; None
+                for zeros.
+            kernel_grad_grad: That of the gradient of the kernel, likewise.
+            needed: Which results are wanted.
+
+        Returns:
+            The gradients of the gradient of the outputs, of the inputs and of
+            the kernel; None for one that is not wanted, or zero.
+        """
 
 
 class FrozenOperation(Hashable, Protocol):

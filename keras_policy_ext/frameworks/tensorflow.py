@@ -16,10 +16,15 @@ from keras_policy_ext.frameworks import (
     tensorflow_kept,
     tensorflow_variables,
 )
-from keras_policy_ext.frameworks.base import SECOND_DERIVATIVE, Framework
+from keras_policy_ext.frameworks.base import Framework
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.tensorflow_gradients import (
+    Backward,
+    Graph,
+    sizes_of,
+)
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
 # this one is gone, nothing is taken to be compiled by it.
@@ -231,7 +236,7 @@ class TensorFlowFramework(Framework):
             outputs, *kept = forward(inputs, kernel, state)
             # XLA compiles for each size. Were one a result of the graph, it
             # would compile for each value of the inputs, of which that is made.
-            sizes = _sizes(inputs), _sizes(kernel)
+            sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
                 leaves = kept
@@ -239,15 +244,8 @@ class TensorFlowFramework(Framework):
                     seen = operation.residuals(kept, sizes)
                     seen = operation.observed(seen, inputs, kernel)
                     leaves = seen.leaves(narrow=False)
-                dtypes = tuple(leaf.dtype for leaf in leaves)
-                backward = _shared_backward(operation, shapes, dtypes)
-                unknown = [
-                    n for shape in sizes for n in shape if tf.is_tensor(n)
-                ]
-                inputs_grad, *assigned = map(
-                    _once, backward(leaves, unknown, outputs_grad, state)
-                )
-                return [inputs_grad, *_after((kernel, *state), assigned)]
+                backward = Backward(operation, shapes, sizes, leaves)
+                return backward.gradients(outputs_grad, inputs, kernel, state)
 
             return outputs, gradient
 
@@ -266,7 +264,7 @@ class TensorFlowFramework(Framework):
         @tf.custom_gradient
         def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
             outputs = operation.forward(inputs, constants)
-            sizes = _sizes(inputs)
+            sizes = sizes_of(inputs)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
                 inputs_grad = operation.inputs_grad(
@@ -328,55 +326,10 @@ def _in_a_loop() -> bool:
     return graph is not None
 
 
-def _once(gradient: Tensor) -> Tensor:
-    """A gradient that cannot be differentiated again."""
-    return tf.raw_ops.PreventGradient(input=gradient, message=SECOND_DERIVATIVE)
-
-
-def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
-    """Gradients by which variables are updated, once those were read.
-
-    A forward pass that is done again for its gradient reads a kernel which
-    the gradient of that kernel does not need. Nothing but a control edge puts
-    the read before the update, and Grappler loses it: it takes the edge for
-    redundant beside an IdentityN of all gradients, and then splits that one
-    (TF 2.21; once in some 40,000 steps the updated kernel was read).
-    """
-    with tf.control_dependencies(reads):
-        return [tf.identity(gradient) for gradient in gradients]
-
-
-def _sizes(x: Tensor) -> tuple[Any, ...]:
-    """The sizes of a tensor: numbers, or scalars where they are not known."""
-    return tuple(
-        tf.shape(x)[axis] if size is None else size
-        for axis, size in enumerate(x.shape)
-    )
-
-
-class _Graph:
-    """A pass as one graph, made at the first call.
-
-    Eagerly a pass is some thirty operations of which most are on scalars; so
-    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In a
-    graph it is one operation, traced once for all layers of a size. Concrete,
-    since `tf.function` warns of a Python function that it traces often.
-    """
-
-    def __init__(self, function: Any):
-        self._function = tf.function(function, autograph=False)
-        self._concrete: Any = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._concrete is None:
-            self._concrete = self._function.get_concrete_function(*arguments)
-        return self._concrete(*arguments)
-
-
 @functools.lru_cache(maxsize=1024)
 def _shared_forward(
     operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
-) -> _Graph:
+) -> Graph:
     """The outputs, and the leaves of the residuals.
 
     What the graph was made for is part of the key: shapes, and whether its
@@ -389,7 +342,7 @@ def _shared_forward(
         leaves = residuals.leaves(_narrows(operation, inputs, kernel))
         return [outputs, *leaves]
 
-    return _Graph(forward)
+    return Graph(forward)
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
@@ -404,31 +357,8 @@ def _narrows(operation: Operation, *operands: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shared_backward(
-    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> _Graph:
-    """The gradients, of leaves of these dtypes and the sizes not in shapes."""
-
-    def backward(
-        leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
-    ) -> list[Tensor]:
-        sizes = iter(unknown)
-        whole = [
-            tuple(next(sizes) if n is None else n for n in shape)
-            for shape in shapes
-        ]
-        residuals = operation.residuals(leaves, (whole[0], whole[1]))
-        inputs_grad, kernel_grad, state_grad = operation.backward(
-            residuals, outputs_grad, state
-        )
-        return [inputs_grad, kernel_grad, *state_grad]
-
-    return _Graph(backward)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shared_settle(settle: Any, shapes: Any) -> _Graph:
-    return _Graph(settle)
+def _shared_settle(settle: Any, shapes: Any) -> Graph:
+    return Graph(settle)
 
 
 @tf.function(jit_compile=True, autograph=False)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_policy_ext.frameworks.tensorflow_gradients import is_recorded
+
 # Not public; where it is gone, XLA may keep what it could make again.
 try:
     from tensorflow.compiler.tf2xla.python.xla import optimization_barrier
@@ -53,7 +55,9 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
         def gradient(outputs_grad: Tensor) -> Tensor:
-            again, then = _behind_barrier(x, outputs_grad)
+            again, then = x, outputs_grad
+            if not is_recorded(x, outputs_grad):  # a barrier has no gradient
+                again, then = _behind_barrier(x, outputs_grad)
             with tf.GradientTape() as tape:
                 tape.watch(again)
                 outputs = activation(again)

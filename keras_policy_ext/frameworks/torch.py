@@ -1,4 +1,4 @@
-"""PyTorch: gradients by `torch.autograd.Function`."""
+"""PyTorch: what it is asked for, and how."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from keras_policy_ext.frameworks import torch_observations, torch_operators
-from keras_policy_ext.frameworks.base import (
-    SECOND_DERIVATIVE,
-    Framework,
-    Settle,
-)
+from keras_policy_ext.frameworks.base import Framework, Settle
 from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.torch_gradients import (
+    Differentiable,
+    Frozen,
+    links_of,
+)
 from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
@@ -202,7 +203,7 @@ class TorchFramework(Framework):
         ):
             return torch_operators.run_frozen(operation, inputs, *constants)
         if learns:
-            return _Frozen.apply(operation, inputs, *constants)
+            return Frozen.apply(operation, inputs, *constants)
         return operation.forward(inputs, constants)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
@@ -291,7 +292,8 @@ def _run(
         ):
             if state:
                 torch_observations.know_replicas(*state)
-            return _Differentiable.apply(operation, bias, *tensors)
+            links = links_of(inputs, kernel)
+            return Differentiable.apply(operation, links, bias, *tensors)
         # A bias that is trained alone gets its gradient from an addition.
         alone = bias is not None and torch.is_grad_enabled()
         outputs, _ = operation.forward(
@@ -319,87 +321,3 @@ def _refuse_shards(kernel: Tensor) -> None:
     """
     if hasattr(kernel, "_fsdp_orig_uid"):
         raise NotImplementedError(FULLY_SHARD)
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        operation: Operation,
-        bias: Tensor | None,
-        inputs: Tensor,
-        kernel: Tensor,
-        *state: Tensor,
-    ) -> Tensor:
-        observe = operation.training is not False
-        outputs, residuals = operation.forward(
-            inputs, kernel, state, observe, bias
-        )
-        ctx.operation, ctx.shapes = operation, residuals.shapes
-        ctx.bias_shape = None if bias is None else bias.shape
-        ctx.uses_state = bool(state)
-        ctx.save_for_backward(*state, *residuals.leaves())
-        return _no_view(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # to be asked for once only
-        state, leaves = saved[: ctx.uses_state], saved[ctx.uses_state :]
-        with torch.no_grad(), torch_operators.no_autocast(outputs_grad):
-            inputs_grad, kernel_grad, state_grad = ctx.operation.backward(
-                ctx.operation.residuals(leaves, ctx.shapes),
-                outputs_grad,
-                state,
-                needed=ctx.needs_input_grad[2:4],
-            )
-        bias_grad = None
-        if ctx.needs_input_grad[1]:
-            bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
-        if torch.is_grad_enabled():  # under create_graph=True
-            inputs_grad, kernel_grad = map(_once, (inputs_grad, kernel_grad))
-        return None, bias_grad, inputs_grad, kernel_grad, *state_grad
-
-
-class _Frozen(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
-    ) -> Tensor:
-        ctx.operation, ctx.shape = operation, tuple(inputs.shape)
-        ctx.save_for_backward(*constants)
-        return _no_view(operation.forward(inputs, constants))
-
-    @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        constants = ctx.saved_tensors
-        inputs_grad = ctx.operation.inputs_grad(
-            outputs_grad, constants, ctx.shape
-        )
-        return None, inputs_grad, *(None for _ in constants)
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
-        raise NotImplementedError(SECOND_DERIVATIVE)
-
-
-def _once(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    return _Once.apply(gradient.detach().requires_grad_())
-
-
-def _no_view(x: Tensor) -> Tensor:
-    """The same memory as a tensor of its own.
-
-    Autograd refuses to change a view in place where a custom function made
-    it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
-    """
-    return x.new_empty(0).set_(x) if x._is_view() else x

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from keras_policy_ext.frameworks import torch_observations
-from keras_policy_ext.frameworks.base import (
-    SECOND_DERIVATIVE,
-)
+from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
 Tensor = Any
@@ -188,7 +186,7 @@ def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
 
 
 def _refuse(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError(SECOND_DERIVATIVE)
+    raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

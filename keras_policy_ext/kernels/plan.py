@@ -24,7 +24,9 @@ from keras_policy_ext.kernels.gathering import gathered
 from keras_policy_ext.kernels.operands import Operands, amax_of, storing
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
+from keras_policy_ext.kernels.second_derivatives import gradients
 from keras_policy_ext.numerics import quantized
+from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import Amax, Known
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -57,8 +59,7 @@ class Plan:
         for_xla: Whether XLA is going to compile it, where a kernel asks.
         gathering: How the kernel is gathered, where devices have parts of
             it: see `Framework.gathering_of`.
-        one_pass: Whether JAX is to cast the output gradient in the pass that
-            finds its amax: see `_is_one_pass`.
+        one_pass: Whether JAX is to cast as `_is_one_pass` says.
     """
 
     contraction: Contraction
@@ -76,6 +77,12 @@ class Plan:
     def first_use(self) -> Plan:
         """This plan in slot 0: the forward pass is the same in every slot."""
         return dataclasses.replace(self, slot=0)
+
+    @functools.cached_property
+    def another_use(self) -> Plan:
+        """This plan in the slot that is farthest from its own."""
+        far = SLOTS // 2 if self.source.observes_amaxes else 0
+        return dataclasses.replace(self, slot=(self.slot + far) % SLOTS)
 
     @functools.cached_property
     def kernel_grad_dtype(self) -> str:
@@ -228,6 +235,10 @@ class Plan:
         observed = self._observation(numbers, *state)
         return inputs_grad, kernel_grad, (observed,)
 
+    def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
+        """See `second_derivatives.gradients`."""
+        return gradients(self, *arguments)
+
     def _history(self, state: tuple[Tensor, ...]) -> Known | None:
         """What the state says before the step; None where there is none."""
         if not state:
@@ -330,12 +341,11 @@ class Plan:
         the amax and a cast in both layouts make 6, and 3 in place of 5 for
         Blackwell, which wants one layout (JAX 0.10).
         """
-        matmuls = matmuls_of(operand)
         return (
             self.one_pass
             and operand == "outputs_grad"
             and self.operands.read_once[operand]
-            and all(chosen[m][1].native for m in matmuls)
+            and all(chosen[m][1].native for m in matmuls_of(operand))
             and engines.engine().casts_in_one_pass()
         )
 

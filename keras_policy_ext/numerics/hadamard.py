@@ -51,6 +51,24 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     return framework.reshape(x, shape) * 0.25
 
 
+def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
+    """What `hadamard` made a matrix of, without what `padded` appended.
+
+    Args:
+        matrix: Float32 (b, m, k), as `hadamard` returns it.
+        size: Of the axis, before it was padded.
+        axis: 1 or 2.
+
+    Returns:
+        Float32 tensor of that size along the axis.
+    """
+    sixteens = ops.shape(matrix)[axis] // SIZE
+    signs = ops.tile(np.array(SIGNS, "float32"), sixteens)
+    signs = ops.reshape(signs, (1, -1, 1) if axis == 1 else (1, 1, -1))
+    x = hadamard(matrix * signs, axis) * signs
+    return x[:, :size] if axis == 1 else x[:, :, :size]
+
+
 def padded(matrix: Tensor, axis: int = 2) -> Tensor:
     """(b, m, k) with zeros appended to an axis, to a multiple of 16."""
     size = ops.shape(matrix)[axis]

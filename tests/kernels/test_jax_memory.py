@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.frameworks import jax as framework
+from keras_policy_ext.frameworks import jax_gradients as framework
 
 if jax.default_backend() != "cpu":
     pytest.skip("XLA for a GPU respects barriers", allow_module_level=True)

@@ -94,7 +94,7 @@ def test_a_model_trains_to_the_same_weights(monkeypatch, recipe):
 
     compiled = trained()
     frameworks.tensorflow._shared_forward.cache_clear()
-    frameworks.tensorflow._shared_backward.cache_clear()
+    frameworks.tensorflow_gradients._shared_backward.cache_clear()
     monkeypatch.setattr(frameworks.tensorflow, "_LARGE", 1 << 60)
     for one, other in zip(compiled, trained(), strict=True):
         np.testing.assert_array_equal(one, other)

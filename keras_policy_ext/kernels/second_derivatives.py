@@ -1,0 +1,129 @@
+"""The derivatives of the two gradients of a contraction.
+
+`y = C(x, w)` is linear in each operand, and so are its gradients. Rounding and
+scales are taken for the identity, as in the gradients themselves. With `g` the
+gradient of `y`, and `v` and `u` the gradients of what `inputs_grad` and
+`kernel_grad` return, the three matmuls are those of the contraction again:
+
+| gradient of | is |
+|---|---|
+| `g` | `forward(v, w) + forward(x, u)` |
+| `x` | `inputs_grad(g, u)` |
+| `w` | `kernel_grad(v, g)` |
+
+`x` and `w` are the copies that the gradients read, so that nothing more is
+kept; the products are in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext.kernels import cast_again, engines
+from keras_policy_ext.numerics import hadamard, quantized
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import MATMULS, matmuls_of
+
+Tensor = Any
+Needed = tuple[bool, bool, bool]
+
+
+def gradients(
+    plan: Any,
+    residuals: Any,
+    outputs_grad: Tensor,
+    v: Tensor | None,
+    u: Tensor | None,
+    needed: Needed = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `g`, `x` and `w`.
+
+    Args:
+        plan: A `Plan`.
+        residuals: From its forward pass.
+        outputs_grad: `g`, of dtype `plan.inputs_dtype`.
+        v: Of the shape and dtype of the inputs; None for zeros.
+        u: Of the shape and dtype of the kernel; None for zeros.
+        needed: Which of the three are wanted.
+
+    Returns:
+        The three, each in the dtype of what it is the gradient of; None for
+        one that is not wanted, or zero.
+    """
+    read = _Operands(plan, residuals, outputs_grad)
+    g = x = w = None
+    if needed[0] and v is not None:
+        g = read.product("forward", read.plain("inputs", v), read.kernel)
+    if needed[0] and u is not None:
+        more = read.product("forward", read.inputs, read.plain("kernel", u))
+        g = more if g is None else ops.add(g, more)
+    if needed[1] and u is not None:
+        x = read.product("inputs_grad", read.gradient, read.plain("kernel", u))
+    if needed[2] and v is not None:
+        w = read.product("kernel_grad", read.plain("inputs", v), read.gradient)
+        w = ops.cast(w, plan.kernel_dtype)
+    return g, x, w
+
+
+class _Operands:
+    """Matrices of what is not quantized, or no longer."""
+
+    def __init__(self, plan: Any, residuals: Any, outputs_grad: Tensor):
+        self._plan, self._residuals = plan, residuals
+        self._outputs_grad = outputs_grad
+
+    @property
+    def inputs(self) -> Quantized:
+        return self._decoded("inputs", self._residuals.inputs)
+
+    @property
+    def kernel(self) -> Quantized:
+        # With a gradient that stands for itself nothing is done to its scale.
+        other = quantized.unquantized(self._outputs_grad)
+        _, kept = cast_again.read(self._plan, self._residuals.kernel, other)
+        return self._decoded("kernel", kept)
+
+    @property
+    def gradient(self) -> Quantized:
+        return self.plain("outputs_grad", self._outputs_grad)
+
+    def product(self, matmul: str, a: Quantized, b: Quantized) -> Tensor:
+        """One of the three matmuls of operands in their home matrices."""
+        contraction = self._plan.contraction
+        engine = engines.engine()
+        kernel, _ = contraction.choose(engine, matmul, None, None)
+        operands = (
+            read
+            if matmul == matmuls_of(operand)[0]
+            else contraction.transposed(read)
+            for operand, read in zip(MATMULS[matmul], (a, b), strict=True)
+        )
+        shapes, dtype = self._residuals.shapes, self._plan.inputs_dtype
+        return contraction.product(matmul, kernel, *operands, shapes, dtype)
+
+    def plain(self, operand: str, x: Tensor) -> Quantized:
+        """What is not quantized, in its home matrix."""
+        plan = self._plan
+        home = plan.contraction.operand(operand, x, None)
+        plain = quantized.unquantized(ops.cast(home, plan.inputs_dtype))
+        return plan.contraction.read(operand, plain)
+
+    def _decoded(self, operand: str, kept: Quantized) -> Quantized:
+        """What a kept operand stands for, in its home matrix."""
+        matmul = matmuls_of(operand)[1]
+        across = self._plan.operands.is_across(operand, matmul)
+        values, asked = kept.values, kept.quantization
+        if asked is not None:
+            wide = kept.widened(decode=engines.engine().decode)
+            values = wide.dequantize()
+            if wide.tensor_scale is not None:
+                values = ops.multiply(values, wide.tensor_scale)
+        if asked is not None and asked.hadamard is not None:
+            # The axis that it sums with the output gradient.
+            axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
+            size = ops.shape(self.gradient.values)[summed]
+            values = hadamard.inverse(values, size, axis)
+        plain = quantized.unquantized(ops.cast(values, self._plan.inputs_dtype))
+        return plain if across else self._plan.contraction.transposed(plain)
