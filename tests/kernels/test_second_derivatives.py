@@ -8,6 +8,7 @@ from keras import ops
 from cases import mostly
 from keras_policy_ext import kernels, recipes, reference
 from keras_policy_ext.layers.gates import Gates
+from keras_policy_ext.layers.state_variable import never_observed
 from keras_policy_ext.numerics.scale_sources import source_of
 from penalties import slopes
 from products import quantized
@@ -45,19 +46,11 @@ SUMMED_WITH_OTHERS = [name for name in CONTRACTIONS if name != "summed alone"]
 """Those whose operands are rounded as they are."""
 
 
-def never_observed(recipe):
-    """The state of a kernel that was never used, if there is one."""
-    shape = source_of(recipe).state_shape
-    if shape is None:
-        return ()
-    matrix = np.zeros(shape, "float32")
-    matrix[:, 0] = -1.0
-    return (ops.convert_to_tensor(matrix),)
-
-
 def contracted(contraction, recipe, dtype="float32", training=True):
     """A function of inputs and a kernel."""
-    state = never_observed(recipe)
+    shape = source_of(recipe).state_shape
+    states = [] if shape is None else [never_observed(shape)]
+    state = [ops.convert_to_tensor(matrix) for matrix in states]
 
     def call(x, w):
         dtypes = dtype, "float32"
