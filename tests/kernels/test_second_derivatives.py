@@ -127,7 +127,9 @@ def numbers(shape, seed):
     return normal(*shape, seed=seed)
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize(
+    "name", mostly(CONTRACTIONS, "matrices", "batch", "convolution")
+)
 def test_where_nothing_is_rounded_they_are_those_of_float32(name):
     contraction, tensors = operands(name, integers)
     recipe = recipes.DelayedScaling(initial_scale=1.0)
@@ -139,7 +141,7 @@ def test_where_nothing_is_rounded_they_are_those_of_float32(name):
 
 
 @pytest.mark.parametrize(
-    "name", mostly(SUMMED_WITH_OTHERS, "batch", "transposed")
+    "name", mostly(SUMMED_WITH_OTHERS, "heads", "transposed")
 )
 def test_elsewhere_they_are_those_of_the_rounded_operands(name):
     contraction, tensors = operands(name, numbers)
