@@ -82,8 +82,9 @@ def load_assets(model: keras.Model, folder: Any) -> None:
     """Let the layers of a model read their assets, such as vocabularies.
 
     Keras does so while it loads weights, by `_load_state` of the module
-    `saving_lib` (keras 3.0 to 3.15). Expires with a public function that
-    reads assets.
+    `saving_lib` (keras 3.0 to 3.15). It takes None for no weights, but not in
+    3.13, and in all versions a store that is false. Expires with a public
+    function that reads assets.
 
     Args:
         model: The model.
@@ -94,11 +95,23 @@ def load_assets(model: keras.Model, folder: Any) -> None:
     """
     from keras.src.saving import saving_lib
 
+    class NoWeights(saving_lib.H5IOStore):
+        """A store of weights without a file."""
+
+        def __init__(self) -> None:
+            pass
+
+        def __bool__(self) -> bool:
+            return False
+
+        def has_path(self, path: str) -> bool:
+            return False
+
     failed: set[int] = set()
     errors: dict[int, Any] = {}
     saving_lib._load_state(
         model,
-        weights_store=None,
+        weights_store=NoWeights(),
         assets_store=saving_lib.DiskIOStore(str(folder), mode="r"),
         inner_path="",
         visited_saveables=set(),
