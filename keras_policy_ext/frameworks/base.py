@@ -20,9 +20,9 @@ from keras_policy_ext.frameworks.operations import (
 DIFFERENTIATED_AGAIN = (
     "This gradient of a layer in float8 cannot be differentiated again. "
     "Received: a third derivative, one in forward mode, or a second one of "
-    "what is compiled apart: by torch.compile, or as a tf.function or a loop "
-    "inside of the tapes. Allowed: second derivatives in reverse mode. Put "
-    "the tapes into the tf.function, and unroll=True into its layers."
+    "what is compiled apart: by torch.compile, or as a jax.jit, tf.function or "
+    "loop inside of the gradients. Allowed: second derivatives in reverse "
+    "mode. Compile around both gradients; set unroll=True in layers."
 )
 
 Tensor = Any

@@ -2,8 +2,8 @@
 
 What a backward pass keeps are narrow copies, which JAX does not know to come
 from the operands. So a gradient is a function of links to the operands beside
-them: zeros of their shape, of which only the gradient counts. XLA leaves them
-out of a program in which no gradient is differentiated.
+them: zeros of their shape, of which only the gradient counts. There are none
+where no gradient is differentiated.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import partial_eval
 
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
@@ -80,13 +81,12 @@ def _run_forward(
 ) -> tuple[Tensor, tuple[_Saved, State, Links]]:
     """The outputs and what is kept.
 
-    Numbers have no gradient of a gradient; where JAX traces they may have.
-    What is kept is then computed of constants, for a loop to see what does
-    not change in it.
+    Linked where gradients are differentiated. What is kept is then computed
+    of constants.
     """
     how = operation.first_use, operation.training is not False
     tensors = inputs, kernel, state
-    if not _are_traced(*tensors):
+    if not _are_differentiated(*tensors):
         outputs, saved = _forward(*how, *tensors)
         return outputs, (saved, state, None)
     outputs, saved = _forward(*how, *lax.stop_gradient(tensors))
@@ -106,9 +106,18 @@ def _run_backward(
 run.defvjp(_run_forward, _run_backward)
 
 
-def _are_traced(*tensors: Any) -> bool:
+def _are_differentiated(*tensors: Any) -> bool:
+    """Whether JAX differentiates around the gradient that is being taken.
+
+    Not what it has made a program of before, as of the body of a loop: that
+    would hold links.
+    """
     leaves = jax.tree_util.tree_leaves(tensors)
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return any(
+        isinstance(leaf, jax.core.Tracer)
+        and not isinstance(leaf, partial_eval.DynamicJaxprTracer)
+        for leaf in leaves
+    )
 
 
 @jax.custom_vjp
@@ -226,10 +235,11 @@ def _gradients_backward(
 ) -> tuple[Any, ...]:
     """The state gets what the gradients that are differentiated observed."""
     saved, observed, links, outputs_grad = kept
+    if links is None:
+        raise NotImplementedError(DIFFERENTIATED_AGAIN)
     found = _second_derivatives(operation, saved, outputs_grad, *gradients[:2])
     of_outputs_grad, *of_operands = found
-    of_links = None if links is None else tuple(of_operands)
-    return None, observed, of_links, of_outputs_grad
+    return None, observed, tuple(of_operands), of_outputs_grad
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)

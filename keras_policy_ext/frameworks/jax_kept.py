@@ -198,8 +198,6 @@ def _read(equation: Any, results: list[bool]) -> list[Any]:
     """The operands that some results of an equation are computed of."""
     if equation.primitive.name == "while":
         return _read_by_loop(equation, results)
-    if equation.primitive.name == "scan":
-        return _read_by_scan(equation, results)
     within = _within(equation)
     if within is None:
         return list(equation.invars)
@@ -216,43 +214,12 @@ def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
     carried = [
         a or b for a, b in zip(asked[of_condition:], results, strict=True)
     ]
-    read = _read_in_turns(body, of_body, carried, [])
-    return _chosen(equation, [*asked[:of_condition], *read])
-
-
-def _read_by_scan(equation: Any, results: list[bool]) -> list[Any]:
-    """The same of a loop over what is stacked, which is not carried on."""
-    params = equation.params
-    count = params["num_carry"]
-    carried, stacked = results[:count], results[count:]
-    body = params["jaxpr"].jaxpr
-    return _chosen(
-        equation, _read_in_turns(body, params["num_consts"], carried, stacked)
-    )
-
-
-def _read_in_turns(
-    body: Jaxpr, constants: int, carried: list[bool], stacked: list[bool]
-) -> list[bool]:
-    """Which inputs of a body are read, in whichever turn.
-
-    Args:
-        body: Of constants, what is carried on, and more.
-        constants: How many there are.
-        carried: Which results are wanted that are carried on.
-        stacked: Which of the others.
-    """
     before: list[bool] = []
     while carried != before:
         before = carried
-        read = [bool(users) for users in _users(body, [*carried, *stacked])]
-        again = read[constants : constants + len(carried)]
-        carried = [a or b for a, b in zip(again, carried, strict=True)]
-    return [*read[:constants], *carried, *read[constants + len(carried) :]]
-
-
-def _chosen(equation: Any, used: list[bool]) -> list[Any]:
-    """The operands of an equation that are used."""
+        read = [bool(users) for users in _users(body, carried)]
+        carried = [a or b for a, b in zip(read[of_body:], carried, strict=True)]
+    used = [*asked[:of_condition], *read[:of_body], *carried]
     return [
         v for v, is_used in zip(equation.invars, used, strict=True) if is_used
     ]

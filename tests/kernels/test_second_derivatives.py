@@ -1,6 +1,5 @@
 """The gradients of gradients, of what the three matmuls read."""
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -247,19 +246,3 @@ def test_a_third_derivative_is_refused():
 
     with pytest.raises(ERRORS[BACKEND], match="cannot be differentiated again"):
         slopes(steepness, *tensors)
-
-
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="of JAX's tracers")
-def test_of_a_backward_pass_alone_jax_differentiates_the_gradient():
-    import jax
-
-    contraction, (x, w, g, v, u) = operands("matrices", numbers)
-    call = contracted(contraction, recipes.CurrentScaling())
-    _, backward = jax.vjp(call, x, w)
-
-    def total(g):
-        of_x, of_w = backward(g)
-        return ops.sum(of_x * v) + ops.sum(of_w * u)
-
-    expected = second(call, x, w, g, v, u)[2]
-    np.testing.assert_allclose(jax.grad(total)(g), expected, rtol=1e-5)
