@@ -25,6 +25,10 @@ Tensor = Any
 State = tuple[Tensor, ...]
 Links = tuple[Tensor, Tensor] | None
 
+# JAX has no public way to ask what traces (0.10.2). Where this one is gone,
+# gradients are taken once.
+_OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
+
 
 @jax.tree_util.register_pytree_node_class
 class _Saved:
@@ -114,8 +118,7 @@ def _are_differentiated(*tensors: Any) -> bool:
     """
     leaves = jax.tree_util.tree_leaves(tensors)
     return any(
-        isinstance(leaf, jax.core.Tracer)
-        and not isinstance(leaf, partial_eval.DynamicJaxprTracer)
+        isinstance(leaf, jax.core.Tracer) and not isinstance(leaf, _OfProgram)
         for leaf in leaves
     )
 
