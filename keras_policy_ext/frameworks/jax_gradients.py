@@ -145,20 +145,13 @@ def _linked(
 
 
 def _linked_forward(
-    operation: Operation,
-    outputs: Tensor,
-    saved: _Saved,
-    state: State,
-    links: Links,
-) -> tuple[Tensor, tuple[_Saved, State, Links]]:
-    outputs = _linked(operation, outputs, saved, state, links)
-    return outputs, (saved, state, links)
+    operation: Operation, outputs: Tensor, *kept: Any
+) -> tuple[Tensor, Any]:
+    return _linked(operation, outputs, *kept), kept
 
 
 def _linked_backward(
-    operation: Operation,
-    kept: tuple[_Saved, State, Links],
-    outputs_grad: Tensor,
+    operation: Operation, kept: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
     *of_links, of_state = _backward(operation, *kept, outputs_grad)
     return None, None, of_state, tuple(of_links)
@@ -221,15 +214,9 @@ def _gradients(
     return operation.backward(residuals, outputs_grad, state)
 
 
-def _gradients_forward(
-    operation: Operation,
-    saved: _Saved,
-    state: State,
-    links: Links,
-    outputs_grad: Tensor,
-) -> tuple[Any, Any]:
-    how = saved, state, links, outputs_grad
+def _gradients_forward(operation: Operation, *how: Any) -> tuple[Any, Any]:
     found = _gradients(operation.another_use, *how)
+    saved, _, links, outputs_grad = how
     return found, (saved, found[2], links, outputs_grad)
 
 

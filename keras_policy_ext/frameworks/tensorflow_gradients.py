@@ -59,27 +59,24 @@ class Backward:
         would keep these.
         """
         if is_recorded(outputs_grad, inputs, kernel):
-            found = self._linked(outputs_grad, inputs, kernel, state)
+            found = self._linked(outputs_grad, inputs, kernel, *state)
         else:
             passed = self._passed(self._operation, outputs_grad, state)
             found = [_last(gradient) for gradient in passed]
         inputs_grad, *assigned = found
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
-    def _linked(
-        self,
-        outputs_grad: Tensor,
-        inputs: Tensor,
-        kernel: Tensor,
-        state: tuple[Tensor, ...],
-    ) -> Gradients:
-        """The gradients, which can be differentiated once more."""
+    def _linked(self, *tensors: Tensor) -> Gradients:
+        """The gradients, which can be differentiated once more.
+
+        Args:
+            tensors: `outputs_grad`, the inputs, the kernel and the state.
+        """
 
         @tf.custom_gradient
-        def gradients(outputs_grad: Tensor, *linked: Tensor) -> Any:
-            state = linked[2:]
+        def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
             use = self._operation.another_use
-            found = self._passed(use, outputs_grad, state)
+            found = self._passed(use, outputs_grad, operands[2:])
 
             def again(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
@@ -88,7 +85,7 @@ class Backward:
 
             return found, again
 
-        found: Gradients = gradients(outputs_grad, inputs, kernel, *state)
+        found: Gradients = gradients(*tensors)
         return found
 
     def _passed(
