@@ -3,6 +3,7 @@
 import functools
 import gc
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -467,6 +468,28 @@ def test_accumulation_resumes_in_the_middle(tmp_path):
         loaded.train_on_batch(x, y)
     assert_same_bits(model, loaded)
     assert numpy(states_of(model)[0])[0, 10] == np.abs(data[0][0]).max()
+
+
+def test_a_file_has_the_amaxes_of_micro_batches_themselves(tmp_path):
+    """And 1 for a use: not multiplied as they are among gradients."""
+    model = network()
+    optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=3)
+    model.compile(optimizer, "mse")
+    ((x, y),) = batches(1)
+    model.train_on_batch(x, y)
+    model.save_weights(tmp_path / "model.weights.h5")
+    found = []
+
+    def collect(name, entry):
+        if name.endswith(".observed"):
+            found.append(np.array(entry))
+
+    with h5py.File(tmp_path / "model.weights.h5") as file:
+        file.visititems(collect)
+    assert len(found) == len(states_of(model))
+    for matrix in found:
+        np.testing.assert_array_equal(matrix[:, 0], 1.0)
+    assert np.abs(x).max() in [matrix[0, 1:9].max() for matrix in found]
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "half", "double"])
