@@ -1,7 +1,5 @@
 """Loops of PyTorch as they are written for any model train a float8 one."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from torch_loops import (
     assert_same_bits,
     batches,
     clipped,
+    error_with_kpe_loops,
     forward_error,
     loss_of,
     momentum,
@@ -38,12 +37,6 @@ pytestmark = pytest.mark.skipif(
 def test_a_loop_over_all_parameters_has_the_bits_of_kpe_loops(loop, make):
     found = trained(loop, make, 12, unmodified=True)
     assert_same_bits(found, trained(loop, make, 12, unmodified=False))
-
-
-@functools.cache
-def error_with_kpe_loops(loop, make):
-    """The reference after 1000 steps."""
-    return forward_error(trained(loop, make, 1000, unmodified=False))
 
 
 def assert_observed_and_as_exact(model, loop, make):
