@@ -1,6 +1,6 @@
 """A thousand steps of DistributedDataParallel, two processes over gloo.
 
-The loop is that of `tests/test_torch_loops.py`, as it is written for any model.
+The loop is that of `tests/torch_loops.py`, as it is written for any model.
 """
 
 import concurrent.futures
@@ -18,7 +18,7 @@ sys.path.insert(0, tests)
 import numpy as np, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-import test_torch_loops as loops
+import torch_loops as loops
 from converted_models import states_of
 from steps import numpy
 

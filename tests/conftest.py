@@ -107,6 +107,12 @@ def global_policy_state():
 
 
 @pytest.fixture
+def environment_is_restored(monkeypatch):
+    """The command writes into the environment; the next test must not see."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.fixture
 def registry():
     """A recipe that a test defines is unknown to the next test."""
     from keras_policy_ext import recipes

@@ -4,9 +4,35 @@ import keras
 import numpy as np
 from keras import ops
 
+import keras_policy_ext as kpe
+from keras_policy_ext.frameworks.operations import UNIT
 from steps import numpy
 
 BACKEND = keras.backend.backend()
+
+
+def sgd(learning_rate=1.0, **kwargs):
+    return keras.optimizers.SGD(learning_rate, **kwargs)
+
+
+def tensors(*values):
+    return [ops.convert_to_tensor(np.float32(value)) for value in values]
+
+
+def float8_layer():
+    policy = kpe.Float8DTypePolicy("mixed_float16", amax_history_length=2)
+    layer = kpe.layers.Dense(2, dtype=policy)
+    layer.build((None, 3))
+    layer.kernel.assign(np.arange(6.0, dtype="float32").reshape(3, 2) - 2.5)
+    return layer
+
+
+def observation(layer, amax):
+    """What a step observes: one use, the same amax for each operand."""
+    (state,) = layer.float8_state.matrices
+    matrix = np.zeros(tuple(state.shape), "float32")
+    matrix[:, :2] = UNIT, UNIT * amax
+    return ops.convert_to_tensor(matrix)
 
 
 def steps(optimizer, variable, factors, compiled=False):

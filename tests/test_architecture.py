@@ -61,6 +61,15 @@ SOURCES = {
 }
 
 
+CHECKOUT = pathlib.Path(__file__).parents[1]
+TESTS = {
+    path.relative_to(CHECKOUT).as_posix(): path
+    for room in ("tests", "integration")
+    for path in sorted((CHECKOUT / room).rglob("*.py"))
+}
+MOST_LINES = 450
+
+
 def imported_names(tree):
     """Every dotted name that an import, wherever it stands, may load.
 
@@ -217,6 +226,16 @@ def test_the_package_does_not_read_the_environment(name):
     used = {*imported_names(tree), *attribute_chains(tree)}
 
     assert sorted(readers & used) == []
+
+
+@pytest.mark.parametrize("files", [SOURCES, TESTS], ids=["package", "tests"])
+def test_a_file_has_one_subject_and_few_lines(files):
+    lines = {
+        name: len(path.read_text(encoding="utf-8").splitlines())
+        for name, path in files.items()
+    }
+
+    assert {n: k for n, k in lines.items() if k > MOST_LINES} == {}
 
 
 def imported_modules(tree, modules):

@@ -1,6 +1,6 @@
 """The global policy in threads, and float64 where JAX has none.
 
-What it takes, and how scopes nest, is in `test_policies.py`.
+What it takes, and how scopes nest, is in `test_policy_scopes.py`.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
-from keras_policy_ext.layers.drop_in import drop_in_of, form_of
+from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -144,7 +144,7 @@ def freezable(
     found = {id(each.layer): each for each in survey.candidates}
     skipped = []
     for each in survey.skipped:
-        form = drop_in_of(type(each.layer))
+        form = _form(each.layer)
         trains = getattr(form, "float8_trains", True)
         if form is None or trains or not each.layer.built:
             skipped.append(each)
@@ -203,13 +203,18 @@ def form_to_freeze(layer: Any) -> Any:
 
     None if it has that class, or has no kernels of its own to store.
     """
-    try:
-        form: Any = form_of(type(layer))
-    except TypeError:  # It computes in a way of its own.
-        return None
+    form = _form(layer)
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
         return None
     return form
+
+
+def _form(layer: keras.Layer) -> Any:
+    """The float8 form of a layer's class, if it computes nothing else."""
+    try:
+        return form_of(type(layer))
+    except TypeError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

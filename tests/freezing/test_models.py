@@ -126,6 +126,41 @@ def test_layers_without_a_form_are_named_with_the_reason():
     assert all(skipped.values())
 
 
+class Averaged(keras.layers.Embedding):
+    """The mean of the words in a row."""
+
+    def call(self, inputs):
+        return keras.ops.mean(super().call(inputs), axis=-2)
+
+
+class Doubled(keras.layers.Embedding):
+    float8_calls_super = True
+
+    def call(self, inputs):
+        return 2 * super().call(inputs)
+
+
+def test_an_embedding_that_computes_something_else_stays_and_says_why():
+    words = Averaged(20, 8, name="words")
+    inputs = keras.Input((3,), dtype="int32")
+    model = keras.Sequential([inputs, words, LAYERS.Dense(4, name="head")])
+    report = kpe.freeze(model)
+    assert [x.name for x in frozen_layers(model)] == ["head"]
+    (left,) = report.skipped
+    assert left.path == words.path and type(words) is Averaged
+    assert "class Averaged has a `call` of its own" in left.reason
+
+
+def test_an_embedding_that_goes_on_to_that_of_keras_is_frozen():
+    words = Doubled(20, 8)
+    words.build()
+    kpe.freeze(words)
+    rounded = words._embeddings.stored.dequantized()
+    np.testing.assert_array_equal(numpy(words(np.arange(20))), 2 * rounded)
+    kpe.thaw(words)
+    assert type(words) is Doubled
+
+
 def test_a_layer_that_keras_has_quantized_is_left():
     model = sequential(
         (6,), LAYERS.Dense(4, name="a"), LAYERS.Dense(4, name="b")

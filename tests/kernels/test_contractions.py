@@ -1,7 +1,5 @@
 """The three matmuls of a layer, against NumPy on the quantized operands."""
 
-import itertools
-
 import keras
 import ml_dtypes
 import numpy as np
@@ -9,29 +7,25 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from cases import mostly
+from contracting import (
+    FLOAT32_TOLERANCE,
+    RECIPES,
+    dense,
+    numpy_of_any,
+    policy,
+    run_layer,
+)
 from keras_policy_ext import kernels, reference
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.numerics import scaling
-from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+from keras_policy_ext.recipes import CurrentScaling
 from products import Contract, quantized
-from steps import gradients, no_grad, normal, numpy, relative_rms, state_of
+from steps import no_grad, normal, relative_rms
 from ways import (
-    BACKEND,
     COMPILERS,
-    FASTEST,
     bits,
-    compiled,
     run,
     same_bits,
 )
-
-FLOAT32_TOLERANCE = 1e-6
-"""Relative RMS of a float32 result against one accumulated in float64."""
-
-
-def policy(source="float32", recipe=None):
-    return kpe.Float8DTypePolicy(source, recipe=recipe or CurrentScaling())
 
 
 def half(x, dtype):
@@ -50,45 +44,6 @@ def within_half_an_ulp(actual, exact, terms, bits_stored):
     half_an_ulp = 2.0 ** (exponents - bits_stored - 1)
     slack = 2.0**-20 * terms
     return np.all(np.abs(actual - exact) <= half_an_ulp * 1.0001 + slack)
-
-
-def run_layer(layer, x, g):
-    """`(y, dx, dkernel)` for the output gradient `g`, as NumPy arrays."""
-    y, dx, grads = gradients(layer, x, weighted(g), compiled=True)
-    return numpy_of_any(y), numpy_of_any(dx), numpy_of_any(grads[0])
-
-
-def weighted(g):
-    """A loss whose gradient for the outputs is `g`."""
-    g = ops.convert_to_tensor(g)
-    return lambda y: ops.sum(ops.multiply(ops.cast(y, "float32"), g))
-
-
-def observe(layer, x, g, training=True):
-    """A training step that changes the float8 state and no weight."""
-    _, _, grads = gradients(layer, x, weighted(g), training, compiled=True)
-    variables = layer.trainable_variables
-    with no_grad():
-        variables[-1].assign(grads[-1])
-    assert variables[-1] in layer.float8_state.matrices
-
-
-def numpy_of_any(x):
-    return numpy(ops.cast(x, "float32"))
-
-
-def dense(units, inputs, dtype=None, **kwargs):
-    layer = kpe.layers.Dense(units, dtype=dtype or policy(), **kwargs)
-    layer.build((None, inputs))
-    return layer
-
-
-RECIPES = {
-    "hybrid": CurrentScaling(),
-    "e4m3": CurrentScaling(fp8_format="e4m3"),
-    "power_of_two": CurrentScaling(power_of_two=True),
-    "hybrid_fnuz": CurrentScaling(fp8_format="hybrid_fnuz"),
-}
 
 
 def summed(x, term, others):
@@ -357,175 +312,3 @@ def test_native_and_emulated_results_agree(equation, shape, kernel, source):
         else:  # both round once; the sums before may differ by an ulp
             terms = 64 * np.abs(emulated).max()
             assert within_half_an_ulp(native, emulated, terms, 6)
-
-
-# What is never computed
-
-
-class Count:
-    """Counts executions, inside compiled branches too."""
-
-    def __init__(self):
-        self.value = 0
-
-    def increment(self):
-        """Count one execution where this is traced or run."""
-        if BACKEND == "jax":
-            import jax
-
-            jax.debug.callback(self._add)
-        elif BACKEND == "tensorflow":
-            import tensorflow as tf
-
-            tf.numpy_function(self._add, [], tf.int64)
-        else:
-            self._add()
-
-    def _add(self):
-        self.value += 1
-        return np.int64(self.value)
-
-    def taken(self):
-        """The number of executions since the last call."""
-        if BACKEND == "jax":
-            import jax
-
-            jax.effects_barrier()
-        taken, self.value = self.value, 0
-        return taken
-
-
-@pytest.fixture
-def amaxes(monkeypatch):
-    """Counts the amaxes that are computed, not those that are traced."""
-    count, amax = Count(), scaling.amax
-
-    def counted(*args, **kwargs):
-        count.increment()
-        return amax(*args, **kwargs)
-
-    monkeypatch.setattr(scaling, "amax", counted)
-    return count
-
-
-_sizes = itertools.count(11)
-
-
-def counted_layer():
-    """A layer and inputs of a size that was never traced before."""
-    size = next(_sizes)
-    recipe = DelayedScaling(amax_history_length=2)
-    return dense(size, size, policy(recipe=recipe)), normal(size, size)
-
-
-def compiled_call(layer):
-    """`layer(x, training=False)` as `predict` runs it."""
-    return compiled(lambda x: layer(x, training=False), FASTEST)
-
-
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_inference_with_a_delayed_recipe_computes_no_amax(amaxes, how):
-    layer, x = counted_layer()
-
-    def predict():
-        call = compiled_call(layer) if how == "compiled" else layer
-        tensor = ops.convert_to_tensor(x)
-        return (
-            call(tensor) if how == "compiled" else call(tensor, training=False)
-        )
-
-    predict()
-    assert amaxes.taken() == 2  # nothing was observed: inputs and kernel
-    for _ in range(2):
-        observe(layer, x, x)
-        assert amaxes.taken() == 3  # inputs, kernel and gradient, once each
-    predict()
-    assert amaxes.taken() == 0
-
-
-def test_a_gradient_without_training_computes_no_amax(amaxes):
-    layer, x = counted_layer()
-    observe(layer, x, x)
-    amaxes.taken()
-    gradients(layer, x, weighted(x), training=False, compiled=True)
-    assert amaxes.taken() == 0
-
-
-# Gradients are defined, not derived
-
-
-def test_no_gradient_is_taken_of_a_cast():
-    """Where every input saturates, the gradient of a clip would be zero."""
-    recipe = DelayedScaling(amax_history_length=1)
-    layer = dense(6, 4, policy(recipe=recipe), use_bias=False)
-    x, g = np.full((5, 4), 3.0, "float32"), normal(5, 6, scale=1e-3)
-    observe(layer, x, g)
-    scales = {
-        operand: history[0] / _limit(recipe, operand)
-        for operand, (_, history) in state_of(layer).items()
-    }
-    y, dx, dw = run_layer(layer, x * 1000, g)
-    qx = np.full((5, 4), 3.0)  # saturated at the amax of the step before
-    qw, qg = (
-        reference.quantize_dequantize(
-            value, scales[operand], recipe.format_of(operand), "float64"
-        )
-        for value, operand in (
-            (numpy(layer.kernel), "kernel"),
-            (g, "outputs_grad"),
-        )
-    )
-    assert relative_rms(y, qx @ qw) < FLOAT32_TOLERANCE
-    assert relative_rms(dx, qg @ qw.T) < FLOAT32_TOLERANCE
-    assert relative_rms(dw, qx.T @ qg) < FLOAT32_TOLERANCE
-    assert np.all(np.abs(dx).max(axis=1) > 0)
-
-
-def _limit(recipe, operand):
-    return kpe.formats.get(recipe.format_of(operand)).max
-
-
-@pytest.mark.parametrize("name", ["hybrid", "power_of_two"])
-def test_zeros_have_zero_outputs_and_finite_gradients(name):
-    layer = dense(6, 4, policy(recipe=RECIPES[name]), use_bias=False)
-    y, dx, dw = run_layer(layer, np.zeros((5, 4), "float32"), normal(5, 6))
-    assert not y.any()
-    assert not dw.any()
-    assert np.all(np.isfinite(dx))
-    y, dx, dw = run_layer(layer, normal(5, 4), np.zeros((5, 6), "float32"))
-    assert not dx.any()
-    assert not dw.any()
-
-
-@pytest.mark.parametrize("kind", ["native", "emulated"])
-def test_an_empty_batch_has_empty_outputs_and_no_gradient(kind):
-    layer = dense(6, 4, use_bias=False)
-    x, g = np.zeros((0, 4), "float32"), np.zeros((0, 6), "float32")
-    with kernels.prefer(kind):
-        y, dx, dw = run_layer(layer, x, g)
-    assert y.shape == g.shape
-    assert dx.shape == x.shape
-    assert not dw.any()
-
-
-@pytest.mark.parametrize(
-    "recipe", mostly(["rowwise", "block", "mxfp8", "nvfp4"], "nvfp4")
-)
-def test_so_it_has_in_every_recipe(recipe):
-    recipe_policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
-    layer = dense(6, 4, recipe_policy, use_bias=False)
-    x, g = np.zeros((0, 4), "float32"), np.zeros((0, 6), "float32")
-    y, dx, dw = run_layer(layer, x, g)
-    assert y.shape == g.shape
-    assert dx.shape == x.shape
-    assert not dw.any()
-
-
-@pytest.mark.parametrize("poison", [np.inf, np.nan])
-def test_a_gradient_that_is_not_finite_reaches_the_loss_scaler(poison):
-    layer = dense(6, 4, use_bias=False)
-    g = normal(5, 6)
-    g[2, 3] = poison
-    _, dx, dw = run_layer(layer, normal(5, 4), g)
-    assert not np.all(np.isfinite(dw))
-    assert not np.all(np.isfinite(dx))

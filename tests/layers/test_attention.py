@@ -2,19 +2,23 @@
 
 import inspect
 import json
-import operator
 
 import h5py
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 import keras_policy_ext as kpe
+from attention_layers import (
+    LAYERS,
+    PRODUCTS_ONLY,
+    X,
+    float_weights,
+    mha,
+    policy,
+)
 from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers import class_swap
-from keras_policy_ext.recipes import CurrentScaling
-from products import quantized
 from saving_models import (
     assert_equal,
     assert_same_policies,
@@ -22,144 +26,9 @@ from saving_models import (
     randomized,
     twin_of,
 )
-from steps import gradients, mean_square, normal, numpy, relative_rms, state_of
-from ways import FASTEST, compiled
+from steps import gradients, mean_square, normal, numpy, state_of
 
 JIT = keras.backend.backend() == "jax"  # XLA takes longer than it saves.
-
-SCORES = "aecd,abcd->acbe"  # keys and queries, as in MultiHeadAttention
-WEIGHTED_SUM = "acbe,aecd->abcd"
-
-FLOAT32_TOLERANCE = 1e-6
-"""Relative RMS of a float32 result against one accumulated in float64."""
-
-PRODUCTS_ONLY = [(".*/(query|key|value|attention_output)", None)]
-
-
-def policy(source="float32", recipe="4", rules=()):
-    return kpe.Float8DTypePolicy(source, recipe=recipe, rules=rules)
-
-
-def half(x):
-    """`x` rounded to bfloat16, in float32."""
-    return numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
-
-
-def float32(x):
-    return numpy(ops.cast(x, "float32"))
-
-
-# Two activations
-
-
-class Product(kpe.layers.Float8Mixin, keras.layers.Layer):
-    """An einsum of the two halves of its inputs, flattened."""
-
-    def __init__(self, equation, shapes, **kwargs):
-        super().__init__(**kwargs)
-        self.equation = equation
-        self.shapes = shapes
-        self.built = True
-
-    def call(self, inputs, training=None):
-        size = np.prod(self.shapes[0])
-        first = ops.reshape(inputs[:size], self.shapes[0])
-        second = ops.reshape(inputs[size:], self.shapes[1])
-        return self.float8_activations_einsum(self.equation, first, second)
-
-
-SHAPES = {
-    SCORES: ((2, 5, 3, 4), (2, 6, 3, 4)),
-    WEIGHTED_SUM: ((2, 3, 6, 5), (2, 5, 3, 4)),
-}
-
-ACTIVATION_RECIPES = {
-    "": CurrentScaling(),
-    "delayed(fp8_format='e4m3')": CurrentScaling(fp8_format="e4m3"),
-    "current(power_of_two=True)": CurrentScaling(power_of_two=True),
-}
-
-
-def product(equation, dtype, a, b, g):
-    """Outputs and both gradients of the einsum, for the outputs' gradient."""
-    layer = Product(equation, (a.shape, b.shape), dtype=dtype)
-    x = np.concatenate([a.ravel(), b.ravel()])
-    g = ops.convert_to_tensor(g)
-
-    def loss(y):
-        return ops.sum(ops.multiply(ops.cast(y, "float32"), g))
-
-    y, dx, _ = gradients(layer, x, loss, compiled=True)
-    assert keras.backend.standardize_dtype(y.dtype) == layer.compute_dtype
-    dx = float32(dx)
-    da, db = dx[: a.size].reshape(a.shape), dx[a.size :].reshape(b.shape)
-    return float32(y), da, db
-
-
-def operands(equation):
-    a, b = SHAPES[equation]
-    a, b = normal(*a, seed=1), normal(*b, seed=2)
-    # Tails that saturate under any scale but the tensor's own.
-    return 30 * a, 1e-3 * b, normal(*np.einsum(equation, a, b).shape, seed=3)
-
-
-@pytest.mark.parametrize(
-    "spec, equation, source",
-    [
-        ("", SCORES, "float32"),
-        ("", WEIGHTED_SUM, "mixed_bfloat16"),
-        ("delayed(fp8_format='e4m3')", WEIGHTED_SUM, "float32"),
-        ("current(power_of_two=True)", SCORES, "float32"),
-    ],
-)
-def test_two_activations_are_contracted_as_numpy_says(spec, equation, source):
-    recipe = ACTIVATION_RECIPES[spec]
-    a, b, g = operands(equation)
-    tolerance = FLOAT32_TOLERANCE
-    if source == "mixed_bfloat16":
-        a, b, g = half(a), half(b), half(g)
-        tolerance = 2.0**-8  # the outputs are rounded to 8 bits
-    dtype = policy(source, recipe=spec)
-    found = product(equation, dtype, a, b, g)
-    x = quantized(a, "inputs", recipe)
-    w = quantized(b, "kernel", recipe)
-    z = quantized(g, "outputs_grad", recipe)
-    first, second, out = equation.replace("->", ",").split(",")
-    expected = (
-        np.einsum(equation, x, w),
-        np.einsum(f"{out},{second}->{first}", z, w),
-        np.einsum(f"{first},{out}->{second}", x, z),
-    )
-    for actual, wanted in zip(found, expected, strict=True):
-        assert relative_rms(actual, wanted) < tolerance
-    plain = np.einsum(equation, a, b)
-    assert relative_rms(found[0], plain) > 100 * FLOAT32_TOLERANCE
-
-
-def test_an_infinite_gradient_reaches_both_activations():
-    a, b, g = operands(SCORES)
-    g[0, 0, 0, 0] = np.inf
-    _, da, db = product(SCORES, policy(), a, b, g)
-    assert np.all(np.isnan(da)) and np.all(np.isnan(db))
-
-
-def test_outputs_may_be_changed_in_place():
-    found = []
-    for change in (operator.add, operator.iadd):
-        layer = Product(SCORES, SHAPES[SCORES], dtype=policy("float32"))
-        x = normal(sum(map(np.prod, SHAPES[SCORES])))
-
-        def loss(y, change=change):
-            return ops.sum(ops.square(change(y, 1.0)))
-
-        found.append(numpy(gradients(layer, x, loss, compiled=True)[1]))
-    np.testing.assert_array_equal(*found)
-
-
-def test_activations_that_do_not_fit_are_refused():
-    layer = Product(SCORES, ((1, 2, 3, 4), (1, 2, 3, 5)), dtype=policy())
-    with pytest.raises(ValueError, match="differ in axis 'd'"):
-        layer(normal(24 + 30))
 
 
 # Names, configs, errors
@@ -188,17 +57,6 @@ def test_the_signature_is_the_stock_one_and_attention(name):
     assert list(ours.items()) == list(stock.items())
 
 
-def mha(dtype=None, **kwargs):
-    return kpe.layers.MultiHeadAttention(3, 4, dtype=dtype, **kwargs)
-
-
-def gqa(dtype=None, **kwargs):
-    return kpe.layers.GroupedQueryAttention(4, 6, 3, dtype=dtype, **kwargs)
-
-
-LAYERS = {"mha": mha, "gqa": gqa}
-
-
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_a_config_names_attention_only_where_it_is_set(make):
     layer = make(policy("mixed_bfloat16"), attention="float8")
@@ -224,15 +82,6 @@ def test_flash_attention_is_refused_beside_attention_in_float8(make):
         make(attention="float8", flash_attention=True)
     make(flash_attention=True)
     make(attention="float8", flash_attention=False)
-
-
-# What is float8, and what says so
-
-
-def float_weights(layer):
-    """All weights but the states."""
-    states = {id(v) for v in matrices(layer)}
-    return [v for v in layer.weights if id(v) not in states]
 
 
 def modes(layer):
@@ -291,198 +140,6 @@ def test_a_layer_becomes_stock_and_float8_again():
     ]
     layer.choose_attention("float8")
     assert layer.quantization_mode == "float8"
-
-
-# The same as the stock layer
-
-X, Y, Z = normal(2, 5, 8), normal(2, 6, 8, seed=1), normal(2, 6, 8, seed=2)
-MASK = np.random.default_rng(3).random((2, 5, 6)) < 0.7
-PADDING = np.arange(6) < [[4], [6]]
-IMAGES = normal(2, 2, 3, 8)
-
-CASES = {
-    "self": ({}, (X, X), {}),
-    "causal": ({}, (X, X), {"use_causal_mask": True}),
-    "cross, masked": ({}, (X, Y, Z), {"attention_mask": MASK}),
-    "masked and causal": (
-        {"use_bias": False},
-        (X, Y),
-        {
-            "attention_mask": MASK,
-            "value_mask": PADDING,
-            "use_causal_mask": True,
-            "return_attention_scores": True,
-        },
-    ),
-    "dropout": ({"dropout": 0.4, "seed": 7}, (X, Y), {"training": True}),
-    "causal dropout": (
-        {"dropout": 0.4, "seed": 7},
-        (X, X),
-        {"training": True, "use_causal_mask": True},
-    ),
-    "gate": ({"use_gate": True}, (X, Y), {}),
-    "window": ({"sliding_window": 2}, (X, X), {"use_causal_mask": True}),
-}
-
-ONLY_MHA = {
-    # On JAX the fused attention of Keras 3.15 wants one size for both.
-    "value_dim": (
-        {"value_dim": 2, "output_shape": (3, 2)},
-        (X, Y),
-        {"return_attention_scores": True},
-    ),
-    "axes": ({"attention_axes": (2,)}, (IMAGES, IMAGES), {}),
-    "two axes": ({}, (IMAGES, IMAGES), {}),
-}
-
-PAIRS = [("mha", case) for case in CASES | ONLY_MHA] + [
-    ("gqa", case) for case in ("causal", "cross, masked", "causal dropout")
-]
-
-FLOAT8_PAIRS = [
-    ("mha", "causal dropout"),
-    ("mha", "value_dim"),
-    ("mha", "axes"),
-    ("gqa", "cross, masked"),
-]
-
-
-def built_pair(kind, case, **kwargs):
-    """Our layer and a stock one of the same weights, and their arguments."""
-    options, args, call_kwargs = (CASES | ONLY_MHA)[case]
-    stock_class = {
-        "mha": keras.layers.MultiHeadAttention,
-        "gqa": keras.layers.GroupQueryAttention,
-    }[kind]
-    known = inspect.signature(stock_class).parameters
-    lacking = set(options) - set(known)
-    if lacking:
-        pytest.skip(f"Keras {keras.__version__} has no {lacking.pop()}")
-    layer = LAYERS[kind](**options, **kwargs)
-    layer.build(*(x.shape for x in args))
-    config = {**layer.get_config(), "dtype": layer.dtype_policy.name}
-    config.pop("attention", None)
-    stock = stock_class.from_config(config)
-    stock.build(*(x.shape for x in args))
-    rng = np.random.default_rng(5)
-    for ours, theirs in zip(float_weights(layer), stock.weights, strict=True):
-        value = rng.normal(size=tuple(theirs.shape))
-        if "seed" in theirs.path:
-            value = numpy(theirs)
-        ours.assign(value)
-        theirs.assign(value)
-    return layer, stock, args, call_kwargs
-
-
-def of_tensors(layer, call_kwargs):
-    """The call of a layer, for JAX as a function of its variables too."""
-    if keras.backend.backend() != "jax":
-        return lambda *tensors: keras.tree.flatten(
-            layer(*tensors, **call_kwargs)
-        ), ()
-
-    def call(variables, others, *tensors):
-        outputs, _ = layer.stateless_call(
-            variables, others, *tensors, **call_kwargs
-        )
-        return keras.tree.flatten(outputs)
-
-    trainable = [v.value for v in layer.trainable_variables]
-    return call, (trainable, [v.value for v in layer.non_trainable_variables])
-
-
-def outputs_of(layer, args, call_kwargs):
-    """What a layer returns; on JAX compiled, which is sooner done."""
-    call, variables = of_tensors(layer, call_kwargs)
-    tensors = map(ops.convert_to_tensor, args)
-    return list(map(float32, compiled(call, FASTEST)(*variables, *tensors)))
-
-
-def program_of(layer, args, call_kwargs):
-    """The operations that JAX would compile, as text."""
-    import jax
-
-    call, variables = of_tensors(layer, call_kwargs)
-    return str(jax.make_jaxpr(call)(*variables, *args))
-
-
-@pytest.mark.parametrize("kind, case", PAIRS)
-def test_a_plain_policy_computes_exactly_as_the_stock_layer(kind, case):
-    layer, stock, *call = built_pair(
-        kind, case, dtype="mixed_bfloat16", attention="float8"
-    )
-    assert layer.quantization_mode is None
-    if keras.backend.backend() == "jax":
-        assert program_of(layer, *call) == program_of(stock, *call)
-        return
-    for ours, theirs in zip(
-        outputs_of(layer, *call), outputs_of(stock, *call), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("kind, case", FLOAT8_PAIRS)
-def test_attention_in_float8_computes_nearly_as_the_stock_layer(kind, case):
-    layer, stock, *call = built_pair(
-        kind, case, dtype=policy(rules=PRODUCTS_ONLY), attention="float8"
-    )
-    assert layer.quantization_mode == "float8"
-    for ours, theirs in zip(
-        outputs_of(layer, *call), outputs_of(stock, *call), strict=True
-    ):
-        # Rounding to four bits errs by at most 2**-4 of a number, and four
-        # operands are rounded. Another mask or dropout would err by 1.
-        assert ours.shape == theirs.shape
-        assert 1e-3 < relative_rms(ours, theirs) < 4 * 2.0**-4
-
-
-@pytest.mark.parametrize("kind", ["mha", "gqa"])
-def test_the_two_products_are_quantized_and_nothing_else(kind):
-    layer, stock, (x, y), call_kwargs = built_pair(
-        kind,
-        "masked and causal",
-        dtype=policy(rules=PRODUCTS_ONLY),
-        attention="float8",
-    )
-    outputs, probabilities = outputs_of(layer, (x, y), call_kwargs)
-    query, key, value = (
-        numpy(projection(ops.convert_to_tensor(t)))
-        for projection, t in (
-            (stock._query_dense, x),
-            (stock._key_dense, y),
-            (stock._value_dense, y),
-        )
-    )
-    query = query * np.float32(query.shape[-1] ** -0.5)
-    if kind == "gqa":
-        key, value = np.repeat(key, 2, axis=2), np.repeat(value, 2, axis=2)
-    recipe = CurrentScaling()
-    scores = np.einsum(
-        "bkhd,bqhd->bhqk",
-        quantized(key, "inputs", recipe),
-        quantized(query, "kernel", recipe),
-    )
-    mask = MASK & PADDING[:, None, :] & np.tri(5, 6, dtype=bool)
-    exponents = np.exp(scores - scores.max(-1, keepdims=True)) * mask[:, None]
-    expected = exponents / exponents.sum(-1, keepdims=True)
-    np.testing.assert_allclose(probabilities, expected, rtol=1e-4, atol=1e-6)
-    heads = np.einsum(
-        "bhqk,bkhd->bqhd",
-        quantized(probabilities, "inputs", recipe),
-        quantized(value, "kernel", recipe),
-    )
-    heads = ops.convert_to_tensor(heads.astype("float32"))
-    expected = numpy(stock._output_dense(heads))
-    assert relative_rms(outputs, expected) < FLOAT32_TOLERANCE
-
-
-def test_a_subclass_with_attention_of_its_own_keeps_it():
-    class Mine(kpe.layers.MultiHeadAttention):
-        def _compute_attention(self, query, key, value, *args, **kwargs):
-            return ops.zeros_like(query), None
-
-    layer = Mine(3, 4, dtype=policy(), attention="float8")
-    np.testing.assert_array_equal(numpy(layer(X, X)), 0)
 
 
 # Files

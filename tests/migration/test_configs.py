@@ -1,9 +1,7 @@
 """Configs of tf_keras become configs of Keras 3."""
 
-import codecs
 import copy
 import json
-import marshal
 import zipfile
 
 import h5py
@@ -14,9 +12,9 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.migration import migrate_config
+from legacy_configs import DTYPE, layer, made
 from legacy_files import FILES, WITHOUT_CODE
 
-DTYPE = {"class_name": "Policy", "config": {"name": "mixed_float16"}}
 ADAM = {"class_name": "Adam", "config": {"learning_rate": 0.5, "decay": 0.0}}
 
 
@@ -26,18 +24,6 @@ def config_in(name):
             return json.loads(file.attrs["model_config"])
     with zipfile.ZipFile(FILES / name) as archive:
         return json.loads(archive.read("config.json"))
-
-
-def made(config, **kwargs):
-    """The object that a migrated config means, by way of JSON."""
-    migrated = migrate_config(config, **kwargs)
-    return keras.saving.deserialize_keras_object(
-        json.loads(json.dumps(migrated))
-    )
-
-
-def layer(class_name, **config):
-    return {"class_name": class_name, "config": {"name": "it", **config}}
 
 
 @pytest.mark.parametrize("name", WITHOUT_CODE)
@@ -257,37 +243,6 @@ def test_unknown_classes_and_functions_are_named_all_at_once():
         assert words in str(error.value)
 
 
-@keras.saving.register_keras_serializable("test_migration")
-class Scaled(keras.layers.Layer):
-    """A layer of a user, ported to Keras 3."""
-
-    def __init__(self, by, **kwargs):
-        super().__init__(**kwargs)
-        self.by = by
-
-    def call(self, x):
-        return x * self.by
-
-
-@pytest.mark.parametrize(
-    "name, custom_objects",
-    [
-        ("test_migration>Scaled", None),
-        ("Custom>Scaled", {"Custom>Scaled": Scaled}),
-        ("Scaled", {"Scaled": Scaled}),
-    ],
-)
-def test_custom_layers_are_found(name, custom_objects):
-    config = layer(name, by=3, dtype=DTYPE, batch_input_shape=[None, 2])
-
-    migrated = migrate_config(config, custom_objects=custom_objects)
-    found = keras.saving.deserialize_keras_object(migrated, custom_objects)
-
-    assert isinstance(found, Scaled)
-    assert found.by == 3
-    assert found.compute_dtype == "float16"
-
-
 def test_hard_sigmoid_is_that_of_tf_keras():
     x = np.linspace(-4, 4, 33, dtype="float32")
 
@@ -390,77 +345,3 @@ def test_what_is_no_config_is_refused(config, error, words):
 def test_wrong_decision_about_loss_scales_is_refused():
     with pytest.raises(ValueError, match="Allowed: 'drop', 'keep', 'error'"):
         migrate_config(DTYPE, on_loss_scale="ignore")
-
-
-class OwnNorm(keras.layers.BatchNormalization):
-    pass
-
-
-class OwnConv(keras.layers.SeparableConv1D):
-    pass
-
-
-class OwnLSTM(keras.layers.LSTM):
-    pass
-
-
-class OwnGroups(keras.layers.Dense):
-    def __init__(self, units, groups=1, **kwargs):
-        super().__init__(units, **kwargs)
-        self.groups = groups
-
-
-def test_class_of_the_caller_drops_what_its_base_dropped():
-    objects = {"OwnNorm": OwnNorm, "OwnConv": OwnConv, "OwnGroups": OwnGroups}
-
-    def own(config):
-        return keras.saving.deserialize_keras_object(
-            migrate_config(config, custom_objects=objects),
-            custom_objects=objects,
-        )
-
-    norm = own(layer("OwnNorm", axis=[1], renorm=False, fused=None))
-    conv = own(
-        layer("OwnConv", filters=2, kernel_size=[3], groups=1, dynamic=False)
-    )
-    groups = own(layer("OwnGroups", units=2, groups=3))
-
-    assert norm.axis == 1
-    assert conv.filters == 2
-    assert groups.groups == 3
-
-
-def test_class_of_the_caller_keeps_nothing_without_a_counterpart():
-    with pytest.raises(ValueError, match="time_major=True of OwnLSTM 'it'"):
-        migrate_config(
-            layer("OwnLSTM", units=2, time_major=True),
-            custom_objects={"OwnLSTM": OwnLSTM},
-        )
-
-
-def bytecode(function):
-    """A function as tf_keras 2.13 and later writes one."""
-    code = codecs.encode(marshal.dumps(function.__code__), "base64")
-    return [code.decode("ascii"), list(function.__defaults__ or ()), None]
-
-
-def run(config):
-    migrated = migrate_config(config)
-    made = keras.saving.deserialize_keras_object(migrated, safe_mode=False)
-    return ops.convert_to_numpy(made(np.ones((1, 2), "float32")))
-
-
-def test_bytecode_with_default_arguments_is_a_function():
-    code = bytecode(lambda x, k=3.0: x * k)
-
-    result = run(layer("Lambda", function=code, function_type="lambda"))
-
-    np.testing.assert_array_equal(result, np.full((1, 2), 3.0))
-
-
-def test_bytecode_as_an_activation_is_a_function():
-    code = bytecode(lambda x: x * 2.0)
-
-    result = run(layer("Activation", activation={"value": code}))
-
-    np.testing.assert_array_equal(result, np.full((1, 2), 2.0))

@@ -2,76 +2,31 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
 
 from keras_policy_ext import reference
 from keras_policy_ext.numerics import quantized
-from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNIT, Layout
-from keras_policy_ext.numerics.scale_protocol import Amax
+from keras_policy_ext.numerics.observations import SLOTS, Layout
 from keras_policy_ext.numerics.scale_sources import DelayedSource, source_of
-from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
+from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
+from observing import (
+    FORMATS,
+    LENGTHS,
+    ROWS,
+    delayed,
+    fresh,
+    histories,
+    observed,
+    random_state,
+    scale_and_amax,
+    scales,
+    settle,
+    settled,
+)
 from steps import numpy
-from ways import FASTEST, WAYS, compiled, run, same_bits
-
-ROWS = len(OPERANDS)
-LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
-
-
-def delayed(length=4, **kwargs):
-    return source_of(DelayedScaling(amax_history_length=length, **kwargs))
-
-
-def fresh(rule):
-    """The state of a layer that was just built."""
-    state = np.zeros(rule.state_shape, "float32")
-    state[:, 0] = SEALED
-    return state
-
-
-def settled(rule, scale, history):
-    """A state with these scales (3,) and histories (3, length)."""
-    state = fresh(rule)
-    rule.layout.scale(state)[:] = scale
-    rule.layout.history(state)[:] = history
-    return state
-
-
-def random_state(rule, seed=0):
-    rng = np.random.default_rng(seed)
-    history = rng.uniform(0.1, 9, (ROWS, rule.layout.length))
-    return settled(rule, rng.uniform(0.01, 1, ROWS), history)
-
-
-def observed(rule, *uses, slots=None):
-    """The sum over uses, each with the amaxes of the three operands."""
-    total = np.zeros(rule.state_shape, "float32")
-    for slot, amaxes in zip(slots or range(len(uses)), uses, strict=True):
-        total[:, 0] += 1
-        total[:, 1 + slot % SLOTS] += np.asarray(amaxes, "float32")
-    return UNIT * total
-
-
-_COMPILED = {}
-
-
-def settle(rule, value, previous, way=FASTEST):
-    key = rule.recipe, way
-    if key not in _COMPILED:
-        _COMPILED[key] = compiled(rule.settle, way)
-    arrays = np.asarray(value, "float32"), np.asarray(previous, "float32")
-    result = _COMPILED[key](*map(ops.convert_to_tensor, arrays))
-    return ops.convert_to_numpy(result)
-
-
-def histories(rule, state):
-    return np.asarray(rule.layout.history(state))
-
-
-def scales(rule, state):
-    return np.asarray(rule.layout.scale(state))
-
+from ways import WAYS, run, same_bits
 
 # What leaves the state alone
 
@@ -239,17 +194,6 @@ def prior(rule, state, way="eager"):
     return [ops.convert_to_numpy(x) for x in result]
 
 
-def scale_and_amax(rule, state, x, observe):
-    """The scale of inputs, and their amax where that is observed."""
-    asked = rule.recipe.quantization("inputs", "forward")
-    amax = Amax(x, wanted=observe)
-    known = rule.history_scales(state)
-    return rule.scale("inputs", asked, amax, known), amax.known
-
-
-FORMATS = [DelayedScaling().format_of(operand) for operand in OPERANDS]
-
-
 @pytest.mark.parametrize("amax_compute", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 3])
 @WAYS
@@ -346,95 +290,6 @@ def test_equal_recipes_share_a_source_and_strangers_have_none():
     assert isinstance(source_of(DelayedScaling()), DelayedSource)
     with pytest.raises(TypeError, match="recipes"):
         source_of(object())
-
-
-# Random training runs
-
-amaxes = st.one_of(
-    st.floats(2.0**-60, 2.0**60, width=32),
-    st.sampled_from([0.0, np.inf, np.nan]),
-)
-steps = st.lists(
-    st.one_of(
-        st.none(),  # not observed
-        st.lists(st.tuples(amaxes, amaxes), min_size=1, max_size=3),
-    ),
-    min_size=1,
-    max_size=10,
-)
-
-
-class Simulated:
-    """What the reference makes of one operand."""
-
-    def __init__(self, rule, dtype):
-        self.recipe, self.dtype = rule.recipe, dtype
-        self.history = np.zeros(rule.layout.length, "float32")
-        self.scale = None
-
-    def observe(self, uses):
-        """Enter one step, the largest amax of its uses."""
-        scale = reference.delayed_scale(
-            self.history,
-            self.dtype,
-            current_amax=np.nan,
-            previous=self.scale,
-            margin=self.recipe.margin,
-            amax_compute=self.recipe.amax_compute,
-        )
-        if self.scale is not None or self.history.any():
-            self.scale = scale
-        amax = max(uses) if np.all(np.isfinite(uses)) else np.nan
-        self.history = reference.update_history(self.history, amax)
-
-
-@LENGTHS
-@pytest.mark.parametrize("amax_compute", ["max", "most_recent"])
-@settings(max_examples=40)
-@given(steps=steps)
-def test_any_training_run_ends_as_in_the_reference(length, amax_compute, steps):
-    rule = delayed(length, amax_compute=amax_compute, margin=1)
-    state = fresh(rule)
-    rows = {0: Simulated(rule, FORMATS[0]), 2: Simulated(rule, FORMATS[2])}
-    for uses in steps:
-        if uses is None:
-            value = np.zeros_like(state)
-        else:
-            value = observed(rule, *[(x, 1.0, g) for x, g in uses])
-            rows[0].observe([x for x, _ in uses])
-            rows[2].observe([g for _, g in uses])
-        state = settle(rule, value, state)
-        for row, expected in rows.items():
-            same_bits(histories(rule, state)[row], expected.history)
-            known = np.float32(expected.scale or 0)
-            same_bits(scales(rule, state)[row], known)
-
-
-@pytest.mark.parametrize("initial_scale", ["current", 1.0])
-@settings(max_examples=40)
-@given(
-    xs=st.lists(st.sampled_from([0.0, 0.1, 7.0, 3e4]), min_size=1, max_size=8)
-)
-def test_the_scales_of_any_run_are_those_of_the_reference_layer(
-    initial_scale, xs
-):
-    recipe = DelayedScaling(amax_history_length=2, initial_scale=initial_scale)
-    rule, layer = source_of(recipe), reference.DelayedLinear(recipe)
-
-    def of_inputs(state, x):
-        return scale_and_amax(rule, state, x, True)
-
-    run_scale = _COMPILED.setdefault(
-        initial_scale, compiled(of_inputs, FASTEST)
-    )
-    state = fresh(rule)
-    for x in xs:
-        x = np.full((1, 1), x, "float32")
-        layer.forward(x, np.ones((1, 1)))
-        scale, amax = run_scale(*map(ops.convert_to_tensor, (state, x)))
-        same_bits(scale, layer.scales["inputs"])
-        value = observed(rule, [ops.convert_to_numpy(amax), 1.0, 1.0])
-        state = settle(rule, value, state)
 
 
 @WAYS

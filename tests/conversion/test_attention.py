@@ -1,0 +1,77 @@
+"""Attention in models that are converted."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from small_models import LITTLE, POLICY
+from steps import normal, numpy
+
+
+def attending(flash_attention=None):
+    inputs = keras.Input((4, 6))
+    layer = keras.layers.MultiHeadAttention(
+        2, 3, name="attention", flash_attention=flash_attention
+    )
+    return keras.Model(inputs, layer(inputs, inputs)), layer
+
+
+def test_scores_and_weighted_sums_are_converted_on_request():
+    model, layer = attending()
+    x = normal(2, 4, 6)
+    stock = numpy(model(x))
+    report = kpe.convert(model, POLICY)
+    assert [e.class_name for e in report.converted] == ["EinsumDense"] * 4
+    assert layer.quantization_mode is None
+    projections = numpy(model(x))
+    kpe.revert(model)
+    report = kpe.convert(model, POLICY, attention="float8")
+    assert report.converted[-1].class_name == "MultiHeadAttention"
+    assert layer.quantization_mode == "float8"
+    assert not np.array_equal(numpy(model(x)), projections)
+    kpe.revert(model)
+    np.testing.assert_array_equal(numpy(model(x)), stock)
+    kpe.convert(model, POLICY)
+    np.testing.assert_array_equal(numpy(model(x)), projections)
+
+
+def test_attention_stays_where_projections_do():
+    model, layer = attending()
+    kpe.convert(model, POLICY, exclude="query", attention="float8")
+    assert layer.quantization_mode is None
+    assert type(layer) is keras.layers.MultiHeadAttention
+    with pytest.raises(ValueError, match="`attention` says"):
+        kpe.convert(model, POLICY, attention="float16")
+
+
+@pytest.mark.filterwarnings(LITTLE)
+def test_the_projection_of_an_embedding_is_its_one_product():
+    for tie in (True, False):
+        layer = keras.layers.ReversibleEmbedding(32, 16, tie_weights=tie)
+        layer.build((None, 4))
+        model = keras.Sequential([layer])
+        model.build((None, 4))
+        # 16 terms for each of 32 logits, once.
+        small = kpe.filters.Auto(smallest=17)
+        (left,) = kpe.convert(model, POLICY, filter=small).skipped
+        assert "sums over 16 and yields 32" in left.reason
+        kpe.convert(model, POLICY)
+        (kernel,) = layer.float8_contracted
+        assert kernel.name == ("embeddings" if tie else "reverse_embeddings")
+
+
+@pytest.mark.parametrize(
+    "rule, kept", [("other", True), (".*lstm_cell", False)]
+)
+def test_a_composite_keeps_a_policy_that_says_what_its_layers_follow(
+    rule, kept
+):
+    held = kpe.Float8DTypePolicy(
+        "float32", rules=[(rule, "float8/2_from_float32")]
+    )
+    layer = keras.layers.LSTM(2, dtype=held)
+    model = keras.Sequential([keras.Input((3, 4)), layer])
+    kpe.convert(model, "delayed")
+    assert layer.cell.float8_policy == kpe.Float8DTypePolicy("float32")
+    assert (layer.dtype_policy == held) is kept

@@ -1,0 +1,168 @@
+"""How a report looks: on one screen, in any width, and in a notebook."""
+
+import re
+
+import keras
+import pytest
+from keras import layers
+
+import keras_policy_ext as kpe
+from keras_policy_ext.conversion import (
+    Converted,
+    Report,
+    Skipped,
+    summary,
+    tables,
+)
+from report_models import POLICY, WIDTHS, made_up, model_of_many_kinds
+
+pytestmark = pytest.mark.any_backend
+
+
+# One screen
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_hundred_layers_fit_on_one_screen(large, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    model, report = large
+    assert len(report.converted) + len(report.skipped) == 101
+    for short in (str(report), str(kpe.inspect(model))):
+        lines = short.splitlines()
+        assert len(lines) <= summary.LINES
+        assert max(map(len, lines)) <= max(width, 55)
+    rows = report.table(full=True)
+    assert all(
+        entry.path in rows for entry in (*report.converted, *report.skipped)
+    )
+
+
+@pytest.fixture(scope="module")
+def large():
+    """As a convnet is built; `integration/` has known ones."""
+    model = keras.Sequential([keras.Input((4, 4, 8))])
+    for _ in range(25):
+        model.add(layers.Conv2D(8, 1, use_bias=False))
+        model.add(layers.BatchNormalization())
+        model.add(layers.DepthwiseConv2D(3, padding="same"))
+        model.add(layers.BatchNormalization())
+    model.add(layers.Flatten())
+    model.add(layers.Dense(10))
+    return model, kpe.convert(model)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_more_rows_than_fit_are_left_out_and_counted(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = made_up(classes=60)
+    lines = str(report).splitlines()
+    assert len(lines) <= summary.LINES
+    # The largest are there.
+    assert all(f"SomeLayer{n}" in str(report) for n in (58, 59))
+    (number,) = re.findall(r"and (\d+) more, with", str(report))
+    shown = sum("SomeLayer" in line for line in lines)
+    assert int(number) + shown == 60
+    assert report.table(full=True).count("/dense") == 240
+
+
+def test_rows_in_float8_come_first_those_with_most_work_before_others():
+    text = str(made_up(classes=4))
+    assert re.findall(r"SomeLayer\d", text) == [
+        f"SomeLayer{number}" for number in (2, 0, 3, 1)
+    ]
+
+
+def test_a_cell_that_is_too_long_ends_in_an_ellipsis():
+    reason = "such a class has no form, " * 9
+    table = tables.Table([tables.Column("why")], [[reason]])
+    whole, cut = table.text(30), table.text(30, most=2)
+    assert len(whole) > len(cut) == 4
+    assert cut[:3] == whole[:3]
+    assert cut[3].endswith("…") and len(cut[3]) <= 30
+    assert whole[3].startswith(cut[3].rstrip("…"))
+
+
+def test_reasons_that_differ_in_numbers_only_are_one_row(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = str(made_up(classes=2))
+    (row,) = (line for line in text.splitlines() if "SomeLayer1" in line)
+    assert row.split()[0] == "4"
+    assert "– e.g. its kernel has 101 entries, fewer than 10000" in row
+
+
+def test_other_reasons_are_rows_of_their_own():
+    model = model_of_many_kinds()
+    report = kpe.convert(model, POLICY, exclude=["head"], min_size=90)
+    reasons = [group[0].outcome for group in report.groups]
+    assert len(reasons) == 4
+    assert sum("`exclude`" in reason for reason in reasons) == 1
+    assert sum("fewer than" in reason for reason in reasons) == 1
+
+
+# Widths
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("full", [False, True])
+def test_no_word_is_ever_cut(full, width, monkeypatch):
+    report = made_up()
+    monkeypatch.setenv("COLUMNS", "10000")
+    whole = set(words(report.table(full=full)))
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = report.table(full=full)
+    assert {word.rstrip("…") for word in words(text)} <= whole | {"─" * 9}
+    assert full or "…" in text or words(text) == words(text.replace("…", ""))
+
+
+def words(text):
+    """What stands between blanks, slashes and ends of lines; one rule."""
+    text = re.sub("─+", "─" * 9, text)
+    return [word for word in re.split(r"[\s/]+", text) if word]
+
+
+@pytest.mark.parametrize("width", [60, 80, 132])
+def test_paths_stand_on_one_line_where_one_is_long_enough(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = made_up()
+    lines = report.table(full=True).splitlines()
+    for entry in (*report.converted, *report.skipped):
+        assert sum(entry.path in line for line in lines) == 1
+    assert max(map(len, lines)) <= max(width, 67)
+
+
+def test_long_paths_break_after_a_slash(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = made_up().table(full=True).splitlines()
+    start = lines.index("a_rather_long_model_name/")
+    assert lines[start + 1] == "stage_0/block_number_0/dense"
+
+
+def test_without_a_terminal_there_are_eighty_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)
+    lines = str(made_up()).splitlines()
+    assert 60 < max(map(len, lines)) <= 80
+
+
+# Notebooks
+
+
+def test_notebooks_get_a_table_in_which_everything_is_escaped():
+    report = Report(
+        (Converted("a", "<b>Dense</b>", "float8_from_float32"),),
+        (Skipped("b", "Own", "<script> & 'so'", multiplications=5),),
+    )
+    page = report._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 1
+    assert page.count("<tr>") == 3
+    assert "&lt;b&gt;Dense&lt;/b&gt;" in page
+    assert "&lt;script&gt; &amp; &#x27;so&#x27;" in page
+    assert "<b>" not in page and "<script>" not in page
+
+
+def test_names_do_not_steer_the_terminal():
+    done = Converted("model/\x1b[2Jdense\n", "Dense", "float8_from_float32")
+    left = Skipped("b", "Own", "`exclude`: '\x1b]0;x\x07'", multiplications=5)
+    report = Report((done,), (left,))
+    for text in (str(report), report.table(full=True)):
+        assert "\x1b" not in text and "\x07" not in text
