@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -103,6 +104,10 @@ class JaxFramework(Framework):
         after = lax.cond(flag, updated, lambda: before)
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
+
+    def settle(self, settle: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """See `Framework.settle`; traced once for all states of a shape."""
+        return _settled(settle, value, previous)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
         """See `Framework.transpose`."""
@@ -231,6 +236,11 @@ class JaxFramework(Framework):
 
 
 FRAMEWORK = JaxFramework()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _settled(settle: Any, value: Tensor, previous: Tensor) -> Tensor:
+    return settle(value, previous)
 
 
 @jax.custom_vjp

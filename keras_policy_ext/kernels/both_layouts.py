@@ -50,8 +50,16 @@ class Both(NamedTuple):
 class BothLayouts(Protocol):
     """What quantizes a matrix and writes what both of its matmuls read."""
 
-    def supports(self, x: Tensor, format_name: str) -> str | None:
-        """Why this is not for an operand in a format; None if it is."""
+    def supports(
+        self, like: Tensor, dtype: str, format_name: str
+    ) -> str | None:
+        """Why this is not for an operand in a format; None if it is.
+
+        Args:
+            like: A tensor where the operand is.
+            dtype: Of the operand.
+            format_name: Of what becomes of it.
+        """
 
     def quantize(
         self, matrix: Tensor, asked: Quantization, known: Known, observe: bool
@@ -67,12 +75,12 @@ class BothLayouts(Protocol):
 
 
 class Reads(NamedTuple):
-    """What the two matmuls of an operand read.
+    """What the two matmuls of an operand read, as it was quantized.
 
     Attributes:
-        first: As the first matmul reads it.
-        second: In the home matrix; its transpose lies as the second matmul
-            wants it.
+        first: For the first matmul.
+        second: For the second one. Of both layouts the home matrix, whose
+            transpose lies as that matmul wants it.
         amax: Of the operand, float32, or those of its parts; None if it was
             not wanted.
     """

@@ -57,7 +57,7 @@ def kept(plan: Any, kernel: Tensor, read: Quantized) -> Quantized:
 def read(
     plan: Any, kept: Quantized, outputs_grad: Quantized
 ) -> tuple[Quantized, Quantized]:
-    """What `inputs_grad` reads: the output gradient and the kernel.
+    """Output gradient and kernel, quantized, as `inputs_grad` reads them.
 
     Args:
         plan: A `Plan`.
@@ -75,5 +75,4 @@ def read(
     outputs_grad = dataclasses.replace(
         outputs_grad, scale=ops.reshape(other, (1, 1, 1))
     )
-    kernel = plan.contraction.read("kernel", kept.with_values(values))
-    return outputs_grad, kernel
+    return outputs_grad, kept.with_values(values)

@@ -52,6 +52,21 @@ class Operands:
             for operand in OPERANDS
         }
 
+    @functools.cached_property
+    def in_one_cast(self) -> dict[str, Quantization | None]:
+        """What becomes of an operand that one cast could make matrices of.
+
+        None where matmuls read something else, or of which axes matter.
+        """
+        found = {}
+        for operand in OPERANDS:
+            asked = self.asked[operand, matmuls_of(operand)[0]]
+            can = asked is not None and asked.keeps_axes
+            can = can and self.read_once[operand]
+            is_read = self.contraction.reads_what_is_quantized
+            found[operand] = asked if can and is_read else None
+        return found
+
     def is_stochastic(self, operand: str) -> bool:
         """Whether a matmul reads an operand that is rounded at random."""
         asked = (self.asked[operand, m] for m in matmuls_of(operand))

@@ -11,11 +11,7 @@ from keras import ops
 
 from keras_policy_ext import frameworks
 from keras_policy_ext.kernels import cast_again, engines, scaled_products
-from keras_policy_ext.kernels.both_layouts import (
-    BothLayouts,
-    Reads,
-    read_both,
-)
+from keras_policy_ext.kernels.both_layouts import Reads, read_both
 from keras_policy_ext.kernels.choices import Choices
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
 from keras_policy_ext.kernels.epilogues import adding, writes
@@ -278,13 +274,17 @@ class Plan:
         return self.contraction.product(matmul, kernel, a, b, shapes, dtype)
 
     def _as_read(
-        self, operand: str, matmul: str, read: Quantized, choice: Choice
+        self, operand: str, matmul: str, values: Quantized, choice: Choice
     ) -> Quantized:
-        """An operand as a matmul reads it."""
+        """An operand as a matmul reads it, of what was quantized.
+
+        It is moved last: XLA takes a move past one operation at a time.
+        """
         across = self.operands.is_across(operand, matmul)
         if not choice.native:
-            # Before it is transposed, which then costs nothing.
-            read = read.widened(self._widened, engines.engine().decode)
+            values = values.widened(self._widened, engines.engine().decode)
+        read = self.matrix(operand, values)
+        if not choice.native:
             read = scaled_products.folded(read, across)
         return self.contraction.transposed(read) if across else read
 
@@ -311,9 +311,8 @@ class Plan:
         of what the first one reads, and otherwise twice, from its own
         numbers.
         """
-        both = self._both_layouts(operand, x, chosen)
-        if both is not None:
-            return self._read_both(both, operand, x, known, observe)
+        if self._is_in_both_layouts(operand, x):
+            return self._read_both(operand, x, known, observe)
         first, second = matmuls_of(operand)
         home = self._operand(operand, x)
         wanted = observe or self.operands.is_stochastic(operand)
@@ -325,13 +324,13 @@ class Plan:
         apart = one_pass or (operand == "kernel" and off_cpu)
         amax = Amax(home, wanted, amax_of(operand), apart)
         how = amax, known, cast
-        saturated, marked = self._read(operand, first, home, *how)
-        read = saturated if first == "forward" else marked
+        saturated, marked = self._quantized(operand, first, home, *how)
+        values = saturated if first == "forward" else marked
         if not self.operands.read_once[operand]:
             asked = self.asked[operand, second]
             home = self.contraction.operand(operand, x, asked)
-            _, marked = self._read(operand, second, home, *how)
-        return Reads(read, marked, amax.known if observe else None)
+            _, marked = self._quantized(operand, second, home, *how)
+        return Reads(values, marked, amax.known if observe else None)
 
     def _is_one_pass(self, operand: str, chosen: Chosen) -> bool:
         """Whether an operand is cast while its amax is found.
@@ -349,43 +348,45 @@ class Plan:
             and engines.engine().casts_in_one_pass()
         )
 
-    def _both_layouts(
-        self, operand: str, x: Tensor, chosen: Chosen
-    ) -> BothLayouts | None:
-        """What casts for both matmuls at once, if both read float8 itself."""
+    def matrix(self, operand: str, quantized: Quantized) -> Quantized:
+        """The home matrix of an operand, or what a convolution reads.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            quantized: As it was quantized.
+        """
+        if self._is_in_both_layouts(operand, quantized.values):
+            return quantized
+        return self.contraction.read(operand, quantized)
+
+    def _is_in_both_layouts(self, operand: str, like: Tensor) -> bool:
+        """Whether an operand is cast for both matmuls at once, as a matrix.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            like: A tensor where it is.
+        """
         both = engines.engine().both_layouts
-        matmuls = matmuls_of(operand)
-        asked = self.asked[operand, matmuls[0]]
-        if (
-            both is None
-            or asked is None
-            or not asked.keeps_axes
-            or not self.operands.read_once[operand]
-            or not self.contraction.reads_what_is_quantized
-            or self.source.rule is None
-            or not all(chosen[m][1].native for m in matmuls)
-            or both.supports(x, asked.format)
-        ):
-            return None
-        return both
+        asked = self.operands.in_one_cast[operand]
+        if both is None or asked is None or self.source.rule is None:
+            return False
+        if not all(self.choose(m)[1].native for m in matmuls_of(operand)):
+            return False
+        dtype = self.kernel_dtype if operand == "kernel" else self.inputs_dtype
+        return both.supports(like, dtype, asked.format) is None
 
     def _read_both(
-        self,
-        both: BothLayouts,
-        operand: str,
-        x: Tensor,
-        known: Known | None,
-        observe: bool,
+        self, operand: str, x: Tensor, known: Any, observe: bool
     ) -> Reads:
         """`_reads`, each in the layout that its matmul wants."""
-        asked: Any = self.asked[operand, matmuls_of(operand)[0]]
+        asked: Any = self.operands.in_one_cast[operand]
         home = Quantized(self._operand(operand, x), None, asked)
         matrix = self.contraction.read(operand, home).values
+        both: Any = engines.engine().both_layouts
         rule = self.source.rule
-        history: Any = known
-        return read_both(both, matrix, operand, asked, rule, history, observe)
+        return read_both(both, matrix, operand, asked, rule, known, observe)
 
-    def _read(
+    def _quantized(
         self,
         operand: str,
         matmul: str,
@@ -394,16 +395,15 @@ class Plan:
         known: Known | None,
         cast: Any,
     ) -> tuple[Quantized, Quantized]:
-        """What a matmul reads: as the forward pass does, and as gradients do.
+        """An operand for a matmul: of the forward pass, and of gradients.
 
         The outputs are those of saturated operands; where one was not finite
         and no state tells of it, the gradients do. Either is as it lies in
         memory: see `Operands.turned`.
         """
-        asked, read = self.asked[operand, matmul], self.contraction.read
+        asked = self.asked[operand, matmul]
         if asked is None:
             plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
-            plain = read(operand, plain)
             return plain, plain
         if self.operands.turned[operand, matmul]:
             home = quantized.swapped(home)
@@ -420,7 +420,7 @@ class Plan:
         if self.gathering is not None and operand == "kernel":
             axes = self.operands.kernel_axes(self.gathering.axes, matmul)
             whole, marked = gathered(self.gathering, axes, whole, marked)
-        return read(operand, whole), read(operand, marked)
+        return whole, marked
 
     def _cast(self, *chosen: tuple[Any, Choice]) -> Any:
         """The cast of an operand, to a float8 dtype if a matmul reads one."""

@@ -19,8 +19,9 @@ class Residuals:
     """What the backward pass needs of the forward pass.
 
     Attributes:
-        inputs: What `kernel_grad` reads, as it was quantized; a transposed
-            copy would be one more tensor.
+        inputs: What `kernel_grad` reads, as it was quantized, in the axes of
+            the operand where it has one scale; a transposed copy would be one
+            more tensor.
         kernel: What `inputs_grad` reads, likewise.
         known: What the state said; None for a recipe without.
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.

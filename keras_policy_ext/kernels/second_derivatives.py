@@ -114,12 +114,11 @@ class _Operands:
         """What a kept operand stands for, in its home matrix."""
         matmul = matmuls_of(operand)[1]
         across = self._plan.operands.is_across(operand, matmul)
-        values, asked = kept.values, kept.quantization
-        if asked is not None:
-            wide = kept.widened(decode=engines.engine().decode)
-            values = wide.dequantize()
-            if wide.tensor_scale is not None:
-                values = ops.multiply(values, wide.tensor_scale)
+        asked = kept.quantization
+        wide = kept.widened(decode=engines.engine().decode)
+        values = self._plan.matrix(operand, wide).dequantize()
+        if wide.tensor_scale is not None:
+            values = ops.multiply(values, wide.tensor_scale)
         if asked is not None and asked.hadamard is not None:
             # The axis that it sums with the output gradient.
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2

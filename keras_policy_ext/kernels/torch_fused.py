@@ -38,13 +38,15 @@ class TritonCasts:
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
 
-    def supports(self, x: Tensor, format_name: str) -> str | None:
+    def supports(
+        self, like: Tensor, dtype: str, format_name: str
+    ) -> str | None:
         """See `BothLayouts.supports`."""
         if format_name not in FAMILIES["ocp"]:
             return f"Triton's casts do not write {format_name}"
-        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"Triton's casts do not read {x.dtype}"
-        return _refusal(x, self.interpreted)
+        if dtype not in ("bfloat16", "float16", "float32"):
+            return f"Triton's casts do not read {dtype}"
+        return _refusal(like, self.interpreted)
 
     def quantize(
         self, matrix: Tensor, asked: Quantization, known: Known, observe: bool

@@ -101,6 +101,15 @@ def test_an_operand_is_kept_in_one_byte_a_number(recipe):
     assert dtypes == ["float32" if as_it_is else byte, byte]
 
 
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_what_has_one_scale_is_kept_in_its_own_axes(equation):
+    x, w = (normal(i, shape) for i, shape in enumerate(EQUATIONS[equation]))
+    contraction = kernels.Einsum(equation)
+    _, _, residuals, _ = forward(contraction, RECIPES[2], x, w)
+    kept = residuals.inputs.values, residuals.kernel.values
+    assert [tuple(each.shape) for each in kept] == list(EQUATIONS[equation])
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_code_is_widened_to_its_number(dtype):
     engine = kernels.engine()

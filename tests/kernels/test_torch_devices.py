@@ -204,9 +204,9 @@ def test_triton_leaves_formats_named_fnuz_to_pytorch():
     casts = torch_fused.TritonCasts(interpreted=True)
     x = torch.ones(2, 2)
     for name in formats.FAMILIES["ocp"]:
-        assert casts.supports(x, name) is None
+        assert casts.supports(x, "float32", name) is None
     for name in formats.FAMILIES["fnuz"]:
-        assert name in casts.supports(x, name)
+        assert name in casts.supports(x, "float32", name)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
