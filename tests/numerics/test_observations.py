@@ -8,7 +8,13 @@ from keras import ops
 
 from keras_policy_ext import reference
 from keras_policy_ext.numerics import quantized
-from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNIT, Layout
+from keras_policy_ext.numerics.observations import (
+    SEALED,
+    SLOTS,
+    UNIT,
+    UNSEEN,
+    Layout,
+)
 from keras_policy_ext.numerics.scale_protocol import Amax
 from keras_policy_ext.numerics.scale_sources import DelayedSource, source_of
 from keras_policy_ext.recipes import OPERANDS, CurrentScaling, DelayedScaling
@@ -26,13 +32,14 @@ def delayed(length=4, **kwargs):
 def fresh(rule):
     """The state of a layer that was just built."""
     state = np.zeros(rule.state_shape, "float32")
-    state[:, 0] = SEALED
+    state[:, 0] = UNSEEN
     return state
 
 
 def settled(rule, scale, history):
     """A state with these scales (3,) and histories (3, length)."""
     state = fresh(rule)
+    state[:, 0] = SEALED
     rule.layout.scale(state)[:] = scale
     rule.layout.history(state)[:] = history
     return state
@@ -452,6 +459,26 @@ def test_a_state_that_was_moved_counts_for_nothing(way):
     newest, others = np.split(histories(rule, after), [1], axis=1)
     np.testing.assert_array_equal(newest[:, 0], [1, 2, 3])
     assert not others.any()
+
+
+@WAYS
+@pytest.mark.parametrize("part", [0.5, 0.005, 1e-5])
+def test_an_average_with_what_was_never_observed_is_not_believed(part, way):
+    """Its amaxes are a fraction of what they are of, and would cut it."""
+    rule = delayed(4)
+    seen, part = random_state(rule), np.float32(part)
+    average = (1 - part) * fresh(rule) + part * seen
+    state = settle(rule, average, fresh(rule), way)
+    _, unseen = prior(rule, state, way)
+    assert unseen.all()
+    after = settle(rule, observed(rule, [1, 2, 3]), state, way)
+    same_bits(after, settle(rule, observed(rule, [1, 2, 3]), fresh(rule), way))
+
+    for _ in range(24):
+        state = settle(rule, 0.5 * state + 0.5 * seen, state, way)
+    _, unseen = prior(rule, state, way)
+    assert not unseen.any()
+    np.testing.assert_allclose(state, seen, rtol=1e-5)
 
 
 @WAYS
