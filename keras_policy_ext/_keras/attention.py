@@ -18,6 +18,12 @@ def has_flash_attention(layer: keras.Layer) -> bool:
     return bool(getattr(layer, "_flash_attention", False))
 
 
+def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
+    """Whether a subclass of `mixin` computes attention otherwise than Keras."""
+    cls, name = type(layer), "_compute_attention"
+    return getattr(cls, name) is not getattr(super(mixin, cls), name)
+
+
 def replace_attention(
     layer: keras.Layer, mixin: type, attend: Callable[..., object] | None
 ) -> None:
@@ -31,9 +37,7 @@ def replace_attention(
     """
     name = "_compute_attention"
     vars(layer).pop(name, None)
-    cls: Any = type(layer)
-    is_stock = getattr(cls, name) is getattr(super(mixin, cls), name)
-    if attend is not None and is_stock:
+    if attend is not None and not has_own_attention(layer, mixin):
         vars(layer)[name] = attend
 
 

@@ -83,13 +83,20 @@ class _Float8Attention(Float8Mixin):
 
         Raises:
             ValueError: If it is `"float8"` and the layer was made with
-                `flash_attention=True`.
+                `flash_attention=True`, or its class computes attention itself.
         """
         flash = stock_attention.has_flash_attention(self)
         if attention is not None and flash:
             raise ValueError(
                 "its scores and weighted sum are computed by flash attention, "
                 "one kernel that is not float8"
+            )
+        own = stock_attention.has_own_attention(self, _Float8Attention)
+        if attention is not None and own:
+            raise ValueError(
+                "its class computes scores and weighted sum itself, in "
+                "`_compute_attention`; a layer of your own can multiply them "
+                "with float8_activations_einsum"
             )
         self._float8_attention = attention
         self._resolve_float8_policy()

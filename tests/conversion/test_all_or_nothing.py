@@ -254,6 +254,26 @@ def test_flash_attention_is_reported_by_convert_and_the_rest_is_converted():
     assert "flash attention" in entry.reason
 
 
+class LocalSelfAttention(keras.layers.MultiHeadAttention):
+    """Attention of one's own, as ViTs for small datasets have it."""
+
+    def _compute_attention(self, query, key, value, *args, **kwargs):
+        return value, None
+
+
+def test_attention_of_a_class_of_its_own_is_reported_by_convert():
+    """It keeps it, so that its two products are not in float8."""
+    inputs = keras.Input((4, 8))
+    layer = LocalSelfAttention(2, 4, name="own")
+    model = keras.Model(inputs, layer(inputs, inputs))
+    report = kpe.convert(model, POLICY, attention="float8")
+    assert "own/query" in [entry.path for entry in report.converted]
+    assert "own" not in [entry.path for entry in report.converted]
+    (entry,) = [e for e in report.skipped if e.path == "own"]
+    assert "computes scores and weighted sum itself" in entry.reason
+    assert layer.quantization_mode is None
+
+
 def test_flash_attention_that_a_file_does_not_allow_changes_nothing(tmp_path):
     saved, live = flash_model(False), flash_model(True)
     kpe.convert(saved, POLICY, attention="float8")
