@@ -281,10 +281,11 @@ class Plan:
         It is moved last: XLA takes a move past one operation at a time.
         """
         across = self.operands.is_across(operand, matmul)
-        if not choice.native:
+        if choice.native:
+            read = self.matrix(operand, values)
+        else:
             values = values.widened(self._widened, engines.engine().decode)
-        read = self.matrix(operand, values)
-        if not choice.native:
+            read = self.contraction.read(operand, values)
             read = scaled_products.folded(read, across)
         return self.contraction.transposed(read) if across else read
 
