@@ -284,9 +284,9 @@ class Plan:
         if choice.native:
             read = self.matrix(operand, values)
         else:
-            values = values.widened(self._widened, engines.engine().decode)
-            read = self.contraction.read(operand, values)
-            read = scaled_products.folded(read, across)
+            wide = values.widened(self._widened, engines.engine().decode)
+            wide = self.contraction.read(operand, wide)
+            read = scaled_products.folded(wide, across)
         return self.contraction.transposed(read) if across else read
 
     def _widened(self, values: Tensor) -> Tensor:
@@ -361,12 +361,7 @@ class Plan:
         return self.contraction.read(operand, quantized)
 
     def _is_in_both_layouts(self, operand: str, like: Tensor) -> bool:
-        """Whether an operand is cast for both matmuls at once, as a matrix.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            like: A tensor where it is.
-        """
+        """Whether one cast on this device makes both matrices of an operand."""
         both = engines.engine().both_layouts
         asked = self.operands.in_one_cast[operand]
         if both is None or asked is None or self.source.rule is None:
