@@ -95,17 +95,17 @@ def trained(recipe, seed, settings):
 @contextlib.contextmanager
 def rounding_all_but(operand):
     """Scale an operand of emulated matmuls, and leave it at that."""
-    read = kernels.Plan._read
+    quantized = kernels.Plan._quantized
 
-    def reads(plan, name, matmul, home, amax, known, cast):
+    def altered(plan, name, matmul, home, amax, known, cast):
         cast = _unrounded if name == operand else cast
-        return read(plan, name, matmul, home, amax, known, cast)
+        return quantized(plan, name, matmul, home, amax, known, cast)
 
-    kernels.Plan._read = reads
+    kernels.Plan._quantized = altered
     try:
         yield
     finally:
-        kernels.Plan._read = read
+        kernels.Plan._quantized = quantized
 
 
 def _unrounded(x, scale, format_name, is_factor):

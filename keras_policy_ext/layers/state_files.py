@@ -38,9 +38,10 @@ from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers.state_variable import (
     StateVariable,
     is_amax,
+    never_observed,
     newest_first,
 )
-from keras_policy_ext.numerics.observations import MOST_STEPS, SEALED
+from keras_policy_ext.numerics.observations import MOST_STEPS
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
@@ -120,11 +121,11 @@ def matrices_in(
         ValueError: If the entries are incomplete, of wrong shapes or values,
             or written by a newer version of this package.
     """
-    if source_of(recipe).state_shape is None or not count:
+    shape = source_of(recipe).state_shape
+    if shape is None or not count:
         return []
     if not entries:
-        layout = state_source_of(recipe).layout
-        return [layout.never_observed() for _ in range(count)]
+        return [never_observed(shape) for _ in range(count)]
     _check_version(entries, path)
     return [_matrix(i, recipe, entries, path) for i in range(count)]
 
@@ -158,7 +159,7 @@ def _matrix(
     number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
     source = state_source_of(recipe)
-    matrix = source.layout.never_observed()
+    matrix = never_observed(source.state_shape)
     if not source.observes_amaxes:
         steps = _steps_in(number, entries, path)
         source.layout.history(matrix)[0, 0] = steps
@@ -180,12 +181,6 @@ def _matrix(
         ring = amaxes_in(entries, f"{prefix}.amax_history", damaged)
         scales[row] = amaxes_in(entries, f"{prefix}.scale", damaged)
         histories[row] = _resized(ring, layout.length)
-    return _observed(matrix)
-
-
-def _observed(matrix: np.ndarray) -> np.ndarray:
-    """A matrix that was filled: what has numbers was observed."""
-    matrix[matrix[:, 1:].any(axis=1), 0] = SEALED
     return matrix
 
 

@@ -16,7 +16,6 @@ from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
     SLOTS,
-    UNSEEN,
     Layout,
 )
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
@@ -39,6 +38,17 @@ SUFFIX = "_amax"
 
 STEPS_SUFFIX = "_steps"
 """The same for a state that counts steps."""
+
+
+def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """The settled state of what was never observed."""
+    return ops.concatenate(
+        [
+            -ops.ones((shape[0], 1), dtype),
+            ops.zeros((shape[0], shape[1] - 1), dtype),
+        ],
+        axis=1,
+    )
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
@@ -86,7 +96,7 @@ class StateVariable(
         self.kernel = kernel
         self.uses = 0
         super().__init__(
-            initializer=self._never_observed,
+            initializer=_unobserved,
             shape=source_of(recipe).state_shape,
             dtype="float32",
             autocast=False,
@@ -94,9 +104,6 @@ class StateVariable(
             name=name,
             **on_every_device(2),
         )
-
-    def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
     def value_made(self, value: Any) -> None:
         """Keep observations by the tensor that now holds this variable."""
@@ -162,9 +169,9 @@ class StateVariable(
         self.trusted(np.asarray(value))
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
-        """The state, with rows as if never observed that are not believed.
+        """The state, with rows as if never observed that were moved.
 
-        Warns, once until they are mended, of those that were moved.
+        Warns of them, once until they are mended.
 
         Args:
             matrix: What the variable holds, where that is known.
@@ -175,13 +182,12 @@ class StateVariable(
         if matrix is None:
             matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
-        moved = ~_is_state(matrix[:, 0])
+        moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
         moved |= matrix[:, 1 : SLOTS + 1].any(axis=1)
         if moved.any() and not self._said:
             warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
         self._said = bool(moved.any())
-        unseen = moved | ~_is_sealed(matrix[:, 0])
-        matrix[unseen] = self.rows_layout.never_observed()[unseen]
+        matrix[moved] = never_observed(matrix.shape)[moved]
         return matrix
 
     def observe(self, operand: str, amax: Any) -> None:
@@ -195,9 +201,11 @@ class StateVariable(
         row = OPERANDS.index(operand)
         matrix = np.array(ops.convert_to_numpy(self.value))
         layout = self.rows_layout
-        if matrix[row, 0] == UNSEEN and np.isfinite(amax):
+        fresh = not (
+            layout.scale(matrix)[row] or layout.history(matrix)[row].any()
+        )
+        if fresh and np.isfinite(amax):
             # What settling comes to, without its thirty operations.
-            matrix[row, 0] = SEALED
             layout.history(matrix)[row, 0] = amax
         else:
             matrix[row] = 0.0
@@ -276,19 +284,27 @@ class StateVariable(
         return slot
 
 
+def never_observed(shape: tuple[int, ...]) -> np.ndarray:
+    """The settled state of what was never observed, as an array."""
+    matrix = np.zeros(shape, "float32")
+    matrix[:, 0] = SEALED
+    return matrix
+
+
 def check_rows(variable: StateVariable, value: np.ndarray) -> None:
     """Raise if this array is no observation and no state."""
     if value.shape != tuple(variable.shape):
         return  # Keras says so.
     uses = value[:, 0]
     settled = value[uses < 0]
-    is_state = bool(_is_state(settled[:, 0]).all())
-    if not (np.isfinite(uses).all() and is_state and is_amax(settled[:, 1:])):
+    sealed = np.abs(settled[:, 0] - SEALED) <= ROUNDING
+    if not (
+        np.isfinite(uses).all() and sealed.all() and is_amax(settled[:, 1:])
+    ):
         raise ValueError(
             f"This array is no float8 state of {variable.path!r}. Received: "
-            f"{value!r}. Allowed: rows of -1, or -2 if never observed, and "
-            "finite numbers >= 0, as `get_weights` returns them, and averages "
-            "of those. Leave the variable as it is, or "
+            f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "
+            "as `get_weights` returns them. Leave the variable as it is, or "
             "load the model from a file. Where weights of two models are "
             "paired, take those of `keras_policy_ext.loops.weights(model)`, "
             "which leave the state out."
@@ -309,20 +325,10 @@ def newest_first(ring: np.ndarray) -> np.ndarray:
     return np.concatenate([ring[:1], ring[:0:-1]])
 
 
-def _is_sealed(first: np.ndarray) -> np.ndarray:
-    """Which rows are believed, by their first column."""
-    return np.abs(first - SEALED) <= ROUNDING
-
-
-def _is_state(first: np.ndarray) -> np.ndarray:
-    """Which rows are states or averages of states, by their first column."""
-    return (first >= UNSEEN - ROUNDING) & (first <= SEALED + ROUNDING)
-
-
 def _sealed(value: np.ndarray) -> np.ndarray:
     """A settled state whose rows are sealed exactly, not within rounding."""
     value = np.array(value)
-    value[_is_sealed(value[:, 0]), 0] = SEALED
+    value[:, 0] = SEALED
     return value
 
 
