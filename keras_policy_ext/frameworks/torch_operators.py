@@ -53,13 +53,21 @@ def _written(operation: Any) -> str:
     return _name_of(type(operation), type(first), fields, *rest)
 
 
+_KEPT_AS = 2
+"""One more when residuals get other shapes or dtypes.
+
+Inductor finds what it has compiled, in any process, by the names and shapes
+that go into an operator, and takes what comes out to be as it was then.
+"""
+
+
 @torch.compiler.assume_constant_result
 def _name_of(
     operation_class: Any, first_class: Any, fields: Any, *rest: Any
 ) -> str:
     """Keep an operation under a name by which any process would know it."""
     operation = operation_class(first_class(*fields), *rest).resolved()
-    name = text = repr(operation)
+    name = text = f"{operation!r}, kept as {_KEPT_AS}"
     number = 1
     while _OPERATIONS.setdefault(name, operation) != operation:
         # Another recipe, of a class that is called the same.
