@@ -78,9 +78,9 @@ class Reads(NamedTuple):
     """What the two matmuls of an operand read, as it was quantized.
 
     Attributes:
-        first: For the first matmul.
-        second: For the second one. Of both layouts the home matrix, whose
-            transpose lies as that matmul wants it.
+        first: For the first matmul; the home matrix if cast in both layouts.
+        second: For the second one; then the home matrix too, whose transpose
+            lies as that matmul wants it.
         amax: Of the operand, float32, or those of its parts; None if it was
             not wanted.
     """

@@ -54,9 +54,9 @@ class Operands:
 
     @functools.cached_property
     def in_one_cast(self) -> dict[str, Quantization | None]:
-        """What becomes of an operand that one cast could make matrices of.
+        """What becomes of an operand of which one cast could write matrices.
 
-        None where matmuls read something else, or of which axes matter.
+        None unless both matmuls read the same numbers, with one scale.
         """
         found = {}
         for operand in OPERANDS:

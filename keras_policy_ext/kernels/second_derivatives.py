@@ -116,7 +116,8 @@ class _Operands:
         across = self._plan.operands.is_across(operand, matmul)
         asked = kept.quantization
         wide = kept.widened(decode=engines.engine().decode)
-        values = self._plan.matrix(operand, wide).dequantize()
+        matrix = self._plan.matrix(operand, wide)
+        values = matrix.values if asked is None else matrix.dequantize()
         if wide.tensor_scale is not None:
             values = ops.multiply(values, wide.tensor_scale)
         if asked is not None and asked.hadamard is not None:

@@ -28,7 +28,8 @@ Tensor = Any
 class Quantized:
     """`values * scale` approximates a matrix, the contracted axis last.
 
-    Operands of convolutions keep their own axes; one scale is that of all.
+    What has one scale keeps the axes of its operand until a matmul reads it;
+    operands of convolutions keep theirs.
 
     Attributes:
         values: (b, m, k), numbers of a narrow format: in that dtype where

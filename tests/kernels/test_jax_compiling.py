@@ -1,4 +1,4 @@
-"""How often XLA for a CPU goes over a program before it fuses."""
+"""What a step costs to compile: functions, and rounds over a program."""
 
 import keras
 import pytest
@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import keras_policy_ext as kpe
+from jax_programs import gradient_step
+from keras_policy_ext import frameworks, kernels, recipes
+from keras_policy_ext.numerics.scale_sources import state_source_of
 
 if jax.default_backend() != "cpu":
     pytest.skip("tests of XLA for a CPU", allow_module_level=True)
@@ -24,18 +27,8 @@ def _compiled_anew():
     jax.config.update("jax_enable_compilation_cache", before)
 
 
-def step_of(model):
-    """A function that takes gradients, and what it takes."""
-
-    def step(weights, x):
-        def total(weights):
-            outputs, _ = model.stateless_call(weights, [], x, training=True)
-            return jnp.sum(outputs.astype("float32") ** 2)
-
-        return jax.grad(total)(weights)
-
-    weights = [v.value for v in model.trainable_variables]
-    return step, weights, jnp.zeros((2, *model.input_shape[1:]), "bfloat16")
+def inputs_of(model):
+    return jnp.zeros((2, *model.input_shape[1:]), "bfloat16")
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -48,7 +41,8 @@ def test_moves_are_not_taken_past_what_follows(recipe, tmp_path):
     model.add(layers.Activation("silu", dtype="mixed_bfloat16"))
     model.add(kpe.layers.EinsumDense("bthk,hkd->btd", (8, 16), dtype=policy))
     model.add(kpe.layers.Dense(16, "silu", dtype=policy))
-    step, *how = step_of(model)
+    step, weights = gradient_step(model)
+    how = weights, inputs_of(model)
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": ".*"}
     jax.jit(step).lower(*how).compile(options)
     rounds = list(tmp_path.glob("*.simplification.after_pipeline-start*"))
@@ -58,7 +52,8 @@ def test_moves_are_not_taken_past_what_follows(recipe, tmp_path):
 def test_a_gpu_may_fuse_a_product_with_what_follows():
     layer = kpe.layers.Dense(8, dtype="float8/current_from_mixed_bfloat16")
     model = keras.Sequential([keras.Input((8,)), layer])
-    step, *how = step_of(model)
+    step, weights = gradient_step(model)
+    how = weights, inputs_of(model)
     found = {
         platform: jax.jit(step)
         .trace(*how)
@@ -69,3 +64,17 @@ def test_a_gpu_may_fuse_a_product_with_what_follows():
     }
     # The outputs and the gradient of the kernel; nothing wants that of inputs.
     assert found == {"cpu": 2, "tpu": 0}
+
+
+def test_settling_is_written_once_for_all_states_of_a_shape():
+    recipe = recipes.DelayedScaling()
+    settle = kernels.settling(recipe)
+    state = jnp.zeros(state_source_of(recipe).state_shape)
+
+    def settled(*states):
+        framework = frameworks.current()
+        return [framework.settle(settle, each, each + 1) for each in states]
+
+    text = jax.jit(settled).lower(state, state, state).as_text()
+    assert text.count("func.func private @_settled") == 1
+    assert text.count("call @_settled") == 3

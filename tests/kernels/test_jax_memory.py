@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import keras_policy_ext as kpe
+from jax_programs import gradient_step
 from keras_policy_ext.frameworks import jax_gradients as framework
 
 if jax.default_backend() != "cpu":
@@ -33,14 +34,7 @@ def planned_bytes(activation):
         ]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers])
 
-    def step(weights, x):
-        def total(weights):
-            outputs, _ = model.stateless_call(weights, [], x, training=True)
-            return jnp.sum(outputs.astype("float32") ** 2)
-
-        return jax.grad(total)(weights)
-
-    weights = [v.value for v in model.trainable_variables]
+    step, weights = gradient_step(model)
     x = jnp.zeros((ROWS, WIDTH), "bfloat16")
     compiled = jax.jit(step).lower(weights, x).compile()
     return compiled.memory_analysis().temp_size_in_bytes

@@ -18,6 +18,8 @@ import torch._dynamo as dynamo
 from cases import needs_whole_graphs
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.frameworks import torch_operators
+from keras_policy_ext.layers.state_variable import never_observed
+from keras_policy_ext.numerics.scale_sources import source_of
 
 pytestmark = needs_whole_graphs
 
@@ -238,6 +240,54 @@ def test_operations_that_look_alike_keep_apart():
     plans = [torch_operators._OPERATIONS[name] for name in found]
     assert {plan.contraction for plan in plans} == {contraction}
     assert plans[0] != plans[1]
+
+
+SCALARS = "float32[3] bool[3] float32[] float32[]"
+
+KEPT = {
+    "delayed": "float8_e4m3fn[2,3,8] float32[1,1,1] "
+    f"float8_e4m3fn[8,4] float32[1,1,1] {SCALARS}",
+    "current": "float8_e4m3fn[2,3,8] float32[1,1,1] "
+    "float8_e4m3fn[8,4] float32[1,1,1]",
+    "rowwise": "float8_e4m3fn[1,6,8] float32[1,1,8] "
+    "float8_e4m3fn[1,8,4] float32[1,8,1]",
+    "block": "float8_e4m3fn[1,6,8] float32[1,1,8] "
+    "float8_e4m3fn[1,8,4] float32[1,1,1]",
+    "mxfp8": "float8_e4m3fn[1,6,8] uint8[1,1,8] "
+    "float8_e4m3fn[1,8,4] uint8[1,8,1]",
+    "nvfp4": "uint8[1,16,8] uint8[1,1,8] float32[] "
+    "uint8[1,8,4] uint8[1,1,1] float32[] float32[]",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_residuals_of_other_shapes_or_dtypes_need_another_name(name):
+    """Or what Inductor has compiled before them asserts the shapes it knew."""
+    recipe = recipes.get(name)
+    shape = source_of(recipe).state_shape
+    state = () if shape is None else (torch.tensor(never_observed(shape)),)
+    contraction = kernels.Einsum("abc,cd->abd")
+    dtypes = "bfloat16", "float32"
+    plan = kernels.make_plan(contraction, recipe, *dtypes, True)
+    x, w = torch.ones(2, 3, 8, dtype=torch.bfloat16), torch.ones(8, 4)
+    _, residuals = plan.forward(x, w, state, True)
+    found = [f"{x.dtype}{list(x.shape)}" for x in residuals.leaves()]
+    written = " ".join(found).replace("torch.", "").replace(", ", ",")
+    assert written == KEPT[name], "write it here, and raise _KEPT_AS"
+    assert torch_operators._KEPT_AS == 2
+
+
+def test_operators_are_named_by_how_residuals_are_kept(monkeypatch):
+    plan = kernels.make_plan(
+        kernels.Einsum("ab,bc->ac"),
+        recipes.CurrentScaling(),
+        "float32",
+        "float32",
+        True,
+    )
+    before = torch_operators._written(plan)
+    monkeypatch.setattr(torch_operators, "_KEPT_AS", 1)
+    assert torch_operators._written(plan) != before
 
 
 def test_a_second_derivative_is_refused_in_a_graph_too():
