@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext import recipes
-from keras_policy_ext.numerics.observations import SEALED, SLOTS
+from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNSEEN
 
 SOURCES = [
     recipes.DelayedScaling(),
@@ -19,6 +19,8 @@ def states_of(source, rng):
     """Settled states, one that was never observed, and one that was moved."""
     rows, width = source.state_shape
     state = torch.zeros(rows, width)
+    state[:, 0] = UNSEEN
+    yield state.clone()
     state[:, 0] = SEALED
     yield state.clone()
     history = rng.random((rows, width - 2 - SLOTS)).astype("float32")

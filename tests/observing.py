@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNIT
+from keras_policy_ext.numerics.observations import (
+    SEALED,
+    SLOTS,
+    UNIT,
+    UNSEEN,
+)
 from keras_policy_ext.numerics.scale_protocol import Amax
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, DelayedScaling
@@ -21,13 +26,14 @@ def delayed(length=4, **kwargs):
 def fresh(rule):
     """The state of a layer that was just built."""
     state = np.zeros(rule.state_shape, "float32")
-    state[:, 0] = SEALED
+    state[:, 0] = UNSEEN
     return state
 
 
 def settled(rule, scale, history):
     """A state with these scales (3,) and histories (3, length)."""
     state = fresh(rule)
+    state[:, 0] = SEALED
     rule.layout.scale(state)[:] = scale
     rule.layout.history(state)[:] = history
     return state

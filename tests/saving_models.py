@@ -2,12 +2,14 @@
 
 import functools
 
+import h5py
 import keras
 import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.scale_sources import source_of
 from steps import normal, numpy
 
 LENGTH = 4
@@ -233,3 +235,44 @@ def twin_of(model):
     for matrix in matrices(other):
         assert np.all(numpy(matrix)[:, 1:] == 0)
     return other
+
+
+def datasets(path):
+    """Paths of all arrays in a .weights.h5 file."""
+    found = set()
+    with h5py.File(path, "r") as file:
+        file.visititems(
+            lambda name, item: (
+                found.add(name) if isinstance(item, h5py.Dataset) else None
+            )
+        )
+    return found
+
+
+def aged(ring):
+    """A history from the newest to the oldest entry."""
+    return np.concatenate([ring[:1], ring[:0:-1]])
+
+
+def dense_with_state(length, scale=0.5, **kwargs):
+    """A Dense whose newest amax is 1, the one before it 2, and so on."""
+    policy = float8(length=length, **kwargs)
+    model = keras.Sequential(
+        [keras.Input((4,)), kpe.layers.Dense(4, dtype=policy)]
+    )
+    (matrix,) = matrices(model)
+    newest_first = np.arange(1, length + 1, dtype="float32")
+    rings = np.stack([aged(newest_first * factor) for factor in (1, 2, 3)])
+    layout = source_of(matrix.recipe).layout
+    scales = np.array([1, 2, 4], "float32") * scale
+    state = numpy(matrix)
+    state[:, 0] = SEALED
+    layout.scale(state)[:], layout.history(state)[:] = scales, rings
+    matrix.assign(state)
+    return model
+
+
+def user_model(seed):
+    """One layer with two kernels, and a state as if it had been trained."""
+    model = fresh("user_layer", float8())
+    return randomized(model, seed)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import SEALED, UNSEEN
 
 
 def numpy(x):
@@ -138,6 +138,7 @@ def state_of(layer):
     (variable,) = layer.float8_state.matrices
     layout = source_of(variable.recipe).layout
     matrix = numpy(variable)
-    assert np.all(matrix[:, 0] == SEALED), "the state is not settled"
+    is_settled = np.isin(matrix[:, 0], (SEALED, UNSEEN))
+    assert is_settled.all(), "the state is not settled"
     pairs = zip(layout.scale(matrix), layout.history(matrix), strict=True)
     return dict(zip(OPERANDS, pairs, strict=True))

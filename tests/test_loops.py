@@ -19,7 +19,7 @@ from foreign_loops import (
     update_weights,
     values_of,
 )
-from keras_policy_ext.numerics.observations import SEALED, UNIT
+from keras_policy_ext.numerics.observations import UNIT, UNSEEN
 from steps import gradients, mean_square, no_grad, numpy, state_of
 
 torch_only = pytest.mark.skipif(
@@ -255,7 +255,7 @@ def test_keras_layers_inside_a_torch_module_are_found():
 def assert_never_observed(states):
     for state in states:
         expected = np.zeros(state.shape, "float32")
-        expected[:, 0] = SEALED
+        expected[:, 0] = UNSEEN
         np.testing.assert_array_equal(state, expected)
 
 

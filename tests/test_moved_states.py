@@ -16,6 +16,7 @@ from foreign_loops import (
     states_of,
     states_variable,
     trained_by_keras,
+    update_weights,
     values_of,
 )
 from keras_policy_ext.numerics.observations import SEALED
@@ -129,6 +130,36 @@ def test_an_average_of_two_states_is_a_state():
     first = state_of(average.layers[0])["inputs"][1]
     ends = [state_of(m.layers[0])["inputs"][1] for m in (model, average)]
     assert np.all(first <= np.maximum(*ends))
+
+
+def averaged_by_variables(model, average, part):
+    with no_grad():
+        for v, w in zip(model.weights, average.weights, strict=True):
+            w.assign((1 - part) * w.value + part * v.value)
+
+
+def averaged_by_arrays(model, average, part):
+    pairs = zip(model.get_weights(), average.get_weights(), strict=True)
+    average.set_weights([(1 - part) * w + part * v for v, w in pairs])
+
+
+@pytest.mark.parametrize(
+    "averaged", [averaged_by_variables, averaged_by_arrays]
+)
+def test_a_moving_average_from_the_start_cuts_nothing(averaged):
+    """A target network follows from before its model has observed anything."""
+    model, average = network(), network()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The float8 state")
+        for x in batches():
+            kpe.loops.settle(model, grads := gradients_of(model, x))
+            update_weights(model, grads)
+            averaged(model, average, 0.005)
+            found = numpy(average(x))
+            expected = numpy(without_state(average)(x))
+            np.testing.assert_array_equal(found, expected)
+        rows = kpe.inspect(average).as_dict()["layers"]
+    assert {o["amax"] for row in rows for o in row["operands"]} == {None}
 
 
 @pytest.mark.parametrize("converted", [0, 1])

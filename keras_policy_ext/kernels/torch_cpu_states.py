@@ -19,6 +19,7 @@ from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
     SLOTS,
+    UNSEEN,
 )
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import DelayedSource
@@ -136,6 +137,6 @@ def _settled(source: Any, value: Array, previous: Array, sums: Array) -> Array:
     settled[given] = value[given]
     rounded = given & (np.abs(first - np.float32(SEALED)) <= ROUNDING)
     settled[rounded, 0] = SEALED
-    settled[uses > 0.0] = np.where(np.arange(settled.shape[1]) == 0, SEALED, 0)
+    settled[uses > 0.0] = np.where(np.arange(settled.shape[1]) == 0, UNSEEN, 0)
     settled[counted] = observed[counted]
     return settled

@@ -17,6 +17,7 @@ from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
     SLOTS,
+    UNSEEN,
 )
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import OPERANDS
@@ -25,6 +26,7 @@ Tensor = Any
 
 _ROUNDING = tl.constexpr(ROUNDING)
 _SEALED = tl.constexpr(SEALED)
+_UNSEEN = tl.constexpr(UNSEEN)
 _UNIT = tl.constexpr(UNIT)
 _UNITS = tl.constexpr(1.0 / UNIT)
 
@@ -314,7 +316,7 @@ def settle_kernel(
     seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
     state = tl.where(place == 0, seal, given)
     other = tl.where(first < 0.0, state, before)
-    unseen = tl.where(place == 0, _SEALED, 0.0)
+    unseen = tl.where(place == 0, _UNSEEN, 0.0)
     other = tl.where(first > 0.0, unseen, other)
     found = tl.where(_is_observation(given, place, FIRST), observed, other)
     tl.store(settled + row * WIDTH + place, found, mask=inside)

@@ -10,6 +10,7 @@ stock layers don't look at. For the kernel that was made as number `i`:
 | `attention` | (bytes,) | what an attention layer has for that, if anything |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
+| `i.<operand>.observed` | () | how much of it was; if other than it looks |
 | `i.observed` | as in memory | of micro-batches before, 1 for a use; if any |
 
 Under a recipe that rounds at random it has, in place of scales and amaxes:
@@ -18,7 +19,10 @@ Under a recipe that rounds at random it has, in place of scales and amaxes:
 |---|---|---|
 | `i.steps` | () | how many steps there were, an integer |
 
-The ring is that of `numerics.observations`. `policy` is a full name in UTF-8:
+The ring is that of `numerics.observations`. An operand looks observed if it
+has a scale or an amax; one that was all zeros has none and has 1 for
+`observed`, and an average with what was never observed has the part that was.
+`policy` is a full name in UTF-8:
 by it `load_model` knows a layer again that was made as a stock one. Kernels
 have numbers and not names, as weights have in Keras: a weight that was not
 given a name is called differently in each model.
@@ -38,10 +42,14 @@ from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers.state_variable import (
     StateVariable,
     is_amax,
-    never_observed,
     newest_first,
 )
-from keras_policy_ext.numerics.observations import MOST_STEPS
+from keras_policy_ext.numerics.observations import (
+    MOST_STEPS,
+    ROUNDING,
+    SEALED,
+    UNSEEN,
+)
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
@@ -72,6 +80,8 @@ def entries_for_file(
         prefix = f"{number}.{operand}"
         entries[f"{prefix}.scale"] = layout.scale(matrix)[row]
         entries[f"{prefix}.amax_history"] = layout.history(matrix)[row]
+        if matrix[row, 0] != _looks(matrix[row]):
+            entries[f"{prefix}.observed"] = matrix[row, 0] - UNSEEN
     return entries
 
 
@@ -121,11 +131,11 @@ def matrices_in(
         ValueError: If the entries are incomplete, of wrong shapes or values,
             or written by a newer version of this package.
     """
-    shape = source_of(recipe).state_shape
-    if shape is None or not count:
+    if source_of(recipe).state_shape is None or not count:
         return []
     if not entries:
-        return [never_observed(shape) for _ in range(count)]
+        layout = state_source_of(recipe).layout
+        return [layout.never_observed() for _ in range(count)]
     _check_version(entries, path)
     return [_matrix(i, recipe, entries, path) for i in range(count)]
 
@@ -159,7 +169,7 @@ def _matrix(
     number: int, recipe: Recipe, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
     source = state_source_of(recipe)
-    matrix = never_observed(source.state_shape)
+    matrix = source.layout.never_observed()
     if not source.observes_amaxes:
         steps = _steps_in(number, entries, path)
         source.layout.history(matrix)[0, 0] = steps
@@ -181,7 +191,29 @@ def _matrix(
         ring = amaxes_in(entries, f"{prefix}.amax_history", damaged)
         scales[row] = amaxes_in(entries, f"{prefix}.scale", damaged)
         histories[row] = _resized(ring, layout.length)
+        matrix[row, 0] = _looks(matrix[row])
+        if f"{prefix}.observed" in entries:
+            matrix[row, 0] = UNSEEN + _part_in(entries, prefix, damaged)
     return matrix
+
+
+def _looks(row: np.ndarray) -> float:
+    """The first column of a row as its other numbers let one expect it."""
+    return SEALED if row[1:].any() else UNSEEN
+
+
+def _part_in(
+    entries: Mapping[str, np.ndarray],
+    prefix: str,
+    damaged: Callable[[str], str],
+) -> np.ndarray:
+    """How much of an operand's row was observed: from 0, nothing, to 1."""
+    key = f"{prefix}.observed"
+    part = entries[key]
+    is_part = not part.shape and part.dtype.kind == "f"
+    if not is_part or not abs(part - 0.5) <= 0.5 + ROUNDING:
+        raise ValueError(damaged(f"{key!r} is {part!r}"))
+    return part.astype("float32")
 
 
 def _steps_in(
@@ -256,7 +288,8 @@ def _damaged(path: str, found: str) -> str:
         f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r}, "
         f"{POLICY_KEY!r} and {ATTENTION_KEY!r} (UTF-8, may be missing), and, "
         f"for each kernel i and each of {', '.join(OPERANDS)}, a float "
-        f"scalar and a float vector ({keys}), finite and >= 0, or an integer "
+        f"scalar and a float vector ({keys}), finite and >= 0, and maybe a "
+        "float from 0 to 1 (i.<operand>.observed), or an integer "
         f"(i.{STEPS}), from 0 to {MOST_STEPS - 1:.0f}. Save the "
         "model again, or delete the group from the file: the state then "
         "starts anew."

@@ -16,6 +16,7 @@ from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
     SLOTS,
+    UNSEEN,
     Layout,
 )
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
@@ -38,17 +39,6 @@ SUFFIX = "_amax"
 
 STEPS_SUFFIX = "_steps"
 """The same for a state that counts steps."""
-
-
-def _unobserved(shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """The settled state of what was never observed."""
-    return ops.concatenate(
-        [
-            -ops.ones((shape[0], 1), dtype),
-            ops.zeros((shape[0], shape[1] - 1), dtype),
-        ],
-        axis=1,
-    )
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
@@ -96,7 +86,7 @@ class StateVariable(
         self.kernel = kernel
         self.uses = 0
         super().__init__(
-            initializer=_unobserved,
+            initializer=self._never_observed,
             shape=source_of(recipe).state_shape,
             dtype="float32",
             autocast=False,
@@ -104,6 +94,9 @@ class StateVariable(
             name=name,
             **on_every_device(2),
         )
+
+    def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
     def value_made(self, value: Any) -> None:
         """Keep observations by the tensor that now holds this variable."""
@@ -182,12 +175,12 @@ class StateVariable(
         if matrix is None:
             matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
-        moved = ~(np.abs(matrix[:, 0] - SEALED) <= ROUNDING)
+        moved = ~_is_state(matrix[:, 0])
         moved |= matrix[:, 1 : SLOTS + 1].any(axis=1)
         if moved.any() and not self._said:
             warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
         self._said = bool(moved.any())
-        matrix[moved] = never_observed(matrix.shape)[moved]
+        matrix[moved] = self.rows_layout.never_observed()[moved]
         return matrix
 
     def observe(self, operand: str, amax: Any) -> None:
@@ -201,11 +194,9 @@ class StateVariable(
         row = OPERANDS.index(operand)
         matrix = np.array(ops.convert_to_numpy(self.value))
         layout = self.rows_layout
-        fresh = not (
-            layout.scale(matrix)[row] or layout.history(matrix)[row].any()
-        )
-        if fresh and np.isfinite(amax):
+        if matrix[row, 0] == UNSEEN and np.isfinite(amax):
             # What settling comes to, without its thirty operations.
+            matrix[row, 0] = SEALED
             layout.history(matrix)[row, 0] = amax
         else:
             matrix[row] = 0.0
@@ -226,12 +217,14 @@ class StateVariable(
         """For each operand its last scale and its amaxes, newest first.
 
         The scale is 0 where none came from a history yet, and the amaxes are
-        0 as far as nothing was observed. Empty for a count of steps.
+        0 as far as nothing was observed, or too little of an average was.
+        Empty for a count of steps.
         """
         if not self.observes_amaxes:
             return {}
         layout = self.rows_layout
         matrix = self.trusted()
+        matrix[~_is_sealed(matrix[:, 0])] = 0.0
         return {
             operand: (scale, newest_first(ring))
             for operand, scale, ring in zip(
@@ -284,27 +277,19 @@ class StateVariable(
         return slot
 
 
-def never_observed(shape: tuple[int, ...]) -> np.ndarray:
-    """The settled state of what was never observed, as an array."""
-    matrix = np.zeros(shape, "float32")
-    matrix[:, 0] = SEALED
-    return matrix
-
-
 def check_rows(variable: StateVariable, value: np.ndarray) -> None:
     """Raise if this array is no observation and no state."""
     if value.shape != tuple(variable.shape):
         return  # Keras says so.
     uses = value[:, 0]
     settled = value[uses < 0]
-    sealed = np.abs(settled[:, 0] - SEALED) <= ROUNDING
-    if not (
-        np.isfinite(uses).all() and sealed.all() and is_amax(settled[:, 1:])
-    ):
+    is_state = bool(_is_state(settled[:, 0]).all())
+    if not (np.isfinite(uses).all() and is_state and is_amax(settled[:, 1:])):
         raise ValueError(
             f"This array is no float8 state of {variable.path!r}. Received: "
-            f"{value!r}. Allowed: rows of -1 followed by finite numbers >= 0, "
-            "as `get_weights` returns them. Leave the variable as it is, or "
+            f"{value!r}. Allowed: rows of -1, or -2 if never observed, and "
+            "finite numbers >= 0, as `get_weights` returns them, and averages "
+            "of those. Leave the variable as it is, or "
             "load the model from a file. Where weights of two models are "
             "paired, take those of `keras_policy_ext.loops.weights(model)`, "
             "which leave the state out."
@@ -325,10 +310,20 @@ def newest_first(ring: np.ndarray) -> np.ndarray:
     return np.concatenate([ring[:1], ring[:0:-1]])
 
 
+def _is_sealed(first: np.ndarray) -> np.ndarray:
+    """Which rows are believed, by their first column."""
+    return np.abs(first - SEALED) <= ROUNDING
+
+
+def _is_state(first: np.ndarray) -> np.ndarray:
+    """Which rows are states or averages of states, by their first column."""
+    return (first >= UNSEEN - ROUNDING) & (first <= SEALED + ROUNDING)
+
+
 def _sealed(value: np.ndarray) -> np.ndarray:
     """A settled state whose rows are sealed exactly, not within rounding."""
     value = np.array(value)
-    value[:, 0] = SEALED
+    value[_is_sealed(value[:, 0]), 0] = SEALED
     return value
 
 

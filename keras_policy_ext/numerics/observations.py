@@ -8,7 +8,7 @@ and what travels survives a sum. A row per operand
 
 | column | settled | observation of one use |
 |---|---|---|
-| `uses` | -1 | `UNIT` |
+| `uses` | -1, or -2 if never observed | `UNIT` |
 | 8 `slots` | 0 | amax times `UNIT` in the slot of this use, 0 elsewhere |
 | `scale` | last scale used, 0 if none | 0 |
 | `history` | amaxes, a ring with the newest at index 0 | 0 |
@@ -27,12 +27,17 @@ The -1 is also a seal, and so are the zeros in the slots. An optimizer that
 takes the state for a weight moves both, the slots by as little as an amax in
 `UNIT`; a row with other numbers there is not believed, and its operand counts
 as never observed.
+
+A row that was never observed has a -2, so that an average with one that was
+is between the two and not believed either: its amaxes are a fraction of what
+they are of. A moving average is believed from where the part in it that was
+never observed is below `ROUNDING`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from keras import ops
@@ -54,6 +59,9 @@ _FIRST = 2 + SLOTS
 SEALED = -1.0
 """The first column of a row that nothing but an assignment has changed."""
 
+UNSEEN = -2.0
+"""The first column of a row whose operand was never observed."""
+
 ROUNDING = 2.0**-20
 """How far the average of two sealed rows may be from it.
 
@@ -70,15 +78,23 @@ class Layout:
     Attributes:
         length: Length of the amax history.
         constant: Of each row, whether all uses of a step observe the same.
+        unseen: The first column of a row that was never observed.
     """
 
     length: int
     constant: tuple[bool, ...] = tuple(o == "kernel" for o in OPERANDS)
+    unseen: ClassVar[float] = UNSEEN
 
     @property
     def width(self) -> int:
         """Number of columns."""
         return _FIRST + self.length
+
+    def never_observed(self) -> np.ndarray:
+        """The settled state of what was never observed, (rows, width)."""
+        state = np.zeros((len(self.constant), self.width), "float32")
+        state[:, 0] = self.unseen
+        return state
 
     def history(self, state: Tensor) -> Tensor:
         """Amax histories, (rows, length), newest at index 0."""
@@ -137,7 +153,8 @@ class Layout:
 
         Returns:
             (rows, width), settled. An amax that is not finite is not entered.
-            A settled row that is assigned is sealed, unless it was moved. A
+            A settled row that is assigned is sealed, unless it was moved or
+            was not observed all along. A
             row counts as never observed after an observation that was scaled:
             a history that stands still would cut a tensor that grows.
         """
@@ -148,8 +165,9 @@ class Layout:
         given = ops.where(columns == 0, seal, value[:, : self.width])
         kept = ops.where(ops.less(uses, 0.0), given, previous)
 
+        unseen = ops.where(columns == 0, self.unseen, 0.0)
+        kept = ops.where(ops.greater(uses, 0.0), unseen, kept)
         sealed = ops.where(columns == 0, SEALED, 0.0)
-        kept = ops.where(ops.greater(uses, 0.0), sealed, kept)
         scale = ops.expand_dims(used, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
         history = self._entered(uses, entries, previous)
@@ -223,7 +241,10 @@ class Counting(Layout):
     An observation says that there was a use. What it says of the number is
     not read: the sum over many uses, as of a scan, is beyond what float32
     holds exactly, and the count would stop. One that was scaled counts too.
+    A count of 0 is a count, and is sealed.
     """
+
+    unseen: ClassVar[float] = SEALED
 
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
         return ops.greater(uses, 0.0)

@@ -7,7 +7,6 @@ from keras import ops
 from cases import mostly
 from keras_policy_ext import kernels, recipes, reference
 from keras_policy_ext.layers.gates import Gates
-from keras_policy_ext.layers.state_variable import never_observed
 from keras_policy_ext.numerics.scale_sources import source_of
 from penalties import slopes
 from products import quantized
@@ -47,8 +46,8 @@ SUMMED_WITH_OTHERS = [name for name in CONTRACTIONS if name != "summed alone"]
 
 def contracted(contraction, recipe, dtype="float32", training=True):
     """A function of inputs and a kernel."""
-    shape = source_of(recipe).state_shape
-    states = [] if shape is None else [never_observed(shape)]
+    source = source_of(recipe)
+    states = [source.layout.never_observed()] if source.state_shape else []
     state = [ops.convert_to_tensor(matrix) for matrix in states]
 
     def call(x, w):

@@ -18,7 +18,6 @@ import torch._dynamo as dynamo
 from cases import needs_whole_graphs
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.frameworks import torch_operators
-from keras_policy_ext.layers.state_variable import never_observed
 from keras_policy_ext.numerics.scale_sources import source_of
 
 pytestmark = needs_whole_graphs
@@ -264,8 +263,9 @@ KEPT = {
 def test_residuals_of_other_shapes_or_dtypes_need_another_name(name):
     """Or what Inductor has compiled before them asserts the shapes it knew."""
     recipe = recipes.get(name)
-    shape = source_of(recipe).state_shape
-    state = () if shape is None else (torch.tensor(never_observed(shape)),)
+    source = source_of(recipe)
+    states = [source.layout.never_observed()] if source.state_shape else []
+    state = tuple(torch.tensor(matrix) for matrix in states)
     contraction = kernels.Einsum("abc,cd->abd")
     dtypes = "bfloat16", "float32"
     plan = kernels.make_plan(contraction, recipe, *dtypes, True)

@@ -1,24 +1,22 @@
-"""Files that do not fit: of float32, other lengths, other recipes; damaged.
+"""Files that do not fit: of float32, of other lengths, of other recipes.
 
-Row A11 of the measured facts. What is wrong with a file changes nothing in the
-state of the live model.
+Row A11 of the measured facts.
 """
 
-import pathlib
-
-import h5py
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.state_variable import never_observed
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.observations import SEALED
 from keras_policy_ext.recipes import OPERANDS
 from saving_models import (
     LENGTH,
+    aged,
     assert_equal,
+    datasets,
+    dense_with_state,
     float8,
     fresh,
     matrices,
@@ -27,6 +25,7 @@ from saving_models import (
     predictions,
     randomized,
     twin_of,
+    user_model,
 )
 from steps import normal, numpy, state_of, step
 
@@ -40,18 +39,6 @@ CONTAINERS = ["sequential", "functional", "convolutional", "subclassed"]
 
 
 # Float32 files and float8 models
-
-
-def datasets(path):
-    """Paths of all arrays in a .weights.h5 file."""
-    found = set()
-    with h5py.File(path, "r") as file:
-        file.visititems(
-            lambda name, item: (
-                found.add(name) if isinstance(item, h5py.Dataset) else None
-            )
-        )
-    return found
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
@@ -79,7 +66,7 @@ def test_a_float32_file_loads_into_a_float8_model(kind, suffix, tmp_path):
     assert_equal(own_weights(model), stock.weights)
     assert_equal(stock.optimizer.variables, model.optimizer.variables)
     for matrix in matrices(model):
-        anew = never_observed(tuple(matrix.shape))
+        anew = matrix.rows_layout.never_observed()
         assert_equal([matrix], [anew])
     anew = twin_of(model)
     anew.set_weights(model.get_weights())
@@ -116,28 +103,6 @@ def test_a_user_layer_reads_a_file_of_its_float32_form(tmp_path):
 
 
 # Histories of other lengths
-
-
-def aged(ring):
-    """A history from the newest to the oldest entry."""
-    return np.concatenate([ring[:1], ring[:0:-1]])
-
-
-def dense_with_state(length, scale=0.5, **kwargs):
-    """A Dense whose newest amax is 1, the one before it 2, and so on."""
-    policy = float8(length=length, **kwargs)
-    model = keras.Sequential(
-        [keras.Input((4,)), kpe.layers.Dense(4, dtype=policy)]
-    )
-    (matrix,) = matrices(model)
-    newest_first = np.arange(1, length + 1, dtype="float32")
-    rings = np.stack([aged(newest_first * factor) for factor in (1, 2, 3)])
-    layout = source_of(matrix.recipe).layout
-    scales = np.array([1, 2, 4], "float32") * scale
-    state = numpy(matrix)
-    layout.scale(state)[:], layout.history(state)[:] = scales, rings
-    matrix.assign(state)
-    return model
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 16])
@@ -180,6 +145,44 @@ def test_a_scale_that_was_never_used_is_saved_as_none(tmp_path):
     assert np.all(numpy(matrices(other)[0])[:, 9] == 0)
 
 
+# What was observed, where amaxes do not tell
+
+
+def with_first_columns(model, *columns):
+    """The model, and what its states are that have these first columns."""
+    for matrix, column in zip(matrices(model), columns, strict=True):
+        state = numpy(matrix)
+        state[:, 0] = column
+        matrix.assign(state)
+    return model
+
+
+@pytest.mark.parametrize("suffix", ["weights.h5", "keras"])
+def test_averages_with_what_was_never_observed_are_saved(suffix, tmp_path):
+    """And operands that were all zeros, which were observed."""
+    path = tmp_path / f"model.{suffix}"
+    model = randomized(fresh("sequential"))
+    parts = np.float32([-1.995, -1.7, np.nextafter(np.float32(-2), -3)])
+    with_first_columns(model, *[parts] * len(matrices(model)))
+    state = numpy(matrices(model)[0])
+    state[0], state[1:, 1:] = np.eye(state.shape[1])[0] * SEALED, 0
+    matrices(model)[0].assign(state)
+    save(model, path)
+    other = fresh("sequential")
+    other.load_weights(path)
+    assert_equal(matrices(model), matrices(other))
+    first = numpy(matrices(other)[0])[:, 0]
+    np.testing.assert_array_equal(first, [SEALED, *parts[1:]])
+
+
+def test_a_state_as_it_looks_needs_no_entry_for_that(tmp_path):
+    observed("sequential").save_weights(tmp_path / "seen.weights.h5")
+    fresh("sequential").save_weights(tmp_path / "anew.weights.h5")
+    for path in tmp_path.iterdir():
+        assert len(datasets(path)) > 6
+        assert not [name for name in datasets(path) if ".observed" in name]
+
+
 # Other recipes
 
 
@@ -208,182 +211,6 @@ def test_histories_survive_a_change_of_margin_and_first_scale(tmp_path):
     other.load_weights(path)
     assert_equal(matrices(observed("sequential")), matrices(other))
     assert np.all(np.isfinite(predictions(other)))
-
-
-# Damaged files: an error that says what, and nothing is half-changed
-
-
-def user_model(seed):
-    """One layer with two kernels, and a state as if it had been trained."""
-    model = fresh("user_layer", float8())
-    return randomized(model, seed)
-
-
-def replaced(key, value):
-    def damage(group):
-        del group[key]
-        group[key] = value
-
-    return damage
-
-
-def removed(*keys):
-    def damage(group):
-        for key in keys:
-            del group[key]
-
-    return damage
-
-
-SCALE, HISTORY = "1.kernel.scale", "1.kernel.amax_history"
-AMAXES = np.ones(LENGTH, "float32")
-
-DAMAGES = {
-    "no version": removed("format_version"),
-    "version of zero": replaced("format_version", np.int32(0)),
-    "fractional version": replaced("format_version", np.float32(1.5)),
-    "vector of versions": replaced("format_version", np.array([1, 1])),
-    "no history": removed(HISTORY),
-    "no scale": removed(SCALE),
-    "no operand": removed(SCALE, HISTORY),
-    "history of two axes": replaced(HISTORY, np.ones((2, 2), "float32")),
-    "history without entries": replaced(HISTORY, np.ones(0, "float32")),
-    "scalar history": replaced(HISTORY, np.float32(1)),
-    "vector scale": replaced(SCALE, np.ones(3, "float32")),
-    "text": replaced(SCALE, "one"),
-    "integers": replaced(HISTORY, np.ones(LENGTH, "int32")),
-    "NaN in history": replaced(HISTORY, AMAXES * np.nan),
-    "inf in history": replaced(HISTORY, AMAXES * np.inf),
-    "too large for float32": replaced(HISTORY, np.full(LENGTH, 1e300)),
-    "negative history": replaced(HISTORY, -AMAXES),
-    "NaN scale": replaced(SCALE, np.float32(np.nan)),
-    "inf scale": replaced(SCALE, np.float32(np.inf)),
-    "negative scale": replaced(SCALE, np.float32(-1)),
-}
-
-
-@pytest.fixture(scope="module")
-def good_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("good") / "good.weights.h5"
-    user_model(seed=1).save_weights(path)
-    return path
-
-
-def damaged_file(good_file, folder, damage):
-    path = folder / "damaged.weights.h5"
-    path.write_bytes(good_file.read_bytes())
-    with h5py.File(path, "a") as file:
-        found = [x for x in datasets(good_file) if x.endswith("format_version")]
-        (version,) = found
-        damage(file[str(pathlib.PurePosixPath(version).parent)])
-    return path
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_state_is_refused_as_a_whole(damage, good_file, tmp_path):
-    path = damaged_file(good_file, tmp_path, DAMAGES[damage])
-    model = user_model(seed=2)
-    before = [numpy(v) for v in matrices(model)]
-    with pytest.raises(ValueError, match=r"state of '.*gated.*is damaged"):
-        model.load_weights(path)
-    assert_equal(before, matrices(model))
-
-
-def test_the_message_about_damage_says_what_and_what_next(good_file, tmp_path):
-    path = damaged_file(good_file, tmp_path, DAMAGES["negative scale"])
-    with pytest.raises(ValueError) as caught:
-        user_model(seed=2).load_weights(path)
-    message = str(caught.value)
-    for part in ("'1.kernel.scale' is -1", "Received", "Allowed", "Save the"):
-        assert part in message
-
-
-def test_a_file_of_a_newer_version_is_refused(good_file, tmp_path):
-    newer = replaced("format_version", np.int32(2))
-    path = damaged_file(good_file, tmp_path, newer)
-    model = user_model(seed=2)
-    before = [numpy(v) for v in matrices(model)]
-    with pytest.raises(ValueError, match=r"newer version.*Update"):
-        model.load_weights(path)
-    assert_equal(before, matrices(model))
-
-
-def test_the_format_version_is_in_every_group_with_state(tmp_path):
-    path = tmp_path / "model.weights.h5"
-    observed("convolutional").save_weights(path)
-    versions = [x for x in datasets(path) if x.endswith("/format_version")]
-    assert len(versions) == 3
-    with h5py.File(path, "r") as file:
-        assert {int(file[x][()]) for x in versions} == {1}
-
-
-def test_a_state_without_entries_for_a_kernel_starts_anew(good_file, tmp_path):
-    gone = [f"1.{o}.{k}" for o in OPERANDS for k in ("scale", "amax_history")]
-    path = damaged_file(good_file, tmp_path, removed(*gone))
-    model = user_model(seed=2)
-    model.load_weights(path)
-    first, second = matrices(model)
-    assert_equal([first], [matrices(user_model(seed=1))[0]])
-    assert np.all(numpy(second)[:, 1:] == 0)
-
-
-def test_a_damaged_state_is_not_overlooked_in_a_layer_with_two_names(tmp_path):
-    # Keras looks for what failed under the layer's second name, `first`,
-    # where the file has nothing: not a float32 file, then, but the same one.
-    path = tmp_path / "model.weights.h5"
-    observed("subclassed").save_weights(path)
-    with h5py.File(path, "a") as file:
-        group = file["blocks/dense/float8_state/vars"]
-        replaced("0.inputs.scale", np.float32(np.nan))(group)
-    model = randomized(fresh("subclassed"), seed=1)
-    before = numpy(matrices(model)[0])
-    with pytest.raises(ValueError, match="is damaged"):
-        model.load_weights(path)
-    assert_equal([before], matrices(model)[:1])
-    observed("subclassed").save_weights(path)
-    model.load_weights(path)
-    assert_equal(matrices(observed("subclassed")), matrices(model))
-
-
-def test_a_truncated_file_changes_nothing(good_file, tmp_path):
-    path = tmp_path / "truncated.weights.h5"
-    content = good_file.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    model = user_model(seed=2)
-    before = model.get_weights()
-    with pytest.raises(OSError, match="truncated file"):
-        model.load_weights(path)
-    assert_equal(before, model.weights)
-
-
-@pytest.mark.parametrize("units", [2, 3])
-def test_a_file_of_another_architecture_leaves_the_state(units, tmp_path):
-    other = keras.Sequential(
-        [keras.Input((6,)), kpe.layers.Dense(units, dtype=float8())]
-    )
-    path = tmp_path / "other.weights.h5"
-    other.save_weights(path)
-    model = user_model(seed=2)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="could not be loaded"):
-        model.load_weights(path)
-    assert_equal(before, model.weights)
-    with pytest.warns(UserWarning, match="could not be loaded"):
-        model.load_weights(path, skip_mismatch=True)
-    assert_equal(before, model.weights)
-
-
-def test_a_state_is_not_loaded_without_its_kernel(tmp_path):
-    path = tmp_path / "model.weights.h5"
-    wide = keras.Sequential(
-        [keras.Input((4,)), kpe.layers.Dense(5, dtype=float8())]
-    )
-    wide.save_weights(path)
-    model = dense_with_state(LENGTH)
-    before = model.get_weights()
-    with pytest.warns(UserWarning, match="could not be loaded"):
-        model.load_weights(path, skip_mismatch=True)
-    assert_equal(before, model.weights)
 
 
 # Bad arrays for set_weights

@@ -310,6 +310,26 @@ def test_a_state_that_was_moved_counts_for_nothing(way):
 
 
 @WAYS
+@pytest.mark.parametrize("part", [0.5, 0.005, 1e-5])
+def test_an_average_with_what_was_never_observed_is_not_believed(part, way):
+    """Its amaxes are a fraction of what they are of, and would cut it."""
+    rule = delayed(4)
+    seen, part = random_state(rule), np.float32(part)
+    average = (1 - part) * fresh(rule) + part * seen
+    state = settle(rule, average, fresh(rule), way)
+    _, unseen = prior(rule, state, way)
+    assert unseen.all()
+    after = settle(rule, observed(rule, [1, 2, 3]), state, way)
+    same_bits(after, settle(rule, observed(rule, [1, 2, 3]), fresh(rule), way))
+
+    for _ in range(24):
+        state = settle(rule, 0.5 * state + 0.5 * seen, state, way)
+    _, unseen = prior(rule, state, way)
+    assert not unseen.any()
+    np.testing.assert_allclose(state, seen, rtol=1e-5)
+
+
+@WAYS
 @pytest.mark.parametrize("rate", [1.0, 0.01, 1e-4, 1e-6])
 def test_a_step_of_gradient_descent_moves_a_state(rate, way):
     """By an observation, as small as it is."""
