@@ -23,6 +23,7 @@ from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.tensorflow_gradients import (
     Backward,
     Graph,
+    refuse_vectorized,
     sizes_of,
 )
 
@@ -250,11 +251,9 @@ class TensorFlowFramework(Framework):
             return outputs, gradient
 
         # A tf.Variable would make tf.custom_gradient ask for a second result.
-        return differentiable(
-            tf.identity(inputs),
-            tf.identity(kernel),
-            *(tf.identity(matrix) for matrix in state),
-        )
+        operands = [tf.identity(x) for x in (inputs, kernel, *state)]
+        refuse_vectorized(*operands[:2])
+        return differentiable(*operands)
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
@@ -275,9 +274,9 @@ class TensorFlowFramework(Framework):
             return outputs, gradient
 
         # A tf.Variable would make tf.custom_gradient ask for a second result.
-        return differentiable(
-            tf.identity(inputs), *(tf.identity(each) for each in constants)
-        )
+        operands = [tf.identity(x) for x in (inputs, *constants)]
+        refuse_vectorized(operands[0])
+        return differentiable(*operands)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         """See `Framework.numbers`.

@@ -21,6 +21,18 @@ except ImportError:
 Tensor = Any
 Gradients = list[Tensor | None]
 
+VECTORIZED = (
+    "TensorFlow loses the gradient of a layer in float8 in a loop that it "
+    "vectorizes. Received: a call of such a layer in tf.vectorized_map or "
+    "keras.ops.vectorized_map while a tape records. Allowed: the same where no "
+    "tape records, tf.map_fn and keras.ops.map, or all examples in one call."
+)
+"""It copies what a custom gradient is written at without the gradient, so that
+what computes the outputs would be differentiated (TF 2.21)."""
+
+_BODY = "loop_body"
+"""What TensorFlow calls the scope of a loop that it vectorizes."""
+
 
 class Backward:
     """The backward pass of an operation.
@@ -56,9 +68,9 @@ class Backward:
         What is kept does not depend on the operands, as far as a tape sees.
         Where one records, as it does around another one, the gradients are
         therefore said to be a function of the operands as well. Elsewhere that
-        would keep these.
+        would keep these. In a loop that is vectorized it would be lost.
         """
-        if is_recorded(outputs_grad, inputs, kernel):
+        if is_recorded(outputs_grad, inputs, kernel) and not _is_vectorized():
             found = self._linked(outputs_grad, inputs, kernel, *state)
         else:
             passed = self._passed(self._operation, outputs_grad, state)
@@ -122,7 +134,30 @@ def is_recorded(*tensors: Tensor) -> bool:
     if asked is None or not asked(list(tensors)):
         return False
     graph = tf.compat.v1.get_default_graph()
-    return tf.executing_eagerly() or all(x.graph is graph for x in tensors)
+    # A tensor that has its numbers has no graph.
+    return all(getattr(x, "graph", graph) is graph for x in tensors)
+
+
+def refuse_vectorized(*tensors: Tensor) -> None:
+    """Raise in a loop that TensorFlow vectorizes if a tape records tensors.
+
+    Raises:
+        NotImplementedError: If so.
+    """
+    if _is_vectorized() and is_recorded(*tensors):
+        raise NotImplementedError(VECTORIZED)
+
+
+def _is_vectorized() -> bool:
+    """Whether a loop is traced of which TensorFlow makes one operation."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if _BODY in graph.get_name_scope().split("/"):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def _last(gradient: Tensor) -> Tensor:

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 
-from keras_policy_ext.frameworks import torch_observations, torch_operators
+from keras_policy_ext.frameworks import (
+    torch_observations,
+    torch_operators,
+    torch_transforms,
+)
 from keras_policy_ext.frameworks.base import Framework, Settle
 from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.torch_by_example import are_transforms_active
 from keras_policy_ext.frameworks.torch_gradients import (
     Differentiable,
     Frozen,
@@ -119,7 +124,7 @@ class TorchFramework(Framework):
 
     def known_value(self, variable: Any) -> Tensor | None:
         """See `Framework.known_value`; once for each change."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or are_transforms_active():
             return None
         return torch_observations.changed_value(variable)
 
@@ -169,7 +174,7 @@ class TorchFramework(Framework):
         """See `Framework.relu`; its compiler chooses what is kept."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return torch.relu(x)
-        return Relu.apply(x)
+        return torch.relu(x) if are_transforms_active() else Relu.apply(x)
 
     def run(
         self,
@@ -202,6 +207,8 @@ class TorchFramework(Framework):
             learns or not operation.only_widens
         ):
             return torch_operators.run_frozen(operation, inputs, *constants)
+        if are_transforms_active():
+            return torch_transforms.run_frozen(operation, inputs, *constants)
         if learns:
             return Frozen.apply(operation, inputs, *constants)
         return operation.forward(inputs, constants)
@@ -286,6 +293,8 @@ def _run(
     _refuse_shards(kernel)
     operation = operation.resolved()
     tensors = (inputs, kernel, *state)
+    if are_transforms_active():
+        return torch_transforms.run(operation, bias, *tensors)
     with torch_operators.no_autocast(inputs):
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in tensors

@@ -16,6 +16,10 @@ import torch
 from keras_policy_ext.frameworks import torch_operators
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.torch_by_example import (
+    ByExample,
+    are_transforms_active,
+)
 
 Tensor = Any
 Links = tuple[Tensor | None, Tensor | None]
@@ -81,8 +85,9 @@ class Differentiable(torch.autograd.Function):
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
-        if torch.is_grad_enabled():  # under create_graph=True
-            gradients = _linked(how, outputs_grad, ctx.links, saved)
+        # Under create_graph=True, or for a batch of gradients.
+        if torch.is_grad_enabled() or are_transforms_active():
+            gradients = linked(how, outputs_grad, ctx.links, saved)
         else:
             gradients = _gradients(how, outputs_grad, saved)
         bias_grad = None
@@ -114,39 +119,48 @@ def _gradients(
     return inputs_grad, kernel_grad, *state_grad
 
 
-def _linked(
+def linked(
     how: Any, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
-    """`_gradients`, which can be differentiated once more."""
+    """The gradients of inputs, kernel and state, to be differentiated again.
+
+    Args:
+        how: See `_gradients`.
+        outputs_grad: Likewise.
+        links: What stands for inputs and kernel.
+        saved: See `_gradients`.
+    """
     pairs = zip(how[2], links, strict=True)
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
         found = _gradients(how, outputs_grad, saved)
         return *_last(found[:2], outputs_grad), *found[2:]
+    operation, *rest = how
+    how = operation.another_use, *rest
     return _Gradients.apply(how, outputs_grad, *links, *saved)
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(ByExample):
     """`_gradients` as a function of links to the operands."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         how: Any,
         outputs_grad: Tensor,
         inputs_link: Tensor | None,
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        operation, *rest = how
-        how = operation.another_use, *rest
-        ctx.set_materialize_grads(False)
         found = _gradients(how, outputs_grad, saved)
-        ctx.how, ctx.observed = how, found[2:]
-        ctx.links = inputs_link, kernel_link
-        ctx.save_for_backward(outputs_grad, *saved)
-        ctx.mark_non_differentiable(*found[2:])
         return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.how, outputs_grad, *ctx.links = inputs[:4]
+        ctx.observed = output[2:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*ctx.observed)
+        ctx.save_for_backward(outputs_grad, *inputs[4:])
 
     @staticmethod
     def backward(
@@ -191,12 +205,16 @@ class Frozen(torch.autograd.Function):
         return None, inputs_grad, *(None for _ in constants)
 
 
-class _Last(torch.autograd.Function):
+class _Last(ByExample):
     """A gradient that cannot be differentiated again by what it is made of."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+    def forward(gradient: Tensor, *sources: Tensor | None) -> Tensor:
         return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Any:
@@ -214,9 +232,19 @@ def _last(
             what has no link, a derivative is still looked for.
     """
     return [
-        x if x is None else _Last.apply(x.detach().requires_grad_(), *sources)
+        x if x is None else _Last.apply(_looked_for(x), *sources)
         for x in gradients
     ]
+
+
+def _looked_for(gradient: Tensor) -> Tensor:
+    """The same numbers, of which a derivative is looked for.
+
+    Not so inside of a transform of `torch.func`, which does not let a tensor
+    ask for it: there what has no gradient in a transform has none at all.
+    """
+    gradient = gradient.detach()
+    return gradient if are_transforms_active() else gradient.requires_grad_()
 
 
 def _no_view(x: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def _forward(
     found = [inputs, kernel, *_listed(state)]
     before = len(found)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
-        found.append(_apart(tensor, found))
+        found.append(apart(tensor, found))
     return found[before:]
 
 
@@ -142,7 +142,7 @@ def _backward(
     before = len(found)
     for tensor in (inputs_grad, kernel_grad, *state_grad):
         if tensor is not None:
-            found.append(_apart(tensor.contiguous(), found))
+            found.append(apart(tensor.contiguous(), found))
     return found[before:]
 
 
@@ -221,7 +221,7 @@ def _frozen(
     """The outputs."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
-    return _apart(outputs.contiguous(), [inputs, *constants])
+    return apart(outputs.contiguous(), [inputs, *constants])
 
 
 @_frozen.register_fake
@@ -243,7 +243,7 @@ def _frozen_grad(
     gradient = operation.inputs_grad(
         outputs_grad, tuple(constants), tuple(shape)
     )
-    return _apart(gradient.contiguous(), [outputs_grad, *constants])
+    return apart(gradient.contiguous(), [outputs_grad, *constants])
 
 
 @_frozen_grad.register_fake
@@ -275,7 +275,7 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
     return () if state is None else (state,)
 
 
-def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     """A tensor that shares no memory with others, as operators want it."""
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)
