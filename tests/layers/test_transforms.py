@@ -310,6 +310,18 @@ def test_a_jacobian_of_a_tape_has_a_row_for_each_output(recipe):
 
 
 @tensorflow_only
+def test_a_derivative_of_a_jacobian_is_refused_and_not_wrong():
+    layer, xs = made("dense")
+    with pytest.raises(LookupError, match="differentiated again"):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(xs)
+                outputs = layer(xs) ** 2
+            jacobian = tape.jacobian(outputs, xs)
+        outer.gradient(jacobian, layer.kernel.value)
+
+
+@tensorflow_only
 def test_tensorflow_still_loses_custom_gradients_in_vectorized_loops():
     """Where it does not, or calls the loop otherwise, see `VECTORIZED`."""
     scopes = []
