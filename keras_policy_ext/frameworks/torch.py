@@ -203,10 +203,11 @@ class TorchFramework(Framework):
     ) -> Tensor:
         """See `Framework.run_frozen`."""
         learns = torch.is_grad_enabled() and inputs.requires_grad
-        if torch.compiler.is_dynamo_compiling() and (
-            learns or not operation.only_widens
-        ):
+        if torch.compiler.is_dynamo_compiling():
+            if operation.only_widens and not learns:
+                return operation.forward(inputs, constants)
             return torch_operators.run_frozen(operation, inputs, *constants)
+        _refuse_torchscript()
         if are_transforms_active():
             return torch_transforms.run_frozen(operation, inputs, *constants)
         if learns:
@@ -290,6 +291,7 @@ def _run(
     *state: Tensor,
 ) -> Tensor:
     _refuse_onnx()
+    _refuse_torchscript()
     _refuse_shards(kernel)
     operation = operation.resolved()
     tensors = (inputs, kernel, *state)
@@ -319,6 +321,19 @@ def _refuse_onnx() -> None:
             "operation on the bits of a number. Received: an export by "
             "torch.onnx. Allowed: torch.export. For ONNX save the model, "
             "call `keras_policy_ext.revert(model)` and export then."
+        )
+
+
+def _refuse_torchscript() -> None:
+    """Raise while `torch.jit.trace` traces a model."""
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "A layer in float8 cannot be in TorchScript, which has no "
+            "operation on the bits of a number. Received: torch.jit.trace, or "
+            "what calls it, such as SummaryWriter.add_graph. Allowed: "
+            "torch.export. For TorchScript save the model, call "
+            "`keras_policy_ext.revert(model)`, or `keras_policy_ext.thaw` "
+            "before where it is frozen, and trace then."
         )
 
 

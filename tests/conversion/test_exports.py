@@ -223,6 +223,25 @@ def test_torch_onnx_is_refused_by_the_layer_itself(tmp_path):
 
 
 @needs_torch
+@pytest.mark.parametrize("frozen", [False, True])
+def test_torchscript_is_refused_by_the_layer_itself(frozen):
+    import torch
+
+    model = model_of("dense", "delayed")
+    if frozen:
+        kpe.freeze(model)
+    with pytest.raises(NotImplementedError, match=r"trace.*revert\(model\)"):
+        torch.jit.trace(model, (torch.tensor(X),), check_trace=False)
+    if frozen:
+        kpe.thaw(model)
+    kpe.revert(model)
+    traced = torch.jit.trace(model, (torch.tensor(X),), check_trace=False)
+    np.testing.assert_array_equal(
+        traced(torch.tensor(X)).detach(), model(X).detach()
+    )
+
+
+@needs_torch
 @needs_whole_graphs
 def test_strict_export_says_that_it_must_not_be():
     import torch
