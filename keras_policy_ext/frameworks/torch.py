@@ -17,7 +17,10 @@ from keras_policy_ext.frameworks.base import Framework, Settle
 from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
-from keras_policy_ext.frameworks.torch_by_example import are_transforms_active
+from keras_policy_ext.frameworks.torch_by_example import (
+    are_transforms_active,
+    refuse_compiled_transforms,
+)
 from keras_policy_ext.frameworks.torch_gradients import (
     Differentiable,
     Frozen,
@@ -187,6 +190,7 @@ class TorchFramework(Framework):
         if torch.compiler.is_exporting():
             return _run_exported(operation, inputs, kernel, state)
         if torch.compiler.is_dynamo_compiling():
+            refuse_compiled_transforms()
             return torch_operators.run(operation, inputs, kernel, *state)
         return _run(operation, None, inputs, kernel, *state)
 
@@ -206,6 +210,7 @@ class TorchFramework(Framework):
         if torch.compiler.is_dynamo_compiling():
             if operation.only_widens and not learns:
                 return operation.forward(inputs, constants)
+            refuse_compiled_transforms()
             return torch_operators.run_frozen(operation, inputs, *constants)
         _refuse_torchscript()
         if are_transforms_active():

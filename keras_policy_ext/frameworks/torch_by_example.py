@@ -26,6 +26,20 @@ def are_transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def refuse_compiled_transforms() -> None:
+    """Raise where a transform is being compiled.
+
+    Where it was not asked for one graph, the compiler then runs the function
+    around the transform as it is, if it can.
+    """
+    if are_transforms_active():
+        raise NotImplementedError(
+            "A layer in float8 is not compiled inside of a transform of "
+            "torch.func. Received: torch.compile around one. Allowed: the same "
+            "uncompiled, as behind torch.compiler.disable."
+        )
+
+
 class ByExample(torch.autograd.Function):
     """A function that `torch.func.vmap` calls for one example after another.
 

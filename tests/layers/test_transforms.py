@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from cases import needs_whole_graphs
 from keras_policy_ext import recipes
 from steps import normal, numpy
 
@@ -234,6 +235,21 @@ def test_forward_mode_and_third_derivatives_are_refused():
     thrice = grad(square_of_slope(square_of_slope(sum_of(layer))))
     with pytest.raises(NotImplementedError, match="third derivative"):
         thrice(xs[0])
+
+
+@torch_only
+@needs_whole_graphs
+def test_a_transform_is_refused_by_the_compiler():
+    layer, xs = made("dense")
+
+    def mapped(x):
+        return vmap(of_one(layer))(x)
+
+    whole = torch.compile(mapped, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
+        whole(xs)
+    parts = torch.compile(torch.compiler.disable(mapped), backend="eager")
+    same(parts(xs), mapped(xs))
 
 
 @torch_only
