@@ -23,7 +23,7 @@ def run(
     *state: Tensor,
 ) -> Tensor:
     """See `Framework.run_and_add`."""
-    # Nothing is saved by standing in for an operand: transforms keep it.
+    # An operand stands for itself: a transform keeps it anyway.
     links = tuple(x if x.requires_grad else None for x in (inputs, kernel))
     outputs, *_ = _Run.apply(operation, links, inputs, kernel, *state)
     return outputs if bias is None else outputs + bias

@@ -22,10 +22,9 @@ Under a recipe that rounds at random it has, in place of scales and amaxes:
 The ring is that of `numerics.observations`. An operand looks observed if it
 has a scale or an amax; one that was all zeros has none and has 1 for
 `observed`, and an average with what was never observed has the part that was.
-`policy` is a full name in UTF-8:
-by it `load_model` knows a layer again that was made as a stock one. Kernels
-have numbers and not names, as weights have in Keras: a weight that was not
-given a name is called differently in each model.
+`policy` is a full name in UTF-8: by it `load_model` knows a layer again that
+was made as a stock one. Kernels have numbers and not names, as weights have in
+Keras: a weight that was not given a name is called differently in each model.
 """
 
 from __future__ import annotations
