@@ -40,7 +40,16 @@ def refuse_compiled_transforms() -> None:
         )
 
 
-class ByExample(torch.autograd.Function):
+class ReverseMode(torch.autograd.Function):
+    """A function without a derivative in forward mode, which says so."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """There is none."""
+        raise NotImplementedError(FORWARD_MODE)
+
+
+class ByExample(ReverseMode):
     """A function that `torch.func.vmap` calls for one example after another.
 
     An example is quantized by its own scales then, as JAX's `vmap` does it,
@@ -66,11 +75,6 @@ class ByExample(torch.autograd.Function):
             return torch.stack(found), 0
         outputs = tuple(_stacked(each) for each in zip(*found, strict=True))
         return outputs, tuple(None if x is None else 0 for x in outputs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """There is none."""
-        raise NotImplementedError(FORWARD_MODE)
 
 
 def _stacked(outputs: tuple[Tensor | None, ...]) -> Tensor | None:

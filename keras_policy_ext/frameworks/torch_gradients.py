@@ -18,6 +18,7 @@ from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.torch_by_example import (
     ByExample,
+    ReverseMode,
     are_transforms_active,
 )
 
@@ -42,7 +43,7 @@ def _link_of(x: Tensor) -> Tensor | None:
     return _Link.apply(x) if type(x) is torch.Tensor else None
 
 
-class _Link(torch.autograd.Function):
+class _Link(ReverseMode):
     """A tensor of a shape with memory for one number, which nobody reads."""
 
     @staticmethod
@@ -54,7 +55,7 @@ class _Link(torch.autograd.Function):
         return outputs_grad
 
 
-class Differentiable(torch.autograd.Function):
+class Differentiable(ReverseMode):
     """An `Operation`, and a bias that is added to its outputs."""
 
     @staticmethod
@@ -183,7 +184,7 @@ class _Gradients(ByExample):
         return None, *found, *ctx.observed, *(None for _ in leaves)
 
 
-class Frozen(torch.autograd.Function):
+class Frozen(ReverseMode):
     """A `FrozenOperation`, whose gradient is a product like any other."""
 
     @staticmethod

@@ -92,10 +92,4 @@ class _RunFrozen(ByExample):
         ctx.shape = tuple(x.shape)
         ctx.save_for_backward(*constants)
 
-    @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        constants = ctx.saved_tensors
-        inputs_grad = ctx.operation.inputs_grad(
-            outputs_grad, constants, ctx.shape
-        )
-        return None, inputs_grad, *(None for _ in constants)
+    backward = staticmethod(torch_gradients.Frozen.backward)

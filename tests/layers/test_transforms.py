@@ -228,10 +228,24 @@ def test_a_frozen_model_is_transformed(scales):
 
 
 @torch_only
-def test_forward_mode_and_third_derivatives_are_refused():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_is_refused(frozen):
+    from torch.autograd import forward_ad
+
     layer, xs = made("dense")
+    if frozen:
+        kpe.freeze(layer)
     with pytest.raises(NotImplementedError, match="jacrev"):
         jacfwd(layer)(xs)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(xs.requires_grad_(), xs)
+        with pytest.raises(NotImplementedError, match="jacrev"):
+            layer(dual)
+
+
+@torch_only
+def test_a_third_derivative_is_refused():
+    layer, xs = made("dense")
     thrice = grad(square_of_slope(square_of_slope(sum_of(layer))))
     with pytest.raises(NotImplementedError, match="third derivative"):
         thrice(xs[0])
