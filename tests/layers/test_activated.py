@@ -130,6 +130,50 @@ def test_inputs_are_kept_and_nothing_else(off_a_cpu, name):
     assert kept(lambda activation, x: activation(x)) > 16 * 24 * 4
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX alone lists what it keeps")
+@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_cpu_a_gelu_in_16_bits_keeps_its_inputs(dtype, name):
+    import jax
+
+    activation = keras.activations.get(name)
+    x = ops.ones((16, 24), dtype)
+    _, backward = jax.vjp(
+        lambda x: frameworks.current().recomputed(activation, x), x
+    )
+    kept = sum(each.nbytes for each in jax.tree.leaves(backward))
+    is_known = name == "gelu" and dtype != "float32"
+    assert (kept == x.nbytes) == is_known
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="on a CPU only JAX does it")
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_on_a_cpu_no_bit_of_a_compiled_step_changes(monkeypatch, policy):
+    def trained():
+        keras.utils.set_random_seed(1)
+        x = inputs = keras.Input((48,))
+        for _ in range(2):
+            hidden = keras.layers.Dense(96, "gelu")(x)
+            x = x + keras.layers.Dense(48)(hidden)
+        model = keras.Model(inputs, x)
+        dtype = kpe.Float8DTypePolicy(policy, recipe="delayed")
+        kpe.convert(model, dtype)
+        model.compile("sgd", "mse", jit_compile=True)
+        x, y = (
+            np.random.default_rng(seed).normal(size=(256, 48))
+            for seed in (0, 1)
+        )
+        model.fit(x, y, batch_size=64, epochs=2, verbose=0, shuffle=False)
+        return model.get_weights()
+
+    found = trained()
+    monkeypatch.setattr(
+        frameworks.current(), "recomputed", lambda activation, x: activation(x)
+    )
+    for one, other in zip(found, trained(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_a_float8_layer_computes_its_activation_again(monkeypatch, name):
     here = frameworks.current()
