@@ -38,13 +38,16 @@ KERAS_BACKEND=jax python integration/benchmarks/layer.py
 those of a block with grouped queries and SwiGLU, `transformer_step.py` steps
 of `fit` of twelve such blocks and the first step, which compiles,
 `recipes.py` a layer under each recipe, without an optimizer, and `memory.py`
-the most memory that a step holds at a time. A step is forward,
-backward and the optimizer. All ways to compute are called in turn in one
-process, and "against bfloat16" is the median of the ratios of the rounds: 2 is
-twice as fast as `mixed_bfloat16`. "SQNR" is the signal-to-noise ratio in
-decibels of outputs, gradient of the inputs and gradient of the kernel, as far
-as they were compared; more is better. The kernel is native or emulated as this
-package chose.
+the most memory that a step holds at a time: of a Functional model of blocks,
+and of one layer that calls them in turn, since Keras on PyTorch holds the
+outputs of all layers of a Functional model until its forward pass ends. In
+"swiglu again" `keras.RematScope` computes the product of the gate again. A
+step is forward, backward and the optimizer. All ways to compute are called in
+turn in one process, and "against bfloat16" is the median of the ratios of the
+rounds: 2 is twice as fast as `mixed_bfloat16`. "SQNR" is the signal-to-noise
+ratio in decibels of outputs, gradient of the inputs and gradient of the
+kernel, as far as they were compared; more is better. The kernel is native or
+emulated as this package chose.
 """
 
 COUNTED = [

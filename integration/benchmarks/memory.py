@@ -8,6 +8,7 @@ the allocator of the GPU saw, or on a CPU what PyTorch's profiler did. On
 TensorFlow there must be a GPU, whose allocator is asked.
 """
 
+import gc
 import sys
 
 import measuring
@@ -20,6 +21,7 @@ SIZES = ("batch", "length", "width", "wide", "heads", "groups", "blocks")
 ON_A_CPU = (2, 64, 256, 896, 4, 2, 2)
 BLOCKS = (2048, 256, 1024, 12)
 ACTIVATIONS = ("relu", "gelu", "swiglu")
+IN_TURN = (*ACTIVATIONS, "swiglu again")
 ON_A_GPU = (2, 2048, 4096, 14336, 32, 8, 2)
 
 
@@ -68,6 +70,7 @@ def _of_torch(step, x, g):
 def _of_profiler(step, x, g):
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # what an earlier step left would count as given back
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -104,6 +107,7 @@ def main():
     asked = measuring.arguments(__doc__, **sizes)
     workloads = [Llama(*(getattr(asked, name) for name in SIZES))]
     workloads += [MLP(*BLOCKS, activation) for activation in ACTIVATIONS]
+    workloads += [MLP(*BLOCKS, activation, True) for activation in IN_TURN]
     found = [row for workload in workloads for row in rows(workload)]
     if not found:
         sys.exit("TensorFlow does not say what a step holds on a CPU.")

@@ -73,7 +73,11 @@ class MLP:
         width: Of the residual stream.
         wide: Of what is activated.
         blocks: How many.
-        activation: `"relu"`, `"gelu"` or `"swiglu"`.
+        activation: `"relu"`, `"gelu"`, `"swiglu"`, or `"swiglu again"`, which
+            is computed again for its gradient.
+        in_turn: Whether one layer calls all blocks in turn. Keras on PyTorch
+            holds the outputs of all layers of a Functional model until its
+            forward pass ends.
     """
 
     rows: int
@@ -81,6 +85,7 @@ class MLP:
     wide: int
     blocks: int
     activation: str
+    in_turn: bool = False
 
     @property
     def shape(self):
@@ -89,38 +94,68 @@ class MLP:
 
     def __str__(self):
         return (
-            f"{self.blocks} blocks {self.width}-{self.wide}-{self.width}, "
+            f"{self.blocks} blocks {self.width}-{self.wide}-{self.width}"
+            f"{' called in turn' if self.in_turn else ''}, "
             f"{self.activation}, {self.rows} rows"
         )
 
     def model(self):
         """The built model, from vectors to vectors."""
+        blocks = [
+            _Block(self.width, self.wide, self.activation)
+            for _ in range(self.blocks)
+        ]
         x = inputs = keras.Input((self.width,))
-        for _ in range(self.blocks):
-            x = _Block(self.width, self.wide, self.activation)(x)
+        for layer in [_InTurn(blocks)] if self.in_turn else blocks:
+            x = layer(x)
         return keras.Model(inputs, x)
 
 
-class _Block(keras.layers.Layer):
-    """A block of `MLP`.
+class _InTurn(keras.layers.Layer):
+    """Layers, each of which reads what the one before it makes."""
 
-    A layer of its own: Keras on PyTorch holds the outputs of all layers of a
-    Functional model until its forward pass ends.
-    """
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, inputs):
+        for layer in self.inner:
+            inputs = layer(inputs)
+        return inputs
+
+
+class _Block(keras.layers.Layer):
+    """A block of `MLP`, of which nothing but the outputs outlives its call."""
 
     def __init__(self, width, wide, activation):
         super().__init__()
-        gated = activation == "swiglu"
         layers = keras.layers
-        self.gate = layers.Dense(wide, "silu") if gated else None
+        gated = activation.startswith("swiglu")
+        again = activation == "swiglu again"
         self.up = layers.Dense(wide, None if gated else activation)
         self.down = layers.Dense(width)
+        self.gate = self.product = None
+        if gated:
+            self.gate = layers.Dense(wide, None if again else "silu")
+            with keras.RematScope("full" if again else None):
+                self.product = _Product("silu" if again else None)
 
     def call(self, inputs):
         x = self.up(inputs)
-        if self.gate is not None:
-            x = self.gate(inputs) * x
+        if self.product is not None:
+            x = self.product(self.gate(inputs), x)
         return inputs + self.down(x)
+
+
+class _Product(keras.layers.Layer):
+    """What passes a gate, whose activation may be computed here."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = keras.activations.get(activation)
+
+    def call(self, gate, other):
+        return self.activation(gate) * other
 
 
 def dense(size):
