@@ -9,6 +9,7 @@ import pytest
 import train as recipe_training
 import training_page
 
+import keras_policy_ext as kpe
 from keras_policy_ext import kernels, recipes
 from keras_policy_ext.diagnostics import demo, machine
 
@@ -98,6 +99,19 @@ def test_a_variant_is_below_chance_if_it_is_below_every_run_of_delayed(
 
 
 @pytest.mark.any_backend
+def test_variants_of_four_bits_are_compared_with_four_bits(tmp_path):
+    runs = [run("mixed_bfloat16", 0, 1.0), run("delayed", 0, 1.01)]
+    runs += [run("nvfp4", 0, 1.05), run("nvfp4; unrounded: kernel", 0, 1.02)]
+    write(tmp_path, runs)
+    text = training_page.page(tmp_path)
+
+    assert training_page.CHANCE not in text
+    _, _, table = text.partition(training_page.OF_FOUR_BITS)
+    assert "| `nvfp4` | +5.00 |" in table
+    assert "| `nvfp4; unrounded: kernel` | +2.00 |" in table
+
+
+@pytest.mark.any_backend
 def test_a_run_is_appended_when_it_is_over_and_never_repeated(
     tmp_path, monkeypatch
 ):
@@ -170,3 +184,31 @@ def test_an_operand_that_is_not_rounded_changes_the_matmuls_that_read_it(
         assert closer == changed == (operand in recipes.MATMULS[matmul])
     for one, other in zip(products(), before, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_was_traced_before_is_not_taken_for_unrounded():
+    layer = kpe.layers.Dense(8, dtype=kpe.Float8DTypePolicy(recipe="current"))
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+
+    def outputs():
+        return keras.ops.convert_to_numpy(layer(x)).astype("float32")
+
+    before = outputs()
+    with recipe_training.rounding_all_but("kernel"):
+        between = outputs()
+    assert np.any(before != between)
+    np.testing.assert_array_equal(outputs(), before)
+
+
+def test_an_operand_that_is_rounded_at_random_is_not_left_unrounded():
+    plan = kernels.make_plan(
+        kernels.Einsum("ab,bc->ac"),
+        recipes.NVFP4Scaling(),
+        "float32",
+        "float32",
+    )
+    with (
+        recipe_training.rounding_all_but("outputs_grad"),
+        pytest.raises(ValueError, match="rounded at random"),
+    ):
+        plan._quantized("outputs_grad", "inputs_grad", None, None, None, None)

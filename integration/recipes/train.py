@@ -98,14 +98,32 @@ def rounding_all_but(operand):
     quantized = kernels.Plan._quantized
 
     def altered(plan, name, matmul, home, amax, known, cast):
+        if name == operand and plan.operands.is_stochastic(name):
+            raise ValueError(f"The {name} are rounded at random: not altered.")
         cast = _unrounded if name == operand else cast
         return quantized(plan, name, matmul, home, amax, known, cast)
 
     kernels.Plan._quantized = altered
+    _forget_what_was_traced()
     try:
         yield
     finally:
         kernels.Plan._quantized = quantized
+        _forget_what_was_traced()
+
+
+def _forget_what_was_traced():
+    """What was traced for an equal plan before would be used again."""
+    if machine.backend() == "jax":
+        import jax
+
+        jax.clear_caches()
+    elif machine.backend() == "tensorflow":
+        from keras_policy_ext.frameworks import tensorflow as framework
+        from keras_policy_ext.frameworks import tensorflow_gradients
+
+        framework._shared_forward.cache_clear()
+        tensorflow_gradients._shared_backward.cache_clear()
 
 
 def _unrounded(x, scale, format_name, is_factor):

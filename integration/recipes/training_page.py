@@ -95,6 +95,12 @@ many seeds a variant is below every run of delayed scaling, nudged or not, of
 the seeds that have nudged ones.
 """
 
+OF_FOUR_BITS = """### Where NVFP4 loses
+
+The same with a matmul in high precision, and with an operand that is scaled
+and `unrounded`; what is rounded at random is not left unrounded.
+"""
+
 
 def read(folder=RESULTS):
     """By backend the environment, and losses by recipe and seed."""
@@ -147,12 +153,22 @@ def _of_backend(environment, runs):
         words = f"Not run, or not with every seed: {listed}.\n"
         yield textwrap.fill(words, 90, break_on_hyphens=False) + "\n"
     yield from _powers(known_gaps)
-    others = dict.fromkeys(r for r, _ in known_gaps if r not in EXPECTED)
-    if others:
-        rows = _rows(known_gaps, sorted({"delayed", *others}))
+    yield from _variants(known_gaps)
+
+
+def _variants(known_gaps):
+    """The paragraphs on variants that are not shown for every framework."""
+    names = {recipe for recipe, _ in known_gaps if recipe not in EXPECTED}
+    of_four_bits = {name for name in names if name.startswith("nvfp4")}
+    if names - of_four_bits:
+        rows = _rows(known_gaps, sorted({"delayed", *names - of_four_bits}))
         lowest = _lowest_by_chance(rows)
         yield CHANCE
         yield _table(rows, ["below"], functools.partial(_below, lowest))
+    if of_four_bits:
+        rows = _rows(known_gaps, sorted({"nvfp4", *of_four_bits}))
+        yield OF_FOUR_BITS
+        yield _table(rows, ["mean", "spread"], _mean_and_spread)
 
 
 def _powers(known_gaps):
