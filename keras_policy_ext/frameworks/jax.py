@@ -187,12 +187,11 @@ class JaxFramework(Framework):
         time. The others, and a GELU in float32, XLA for a CPU fuses otherwise
         where they are computed again: last bits of weights change (JAX 0.10).
         """
-        is_half_gelu = (
-            activation is keras.activations.gelu and x.dtype.itemsize == 2
-        )
-        is_other = self.on_cpu(x) and not is_half_gelu
-        if is_other or not isinstance(x, jax.core.Tracer):
-            return activation(x)  # of numbers nothing is kept
+        if not isinstance(x, jax.core.Tracer):
+            return activation(x)  # no gradient is taken: nothing is kept
+        is_gelu = activation is keras.activations.gelu
+        if self.on_cpu(x) and not (is_gelu and x.dtype.itemsize == 2):
+            return activation(x)
         return jax.checkpoint(activation)(x)
 
     def in_parts(
