@@ -20,6 +20,11 @@ except ImportError:  # Keras has moved it: see `autocast_scope`.
     _AutocastScope = None
 
 try:
+    from keras.src.backend.common import symbolic_scope as _symbolic_scope
+except ImportError:  # Keras has moved it: see `are_shapes_alone_wanted`.
+    _symbolic_scope = None
+
+try:
     from keras.src.backend.common import masking as _masking
 except ImportError:  # Keras has moved it: see `keep_mask`.
     _masking = None
@@ -53,6 +58,18 @@ def training_of_call() -> bool | None:
     if hasattr(context, "get_value"):  # keras >= 3.11
         return context.get_value("training")
     return getattr(context, "training", None)
+
+
+def are_shapes_alone_wanted() -> bool:
+    """Whether Keras computes outputs to see their shapes and dtypes.
+
+    As it does of ones before the first step of `fit` on PyTorch, where a
+    model has attention in 16 bits (keras 3.0 to 3.15). The scope it does so
+    in, `keras.SymbolicScope`, is public; that it is entered, is not. Where
+    nobody says, False, which costs time alone.
+    """
+    entered = getattr(_symbolic_scope, "in_symbolic_scope", None)
+    return False if entered is None else bool(entered())
 
 
 def is_in_a_call() -> bool:

@@ -36,6 +36,24 @@ def test_keras_offers_no_public_way_to_ask_whether_a_call_trains(training):
     assert members_about(keras.layers.Layer, "context", "training") == []
 
 
+class Shaped(keras.layers.Layer):
+    """A layer of which Keras knows no shape without a call."""
+
+    def call(self, inputs):
+        self.shapes_alone = calls.are_shapes_alone_wanted()
+        return inputs + 1.0
+
+
+def test_keras_does_not_say_that_shapes_alone_are_wanted():
+    layer = Shaped()
+    layer(keras.KerasTensor((2, 3)))
+    assert layer.shapes_alone is True
+    layer(np.ones((2, 3), "float32"))
+    assert layer.shapes_alone is False
+    assert functions_about("in_symbolic", "is_symbolic") == []
+    assert members_about(keras.SymbolicScope, "entered", "active") == []
+
+
 def test_keras_offers_no_public_way_to_ask_whether_a_call_is_under_way():
     layer = Asks()
     layer(np.ones((1, 2), "float32"))
