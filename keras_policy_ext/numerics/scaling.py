@@ -167,6 +167,10 @@ def scale_of_multiplier(
     Returns:
         Float32 tensor of the shape of `amax`, between 2^-126 and 2^126.
     """
+    number = frameworks.current().known_number(amax)
+    if isinstance(limit, float) and number and 0.0 < number < math.inf:
+        scale = _inverted_of_number(number, _with_margin(limit, margin))
+        return ops.convert_to_tensor(scale, "float32")
     known = is_positive_finite(amax)
     # Without the clips XLA would turn 1 / (a / b) into b / a. Written `1 / x`,
     # torch (`a / x` for a number a) and TensorFlow's graphs (for 1) multiply
@@ -176,6 +180,16 @@ def scale_of_multiplier(
     multiplier = ops.clip(multiplier, SMALLEST_SCALE, 1.0 / SMALLEST_SCALE)
     one = ops.where(known, 1.0, previous)
     return ops.divide(one, ops.where(known, multiplier, 1.0))
+
+
+def _inverted_of_number(amax: float, divisor: float) -> float:
+    """`scale_of_multiplier` of one number that is neither 0 nor infinite.
+
+    In float64: each quotient is of two float32, and is rounded to float32.
+    """
+    multiplier = divisor / max(amax, SMALLEST_SCALE)
+    multiplier = min(max(multiplier, SMALLEST_SCALE), 1.0 / SMALLEST_SCALE)
+    return float(np.float32(1.0 / float(np.float32(multiplier))))
 
 
 def _is_floating(x: Tensor) -> bool:

@@ -191,6 +191,22 @@ def test_the_scale_of_one_amax_is_that_of_it_among_others(
     same_bits(np.stack([scale(each) for each in amaxes]), scale(amaxes))
 
 
+@both
+@pytest.mark.parametrize("margin", [0, 3, 127])
+def test_the_inverted_scale_of_one_amax_is_that_of_it_among_others(
+    dtype, margin
+):
+    amaxes = np.concatenate([AMAXES[: len(SPECIAL)], AMAXES[::97]])
+    limit = formats.get(dtype).max
+
+    def scale(amax):
+        amax = ops.convert_to_tensor(amax)
+        found = scaling.scale_of_multiplier(amax, limit, margin, 0.7)
+        return ops.convert_to_numpy(found)
+
+    same_bits(np.stack([scale(each) for each in amaxes]), scale(amaxes))
+
+
 @WAYS
 def test_a_tensor_of_limits_gives_each_row_its_own(way):
     limits = np.array([448.0, 448.0, 57344.0], "float32")
