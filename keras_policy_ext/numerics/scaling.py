@@ -111,7 +111,7 @@ def scale_for_limit(
     """`scale_from_amax` for the largest value itself, or a tensor of them."""
     number = frameworks.current().known_number(amax)
     if number is not None and isinstance(limit, float):
-        divisor = _with_margin(limit, margin)
+        divisor = with_margin(limit, margin)
         scale = _scale_of_number(number, divisor, power_of_two)
         scale = previous if scale is None else scale
         return ops.convert_to_tensor(scale, "float32")
@@ -119,7 +119,7 @@ def scale_for_limit(
     known = is_positive_finite(amax)
     # XLA multiplies by the reciprocal of a constant divisor, which differs in
     # the last bit (seen on JAX 0.10); this one is no constant to it.
-    divisor = ops.where(known, _with_margin(limit, margin), 1.0)
+    divisor = ops.where(known, with_margin(limit, margin), 1.0)
     # JAX and TensorFlow on a CPU take a subnormal for 0, torch does not.
     scale = ops.maximum(amax, SMALLEST_SCALE) / divisor
     scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
@@ -169,20 +169,20 @@ def scale_of_multiplier(
     """
     number = frameworks.current().known_number(amax)
     if isinstance(limit, float) and number and 0.0 < number < math.inf:
-        scale = _inverted_of_number(number, _with_margin(limit, margin))
+        scale = inverted_of_number(number, with_margin(limit, margin))
         return ops.convert_to_tensor(scale, "float32")
     known = is_positive_finite(amax)
     # Without the clips XLA would turn 1 / (a / b) into b / a. Written `1 / x`,
     # torch (`a / x` for a number a) and TensorFlow's graphs (for 1) multiply
     # by a reciprocal, which TensorFlow even approximates.
     normal = ops.maximum(amax, SMALLEST_SCALE)
-    multiplier = ops.divide(_with_margin(limit, margin), normal)
+    multiplier = ops.divide(with_margin(limit, margin), normal)
     multiplier = ops.clip(multiplier, SMALLEST_SCALE, 1.0 / SMALLEST_SCALE)
     one = ops.where(known, 1.0, previous)
     return ops.divide(one, ops.where(known, multiplier, 1.0))
 
 
-def _inverted_of_number(amax: float, divisor: float) -> float:
+def inverted_of_number(amax: float, divisor: float) -> float:
     """`scale_of_multiplier` of one number that is neither 0 nor infinite.
 
     In float64: each quotient is of two float32, and is rounded to float32.
@@ -196,7 +196,8 @@ def _is_floating(x: Tensor) -> bool:
     return "float" in keras.backend.standardize_dtype(x.dtype)
 
 
-def _with_margin(limit: Any, margin: int) -> Any:
+def with_margin(limit: Any, margin: int) -> Any:
+    """The limit of a format with powers of two of headroom above an amax."""
     # An exact division. Applied to the quotient instead it might go through
     # a subnormal, which JAX and TensorFlow on a CPU flush to 0, and XLA
     # would turn a / b / c into a / (b * c), which can overflow.

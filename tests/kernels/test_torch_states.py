@@ -1,4 +1,6 @@
-"""The arithmetic of states in NumPy is that of the source."""
+"""The arithmetic of states on numbers is that of the source."""
+
+import warnings
 
 import keras
 import numpy as np
@@ -14,10 +16,23 @@ import torch
 
 from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import recipes
+from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.kernels import engines
-from keras_policy_ext.kernels.torch_cpu_states import CpuStates
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.kernels.torch_cpu_states import FIRST, CpuStates
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SEALED,
+    SLOTS,
+    UNSEEN,
+)
 from keras_policy_ext.numerics.scale_sources import CurrentSource, source_of
+
+ODD = [
+    *(0.0, 0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38),
+    *(UNIT, 2.0 * UNIT, 0.5 * UNIT, 1e-3 * UNIT, SEALED, UNSEEN),
+    *(SEALED + ROUNDING / 2.0, SEALED + 2.0 * ROUNDING),
+]
+"""What a number of a state may be that a loop or a mistake has changed."""
 
 
 @pytest.mark.parametrize("recipe", SOURCES, ids=repr)
@@ -36,6 +51,46 @@ def test_amaxes_of_many_uses_are_added_up_in_the_same_order(uses):
         expected = source.settle(value, previous)
         found = CpuStates().settle(source, value, previous)
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("recipe", SOURCES, ids=repr)
+def test_any_numbers_settle_as_in_the_source(recipe):
+    source, rng = source_of(recipe), np.random.default_rng(0)
+    for _ in range(300):
+        previous, value = _any_state(source, rng), _any_value(source, rng)
+        expected = source.settle(value, previous)
+        with warnings.catch_warnings(action="error"):
+            found = CpuStates().settle(source, value, previous)
+            scales = CpuStates().history_scales(source, previous).scales
+        np.testing.assert_array_equal(found, expected)
+        expected = source.history_scales(previous).scales
+        np.testing.assert_array_equal(scales, expected)
+
+
+def _any_value(source, rng):
+    if rng.random() < 0.3:
+        return _any_state(source, rng)
+    uses, value = rng.integers(1, 9), torch.zeros(source.state_shape)
+    value[:, 0] = UNIT * uses
+    size = UNIT * rng.choice([1.0, 1e-3, 1e30])
+    value[:, 1 : 1 + uses] = size * torch.tensor(rng.random((3, uses)))
+    return _with_odd_numbers(value, rng)
+
+
+def _any_state(source, rng):
+    rows, width = source.state_shape
+    state = torch.zeros(rows, width)
+    state[:, 0] = torch.tensor(rng.choice([SEALED, SEALED, UNSEEN, 0.3], rows))
+    state[:, FIRST - 1] = torch.tensor(rng.choice([0.0, 0.25], rows))
+    state[:, FIRST:] = torch.tensor(rng.random((rows, width - FIRST)))
+    return _with_odd_numbers(state, rng)
+
+
+def _with_odd_numbers(state, rng):
+    for _ in range(rng.integers(0, 3)):
+        column = rng.choice([0, 1, 2, SLOTS, FIRST - 1, FIRST, -1])
+        state[rng.integers(3), column] = rng.choice(ODD)
+    return state
 
 
 @pytest.mark.parametrize("slot", [0, 3, 7, 9])
