@@ -63,15 +63,6 @@ SOURCES = {
 }
 
 
-CHECKOUT = pathlib.Path(__file__).parents[1]
-TESTS = {
-    path.relative_to(CHECKOUT).as_posix(): path
-    for room in ("tests", "integration")
-    for path in sorted((CHECKOUT / room).rglob("*.py"))
-}
-MOST_LINES = 450
-
-
 def imported_names(tree):
     """Every dotted name that an import, wherever it stands, may load.
 
@@ -119,6 +110,7 @@ def imported_frameworks(tree):
     )
 
 
+@functools.cache
 def parse(name):
     return ast.parse(SOURCES[name].read_text(encoding="utf-8"), filename=name)
 
@@ -172,72 +164,76 @@ def names_shared_with_keras(cls):
     return sorted(ours & theirs)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_only_the_room_for_it_touches_keras_internals(name):
-    if name.startswith("_keras/"):
-        pytest.skip("this room is the one contact with Keras internals")
-
-    assert uses_keras_internals(parse(name)) == []
+def offenders(rule, names=SOURCES):
+    """What `rule` finds in each of the files that break it, by file."""
+    found = {name: rule(name) for name in names}
+    return {name: what for name, what in found.items() if what}
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_only_the_room_for_it_touches_private_attributes_of_keras(name):
-    if name.startswith("_keras/"):
-        pytest.skip("this room is the one contact with Keras internals")
-
-    assert foreign_attributes(parse(name)) == []
+OUTSIDE_THE_KERAS_ROOM = [x for x in SOURCES if not x.startswith("_keras/")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x for x in SOURCES if not x.startswith(OTHER_CLASSES)],
-)
-def test_classes_use_no_private_name_of_the_keras_class_below(name):
-    found = {cls: names_shared_with_keras(cls) for cls in classes_of(name)}
+def test_only_the_room_for_it_touches_keras_internals():
+    found = offenders(
+        lambda name: uses_keras_internals(parse(name)), OUTSIDE_THE_KERAS_ROOM
+    )
 
-    assert {cls: names for cls, names in found.items() if names} == {}
+    assert found == {}
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_two_rooms_alone_import_a_framework(name):
+def test_only_the_room_for_it_touches_private_attributes_of_keras():
+    found = offenders(
+        lambda name: foreign_attributes(parse(name)), OUTSIDE_THE_KERAS_ROOM
+    )
+
+    assert found == {}
+
+
+def test_classes_use_no_private_name_of_the_keras_class_below():
+    classes = {
+        f"{name}: {cls.__qualname__}": cls
+        for name in SOURCES
+        if not name.startswith(OTHER_CLASSES)
+        for cls in classes_of(name)
+    }
+    found = offenders(lambda x: names_shared_with_keras(classes[x]), classes)
+
+    assert found == {}
+
+
+def foreign_frameworks(name):
+    """Frameworks that a file imports although it is none of their files."""
     room, _, file = name.partition("/")
     framework = file.removesuffix(".py").partition("_")[0]
     in_a_room = room in ("frameworks", "kernels")
     allowed = MODULES.get(framework, set()) if in_a_room else set()
-
-    found = imported_frameworks(parse(name))
-
-    assert [n for n in found if n.split(".")[0] not in allowed] == []
+    imported = imported_frameworks(parse(name))
+    return [n for n in imported if n.split(".")[0] not in allowed]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_package_contains_no_assert_statement(name):
-    lines = [
-        node.lineno
-        for node in ast.walk(parse(name))
-        if isinstance(node, ast.Assert)
-    ]
-
-    assert lines == [], "python -O drops asserts: raise an error instead"
+def test_two_rooms_alone_import_a_framework():
+    assert offenders(foreign_frameworks) == {}
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_package_does_not_read_the_environment(name):
-    readers = {"os.environ", "os.getenv"}
+def lines_of_asserts(name):
+    nodes = ast.walk(parse(name))
+    return [node.lineno for node in nodes if isinstance(node, ast.Assert)]
+
+
+def test_package_contains_no_assert_statement():
+    found = offenders(lines_of_asserts)
+
+    assert found == {}, "python -O drops asserts: raise an error instead"
+
+
+def readers_of_the_environment(name):
     tree = parse(name)
     used = {*imported_names(tree), *attribute_chains(tree)}
+    return sorted({"os.environ", "os.getenv"} & used)
 
-    assert sorted(readers & used) == []
 
-
-@pytest.mark.parametrize("files", [SOURCES, TESTS], ids=["package", "tests"])
-def test_a_file_has_one_subject_and_few_lines(files):
-    lines = {
-        name: len(path.read_text(encoding="utf-8").splitlines())
-        for name, path in files.items()
-    }
-
-    assert {n: k for n, k in lines.items() if k > MOST_LINES} == {}
+def test_the_package_does_not_read_the_environment():
+    assert offenders(readers_of_the_environment) == {}
 
 
 def imported_modules(tree, modules):
