@@ -110,7 +110,8 @@ class TorchFramework(Framework):
         """See `Framework.assigned`."""
         with torch.no_grad():
             value = torch_observations.with_observed(variable, value)
-            return super().assigned(variable, value)
+            previous = variable.value
+            return super().settle(variable.settling, value, previous)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
         """See `Framework.keep_observations`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from keras_policy_ext.kernels import engines
@@ -24,15 +25,20 @@ class Choices:
 
     def of(self, matmul: str) -> tuple[Any, Choice]:
         """What multiplies in a matmul, and why."""
+        return self.of_all((matmul,))[matmul]
+
+    def of_all(self, matmuls: Iterable[str]) -> dict[str, tuple[Any, Choice]]:
+        """Return, for each matmul, its kernel and the reason for it."""
         engine = engines.engine()
         device = engine.device()
         known_engine, known_device, found = self._known
         if known_engine is not engine or known_device is not device:
             found = {}
             self._known = engine, device, found
-        if matmul not in found:
-            found[matmul] = self._choose(engine, matmul)
-        return found[matmul]
+        for matmul in matmuls:
+            if matmul not in found:
+                found[matmul] = self._choose(engine, matmul)
+        return found
 
     def _choose(self, engine: Any, matmul: str) -> tuple[Any, Choice]:
         plan = self._plan

@@ -78,14 +78,13 @@ class Form(NamedTuple):
         Returns:
             (B, R, K), (B, C, K) or (B, R, C).
         """
-        term, free, summed = self._home(operand)
-        order = self.batch + free + summed
-        term = "".join(c for c in term if c in order)
-        size = dict(zip(term, shape_of(x), strict=True))
-        x = _permuted(x, term, order)
-        groups = (self.batch, free, summed)
-        shape = [_product(size, group) for group in groups]
-        return frameworks.current().reshape(x, shape)
+        axes, groups = _home_axes(self, operand)
+        sizes = shape_of(x)
+        framework = frameworks.current()
+        if axes is not None:
+            x = framework.permute(x, axes)
+        shape = [math.prod(sizes[axis] for axis in group) for group in groups]
+        return framework.reshape(x, shape)
 
     def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
         """What is said of each axis of an operand, of those of its matrix.
@@ -173,8 +172,22 @@ def form_of(equation: str) -> Form:
     )
 
 
-def _product(sizes: Sizes, letters: str) -> Any:
-    return math.prod(sizes[c] for c in letters)
+@functools.lru_cache(maxsize=4096)
+def _home_axes(
+    form: Form, operand: str
+) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
+    """Say how the axes of an operand make up its home matrix.
+
+    Returns:
+        The permutation of the axes, None where they are in order; and, for
+        each axis of the matrix, the axes of the operand that it flattens.
+    """
+    term, *groups = form._home(operand)
+    groups = [form.batch, *groups]
+    order = "".join(groups)
+    term = "".join(c for c in term if c in order)
+    axes = None if term == order else tuple(map(term.index, order))
+    return axes, tuple(tuple(map(term.index, group)) for group in groups)
 
 
 def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:

@@ -146,7 +146,7 @@ class Plan:
         history = self._history(state)
         known = settled(history, state)
         observe = observe and bool(state) and self.source.observes_amaxes
-        chosen = {matmul: self.choose(matmul) for matmul in MATMULS}
+        chosen = self.choices.of_all(MATMULS)
         x, x_kept, x_amax = self._reads(
             "inputs", inputs, known, observe, chosen
         )
@@ -210,7 +210,7 @@ class Plan:
         amaxes, shapes = residuals.amaxes, residuals.shapes
         known, observe = settled(residuals.known, state), amaxes is not None
         counts = self.training is not False and not self.source.observes_amaxes
-        chosen = {m: self.choose(m) for m in matmuls_of("outputs_grad")}
+        chosen = self.choices.of_all(matmuls_of("outputs_grad"))
         g, g_again, g_amax = self._reads(
             "outputs_grad", outputs_grad, known, observe, chosen
         )

@@ -55,11 +55,12 @@ class CpuStates:
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
         """See `StateKernels.history_scales`."""
         before = _before(source, state.detach().numpy())
-        scales = torch.tensor(
-            [scale for _, scale in before], dtype=torch.float32, device="cpu"
-        )
+        scales = np.array([scale for _, scale in before], np.float32)
         unseen = scales == 0.0 if source.starts_from_current else None
-        return HistoryScales(scales, unseen)
+        return HistoryScales(
+            torch.from_numpy(scales),
+            None if unseen is None else torch.from_numpy(unseen),
+        )
 
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int

@@ -159,7 +159,9 @@ class StateVariable(
             return
         # On JAX each assignment brings another array.
         self._looked_at = None if isinstance(value, np.ndarray) else value
-        self.trusted(np.asarray(value))
+        value = np.asarray(value)
+        if self._said or _moved_rows(value).any():
+            self.trusted(value)
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
         """The state, with rows as if never observed that were moved.
@@ -175,8 +177,7 @@ class StateVariable(
         if matrix is None:
             matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
-        moved = ~_is_state(matrix[:, 0])
-        moved |= matrix[:, 1 : SLOTS + 1].any(axis=1)
+        moved = _moved_rows(matrix)
         if moved.any() and not self._said:
             warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
         self._said = bool(moved.any())
@@ -313,6 +314,13 @@ def newest_first(ring: np.ndarray) -> np.ndarray:
 def _is_sealed(first: np.ndarray) -> np.ndarray:
     """Which rows are believed, by their first column."""
     return np.abs(first - SEALED) <= ROUNDING
+
+
+def _moved_rows(matrix: np.ndarray) -> np.ndarray:
+    """Mask of the rows that are neither a state nor an average of states."""
+    has_observations: Any = matrix[:, 1 : SLOTS + 1].any(axis=1)
+    is_moved: np.ndarray = has_observations | ~_is_state(matrix[:, 0])
+    return is_moved
 
 
 def _is_state(first: np.ndarray) -> np.ndarray:
