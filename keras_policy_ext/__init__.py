@@ -12,7 +12,7 @@ files name. Kernels and tools load on first use.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_policy_ext._version import __version__
 
@@ -133,16 +133,41 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in _LAZY_NAMES:
-        home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
-        return getattr(home, name)
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}. It has: "
-        f"{', '.join(__all__)}."
+if TYPE_CHECKING:
+    from keras_policy_ext import (
+        conversion,
+        kernels,
+        loops,
+        migration,
+        numerics,
+        reference,
     )
+    from keras_policy_ext.conversion import (
+        calibrate,
+        convert,
+        filters,
+        freeze,
+        load_model,
+        load_preset,
+        load_weights,
+        revert,
+        thaw,
+        widen,
+    )
+    from keras_policy_ext.diagnostics.inspection import inspect
+    from keras_policy_ext.diagnostics.memory import memory
+else:
+
+    def __getattr__(name):
+        if name in _LAZY:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _LAZY_NAMES:
+            home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
+            return getattr(home, name)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}. It has: "
+            f"{', '.join(__all__)}."
+        )
 
 
 def __dir__() -> list[str]:

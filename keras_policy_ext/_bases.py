@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
-# The base of mixins. A type checker sees Any: they come before a Keras class.
-MixedInto: Any = object
+import keras
+
+# The base of mixins, which come before a Keras class.
+if TYPE_CHECKING:
+
+    class MixedInto(keras.Layer):
+        """Tells type checkers that a mixin ends up in a layer."""
+
+else:
+    MixedInto = object
 
 
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:

@@ -1,8 +1,10 @@
 """What an installed distribution promises before any arithmetic."""
 
+import ast
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -105,3 +107,18 @@ def test_python_311_is_supported():
     """When it is not: `_user_code.stacklevel` is `skip_file_prefixes`."""
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     assert metadata["Requires-Python"] == ">=3.11"
+
+
+def test_type_checkers_see_every_lazy_name():
+    """Those that `__getattr__` hides are imported for type checkers."""
+    import keras_policy_ext
+
+    source = inspect.getsource(keras_policy_ext)
+    seen = {
+        alias.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert set(keras_policy_ext.__all__) <= seen

@@ -4,9 +4,13 @@
 a name that has no float8 form here is the stock one.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
+
+if TYPE_CHECKING:
+    # The names that `__getattr__` forwards.
+    from keras.layers import *  # noqa: F403
 
 from keras_policy_ext.layers.attention import (
     GroupedQueryAttention,

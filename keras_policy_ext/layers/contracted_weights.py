@@ -19,7 +19,6 @@ class ContractedWeights(_bases.MixedInto):
 
     float8_policy: Any
     float8_state: Any
-    weights: Any
 
     float8_kernels: tuple[str, ...] | None = None
 

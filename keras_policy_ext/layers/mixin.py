@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -81,11 +81,14 @@ class Float8Mixin(
     # No path: TensorFlow does not call the setter below for an equal value.
     _float8_policy_path: str | None = ""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs["dtype"] = policies.get(kwargs.get("dtype"))
-        super().__init__(*args, **kwargs)
-        self.float8_state = _new_state(self.trainable)
-        self.dtype_policy = policies.as_float8(self.dtype_policy)
+    # Type checkers see the constructor of the stock layer.
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args, **kwargs):
+            kwargs["dtype"] = policies.get(kwargs.get("dtype"))
+            super().__init__(*args, **kwargs)
+            self.float8_state = _new_state(self.trainable)
+            self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     # The getter is Keras's: torch.compile does not follow `super` into one.
     @keras.layers.Layer.dtype_policy.setter

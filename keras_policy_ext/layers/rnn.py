@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -26,14 +26,18 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
 
     float8_cell: type
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs["dtype"] = policies.get(kwargs.get("dtype"))
-        super().__init__(*args, **kwargs)
-        # The stock constructor made a stock cell. To make another one would
-        # draw other seeds; the `build` that Keras wrapped is right for both.
-        policy = policies.get(self.cell.dtype_policy)
-        built_layers.swap_class(self.cell, self.float8_cell)
-        self.cell.follow_policy(policy)
+    # Type checkers see the constructor of the stock layer.
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args, **kwargs):
+            kwargs["dtype"] = policies.get(kwargs.get("dtype"))
+            super().__init__(*args, **kwargs)
+            # The stock constructor made a stock cell. To make another one
+            # would draw other seeds; the `build` that Keras wrapped is right
+            # for both.
+            policy = policies.get(self.cell.dtype_policy)
+            built_layers.swap_class(self.cell, self.float8_cell)
+            self.cell.follow_policy(policy)
 
     def call(
         self,

@@ -21,7 +21,10 @@ class StockCalls(_bases.MixedInto):
     """What `Float8Mixin` changes in the calls of Keras."""
 
     def quantize(
-        self, mode: str | None = None, type_check: bool = True, **kwargs: Any
+        self,
+        mode: str | None = None,
+        type_check: bool = True,
+        config: Any = None,
     ) -> None:
         """As the stock layer, under a policy that is not float8.
 
@@ -30,13 +33,15 @@ class StockCalls(_bases.MixedInto):
         Args:
             mode: As for the stock layer, but not `"float8"`.
             type_check: As for the stock layer: whether to refuse subclasses.
-            **kwargs: As for the stock layer.
+            config: As for the stock layer.
 
         Raises:
             NotImplementedError: If the layer follows float8 or is to, or the
                 stock layer has no quantization.
         """
         layer: Any = self
+        # Keras 3.12 has no `config`.
+        kwargs = {} if config is None else {"config": config}
         if not isinstance(layer, StockCalls):
             # Keras goes on calling this of a layer that was reverted since.
             type(layer).quantize(layer, mode, type_check=type_check, **kwargs)

@@ -1,0 +1,53 @@
+"""Programs of users, as mypy sees them; `tox run -e types` checks this file.
+
+A line with `type: ignore` has to be an error: mypy fails where it is not.
+"""
+
+from typing import Any, assert_type
+
+import keras
+
+import keras_policy_ext as kpe
+from keras_policy_ext import layers
+from keras_policy_ext.conversion import Report
+from keras_policy_ext.diagnostics.inspection import Inspection
+from keras_policy_ext.diagnostics.memory_report import MemoryReport
+
+
+def convert_and_look(model: Any) -> None:
+    """Lazy names have the types of what they name."""
+    assert_type(kpe.convert(model, "current", include="dense"), Report)
+    assert_type(kpe.convert(model, filter="auto"), Report)
+    assert_type(kpe.convert(model, filter=lambda layer: True), Report)
+    assert_type(kpe.revert(model), Report)
+    assert_type(kpe.inspect(model), Inspection)
+    assert_type(kpe.memory(model, 8), MemoryReport)
+    assert_type(kpe.filters.Auto(smallest=1024), kpe.filters.Auto)
+
+
+def mistakes(model: Any) -> None:
+    """Names and arguments that do not exist are errors."""
+    print(kpe.no_such_name)  # type: ignore[attr-defined]
+    kpe.convert(model, no_such_argument=3)  # type: ignore[call-arg]
+    kpe.convert(model, min_size="large")  # type: ignore[arg-type]
+    kpe.load_model()  # type: ignore[call-arg]
+
+
+class Own(layers.Float8Mixin, keras.layers.Layer):
+    """A layer of one's own has the constructor of its Keras class."""
+
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.units = units
+
+    def call(self, x: Any) -> Any:
+        """Multiply."""
+        return self.float8_matmul(x, self.kernel)
+
+
+def make_layers() -> None:
+    """Float8 layers are classes; other names are those of Keras."""
+    assert_type(layers.Dense(4, dtype="mixed_float8"), layers.Dense)
+    assert_type(Own(3), Own)
+    layers.LayerNormalization()
+    Own()  # type: ignore[call-arg]
