@@ -59,7 +59,7 @@ def choose_backend(asked: str | None) -> str:
     Raises:
         ValueError: If it is unknown or not installed.
     """
-    installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
+    installed = installed_backends()
     named = asked or os.environ.get("KERAS_BACKEND") or None
     if named is None and not installed:
         raise ValueError(
@@ -80,6 +80,35 @@ def choose_backend(asked: str | None) -> str:
             f"pip install 'keras-policy-ext[{backend}]'"
         )
     return backend
+
+
+def installed_backends() -> list[str]:
+    """Those of `BACKENDS` that are installed here; nothing is imported."""
+    return [name for name in BACKENDS if importlib.util.find_spec(name)]
+
+
+def without_backend(error: Exception) -> str:
+    """What to do where Keras cannot be imported.
+
+    Args:
+        error: Why it cannot.
+
+    Returns:
+        A message that names the frameworks that are installed.
+    """
+    installed = installed_backends()
+    found = f"Keras cannot be imported: {error}. Installed frameworks: "
+    if not installed:
+        return (
+            f"{found}none. Install one of them: pip install "
+            "'keras-policy-ext[jax]', [torch] or [tensorflow]."
+        )
+    return (
+        f"{found}{', '.join(installed)}. Set KERAS_BACKEND to one of them "
+        "before Keras is imported: `export KERAS_BACKEND="
+        f"{installed[0]}` in the shell, or os.environ['KERAS_BACKEND'] = "
+        f"'{installed[0]}' in the first lines of the program."
+    )
 
 
 def _asked(argv: Sequence[str]) -> str | None:

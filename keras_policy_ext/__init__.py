@@ -19,12 +19,9 @@ from keras_policy_ext._version import __version__
 try:
     import keras  # noqa: F401
 except (ImportError, ValueError) as error:
-    raise ImportError(
-        f"Keras cannot be imported, which this package extends: {error}. Set "
-        "the environment variable KERAS_BACKEND to a framework that is "
-        "installed: 'jax', 'torch' or 'tensorflow'. The command "
-        "`keras-policy-ext` finds one by itself."
-    ) from error
+    from keras_policy_ext_cli import without_backend
+
+    raise ImportError(without_backend(error)) from error
 
 from keras_policy_ext import (
     activations,

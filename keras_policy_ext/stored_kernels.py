@@ -219,7 +219,7 @@ def _check(granularity: str, weights: str) -> None:
     ):
         if value not in allowed:
             raise ValueError(
-                "A kernel cannot be stored so. Received: "
-                f"{name}={value!r}. Allowed: "
-                f"{', '.join(map(repr, allowed))}. Pass one of them."
+                f"`{name}` is not a way to store a kernel. Received: "
+                f"{name}={value!r}. Allowed: {', '.join(map(repr, allowed))}. "
+                "Pass one of them."
             )

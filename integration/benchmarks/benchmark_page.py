@@ -208,7 +208,7 @@ def _break_even(rows):
         "`any` stands for what has no row of its own.\n"
     )
     yield table(
-        ["framework", "device", "size", "known from"],
+        ["framework", "device", "size", "source"],
         [
             [
                 BACKENDS.get(row["backend"], row["backend"]),

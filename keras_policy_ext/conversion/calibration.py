@@ -295,9 +295,9 @@ def _structure_of_shape(shape: object) -> Any:
 def _check_call(model: keras.Layer, call: object) -> None:
     if call is not None and not callable(call):
         raise TypeError(
-            "`call` is what to do with a batch. Received: "
-            f"{call!r} (of type {type(call).__name__}). Allowed: a function "
-            "of one batch, or None to call the model."
+            f"`call` is not a function. Received: {call!r} (of type "
+            f"{type(call).__name__}). Allowed: a function of one batch, or "
+            "None to call the model."
         )
     if call is None and not models.has_call(model):
         raise ValueError(
@@ -317,9 +317,9 @@ def _check_steps(steps: object) -> None:
     ):
         return
     raise TypeError(
-        "`steps` is the most batches to take. Received: "
-        f"{steps!r} (of type {type(steps).__name__}). Allowed: an int >= 1, "
-        "or None for all."
+        f"`steps` is not a number of batches. Received: {steps!r} (of type "
+        f"{type(steps).__name__}). Allowed: an int >= 1, the most batches to "
+        "take, or None for all."
     )
 
 
@@ -336,10 +336,10 @@ def _ambiguous(data: Sequence[object]) -> str:
     parts = ", ".join(type(part).__name__ for part in data)
     kind = type(data).__name__
     return (
-        "`data` may be the inputs of one call, batches, or inputs and "
-        f"targets. Received: a {kind} of {parts}. Allowed: an array or a dict "
-        "of arrays; a list or tuple with the structure of the model's inputs; "
-        "a list of `(inputs, targets)`; a list of batches for a Sequential or "
-        "Functional model; an iterator of batches. Pass the inputs without "
-        "targets, or `iter([...])` of the batches."
+        "`data` is ambiguous: it may be the inputs of one call, batches, or "
+        f"inputs and targets. Received: a {kind} of {parts}. Allowed: an "
+        "array or a dict of arrays; a list or tuple with the structure of the "
+        "model's inputs; a list of `(inputs, targets)`; a list of batches for "
+        "a Sequential or Functional model; an iterator of batches. Pass the "
+        "inputs without targets, or `iter([...])` of the batches."
     )

@@ -38,9 +38,9 @@ def check(model: keras.Model, format: str) -> None:
         return
     formats = " or ".join(map(repr, allowed)) or "none"
     raise NotImplementedError(
-        "A file of this format does not compute what layers in float8 do; "
-        f"nothing was written. Received: format={format!r} and a model with "
-        f"{len(layers)} layers in float8, the first of them "
+        f"A file in the format {format!r} does not compute what layers in "
+        f"float8 do; nothing was written. Received: format={format!r} and a "
+        f"model with {len(layers)} layers in float8, the first of them "
         f"{path_of(layers[0])!r}. Allowed on {keras.backend.backend()}: "
         f"{formats}; any format for a model without float8. For ONNX with "
         "float8 weights call `keras_policy_ext.export(model, path, "

@@ -42,9 +42,10 @@ def check_model(path: PathLike) -> None:
     text = str(path)
     if text.startswith("hf://"):
         raise ValueError(
-            "A model of the Hugging Face Hub is read from a local copy. "
-            f"Received: {text!r}. Allowed: a path. Download it first with "
-            "`huggingface_hub.snapshot_download` and pass the folder."
+            f"{text!r} is on the Hugging Face Hub, and not a file on this "
+            f"machine. Received: {text!r}. Allowed: a local path. Download it "
+            "first with `huggingface_hub.snapshot_download` and pass the "
+            "folder."
         )
     _check_exists(path)
     if text.endswith(".keras") and _is_file(path):

@@ -299,7 +299,8 @@ def _unseen(layer: Any, operand: str, asked: str) -> str:
 def _check_trained(trained_scales: bool, granularity: str) -> None:
     if trained_scales and granularity != "tensor":
         raise ValueError(
-            "Scales from training are those of whole kernels. Received: "
+            "trained_scales=True needs granularity='tensor': scales from "
+            "training are those of whole kernels. Received: "
             f"trained_scales=True and granularity={granularity!r}. Allowed: "
             "granularity='tensor'. Pass that, or scale the kernels anew."
         )

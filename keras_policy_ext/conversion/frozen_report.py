@@ -61,7 +61,7 @@ class Stored:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FrozenReport(Report):
     """The report of `freeze`: `Report`, and what each kernel is stored as.
 
@@ -123,7 +123,7 @@ def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ThawedReport(Report):
     """The report of `thaw`: `Report`, and that weights are rounded."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import keras
@@ -12,7 +12,12 @@ from keras_policy_ext import policies, policy_names, recipes
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates, composites, models, training
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
-from keras_policy_ext.conversion.report import Report, report_of, warn_of_little
+from keras_policy_ext.conversion.report import (
+    Report,
+    report_of,
+    reverted_report,
+    warn_of_little,
+)
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
@@ -193,16 +198,35 @@ def revert(model: keras.Layer) -> Report:
     if stays and not reverted:
         raise ValueError(_all_frozen(model))
     with training.changing(model):
-        for layer in layers:
-            if id(layer) not in kept and (
-                original_of(type(layer)) is not None
-                or isinstance(layer.dtype_policy, Float8DTypePolicy)
-                or float8_policy_of(layer) is not None
-            ):
-                leave_float8(layer)
-        composites.declare_policies(model)
+        _revert(model, kept)
         left = [each for each in stays if float8_policy_of(each.layer)]
-        return report_of(model, reverted, left)
+        return reverted_report(report_of(model, reverted, left))
+
+
+@contextlib.contextmanager
+def reverted(model: keras.Layer) -> Iterator[None]:
+    """A model as `revert` would make it, for the time of a block.
+
+    As for `converted`, all is then put back, and nothing is to be trained
+    meanwhile.
+    """
+    layers = walking.layers_within(model)
+    with undone(layers), training.replicas(model):
+        stays = [each for layer in layers for each in _why_it_stays(layer)]
+        _revert(model, {id(each.layer) for each in stays})
+        yield
+
+
+def _revert(model: keras.Layer, kept: Container[int]) -> None:
+    """Make all layers stock ones but those with these ids."""
+    for layer in walking.layers_within(model):
+        if id(layer) not in kept and (
+            original_of(type(layer)) is not None
+            or isinstance(layer.dtype_policy, Float8DTypePolicy)
+            or float8_policy_of(layer) is not None
+        ):
+            leave_float8(layer)
+    composites.declare_policies(model)
 
 
 def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
@@ -329,9 +353,9 @@ def _target(
 def _check_attention(attention: object) -> None:
     if attention not in (None, "float8"):
         raise ValueError(
-            "`attention` says what scores and weighted sums are computed in. "
-            f"Received: {attention!r}. Allowed: 'float8', or None to leave "
-            "them as they are."
+            "`attention` is neither 'float8' nor None. Received: "
+            f"{attention!r}. Allowed: 'float8', to compute scores and "
+            "weighted sums in float8, or None, to leave them as they are."
         )
 
 

@@ -59,12 +59,12 @@ def note(entries: Iterable[Any]) -> list[str]:
         return []
     several = len(sizes) > 1
     found = [
-        f"{summary.counted(now, 'byte')} a number, "
-        + ("as before" if now == before else f"not {before}")
-        + (f" ({summary.counted(layers, 'layer')})" if several else "")
+        f"{summary.counted(now, 'byte')} per element "
+        + ("(as before" if now == before else f"(was {before}")
+        + (f"; {summary.counted(layers, 'layer')})" if several else ")")
         for (now, before), layers in sorted(sizes.items())
     ]
     return [
-        f"Inputs are kept for the backward pass in {', '.join(found)}. "
+        f"Saved activations: {', '.join(found)}. "
         "kpe.memory(model, batch) counts all that a step keeps."
     ]

@@ -50,9 +50,9 @@ def check_is_layer(model: object, purpose: str, also: str = "") -> None:
     # of their own.
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
-            f"Only Keras models and layers {purpose}. Received: {model!r} (of "
-            f"type {type(model).__name__}). Allowed: a keras.Model or "
-            f"keras.Layer{also}. Pass the model itself."
+            f"This is not a Keras model or layer, and only those {purpose}. "
+            f"Received: {model!r} (of type {type(model).__name__}). Allowed: "
+            f"a keras.Model or keras.Layer{also}. Pass the model itself."
         )
 
 

@@ -111,7 +111,7 @@ class Skipped(Work):
         return f"{self.policy} as before"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report(LayerTables):
     """What was converted, and what was not and why.
 
@@ -132,12 +132,12 @@ class Report(LayerTables):
     skipped: tuple[Skipped, ...]
     parameters: int = 0
 
-    _columns = (Column("policy, or – why not", above=True),)
+    _columns = (Column("policy / reason not converted", above=True),)
     _full_columns = (
         Column("layer", path=True, above=True),
         Column("class"),
         *summary.SHARES,
-        Column("policy, or – why not"),
+        Column("policy / reason not converted"),
     )
     _every = "Every layer: report.table(full=True)"
 
@@ -196,6 +196,21 @@ class Report(LayerTables):
                 f"{first!r}. Call such layers on data, and convert again."
             )
         return notes
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RevertedReport(Report):
+    """The report of `revert`: `Report`, which says if there was nothing."""
+
+    def _head(self) -> list[str]:
+        if not self.converted and not self.totals.listed_in_float8:
+            return ["No layer was in float8; there is nothing to revert"]
+        return super()._head()
+
+
+def reverted_report(report: Report) -> RevertedReport:
+    """A report of layers that were in float8."""
+    return RevertedReport(report.converted, report.skipped, report.parameters)
 
 
 def report_of(

@@ -116,16 +116,21 @@ def _patterns(name: str, given: object) -> Patterns:
         try:
             read.append(re.compile(pattern))
         except re.error as error:
-            cause = f" Cause: {error}"
-            raise ValueError(_wrong_patterns(name, given) + cause) from error
+            fault = f"is not a valid regular expression ({error})"
+            raise ValueError(_wrong_patterns(name, given, fault)) from error
     return tuple(read)
 
 
-def _wrong_patterns(name: str, given: object) -> str:
+def _wrong_patterns(
+    name: str,
+    given: object,
+    fault: str = "is neither a regular expression nor a list of them",
+) -> str:
     return (
-        f"`{name}` means layers by their paths. Received: {given!r}. Allowed: "
-        "a regular expression, or a list of them, such as 'ffn' or "
-        "['.*/query', '.*/key']; a predicate of a layer goes to `filter`."
+        f"`{name}` {fault}. Received: {given!r}. Allowed: a regular "
+        "expression that is found in the paths of layers, or a list of them, "
+        "such as 'ffn' or ['.*/query', '.*/key']; a function of a layer goes "
+        "to `filter`."
     )
 
 
@@ -147,8 +152,8 @@ def _filter(given: object) -> Any:
     if callable(given) and not isinstance(given, type):
         return given
     raise TypeError(
-        f"`filter` says which layers to convert. Received: {given!r} (of type "
-        f"{type(given).__name__}). Allowed: a function of a layer that "
+        f"`filter` is neither a function nor 'auto'. Received: {given!r} (of "
+        f"type {type(given).__name__}). Allowed: a function of a layer that "
         "returns a bool, 'auto', `kpe.filters.Auto(...)`, or None."
     )
 
@@ -158,9 +163,8 @@ def _answer(predicate: Callable[[Any], object], layer: keras.Layer) -> bool:
     if isinstance(answer, (bool, np.bool_)):
         return bool(answer)
     raise TypeError(
-        f"`filter` must answer with a bool for every layer. Received: "
-        f"{answer!r} for {path_of(layer)!r}. Allowed: True or False. Return "
-        "one of them."
+        f"`filter` did not return a bool. Received: {answer!r} for "
+        f"{path_of(layer)!r}. Allowed: True or False. Return one of them."
     )
 
 
@@ -176,7 +180,7 @@ def _min_size(given: object) -> int:
 
 def _wrong_size(given: object) -> str:
     return (
-        "`min_size` is the fewest entries that a kernel must have. Received: "
-        f"{given!r} (of type {type(given).__name__}). Allowed: an int >= 0, "
-        "such as 1_000_000, or None."
+        f"`min_size` is not a number of entries. Received: {given!r} (of type "
+        f"{type(given).__name__}). Allowed: an int >= 0, the fewest entries "
+        "that a kernel must have, such as 1_000_000; or None."
     )

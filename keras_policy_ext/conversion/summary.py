@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from keras_policy_ext.conversion import tables
@@ -92,7 +92,7 @@ class Totals:
         ]
 
 
-class LayerTables:
+class LayerTables(tables.Page):
     """The layers of a model in a short table and in a full one.
 
     The base of reports and of what `inspect` returns. `_entries` are layers
@@ -172,17 +172,14 @@ class LayerTables:
             return "\n".join([*head, *_wrapped(notes, width)])
         return "\n".join(tables.fitted(number, lines_of, LINES))
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        """The short table for a notebook, with all rows."""
+    def _page(self) -> Iterator[str | Table]:
+        """The short table with all rows."""
         number = len(self.groups)
-        table = self._short_table(number).html() if number else ""
-        notes = [*self._notes(full=False), self._every]
-        return (
-            tables.paragraphs(self._head()) + table + tables.paragraphs(notes)
-        )
+        yield from self._head()
+        if number:
+            yield self._short_table(number)
+        yield from self._notes(full=False)
+        yield self._every
 
     def _by_work(self) -> list[list[Any]]:
         return sorted(self.groups, key=lambda group: -work(group))

@@ -161,6 +161,35 @@ class Table:
         return list(itertools.chain.from_iterable(lines))
 
 
+class Page:
+    """The base of reports: text where they are printed, HTML in a notebook.
+
+    Dataclasses that derive from it say `repr=False`, or Python would write a
+    `repr` of fields for each.
+    """
+
+    _page: Callable[[], Iterable[str | Table]]
+    """Sentences and tables, from top to bottom, with all rows."""
+
+    table: Callable[..., str]
+    """The same as text, as wide as the terminal."""
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The page for a notebook; everything in it is escaped."""
+        return "".join(
+            part.html()
+            if isinstance(part, Table)
+            else f"<p>{html.escape(part)}</p>"
+            for part in self._page()
+        )
+
+
 def printable(text: str) -> str:
     """The text on one line, without signs that would steer a terminal."""
     return "".join(
@@ -231,8 +260,3 @@ def _element(tag: str, column: Column, text: str) -> str:
     side = "right" if column.right else "left"
     style = f'style="text-align: {side}; vertical-align: top"'
     return f"<{tag} {style}>{html.escape(text)}</{tag}>"
-
-
-def paragraphs(lines: Iterable[str]) -> str:
-    """Lines as HTML paragraphs."""
-    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)

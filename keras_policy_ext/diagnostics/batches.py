@@ -50,7 +50,10 @@ def size_of(batch: Any) -> int:
 def _of_size(model: keras.Layer, size: int) -> Any:
     inputs = getattr(model, "inputs", None)
     if size < 1:
-        raise ValueError(f"A batch has a size. Received: {size}. {_ALLOWED}")
+        raise ValueError(
+            "`batch` is not a size of a batch: it is below 1. Received: "
+            f"{size}. {_ALLOWED}"
+        )
     if inputs is None:
         raise ValueError(
             f"{type(model).__name__} {model.name!r} does not say what it is "
@@ -80,8 +83,8 @@ def _symbolic(x: Any) -> Any:
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None:
         raise TypeError(
-            f"This is no batch. Received: {x!r} (of type {type(x).__name__}). "
-            f"{_ALLOWED}"
+            "`batch` is neither arrays, nor shapes, nor a size. Received: "
+            f"{x!r} (of type {type(x).__name__}). {_ALLOWED}"
         )
     name = keras.backend.standardize_dtype(dtype or keras.config.floatx())
     if name == "float64" and isinstance(x, np.ndarray):

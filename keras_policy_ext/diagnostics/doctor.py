@@ -163,7 +163,7 @@ def break_even_table() -> Table:
     """What `filter="auto"` goes by, with the row of this machine first."""
     here = break_even.here()
     table = Table(title='Float8 gains from which size on: `filter="auto"`')
-    for heading in ("framework", "device", "size", "known from"):
+    for heading in ("framework", "device", "size", "source"):
         table.add_column(heading)
     others = [row for row in break_even.table() if row != here]
     for row in [here, *others]:

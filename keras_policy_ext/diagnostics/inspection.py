@@ -142,7 +142,7 @@ class Inspected(Work):
         return max((s for s in known if s is not None), default=None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Inspection(LayerTables):
     """The layers of a model that have weights.
 

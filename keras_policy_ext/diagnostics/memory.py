@@ -20,6 +20,7 @@ from keras_policy_ext.diagnostics.forward_pass import (
 )
 from keras_policy_ext.diagnostics.memory_report import (
     AS_IT_IS,
+    WITHOUT,
     LayerMemory,
     MemoryReport,
     ModelMemory,
@@ -32,6 +33,7 @@ from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
+    is_frozen,
     layers_in_float8,
     stock_policy_of,
 )
@@ -68,8 +70,9 @@ def memory(
         policy: A policy, a recipe, or the name of one; several in a list. A
             recipe and a float8 policy: as `convert` would make the model. A
             plain policy, such as `"mixed_bfloat16"`: with it in all layers.
-            None: as `convert(model)` would make it, unless a layer is in
-            float8 already. An empty list: only as it is.
+            None: as `convert(model)` would make it; and where layers are in
+            float8 already, as it would be without, in their source policies.
+            An empty list: only as it is.
         compile: Whether XLA is asked too what it plans for both passes. That
             takes as long as compiling a training step, and JAX only.
         include: As for `convert`, and so are the other arguments.
@@ -97,7 +100,11 @@ def memory(
     }
     wanted = _asked(model, policy)
     tensors = batches.read(model, batch)
-    counted = [_counted(model, AS_IT_IS, tensors, compile)]
+    counted = []
+    if policy is None and _trains_in_float8(model):
+        with in_place.reverted(model):
+            counted.append(_counted(model, WITHOUT, tensors, compile))
+    counted.append(_counted(model, AS_IT_IS, tensors, compile))
     for name, each in wanted.items():
         with _under(model, each, options):
             counted.append(_counted(model, name, tensors, compile))
@@ -131,6 +138,11 @@ def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
         return {} if is_converted else {"converted": None}
     several = policy if isinstance(policy, (list, tuple)) else [policy]
     return {_name(each): _read(each) for each in several}
+
+
+def _trains_in_float8(model: keras.Layer) -> bool:
+    """Whether a layer is in float8 and has a form without it."""
+    return not all(map(is_frozen, layers_in_float8(model)))
 
 
 def _read(policy: Any) -> Any:
@@ -169,10 +181,11 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
     }
     if dtypes - {policy.variable_dtype}:
         raise ValueError(
-            "A policy with other dtypes of variables is another model. "
-            f"Received: {policy.name!r}, with weights in "
-            f"{', '.join(sorted(dtypes))}. Allowed: a policy with these. Make "
-            "the model under that policy, and ask for its memory."
+            f"Cannot compare with {policy.name!r}: it stores weights in "
+            f"another dtype. Received: {policy.name!r}, for a model with "
+            f"weights in {', '.join(sorted(dtypes))}. Allowed: a policy that "
+            "stores weights in the same dtype. Make the model under that "
+            "policy, and ask for its memory."
         )
     with undone(layers):
         for layer in layers:

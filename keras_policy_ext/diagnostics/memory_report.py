@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_policy_ext.conversion import summary, tables
@@ -12,6 +12,7 @@ from keras_policy_ext.conversion.summary import readable_bytes
 from keras_policy_ext.conversion.tables import Column, Table
 
 AS_IT_IS = "as it is"
+WITHOUT = "without float8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ModelMemory:
     """A model under one policy, in bytes.
 
     Attributes:
-        name: `"as it is"`, or the policy or recipe.
+        name: `"as it is"`, `"without float8"`, or the policy or recipe.
         layers: One entry for each layer that has or keeps something.
         counted_by: How it was found out what is kept.
         planned: What XLA plans for both passes, beside weights, batch,
@@ -91,8 +92,8 @@ class ModelMemory:
         return self.activations + self.weight_copies
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryReport(tables.Page):
     """What a training step keeps in memory, by layer.
 
     `str` has the totals, and a row for the layers of each class; it fits on
@@ -100,7 +101,9 @@ class MemoryReport:
 
     Attributes:
         model: The name of the model.
-        forms: The model as it is, and under each policy that was asked for.
+        forms: The model as it is, and under each policy that was asked for;
+            where it was converted and no policy was asked for, without float8
+            and as it is.
         batch: Bytes of the batch.
         optimizer: Bytes of the optimizer; None if that is not known. The same
             in all forms, since float8 states have no slots.
@@ -152,18 +155,12 @@ class MemoryReport:
             return "\n".join(lines_of(len(rows), None))
         return "\n".join(tables.fitted(len(rows), lines_of, summary.LINES))
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        """The short tables for a notebook, with all rows."""
-        layers = Table(self._columns(False), self._short_rows())
-        return (
-            tables.paragraphs([self._head()])
-            + self._totals().html()
-            + layers.html()
-            + tables.paragraphs(self._notes(_EVERY))
-        )
+    def _page(self) -> Iterator[str | Table]:
+        """The short tables with all rows."""
+        yield self._head()
+        yield self._totals()
+        yield Table(self._columns(False), self._short_rows())
+        yield from self._notes(_EVERY)
 
     def _head(self) -> str:
         return (
@@ -178,7 +175,7 @@ class MemoryReport:
             ("optimizer", [self.optimizer] * len(forms)),
             ("float8 state", [form.state for form in forms]),
             ("kept for the backward pass", [form.kept for form in forms]),
-            ("of it, of weights alone", [f.weight_copies for f in forms]),
+            ("of which copies of weights", [f.weight_copies for f in forms]),
             ("both passes, by XLA", [form.planned for form in forms]),
         ]
         shown = [row for row in rows if any(row[1])]

@@ -112,12 +112,14 @@ def _check_format(
 ) -> None:
     if format not in formats:
         raise ValueError(
-            f"This is no format of `export`. Received: format={format!r}. "
-            f"Allowed: {', '.join(map(repr, formats))}. Pass one of them."
+            f"{format!r} is not a format of `export`. Received: "
+            f"format={format!r}. Allowed: {', '.join(map(repr, formats))}. "
+            "Pass one of them."
         )
     if options and format != "onnx":
         raise TypeError(
-            f"`export` has no such argument. Received: {sorted(options)} with "
+            f"`export` has no argument {' and '.join(sorted(options))} for "
+            f"format={format!r}. Received: {sorted(options)} with "
             f"format={format!r}. Allowed: the named ones; more go to "
             "format='onnx' alone."
         )
@@ -136,10 +138,10 @@ def _check_static(found: Iterable[Kernel], scheme: Scheme) -> None:
     ]
     if lacking:
         raise ValueError(
-            "Static scales of inputs are those of frozen layers. Received: "
-            f"activations='static', and {len(lacking)} kernels without one, "
-            f"such as {lacking[0]!r}. Allowed: a model that was frozen with "
-            "them. Call `kpe.freeze(model, activations='static')` after "
-            "training in float8 or `kpe.calibrate`, or leave layers out with "
-            "`exclude`."
+            "activations='static' needs scales of inputs, which this model "
+            "does not have. Received: activations='static', and "
+            f"{len(lacking)} kernels without one, such as {lacking[0]!r}. "
+            "Allowed: a model that was frozen with them. Call "
+            "`kpe.freeze(model, activations='static')` after training in "
+            "float8 or `kpe.calibrate`, or leave layers out with `exclude`."
         )

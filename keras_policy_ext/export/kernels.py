@@ -20,7 +20,7 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
 
-NO_KERNEL = "it is multiplied with no matrix product"
+NO_KERNEL = "it is not the weight of a matrix multiplication"
 """Why a weight is written in float that belongs to no kernel."""
 
 NOT_FROZEN = "it is not frozen, and others are"
@@ -157,7 +157,7 @@ def scheme_of(
     known = activations in (None, "dynamic", "static", "auto")
     if not known:
         raise ValueError(
-            "This is no way to quantize inputs. Received: "
+            "`activations` is not a way to quantize inputs. Received: "
             f"activations={activations!r}. Allowed: 'auto', None, 'dynamic', "
             "'static'. Pass one of them."
         )
@@ -187,10 +187,11 @@ def _check_alike(name: str, values: set[Any]) -> None:
     if len(values) > 1:
         listed = ", ".join(sorted(map(repr, values)))
         raise ValueError(
-            f"Frozen kernels are written with the bytes that they have. "
-            f"Received: {name} of {listed}. Allowed: one for all kernels that "
-            f"are quantized. Freeze the whole model with one `{name}`, do not "
-            f"pass another to `export`, or leave layers out with `exclude`."
+            f"Kernels that are frozen with one `{name}` cannot be written "
+            f"with another. Received: {name} of {listed}. Allowed: one for "
+            "all kernels that are quantized. Freeze the whole model with one "
+            f"`{name}`, do not pass another to `export`, or leave layers out "
+            "with `exclude`."
         )
 
 

@@ -71,9 +71,10 @@ def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
     types = getattr(backbone, "layer_types", None)
     if family == "Gemma4Backbone" and types and types[-1] != "full_attention":
         raise ValueError(
-            "The last layer of Hugging Face's Gemma4 attends to all tokens. "
-            f"Received: layer_types={types}. Allowed: 'full_attention' at the "
-            "end. Write it as format='safetensors'."
+            "The last layer of this model does not attend to all tokens, as "
+            "that of Hugging Face's Gemma4 does. Received: "
+            f"layer_types={types}. Allowed: 'full_attention' at the end. "
+            "Write it as format='safetensors'."
         )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_policy_ext.conversion import summary, tables
@@ -41,8 +41,8 @@ class Written:
         return not self.reason
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExportReport(tables.Page):
     """What was written where.
 
     `str(report)` is a table with a row for the weights that are treated
@@ -98,7 +98,17 @@ class ExportReport:
             full: Whether it has a row for every weight.
         """
         width = shutil.get_terminal_size((80, 24)).columns
-        rows = self._full_rows() if full else self._rows()
+        lines = [*self._head(), "", *self._as_table(full).text(width)]
+        notes = [line for n in self.notes for line in tables.wrap(n, width)]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _page(self) -> Iterator[str | Table]:
+        """The short table and the notes."""
+        yield from self._head()
+        yield self._as_table()
+        yield from self.notes
+
+    def _as_table(self, full: bool = False) -> Table:
         first = Column("weight", path=True, above=True)
         counted = Column("weights", right=True)
         columns = [
@@ -107,12 +117,7 @@ class ExportReport:
             Column("dtype"),
             Column("why in float, or an example"),
         ]
-        lines = [*self._head(), "", *Table(columns, rows).text(width)]
-        notes = [line for n in self.notes for line in tables.wrap(n, width)]
-        return "\n".join([*lines, *([""] if notes else []), *notes])
-
-    def __str__(self) -> str:
-        return self.table()
+        return Table(columns, self._full_rows() if full else self._rows())
 
     def _head(self) -> list[str]:
         quantized = [w for w in self.weights if w.quantized]

@@ -29,9 +29,9 @@ def size_of(given: object) -> int:
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if isinstance(given, bool) or size < 1:
         raise ValueError(
-            "This is no size of a file. Received: max_shard_size="
-            f"{given!r}. Allowed: a number of bytes, or a text such as '5GB' "
-            "or '500MB'. Pass one of them."
+            "`max_shard_size` is not a size of a file. Received: "
+            f"max_shard_size={given!r}. Allowed: a number of bytes, or a text "
+            "such as '5GB' or '500MB'. Pass one of them."
         )
     return size
 

@@ -167,9 +167,9 @@ def select(
         contraction = Einsum(contraction)
     if not isinstance(contraction, (Einsum, Conv)):
         raise ValueError(
-            "This is no contraction. Received: "
-            f"{contraction!r}. Allowed: an explicit einsum equation such as "
-            "'ab,bc->ac', kernels.Einsum, or kernels.Conv. Pass one of them."
+            f"`contraction` is not a contraction. Received: {contraction!r}. "
+            "Allowed: an explicit einsum equation such as 'ab,bc->ac', "
+            "kernels.Einsum, or kernels.Conv. Pass one of them."
         )
     plan = make_plan(
         contraction, get_recipe(recipe), compute_dtype(dtype), "float32"
@@ -188,8 +188,8 @@ def compute_dtype(dtype: Any) -> str:
         if name in COMPUTE_DTYPES:
             return name
     raise ValueError(
-        f"Nothing is computed in this dtype. Received: dtype={dtype!r}. "
-        f"Allowed: {', '.join(COMPUTE_DTYPES)}. Pass one of them: the format "
-        "of the operands comes from the recipe, and the result can be cast to "
-        "any other dtype."
+        "`dtype` is not a dtype that products are computed in. Received: "
+        f"dtype={dtype!r}. Allowed: {', '.join(COMPUTE_DTYPES)}. Pass one of "
+        "them: the format of the operands comes from the recipe, and the "
+        "result can be cast to any other dtype."
     )

@@ -311,6 +311,7 @@ def _is_per_axis(value: Any) -> bool:
 
 def _wrong(conv: Conv, name: str, allowed: str) -> str:
     return (
-        f"There is no such convolution. Received: {conv!r}. Allowed for "
-        f"{name}: {allowed}. Causal padding is done to the inputs first."
+        f"This convolution is not possible: {name} is wrong. Received: "
+        f"{conv!r}. Allowed for {name}: {allowed}. Causal padding is done to "
+        "the inputs first."
     )

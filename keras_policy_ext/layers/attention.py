@@ -48,10 +48,12 @@ class _Float8Attention(Float8Mixin):
             stock = inspect.signature(super(Float8Mixin, self).__init__)
             if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
                 raise ValueError(
-                    "Flash attention computes scores and weighted sum in one "
-                    "kernel, which is not float8. Received: "
-                    f"attention={attention!r} and flash_attention=True. "
-                    "Allowed: one of them. Leave the other out."
+                    f"attention={attention!r} and flash_attention=True "
+                    "exclude each other: flash attention computes scores and "
+                    "weighted sum in one kernel, which is not float8. "
+                    f"Received: attention={attention!r} and "
+                    "flash_attention=True. Allowed: one of them. Leave the "
+                    "other out."
                 )
         self._float8_attention = attention
         self._resolve_float8_policy()

@@ -53,9 +53,10 @@ class CastArguments:
         """
         if way not in WAYS:
             raise ValueError(
-                f"Wrong `autocast_args`. Received: {way!r}. Allowed: 'all' "
-                "(every argument is cast, as in Keras) or 'first' (only the "
-                "first one, as in tf_keras). Choose one."
+                "`autocast_args` is neither 'all' nor 'first'. Received: "
+                f"{way!r}. Allowed: 'all' (every argument is cast, as in "
+                "Keras) or 'first' (only the first one, as in tf_keras). "
+                "Choose one."
             )
         parameters = inspect.signature(call).parameters.values()
         return cls(
@@ -96,9 +97,9 @@ def exclusion(exclude: object) -> tuple[str, ...]:
         if all(isinstance(name, str) for name in names):
             return names
     raise TypeError(
-        f"Wrong `autocast_exclude`. Received: {exclude!r}. Allowed: a name or "
-        "a tuple of names of parameters of `call`. Pass for instance "
-        "autocast_exclude=('mask_logits',)."
+        "`autocast_exclude` is not a name or a tuple of names. Received: "
+        f"{exclude!r}. Allowed: a name or a tuple of names of parameters of "
+        "`call`. Pass for instance autocast_exclude=('mask_logits',)."
     )
 
 

@@ -48,9 +48,10 @@ def autocast_scope(dtype: object) -> AbstractContextManager[None]:
             name = ""
     if name is not None and name not in FLOATS:
         raise ValueError(
-            "Variables can be autocast to floating dtypes only. Received: "
-            f"{dtype!r}. Allowed: {', '.join(FLOATS)}, or None to "
-            "switch autocasting off. Use `ops.cast` for other dtypes."
+            f"{dtype!r} is not a floating dtype, and variables are autocast "
+            f"to those only. Received: {dtype!r}. Allowed: "
+            f"{', '.join(FLOATS)}, or None to switch autocasting off. Use "
+            "`ops.cast` for other dtypes."
         )
     return _SCOPES.opened(calls.autocast_scope(name))
 

@@ -287,14 +287,14 @@ class Float8Mixin(
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and has_state(recipe)) or not state.fits(recipe):
             raise ValueError(
-                f"The kernels of layer {self.name!r} are made, and their "
-                "float8 state does not fit this policy. Received: "
-                f"{policy.full_name!r}. The layer has: "
-                f"{self.dtype_policy!r}. Allowed now: a plain policy, a "
-                "recipe without state, or one with the state that the layer "
-                "was made with: amax histories of that length, or a counter. "
-                "Call `keras_policy_ext.convert` with the policy, which makes "
-                "the state anew. To keep a history make a new layer or model, "
+                f"The policy of layer {self.name!r} cannot be set: the float8 "
+                "state that it has does not fit the new one. Received: "
+                f"{policy.full_name!r}. The layer has: {self.dtype_policy!r}. "
+                "Allowed now: a plain policy, a recipe without state, or one "
+                "with the state that the layer was made with: amax histories "
+                "of that length, or a counter. Call "
+                "`keras_policy_ext.convert` with the policy, which makes the "
+                "state anew. To keep a history make a new layer or model, "
                 "save the weights of this one and load them there: a history "
                 "of another length is cut or padded."
             )

@@ -19,10 +19,10 @@ def static_flag(training: Any) -> bool | None:
 def no_operands(inputs: Any, kernel: Any) -> str:
     """The message for what is no tensor or no weight."""
     return (
-        "A float8 product is one of a tensor and a weight. Received: inputs "
-        f"{inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, and a "
-        "weight which the layer made with `add_weight`. Make the weight in "
-        "`build` or `__init__`."
+        "The operands are not a tensor and a weight of this layer. Received: "
+        f"inputs {inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, "
+        "and a weight which the layer made with `add_weight`. Make the weight "
+        "in `build` or `__init__`."
     )
 
 

@@ -110,10 +110,11 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         """Raise if this layer was told to use cuDNN and nothing else."""
         if self.__dict__.get("use_cudnn") is True:
             raise ValueError(
-                f"cuDNN has no float8, which the cell of {self.name!r} "
-                "follows. Received: use_cudnn=True. Allowed: 'auto' or "
-                "False. Leave it out, or take this cell out of float8 with "
-                f"a rule: ({self.cell.path!r}, None)."
+                f"use_cudnn=True is not possible for {self.name!r}: its cell "
+                "is in float8, which cuDNN does not have. Received: "
+                "use_cudnn=True. Allowed: 'auto' or False. Leave it out, or "
+                "take this cell out of float8 with a rule: "
+                f"({self.cell.path!r}, None)."
             )
 
 

@@ -91,9 +91,9 @@ class Float8State(keras.layers.Layer):
             return
         if kernel.path in self._owners:
             raise ValueError(
-                "Two float8 kernels of a layer must have different names, or "
-                f"they would share one state. Received: {kernel.path!r} "
-                "twice. Allowed: any other name. Pass `name=` to `add_weight`."
+                "Two float8 kernels of a layer have the same name, and would "
+                f"share one state. Received: {kernel.path!r} twice. Allowed: "
+                "any other name. Pass `name=` to `add_weight`."
             )
         amaxes = source_of(recipe).observes_amaxes
         name = kernel.name + (SUFFIX if amaxes else STEPS_SUFFIX)

@@ -76,9 +76,10 @@ class StockCalls(_bases.MixedInto):
             )
         if mode == "float8":
             stock_float8.refuse_quantization(
-                f"Layer {self.name!r} was not quantized: it follows float8 "
-                f"by its policy, which is {self.dtype_policy.name!r}. "
-                "Received: 'float8'. Allowed: the other modes of Keras. Call "
+                f"quantize('float8') does nothing on layer {self.name!r}: "
+                "layers of keras_policy_ext are in float8 by their policy, "
+                f"which is {self.dtype_policy.name!r}. Received: 'float8'. "
+                "Allowed: the other modes of Keras. Call "
                 "`keras_policy_ext.convert(model)`, or make the layer with "
                 "`dtype=keras_policy_ext.Float8DTypePolicy(...)`."
             )

@@ -262,9 +262,9 @@ def _check_stock_export(model: Any) -> None:
     stored = [x for x in model.variables if isinstance(x, StoredVariable)]
     if stored:
         raise NotImplementedError(
-            "KerasHub exports the weights as they are, which are codes where "
-            "a model is frozen; nothing was written. Received: a model with "
-            f"{len(stored)} stored kernels, the first of them "
+            "KerasHub cannot export a frozen model: it would write the codes "
+            "of the kernels as numbers; nothing was written. Received: a "
+            f"model with {len(stored)} stored kernels, the first of them "
             f"{stored[0].path!r}. Allowed: a model that is not frozen. Call "
             "`keras_policy_ext.export(model, path)` for a folder of Hugging "
             "Face in float8, or `keras_policy_ext.thaw(model)` before."

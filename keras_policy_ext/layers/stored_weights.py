@@ -83,8 +83,8 @@ def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
     if layer.is_frozen and asked == layer.float8_policy.recipe:
         return
     raise ValueError(
-        f"The kernels of layer {layer.name!r} are made, and what they are "
-        "made of does not change with a policy. Received: "
+        f"The policy of layer {layer.name!r} cannot be set: it would store "
+        "the kernels in another way than they are. Received: "
         f"{getattr(policy, 'full_name', policy.name)!r}. The layer has: "
         f"{layer.dtype_policy!r}. Allowed now: a recipe of the same kind. "
         "`keras_policy_ext.freeze(model)` stores kernels in float8, and "

@@ -90,7 +90,7 @@ class Rewriter:
     def __init__(self, on_loss_scale: str, custom_objects: Config | None):
         if on_loss_scale not in ("drop", "keep", "error"):
             raise ValueError(
-                "Wrong on_loss_scale. Received: "
+                "`on_loss_scale` is not one of the three. Received: "
                 f"{on_loss_scale!r}. Allowed: 'drop', 'keep', 'error'. Pass "
                 "one of these."
             )

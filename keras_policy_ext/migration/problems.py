@@ -71,9 +71,9 @@ class Problems:
         advice = "Pass on_loss_scale='keep' to keep it"
         if on_loss_scale == "error":
             raise ValueError(
-                f"There is a loss scale. Received: {met}. Allowed with "
-                "on_loss_scale='error': none. "
-                f"{advice} or 'drop' to go without."
+                f"This model has a loss scale. Received: {met}. Allowed with "
+                f"on_loss_scale='error': none. {advice} or 'drop' to go "
+                "without."
             )
         warnings.warn(
             f"A loss scale was dropped. Received: {met}. {advice}, or wrap "

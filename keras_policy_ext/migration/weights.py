@@ -103,9 +103,10 @@ def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
     children = _nested(model, config)
     if children is None:
         raise ValueError(
-            "HDF5 has no weights by attribute. Received: the subclassed "
-            f"model {model.name!r}. Allowed: functional and sequential "
-            "models. Save it in tf_keras with save_weights and load these."
+            "A subclassed model cannot take its weights from HDF5. Received: "
+            f"the subclassed model {model.name!r}. Allowed: functional and "
+            "sequential models. Save it in tf_keras with save_weights and "
+            "load these."
         )
     count = 0
     for child, child_config in children:

@@ -58,9 +58,9 @@ def variables_of(
     variables = known if given is None else list(given)
     if gradients != len(variables):
         raise ValueError(
-            "Each variable needs its gradient, or None. Received: "
-            f"{gradients} gradients and {len(variables)} variables. "
-            "Allowed: as many of both. Give them in the same order."
+            "There are not as many gradients as variables. Received: "
+            f"{gradients} gradients and {len(variables)} variables. Allowed: "
+            "as many of both. Give them in the same order."
         )
     return variables
 
@@ -74,10 +74,10 @@ def checked(given: Settings) -> Settings:
     """
     if not isinstance(given.dynamic, bool):
         raise TypeError(
-            "`dynamic` of a LossScaleOptimizer says whether the scale adapts. "
-            f"Received: {given.dynamic!r}. Allowed: True or False. Pass a "
-            "number as `initial_scale=`, and with it `dynamic=False` for a "
-            "scale that never changes."
+            "`dynamic` is neither True nor False. Received: "
+            f"{given.dynamic!r}. Allowed: True, if the scale adapts, or "
+            "False. Pass a number as `initial_scale=`, and with it "
+            "`dynamic=False` for a scale that never changes."
         )
     least, most = _range(given.minimum_scale, given.maximum_scale)
     limit = given.max_skipped_steps
@@ -106,8 +106,9 @@ def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
             "multiplier": loss_scale.multiplier,
         }
     raise TypeError(
-        f"Not a known kind of loss scale. Received: {loss_scale!r}. Allowed: "
-        "a FixedLossScale or a DynamicLossScale. Pass one of these."
+        "`loss_scale` is not a known kind of loss scale. Received: "
+        f"{loss_scale!r}. Allowed: a FixedLossScale or a DynamicLossScale. "
+        "Pass one of these."
     )
 
 
@@ -157,25 +158,25 @@ def check_inner(optimizer: object) -> None:
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
-            "A LossScaleOptimizer wraps an optimizer. Received: "
+            "`inner_optimizer` is not a Keras optimizer. Received: "
             f"{optimizer!r} (of type {type(optimizer).__name__}). Allowed: an "
             "instance of a class of keras.optimizers. Pass for instance "
             "keras.optimizers.Adam()."
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
-            "A LossScaleOptimizer cannot wrap another one: the loss would be "
-            f"scaled twice. Received: {optimizer!r}. Allowed: an optimizer "
-            "that does not scale the loss. Pass its `inner_optimizer`, or use "
-            "it as it is."
+            "`inner_optimizer` is a LossScaleOptimizer itself, and the loss "
+            f"would be scaled twice. Received: {optimizer!r}. Allowed: an "
+            "optimizer that does not scale the loss. Pass its "
+            "`inner_optimizer`, or use it as it is."
         )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
-            "The optimizer scales the loss itself. Received: an optimizer "
+            "`inner_optimizer` scales the loss itself. Received: an optimizer "
             f"with loss_scale_factor={optimizer.loss_scale_factor!r}. "
             "Allowed: None there. Leave loss_scale_factor out, and pass it "
-            "here: dynamic=False, initial_scale="
-            f"{optimizer.loss_scale_factor!r}."
+            "here: dynamic=False, "
+            f"initial_scale={optimizer.loss_scale_factor!r}."
         )
     check_not_wrapped(optimizer, "LossScaleOptimizer")
 
@@ -190,10 +191,10 @@ def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
     if wrapper is not None:
         there = type(wrapper).__name__
         raise ValueError(
-            f"An optimizer can be in one {by} only, and in nothing else. "
-            f"Received: {optimizer.name!r}, which {wrapper.name!r} (of type "
-            f"{there}) wraps. Allowed: an optimizer that nothing wraps. Use "
-            f"the {there} that there is, or make a new optimizer."
+            "`inner_optimizer` is wrapped already, and would be updated "
+            f"twice. Received: {optimizer.name!r}, which {wrapper.name!r} (of "
+            f"type {there}) wraps. Allowed: an optimizer that nothing wraps. "
+            f"Use the {there} that there is, or make a new optimizer."
         )
 
 
@@ -202,9 +203,9 @@ def _range(minimum: object, maximum: object) -> tuple[float, float]:
     most = scale_number(maximum, "maximum_scale", SMALLEST)
     if least > most:
         raise ValueError(
-            "The minimum_scale of a LossScaleOptimizer is above its "
-            f"maximum_scale. Received: {minimum!r} and {maximum!r}. Allowed: "
-            "minimum_scale <= maximum_scale. Exchange them."
+            f"`minimum_scale` is above `maximum_scale`. Received: {minimum!r} "
+            f"and {maximum!r}. Allowed: minimum_scale <= maximum_scale. "
+            "Exchange them."
         )
     return least, most
 
@@ -214,18 +215,19 @@ def _initial(given: Settings, least: float, most: float) -> float:
     if value is None:
         if not given.dynamic:
             raise ValueError(
-                "A fixed loss scale needs its value. Received: dynamic=False "
-                "without initial_scale. Allowed: dynamic=False with a number. "
-                "Pass for instance initial_scale=2.0**10."
+                "`initial_scale` is missing: a fixed loss scale needs its "
+                "value. Received: dynamic=False without initial_scale. "
+                "Allowed: dynamic=False with a number. Pass for instance "
+                "initial_scale=2.0**10."
             )
         default = DynamicLossScale().initial_loss_scale
         return min(max(default, least), most)
     value = scale_number(value, "initial_scale", SMALLEST)
     if not least <= value <= most:
         raise ValueError(
-            "The initial_scale of a LossScaleOptimizer is out of range. "
-            f"Received: {value!r}. Allowed: from minimum_scale={least!r} to "
-            f"maximum_scale={most!r}. Change one of the three."
+            f"`initial_scale` is out of range. Received: {value!r}. Allowed: "
+            f"from minimum_scale={least!r} to maximum_scale={most!r}. Change "
+            "one of the three."
         )
     return value
 
@@ -238,8 +240,8 @@ def _growth_steps(given: Settings) -> int | None:
         return step_count(steps, "dynamic_growth_steps")
     if steps is not None:
         raise ValueError(
-            "A fixed loss scale does not grow. Received: dynamic=False with "
-            f"dynamic_growth_steps={steps!r}. Allowed: None. Leave it out, "
-            "or pass dynamic=True."
+            "`dynamic_growth_steps` has no effect on a fixed loss scale. "
+            f"Received: dynamic=False with dynamic_growth_steps={steps!r}. "
+            "Allowed: None. Leave it out, or pass dynamic=True."
         )
     return None

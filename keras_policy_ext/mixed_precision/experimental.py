@@ -41,7 +41,7 @@ def get_layer_policy(layer: object) -> keras.DTypePolicy:
     """
     if not isinstance(layer, keras.Layer):
         raise TypeError(
-            f"Only layers have a policy here. Received: {layer!r} (of type "
+            f"`layer` is not a Keras layer. Received: {layer!r} (of type "
             f"{type(layer).__name__}). Allowed: a keras.Layer. Use "
             "global_policy() for the policy of new layers."
         )
@@ -79,19 +79,19 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
     ) -> None:
         if inner_optimizer is not None and optimizer is not None:
             raise TypeError(
-                "A LossScaleOptimizer wraps one optimizer. Received: "
+                "`inner_optimizer` and `optimizer` are both given. Received: "
                 f"inner_optimizer={inner_optimizer!r} and "
-                f"optimizer={optimizer!r}. Allowed: one of the two, which "
-                "are names of the same. Leave one out."
+                f"optimizer={optimizer!r}. Allowed: one of the two, which are "
+                "names of the same. Leave one out."
             )
         if inner_optimizer is None:
             inner_optimizer = optimizer
         given = loss_scales.get(loss_scale)
         if given is None:
             raise ValueError(
-                "A LossScaleOptimizer needs a loss scale. Received: None. "
-                "Allowed: 'dynamic', a number >= 1, or a loss scale. Use the "
-                "optimizer itself where the loss is not to be scaled."
+                "`loss_scale` is missing. Received: None. Allowed: 'dynamic', "
+                "a number >= 1, or a loss scale. Use the optimizer itself "
+                "where the loss is not to be scaled."
             )
         super().__init__(
             inner_optimizer, **_arguments.of_loss_scale(given), **kwargs

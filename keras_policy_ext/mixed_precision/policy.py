@@ -17,10 +17,10 @@ class _PlainPolicies(type):
     def __call__(cls, name: str) -> keras.DTypePolicy:
         if not isinstance(name, str):
             raise TypeError(
-                "A policy is made from its name. Received: "
-                f"{name!r} (of type {type(name).__name__}). Allowed: a string "
-                "such as 'mixed_float16' or 'float32'. Use kpe.get for dtypes "
-                "and configs."
+                f"`name` is not a string. Received: {name!r} (of type "
+                f"{type(name).__name__}). Allowed: a string such as "
+                "'mixed_float16' or 'float32'. Use kpe.get for dtypes and "
+                "configs."
             )
         return policies.get(name)
 
@@ -58,10 +58,10 @@ class Policy(metaclass=_PlainPolicies):
         loss_scale = fields.pop("loss_scale", "auto")
         if loss_scale != "auto":
             warnings.warn(
-                "A plain policy has no loss scale: the one in this config is "
-                f"dropped. Received: {dict(config)!r}. Read it with kpe.get "
-                "or kpe.LossScaleDTypePolicy.from_config, or give the loss "
-                "scale to a LossScaleOptimizer.",
+                "The loss scale in this config is dropped: a plain policy has "
+                f"none. Received: {dict(config)!r}. Read it with kpe.get or "
+                "kpe.LossScaleDTypePolicy.from_config, or give the loss scale "
+                "to a LossScaleOptimizer.",
                 stacklevel=2,
             )
         return cls(**fields)

@@ -248,13 +248,14 @@ def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
 def _check_inner(inner: object) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
-            "StochasticRounding wraps an optimizer. Received: "
-            f"inner_optimizer={inner!r}. Allowed: a "
+            f"`inner_optimizer` is not a Keras optimizer. Received: {inner!r} "
+            f"(of type {type(inner).__name__}). Allowed: a "
             "keras.optimizers.Optimizer. Write "
             "`StochasticRounding(keras.optimizers.Adam(1e-3))`."
         )
     if hasattr(inner, "inner_optimizer"):
         raise ValueError(
+            "`inner_optimizer` wraps another optimizer, and "
             "StochasticRounding must be the innermost wrapper. Received: "
             f"inner_optimizer of class {type(inner).__name__}, which wraps "
             "another. Allowed: an optimizer that wraps none. Write "
@@ -262,7 +263,7 @@ def _check_inner(inner: object) -> None:
         )
     if inner.built:
         raise ValueError(
-            "This optimizer is built: its state has the dtype of the "
+            "`inner_optimizer` is built: its state has the dtype of the "
             "variables and not float32. Received: a built "
             f"{type(inner).__name__}. Allowed: one that is not built. Make a "
             "new one: `type(optimizer).from_config(optimizer.get_config())`."
@@ -276,14 +277,14 @@ def _checked_seed(seed: object) -> int | None:
     # numpy's integers register as Integral; its bool does not.
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(
-            f"The seed must be an integer. Received: seed={seed!r}. Allowed: "
+            f"`seed` is not an integer. Received: seed={seed!r}. Allowed: "
             "None or an int from 0 to 2147483647. Write `seed=1`."
         )
     number = int(seed)  # JSON has no numpy integers.
     if not 0 <= number < 2**31:
         raise ValueError(
-            f"The seed is out of range. Received: seed={seed}. Allowed: from "
-            "0 to 2147483647. Write `seed=1`."
+            f"`seed` is out of range. Received: seed={seed}. Allowed: from 0 "
+            "to 2147483647. Write `seed=1`."
         )
     return number
 

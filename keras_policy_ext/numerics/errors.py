@@ -33,8 +33,8 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
     approximation = ops.cast(approximation, "float32")
     if tuple(reference.shape) != tuple(approximation.shape):
         raise ValueError(
-            "A tensor is compared with an approximation of it. Received: "
-            f"shapes {tuple(reference.shape)} and "
+            "The tensor and its approximation have different shapes. "
+            f"Received: shapes {tuple(reference.shape)} and "
             f"{tuple(approximation.shape)}. Allowed: equal shapes. Broadcast "
             "first, if that is what you mean."
         )

@@ -253,7 +253,7 @@ def source_of(recipe: Recipe) -> ScaleSource:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"Scales come from recipes. Received: {recipe!r} (of type "
+            f"`recipe` is not a recipe. Received: {recipe!r} (of type "
             f"{type(recipe).__name__}). Allowed: a `recipes.Recipe`. Pass "
             "what `recipes.get` returns."
         )

@@ -164,8 +164,8 @@ class Quantization:
 
     def _wrong(self, name: str, allowed: str) -> str:
         return (
-            f"There is no such quantization. Received: {self!r}. Allowed for "
-            f"{name}: {allowed}. Say something else in "
+            f"This quantization is not possible: `{name}` is wrong. Received: "
+            f"{self!r}. Allowed for {name}: {allowed}. Say something else in "
             "`Recipe.quantization`."
         )
 

@@ -143,8 +143,8 @@ def _matrix(x: ArrayLike) -> Array:
     matrix = float32(x)
     if matrix.ndim != 2:
         raise ValueError(
-            "Blocks are defined on matrices. Received: an array of shape "
-            f"{matrix.shape}. Allowed: (rows, columns). Reshape it so that "
-            "the contracted axis is the last."
+            "The array is not a matrix, and blocks are those of a matrix. "
+            f"Received: an array of shape {matrix.shape}. Allowed: (rows, "
+            "columns). Reshape it so that the contracted axis is the last."
         )
     return matrix

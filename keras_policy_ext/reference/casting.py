@@ -152,9 +152,10 @@ def signed_format(dtype: str) -> formats.Format:
     target = formats.get(dtype)
     if target.name == "float8_e8m0fnu":
         raise ValueError(
-            "float8_e8m0fnu holds exponents, not signed numbers. Received: "
-            f"dtype={dtype!r}. Allowed: the other formats of formats.names(). "
-            "Use quantize_mx, which makes such scales."
+            "Cannot cast to float8_e8m0fnu, which holds exponents and not "
+            f"signed numbers. Received: dtype={dtype!r}. Allowed: the other "
+            "formats of formats.names(). Use quantize_mx, which makes such "
+            "scales."
         )
     return target
 

@@ -141,9 +141,9 @@ def einsum(
     """
     if recipe.history_length:
         raise ValueError(
-            "reference.linear keeps no state between steps. Received: "
-            f"{recipe!r}. Allowed: a recipe without history, such as "
-            "CurrentScaling(). Use DelayedLinear."
+            "`recipe` keeps a history, and reference.linear keeps no state "
+            f"between steps. Received: {recipe!r}. Allowed: a recipe without "
+            "history, such as CurrentScaling(). Use DelayedLinear."
         )
     form = form_of(equation)
     operands = {"inputs": x, "kernel": kernel, "outputs_grad": g}

@@ -56,9 +56,10 @@ def form_of(equation: str) -> Form:
     parts = equation.replace(" ", "").replace("->", ",").split(",")
     if equation.count("->") != 1 or len(parts) != 3 or _odd(*parts):
         raise ValueError(
-            f"This is no equation of a contraction. Received: {equation!r}. "
-            "Allowed: two operands and a result in letters, each once in an "
-            'operand, such as "abc,cd->abd". Write "..." out as letters.'
+            "`equation` is not the equation of a contraction. Received: "
+            f"{equation!r}. Allowed: two operands and a result in letters, "
+            'each once in an operand, such as "abc,cd->abd". Write "..." out '
+            "as letters."
         )
     first, second, result = parts
     shared = set(first) & set(second)

@@ -178,12 +178,12 @@ def _float32_scales(usable: Array, asked: Asked) -> Array:
 def _check(asked: Asked, key: int | None) -> None:
     if asked.hadamard not in (None, SIZE):
         raise ValueError(
-            "The transform is defined on runs of one size. Received: "
+            "`hadamard` is not the size that the transform has. Received: "
             f"hadamard={asked.hadamard!r}. Allowed: {SIZE}, or None. Change "
             "`quantization` of the recipe."
         )
     if asked.rounding == "stochastic" and key is None:
         raise ValueError(
-            "Values are to be rounded at random. Received: key=None. "
-            "Allowed: an int32. Pass the key of the step."
+            "`key` is missing, which values that are rounded at random need. "
+            "Received: key=None. Allowed: an int32. Pass the key of the step."
         )

@@ -82,9 +82,9 @@ def write(
 def _check_installed() -> None:
     if importlib.util.find_spec("onnx") is None:
         raise ImportError(
-            "ONNX files are written with the package onnx, which is not "
-            "installed. Allowed: onnx 1.18 or later. Install it with "
-            "`pip install keras-policy-ext[export]`."
+            "The package onnx is not installed, which writes ONNX files. "
+            "Allowed: onnx 1.18 or later. Install it with `pip install "
+            "keras-policy-ext[export]`."
         )
 
 
@@ -94,16 +94,17 @@ def _check_opset(opset: object) -> None:
     last = min(OPSETS[-1], defs.onnx_opset_version())
     if opset not in OPSETS[: last - OPSETS[0] + 1]:
         raise ValueError(
-            "This opset was not tried with float8, or is newer than the onnx "
-            f"that is installed. Received: opset={opset!r}. Allowed: "
-            f"{OPSETS[0]} to {last}. Leave it out for the default."
+            "`opset` is not supported: it was not tried with float8, or is "
+            "newer than the onnx that is installed. Received: "
+            f"opset={opset!r}. Allowed: {OPSETS[0]} to {last}. Leave it out "
+            "for the default."
         )
 
 
 def _check_blocks(granularity: str, opset: int) -> None:
     if granularity == "block" and opset < OPSET:
         raise ValueError(
-            "Scales of blocks came with a later opset. Received: "
-            f"opset={opset}. Allowed: {OPSET} to {OPSETS[-1]}. Leave it out, "
-            "or take another granularity."
+            f"This `opset` has no scales of blocks. Received: opset={opset}. "
+            f"Allowed: {OPSET} to {OPSETS[-1]}. Leave it out, or take another "
+            "granularity."
         )
