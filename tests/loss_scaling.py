@@ -35,8 +35,15 @@ def observation(layer, amax):
     return ops.convert_to_tensor(matrix)
 
 
-def steps(optimizer, variable, factors, compiled=False):
+def steps(optimizer, variable, factors, compiled=False, scale=None):
     """A step for each factor, with the loss `factor * variable`.
+
+    Args:
+        optimizer: A loss scaler.
+        variable: A scalar.
+        factors: Numbers.
+        compiled: Whether a compiler sees the step.
+        scale: What scales a loss; None for `optimizer.scale_loss`.
 
     Returns:
         The loss scales and the values of the variable after each step.
@@ -44,7 +51,7 @@ def steps(optimizer, variable, factors, compiled=False):
     if not optimizer.built:
         optimizer.build([variable])
     step = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[BACKEND](
-        optimizer, variable, compiled
+        optimizer, variable, compiled, scale or optimizer.scale_loss
     )
     scales, values = [], []
     for factor in factors:
@@ -72,18 +79,18 @@ def scaled_gradient(optimizer, variable, loss):
     return variable.value.grad
 
 
-def _jax(optimizer, variable, compiled):
+def _jax(optimizer, variable, compiled, scale):
     import jax
 
     def eager(factor):
-        gradient = jax.grad(lambda v: optimizer.scale_loss(factor * v))
+        gradient = jax.grad(lambda v: scale(factor * v))
         optimizer.apply([gradient(variable.value)], [variable])
 
     def stateless(value, own, factor):
         def loss(value):
             mapping = list(zip(optimizer.variables, own, strict=True))
             with keras.StatelessScope(state_mapping=mapping):
-                return optimizer.scale_loss(factor * value)
+                return scale(factor * value)
 
         gradient = jax.grad(loss)(value)
         (value,), own = optimizer.stateless_apply(own, [gradient], [value])
@@ -101,24 +108,24 @@ def _jax(optimizer, variable, compiled):
     return step if compiled else eager
 
 
-def _tensorflow(optimizer, variable, compiled):
+def _tensorflow(optimizer, variable, compiled, scale):
     import tensorflow as tf
 
     def step(factor):
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(factor * variable)
+            loss = scale(factor * variable)
         gradient = tape.gradient(loss, variable.value)
         optimizer.apply([gradient], [variable])
 
     return tf.function(step) if compiled else step
 
 
-def _torch(optimizer, variable, compiled):
+def _torch(optimizer, variable, compiled, scale):
     import torch
 
     def step(factor):
         variable.value.grad = None
-        optimizer.scale_loss(factor * variable.value).backward()
+        scale(factor * variable.value).backward()
         with torch.no_grad():
             optimizer.apply([variable.value.grad], [variable])
 

@@ -47,6 +47,13 @@ class Framework:
         """
         return False
 
+    def is_traced(self, x: Tensor) -> bool:
+        """Whether Python runs once for many steps here, by a tensor of a step.
+
+        Also where several threads make a step, one for each replica.
+        """
+        return self.is_compiling()
+
     def traces_for_xla(self) -> bool:
         """Whether XLA compiles what is called now, if kernels ask that."""
         return False

@@ -36,6 +36,16 @@ class JaxFramework(Framework):
         """See `Framework.step_by_step`."""
         return jax.disable_jit()
 
+    def is_traced(self, x: Tensor) -> bool:
+        """See `Framework.is_traced`.
+
+        Where a gradient is taken and nothing is compiled the loss is a tracer
+        too; an operation on a number is recorded by a compiler only.
+        """
+        if not isinstance(x, jax.core.Tracer):
+            return False
+        return isinstance(lax.neg(0.0), jax.core.Tracer)
+
     def known_integer(self, x: Tensor) -> int | None:
         """See `Framework.known_integer`."""
         return None if isinstance(x, jax.core.Tracer) else int(x)

@@ -100,6 +100,10 @@ class TensorFlowFramework(Framework):
         """See `Framework.runs_now`; loops do wherever functions do."""
         return bool(tf.executing_eagerly())
 
+    def is_traced(self, x: Tensor) -> bool:
+        """See `Framework.is_traced`."""
+        return not tf.executing_eagerly() or tf.distribute.has_strategy()
+
     def known_integer(self, x: Tensor) -> int | None:
         """See `Framework.known_integer`.
 

@@ -146,7 +146,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Tensor:
         """The current scale: float32 scalar."""
-        return self._read("dynamic_scale", self.initial_scale, "float32")
+        scale = self._read("dynamic_scale", self.initial_scale, "float32")
+        # Who reads it may multiply the loss by it.
+        self._unscaling.use_scale(frameworks.current().is_traced(scale))
+        return scale
 
     @property
     def dynamic_counter(self) -> Tensor | None:
@@ -169,8 +172,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Tensor of the same shape; float32, or float64 if the loss is.
         """
+        is_traced, scale = frameworks.current().is_traced, self._scale()
+        traced = is_traced(loss)
+        if self.dynamic and traced and not is_traced(scale):
+            self._unscaling.warn_of_constant(self.name)
         self._unscaling.start_step()
-        return scaling.scaled(loss, self._scale())
+        self._unscaling.use_scale(traced)
+        return scaling.scaled(loss, scale)
 
     def get_scaled_loss(
         self, loss: Tensor | Callable[[], Tensor]
@@ -206,6 +214,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         known = self._known()
         variables = known if may_belong(grads, known) else None
+        if grads:
+            self._check_scaled(grads, known or grads)
         unscaled = self._unscaled(grads, variables)
         self._unscaling.by_caller(grads, unscaled, variables is None)
         return unscaled
@@ -239,6 +249,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
+        self._check_scaled(grads, variables)
         framework = frameworks.current()
         finite = framework.on_all_replicas(scaling.all_finite(grads))
         framework.run_if(
@@ -384,6 +395,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             return self.initial_scale
         return self.dynamic_scale.value
+
+    def _check_scaled(
+        self, grads: list[Tensor | None], variables: list[Any]
+    ) -> None:
+        """Warn if these gradients cannot be those of a scaled loss."""
+        if not self.dynamic and self.initial_scale == 1.0:
+            return
+        known = next((g for g in grads if g is not None), None)
+        traced = frameworks.current().is_traced(known)
+        self._unscaling.check_scaled(variables[0], traced, self.name)
 
     def _unscaled(
         self, grads: list[Tensor | None], variables: list[keras.Variable] | None
