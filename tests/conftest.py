@@ -46,10 +46,12 @@ def visible_gpus():
 
 
 def pytest_report_header(config):
+    # A module may come from a distribution of another name: keras-nightly.
+    distributions = importlib.metadata.packages_distributions()
     versions = [
-        f"{name} {importlib.metadata.version(name)}"
+        f"{distribution} {importlib.metadata.version(distribution)}"
         for name in ("keras", *BACKENDS, "numpy", "ml_dtypes")
-        if importlib.util.find_spec(name)
+        for distribution in sorted(set(distributions.get(name, ())))
     ]
     return [
         f"backend: {os.environ.get('KERAS_BACKEND')}",

@@ -15,7 +15,7 @@ except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
 
 try:
-    from keras.src.backend import AutocastScope as _AutocastScope
+    from keras.src.backend.common import AutocastScope as _AutocastScope
 except ImportError:  # Keras has moved it: see `autocast_scope`.
     _AutocastScope = None
 

@@ -1,7 +1,7 @@
 """What Keras's own quantization puts into a layer."""
 
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import keras
 
@@ -44,6 +44,23 @@ def remove_stock_float8(layer: keras.Layer) -> None:
         layer._untrack_variable(variable)
         vars(layer).pop(name)
         layer._is_quantized = False
+
+
+class TakesAdapters:
+    """A layer that takes adapters of LoRA, though its mode is "float8".
+
+    Keras refuses them by the mode, since the call of its own float8 layers
+    leaves them out (`_check_lora_supported`, from keras 3.16 on; before, it
+    asks nothing). Float8 layers of this package add them. Expires when a layer
+    can say that its call adds them.
+    """
+
+    float8_policy: Any
+
+    def _check_lora_supported(self, mode: str | None) -> None:
+        parent: Any = super()
+        if self.float8_policy is None:
+            parent._check_lora_supported(mode)
 
 
 def refuse_quantization(text: str) -> NoReturn:

@@ -39,6 +39,7 @@ Tensor = Any
 
 class Float8Mixin(
     built_layers.QuantizedAsLeaf,
+    stock_float8.TakesAdapters,
     BuiltUnderSavedPath,
     ContractedWeights,
     SavedWeights,

@@ -115,8 +115,7 @@ class SavedWeights(_bases.MixedInto):
 
         Only a layer whose stock form knows float8 can have been in it.
         """
-        spec = getattr(super(), "variable_serialization_spec", {})
-        if "float8" not in spec or not self.built:
+        if "float8" not in self._stock_serialization_spec() or not self.built:
             return None
         if self.quantization_mode not in (None, "float8"):
             return None
@@ -128,7 +127,18 @@ class SavedWeights(_bases.MixedInto):
         return super().count_params() - sum(math.prod(v.shape) for v in states)
 
     @property
-    def variable_serialization_spec(self) -> dict[str | None, list[str]]:
-        """Which weights are saved: in float8 those of a float layer."""
-        spec = dict(super().variable_serialization_spec)
-        return {**spec, "float8": spec[None]}
+    def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:
+        """Which weights are saved: in float8 those of a float layer.
+
+        None for a layer that Keras cannot quantize.
+        """
+        spec = self._stock_serialization_spec()
+        return {**spec, "float8": spec[None]} if spec else None
+
+    def _stock_serialization_spec(self) -> dict[str | None, list[str]]:
+        """What the stock layer saves in each mode; empty if it has no modes.
+
+        Keras's base class has None from 3.16 on, and had nothing before.
+        """
+        parent: Any = super()
+        return getattr(parent, "variable_serialization_spec", None) or {}
