@@ -18,6 +18,13 @@ needs_whole_graphs = pytest.mark.skipif(
     reason=f"Keras {keras.__version__} itself breaks graphs of PyTorch 2.13",
 )
 
+FROM_3_16 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+
+needs_sums_in_float64 = pytest.mark.skipif(
+    FROM_3_16 and keras.backend.backend() == "torch",
+    reason=f"Keras {keras.__version__} itself adds float64 in float32 there",
+)
+
 
 def mostly(cases, *always):
     """Parameters of a test, of which some run always and the others on torch.

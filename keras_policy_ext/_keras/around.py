@@ -8,7 +8,7 @@ _MARK = "_keras_policy_ext"
 """An attribute of the functions that this package has put around others."""
 
 
-def put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
+def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     """Have a function called in the place of another one.
 
     Once for each function, however often it is asked for. Where there is none
@@ -18,10 +18,13 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
         owner: The class or module that has the other one.
         name: Its name there.
         function: Called with the other one first, and then its arguments.
+
+    Returns:
+        Whether there is one of this name.
     """
     stock = getattr(owner, name, None)
     if stock is None or _MARK in vars(stock):
-        return
+        return stock is not None
 
     @functools.wraps(stock)
     def around(*args: Any, **kwargs: Any) -> Any:
@@ -29,3 +32,4 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
     vars(around)[_MARK] = True
     setattr(owner, name, around)
+    return True

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_policy_ext._keras import versions
+
 Tensor = Any
 
 
@@ -21,7 +23,8 @@ def has_flash_attention(layer: keras.Layer) -> bool:
 def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
     """Whether a subclass of `mixin` computes attention otherwise than Keras."""
     cls, name = type(layer), "_compute_attention"
-    return getattr(cls, name) is not getattr(super(mixin, cls), name)
+    stock = getattr(super(mixin, cls), name, None)
+    return getattr(cls, name, None) is not stock
 
 
 def replace_attention(
@@ -34,11 +37,26 @@ def replace_attention(
     of the class (`_compute_attention`, keras 3.12 to 3.15) to see whether
     attention is overridden, and if it is, does without the causal kernels of
     the frameworks. Expires with a public method to override.
+
+    Raises:
+        ImportError: If this Keras computes attention otherwise.
     """
     name = "_compute_attention"
     vars(layer).pop(name, None)
     if attend is not None and not has_own_attention(layer, mixin):
+        _check(layer)
         vars(layer)[name] = attend
+
+
+def _check(layer: keras.Layer) -> None:
+    """Raise if a layer lacks what `attend` asks it for."""
+    needed = ["_compute_attention", "_compute_causal_mask", "_masked_softmax"]
+    if layer.built:
+        needed += ["_dot_product_equation", "_combine_equation"]
+    for name in needed:
+        if not hasattr(layer, name):
+            what = f"{type(layer).__name__}.{name}"
+            raise versions.missing(what, 'attention="float8"')
 
 
 def attend(

@@ -8,23 +8,39 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import variable_values, versions
 
 
 @contextlib.contextmanager
 def unlocked(layer: keras.Layer) -> Iterator[None]:
     """Let a built layer get or lose variables and sub-layers for a while.
 
-    What `quantize` of Keras's own layers does (keras 3.10 to 3.15). Expires
+    What `quantize` of Keras's own layers does (keras 3.10 to 3.16). Expires
     with a public way to add a sub-layer to a built layer.
+
+    Raises:
+        ImportError: If layers of this Keras are locked otherwise.
     """
-    locked = layer._tracker.locked
-    layer._tracker.unlock()
+    tracker = tracker_of(layer)
+    if tracker is None:
+        raise versions.missing("Layer._tracker", "a change of a built layer")
+    locked = tracker.locked
+    tracker.unlock()
     try:
         yield
     finally:
         if locked:
-            layer._tracker.lock()
+            tracker.lock()
+
+
+def tracker_of(thing: Any) -> Any:
+    """What notes the variables and layers in a layer or an optimizer.
+
+    `_tracker` (keras 3.0 to 3.16); under another name, it is found by what it
+    can do. None if there is none.
+    """
+    held = (getattr(thing, "_tracker", None), *vars(thing).values())
+    return next((x for x in held if hasattr(x, "add_to_store")), None)
 
 
 def swap_class(layer: keras.Layer, cls: type) -> None:
@@ -99,7 +115,7 @@ def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
         are in no attribute of these.
     """
     objects, containers = [thing], []
-    tracker = getattr(thing, "_tracker", None)
+    tracker = tracker_of(thing)
     if tracker is not None:
         objects.append(tracker)
         containers += [store for _, store in tracker.config.values()]
@@ -154,9 +170,14 @@ def track(layer: keras.Layer, variable: keras.Variable) -> None:
     """Let a variable be one of a layer, as `add_weight` does.
 
     That makes its variables itself, and of no other class (`_track_variable`,
-    keras 3.0 to 3.15). Expires with a public way to track a variable that is
+    keras 3.0 to 3.16). Expires with a public way to track a variable that is
     in no attribute yet.
+
+    Raises:
+        ImportError: If layers of this Keras track variables otherwise.
     """
+    if not hasattr(layer, "_track_variable"):
+        raise versions.missing("Layer._track_variable", "a frozen layer")
     layer._track_variable(variable)
 
 
@@ -165,15 +186,15 @@ def replace_variable(
 ) -> None:
     """Let an attribute of an unlocked layer hold another variable.
 
-    What `quantize` of Keras's own layers does (`_untrack_variable`, keras 3.0
-    to 3.15). Expires when to assign an attribute untracks what it held.
+    Expires when to assign an attribute untracks what it held.
 
     Raises:
+        ImportError: If layers of this Keras let go of variables otherwise.
         ValueError: If the old variable is in no attribute of its own.
     """
     for name, value in vars(layer).items():
         if value is old:
-            layer._untrack_variable(old)
+            untrack(layer, old)
             setattr(layer, name, new)
             variable_values.let_wait_no_longer(old)
             return
@@ -185,18 +206,40 @@ def replace_variable(
     )
 
 
+def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
+    """Let a variable be none of an unlocked layer any more.
+
+    What `quantize` of Keras's own layers does (`_untrack_variable`, keras 3.0
+    to 3.16). Expires as `replace_variable` does.
+
+    Raises:
+        ImportError: If layers of this Keras let go of variables otherwise.
+    """
+    if not hasattr(layer, "_untrack_variable"):
+        raise versions.missing(
+            "Layer._untrack_variable", "the replacement of a weight"
+        )
+    layer._untrack_variable(variable)
+
+
 def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
     """Let a layer have its own weights in the order of their names.
 
     By that Keras's default loader pairs them with those of a file
-    (`_trainable_variables`, keras 3.0 to 3.15); where that is gone, nothing.
-    Weights of other names come last. Expires when it goes by name.
+    (`_trainable_variables`, keras 3.0 to 3.16). Weights of other names come
+    last. Expires when it goes by name.
+
+    Raises:
+        ImportError: If layers of this Keras keep their weights elsewhere.
     """
     place = {name: number for number, name in enumerate(names)}
     tracked = getattr(layer, "_trainable_variables", None)
-    if tracked is not None:
-        ordered = sorted(tracked, key=lambda v: place.get(v.name, len(place)))
-        list.__setitem__(tracked, slice(None), ordered)
+    if tracked is None:
+        raise versions.missing(
+            "Layer._trainable_variables", "thawing a frozen layer"
+        )
+    ordered = sorted(tracked, key=lambda v: place.get(v.name, len(place)))
+    list.__setitem__(tracked, slice(None), ordered)
 
 
 def detach(layer: keras.Layer, name: str) -> None:
@@ -204,7 +247,7 @@ def detach(layer: keras.Layer, name: str) -> None:
 
     Deleting the attribute leaves the sub-layer tracked (keras 3.0 to 3.15).
     """
-    layer._tracker.untrack(getattr(layer, name))
+    tracker_of(layer).untrack(getattr(layer, name))
     delattr(layer, name)
 
 
@@ -222,7 +265,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     found: dict[int, Any] = {}
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()
-        tracker = getattr(layer, "_tracker", None)
+        tracker = tracker_of(layer)
         tracked = tracker.config.get("layers") if tracker else None
         earlier = tracked[1] if tracked else ()
         for each in (*earlier, *children, layer):

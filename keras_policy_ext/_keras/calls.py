@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.while_building import in_place_of
 
 try:
@@ -103,6 +104,11 @@ def around_each_call(
         yield
 
 
+def has_autocast_scope() -> bool:
+    """Whether `autocast_scope` is known in this Keras."""
+    return _AutocastScope is not None
+
+
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     """Keras's context manager under which variables are read in a dtype.
 
@@ -114,7 +120,10 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
         ImportError: If this Keras keeps it elsewhere.
     """
     if _AutocastScope is None:
-        raise ImportError(_moved("AutocastScope"))
+        raise versions.missing(
+            "keras.src.backend.common.AutocastScope",
+            "reading variables in another dtype than that of the call",
+        )
     return _AutocastScope(dtype)
 
 
@@ -137,16 +146,10 @@ def store_autocast_scope(scope: object) -> None:
         ImportError: If this Keras keeps it elsewhere.
     """
     if _global_state is None:
-        raise ImportError(_moved("its global state"))
+        raise versions.missing(
+            "keras.src.backend.common.global_state", "an autocast scope"
+        )
     _global_state.set_global_attribute("autocast_scope", scope)
-
-
-def _moved(what: str) -> str:
-    return (
-        f"Keras {keras.__version__} has moved {what}, without which variables "
-        "cannot be read in their own dtype. Install a version of "
-        "keras_policy_ext that names this Keras as supported."
-    )
 
 
 class OwnArgumentConversion:
@@ -179,10 +182,16 @@ def keep_mask(old: Tensor, new: Tensor) -> Tensor:
     """Give a tensor the Keras mask of the one that it was cast from; return it.
 
     As Keras does when it casts arguments. Masks are attributes of tensors
-    without public access (`masking`, keras 3.4 to 3.15); where the module is
-    gone, the mask is lost, unless it is given as `mask=`.
+    without public access (`masking`, keras 3.4 to 3.16); where the module is
+    gone, the mask is lost, which a warning says once.
     """
-    if _masking is not None and new is not old:
+    if _masking is None and new is not old:
+        versions.warn_of_missing(
+            "keras.src.backend.common.masking",
+            "A mask is lost where a layer with AutocastMixin casts its "
+            "argument. Call the layer with `mask=`.",
+        )
+    elif new is not old:
         mask = _masking.get_keras_mask(old)
         if mask is not None:
             _masking.set_keras_mask(new, mask)

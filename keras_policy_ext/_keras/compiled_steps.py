@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import walking
+
 
 class OwnReturnedLogs:
     """A model that says which logs `train_on_batch` returns as a list.
@@ -54,5 +56,5 @@ def forget_gone_layers(model: keras.Model) -> None:
     """
     kept = getattr(model, "_compiled_trainable_state", None)
     if isinstance(kept, dict):
-        for layer in kept.keys() - set(model._flatten_layers()):
+        for layer in kept.keys() - set(walking.layers_within(model)):
             del kept[layer]

@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_policy_ext._keras import versions
+
 try:
     from keras.src.backend.common import global_state as _global_state
 except ImportError:  # Keras has moved it: the public API has to do.
@@ -40,9 +42,16 @@ def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
     Public `layer.dtype_policy = …` does not replace a map that a built layer
     holds, but writes into it, although many layers hold the same object
-    (keras 3.8 to 3.15). Expires when Keras's setter copies the map.
+    (keras 3.8 to 3.16). Expires when Keras's setter copies the map.
+
+    Raises:
+        ImportError: If layers of this Keras keep their policy elsewhere.
     """
     layer._dtype_policy = policy
+    if layer.dtype_policy is not policy:
+        raise versions.missing(
+            "Layer._dtype_policy", "another policy for a built layer"
+        )
 
 
 def name_for_maps(policy: keras.DTypePolicy, name: str) -> None:

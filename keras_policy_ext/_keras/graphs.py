@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import versions
+
 
 def follow_graph(
     model: keras.Model, inputs: list[Any], call: Callable[..., Any]
@@ -30,10 +32,8 @@ def follow_graph(
     """
     levels = getattr(model, "_nodes_by_depth", None)
     if levels is None:
-        raise ImportError(
-            f"The graphs of models of Keras {keras.__version__} cannot be "
-            "read. Install a version of keras_policy_ext that names this "
-            "Keras as supported."
+        raise versions.missing(
+            "Functional._nodes_by_depth", "reading the graph of a model"
         )
     values = dict(zip(map(id, model.inputs), inputs, strict=True))
     for depth in sorted(levels, reverse=True):

@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.around import put_around
 from keras_policy_ext._keras.symbolic import Symbols
 
@@ -110,5 +111,5 @@ def _exporter() -> Any:
     except ImportError as error:
         raise ImportError(
             "This KerasHub has no export to Hugging Face's form that this "
-            f"package knows: {error}. Install keras-hub 0.32."
+            f"package knows: {error}. Install keras-hub {versions.HUB}."
         ) from error

@@ -13,6 +13,8 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import versions
+
 _LOADER = "keras_hub.src.utils.transformers.preset_loader"
 
 
@@ -36,7 +38,7 @@ class Converter:
         except ImportError as error:
             raise ImportError(
                 f"Models of Hugging Face are read by KerasHub: {error}. "
-                "Install keras-hub 0.32."
+                f"Install keras-hub {versions.HUB}."
             ) from error
         self._config = config
         self._loader = module.TransformersPresetLoader(str(folder), config)

@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import versions
+
 
 def operation_class(
     function: Callable[..., Any],
@@ -32,9 +34,8 @@ def operation_class(
     result = function(tensors) if takes_list else function(*tensors, **options)
     history = getattr(result, "_keras_history", None)
     if history is None:
-        raise ImportError(
-            f"Keras {keras.__version__} keeps no history in symbolic tensors, "
-            "which the migration of TensorFlow operations needs. Install a "
-            "version of keras_policy_ext that names this Keras as supported."
+        raise versions.missing(
+            "KerasTensor._keras_history",
+            "the migration of TensorFlow operations",
         )
     return type(history.operation)

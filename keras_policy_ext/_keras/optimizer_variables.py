@@ -5,7 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import averages
+from keras_policy_ext._keras import averages, versions
+from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
     from keras.src.utils import tracking as _tracking
@@ -18,8 +19,7 @@ def known_to_optimizer(
 ) -> list[keras.Variable] | None:
     """The model variables that an optimizer was built with, None if not.
 
-    `_trainable_variables`, keras 3.0 to 3.15; where it is gone, None, and
-    the optimizer has to be compiled anew.
+    `_trainable_variables`, keras 3.0 to 3.16; see `check_can_retarget`.
     """
     if not getattr(optimizer, "built", False):
         return None
@@ -34,6 +34,29 @@ def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
         found.append(optimizer)
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return found
+
+
+def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raise where `retarget_optimizer` could not do its work.
+
+    Raises:
+        ImportError: If a built optimizer of this Keras keeps what it knows
+            elsewhere than in the attributes that are asked for.
+    """
+    if not getattr(optimizer, "built", False):
+        return
+    needed = ["_trainable_variables", "_trainable_variables_indices"]
+    needed += ["_var_key", "_variables"]
+    if optimizer.gradient_accumulation_steps:
+        needed.append("_accumulated_gradients")
+    for name in needed:
+        if not hasattr(optimizer, name):
+            raise versions.missing(
+                f"Optimizer.{name}",
+                "changing a model whose optimizer has been used",
+                "Or convert before the first step, or compile the model with "
+                "a new optimizer first.",
+            )
 
 
 def retarget_optimizer(
@@ -122,7 +145,7 @@ def _replace_variables(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
     _replace_list(optimizer, "_variables", variables)
-    tracked = optimizer._tracker.config
+    tracked = tracker_of(optimizer).config
     tracked["variables"] = (tracked["variables"][0], optimizer._variables)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.around import put_around
 
 try:
@@ -21,8 +22,8 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     `keras.saving.load_model` gives `.keras` files and folders to one function
     of the module `saving_lib` (keras 3.0 to 3.15), which is put into another
     one here; there is no public way to see a file that was loaded. What is
-    loaded stays as it is. Where that function is gone, nothing is told. Expires
-    when Keras warns of groups in a file that no layer has read.
+    loaded stays as it is. Where that function is gone, a warning says so.
+    Expires when Keras warns of groups in a file that no layer has read.
 
     Args:
         tell: Of the model and the path that it was loaded from.
@@ -33,7 +34,8 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
         tell(model, path)
         return model
 
-    put_around(_saving_lib, "load_model", load_model)
+    if not put_around(_saving_lib, "load_model", load_model):
+        _warn_of_files("load_model")
 
 
 def before_loading(load: Callable[..., keras.Model | None]) -> None:
@@ -41,8 +43,8 @@ def before_loading(load: Callable[..., keras.Model | None]) -> None:
 
     Files, folders, and the bytes that `copy.deepcopy` and `pickle` make of a
     model are read by two functions of `saving_lib` (keras 3.0 to 3.15), which
-    are put into others here. Where they are gone, it is not asked. Expires
-    with a public way to load a kind of file.
+    are put into others here. Where they are gone, it is not asked, and a
+    warning says so. Expires with a public way to load a kind of file.
 
     Args:
         load: Of a folder, an open file or bytes, `custom_objects`, `compile`
@@ -55,7 +57,16 @@ def before_loading(load: Callable[..., keras.Model | None]) -> None:
         return stock(*args, **kwargs) if model is None else model
 
     for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
-        put_around(_saving_lib, name, loaded)
+        if not put_around(_saving_lib, name, loaded):
+            _warn_of_files(name)
+
+
+def _warn_of_files(name: str) -> None:
+    versions.warn_of_missing(
+        f"saving_lib.{name}",
+        "`keras.saving.load_model` may load float8 layers as plain ones, "
+        "without a word. Load with `keras_policy_ext.load_model`.",
+    )
 
 
 def model_of(

@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 
 import keras
 
+from keras_policy_ext._keras import built_layers
+
 
 def is_quantized(layer: keras.Layer) -> bool:
     """Whether Keras has quantized a layer, in whatever mode.
@@ -41,7 +43,7 @@ def remove_stock_float8(layer: keras.Layer) -> None:
     Deleting the attributes would collect garbage once for each (3.15).
     """
     for name, variable in stock_float8(layer).items():
-        layer._untrack_variable(variable)
+        built_layers.untrack(layer, variable)
         vars(layer).pop(name)
         layer._is_quantized = False
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras.calls import autocast_scope
+from keras_policy_ext._keras import calls, versions
 
 try:
     from keras.src.backend.common import global_state as _global_state
@@ -20,17 +20,30 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
 
     Inside a mixed-precision layer Keras hands out a copy in the compute
     dtype; float8 is quantized from the variable itself. Tensors are returned
-    as they are. There is no public way (keras 3.0 to 3.15).
+    as they are. There is no public way (keras 3.0 to 3.16).
 
     Raises:
-        ImportError: If this Keras keeps its autocast scope elsewhere.
+        ImportError: Inside such a layer, if this Keras keeps its autocast
+            scope elsewhere.
     """
     if not isinstance(variable, keras.Variable):
         return variable
-    with autocast_scope(None):
+    if not calls.has_autocast_scope():
+        return _own_value(variable)
+    with calls.autocast_scope(None):
         # On TensorFlow ops.convert_to_tensor would return the Keras variable,
         # to be read, and autocast, after this scope.
         return variable.value
+
+
+def _own_value(variable: keras.Variable) -> Tensor:
+    """What a variable hands out, if that is in its own dtype."""
+    value = variable.value
+    dtype = getattr(variable, "_dtype", variable.dtype)
+    if keras.backend.standardize_dtype(value.dtype) == dtype:
+        return value
+    with calls.autocast_scope(None):  # raises
+        return value
 
 
 def autocasts(variable: keras.Variable) -> bool:
@@ -115,7 +128,8 @@ class TellsItsValue:
     def _initialize(self, value: Tensor) -> None:
         parent: Any = super()
         parent._initialize(value)
-        self.value_made(vars(self).get("_value"))
+        # Under another name it is what the variable hands out.
+        self.value_made(vars(self).get("_value", self.value))
 
 
 def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
@@ -134,17 +148,31 @@ def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """The kernel variable of Dense, EinsumDense or a convolution.
 
     Public `layer.kernel` merges LoRA's adapters into a new tensor
-    (keras 3.0 to 3.15).
+    (`_kernel`, keras 3.0 to 3.16).
+
+    Raises:
+        ImportError: If this Keras keeps the kernel of a layer with adapters
+            elsewhere.
     """
-    return layer._kernel if hasattr(layer, "_kernel") else layer.kernel
+    return _stored(layer, "kernel")
 
 
 def stored_embeddings(layer: keras.Layer) -> keras.Variable:
     """The embeddings variable of Embedding and ReversibleEmbedding.
 
     Public `layer.embeddings` merges LoRA's adapters into a new tensor
-    (keras 3.0 to 3.15).
+    (`_embeddings`, keras 3.0 to 3.16).
+
+    Raises:
+        ImportError: As for `stored_kernel`.
     """
-    if hasattr(layer, "_embeddings"):
-        return layer._embeddings
-    return layer.embeddings
+    return _stored(layer, "embeddings")
+
+
+def _stored(layer: keras.Layer, name: str) -> keras.Variable:
+    if hasattr(layer, f"_{name}"):
+        return getattr(layer, f"_{name}")
+    if getattr(layer, "lora_enabled", False):
+        what = f"{type(layer).__name__}._{name}"
+        raise versions.missing(what, "a float8 layer with LoRA")
+    return getattr(layer, name)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import inspect
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -14,9 +15,8 @@ def layers_within(layer: keras.Layer) -> list[keras.Layer]:
 
     `model.layers` has one level only. `_flatten_layers` was seen in keras
     3.0 to 3.15, and is asked for one level at a time, since it turns the
-    order of the deeper ones around; where it is gone, the attributes are
-    followed through `layer.layers`. Expires with a public way to walk a
-    model.
+    order of the deeper ones around; where it is gone, the layers in the
+    attributes are followed. Expires with a public way to walk a model.
     """
     found: dict[int, Any] = {}
     waiting = [layer]
@@ -32,7 +32,21 @@ def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
     """The layers of one level below a layer; see `layers_within`."""
     if hasattr(layer, "_flatten_layers"):
         return list(layer._flatten_layers(include_self=False, recursive=False))
-    return list(getattr(layer, "layers", ()))
+    if isinstance(layer, keras.Model):
+        return list(layer.layers)
+    found = {id(each): each for each in _layers_in(attributes(layer))}
+    return [each for each in found.values() if each is not layer]
+
+
+def _layers_in(value: Any) -> Iterator[keras.Layer]:
+    """The layers in an attribute: itself, or in lists and dicts."""
+    if isinstance(value, keras.Layer):
+        yield value
+    elif isinstance(value, dict):
+        yield from _layers_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _layers_in(each)
 
 
 def attributes(layer: keras.Layer) -> dict[str, Any]:

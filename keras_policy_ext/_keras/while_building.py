@@ -10,8 +10,19 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_policy_ext._keras import versions
+
 # A method of a class is replaced for all threads, and acts in one.
 _REPLACED = threading.RLock()
+
+
+_BUILT = "_post_build"
+"""What Keras calls once a layer has its weights (keras 3.12 to 3.16)."""
+
+
+def tells_what_is_built() -> bool:
+    """Whether this Keras has what `after_each_build` needs."""
+    return hasattr(keras.Layer, _BUILT)
 
 
 @contextlib.contextmanager
@@ -19,15 +30,17 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
     """Call a function with each layer that this thread builds, inner first.
 
     A model that is made inside then never holds more than one layer as it was
-    built. Keras calls `_post_build` once a layer has its weights (keras 3.12
-    to 3.15); where it does not, nothing is called. Expires with a public hook.
+    built. There is a private hook only. Expires with a public one.
+
+    Raises:
+        ImportError: If layers of this Keras do not tell that they are built.
     """
 
     def post_build(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         stock(layer, *args, **kwargs)
         change(layer)
 
-    with in_place_of("_post_build", post_build):
+    with in_place_of(_BUILT, post_build):
         yield
 
 
@@ -63,15 +76,15 @@ def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
 def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Let a method of all layers be another one, which gets the stock one.
 
-    If there is none of this name, nothing happens.
+    Raises:
+        ImportError: If there is none of this name.
     """
     cls: Any = keras.Layer
     thread = threading.get_ident()
     with _REPLACED:
         stock, own = getattr(cls, name, None), vars(cls).get(name)
         if stock is None:
-            yield
-            return
+            raise versions.missing(f"Layer.{name}", "a hook around layers")
 
         def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:

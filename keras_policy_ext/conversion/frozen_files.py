@@ -79,10 +79,11 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
     """A block in which layers are frozen as soon as they are built.
 
     With zeros, and in the way of the first frozen layer in a file; which of
-    them were frozen, and how, `freeze_as_saved` finds out.
+    them were frozen, and how, `freeze_as_saved` finds out. Where Keras does not
+    tell which layers are built, all are, in floats, before they are frozen.
     """
     recipe = _first_recipe(weights)
-    if recipe is None:
+    if recipe is None or not while_building.tells_what_is_built():
         yield
         return
 

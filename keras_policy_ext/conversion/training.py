@@ -76,6 +76,7 @@ def check_optimizers(model: keras.Layer) -> None:
     """Raise if an optimizer could not go on with states that come now.
 
     Raises:
+        ImportError: If this Keras does not tell what a built optimizer knows.
         ValueError: If a `keras.optimizers.MultiOptimizer` is built: it asks
             once, when it is built, which variable goes to which optimizer.
     """
@@ -85,6 +86,8 @@ def check_optimizers(model: keras.Layer) -> None:
             continue
         for optimizer in optimizers(layer):
             within = optimizer_variables.optimizers_within(optimizer)
+            for each in within:
+                optimizer_variables.check_can_retarget(each)
             if any(isinstance(x, multiple) and x.built for x in within):
                 raise ValueError(
                     f"The optimizer of {layer.name!r} cannot take new state. "

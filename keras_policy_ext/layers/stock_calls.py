@@ -107,7 +107,8 @@ class StockCalls(_bases.MixedInto):
         compiling = frameworks.current().is_compiling()
         kind = None if compiling else kernels.preferred()
 
-        def bound(*tensors: Tensor) -> Tensor:
+        def bound(*tensors: Tensor, **_: Any) -> Tensor:
+            # Keras hands on `training` besides, which is among the leaves.
             given = iter(tensors)
             merged = [
                 next(given) if is_given else leaf

@@ -131,7 +131,7 @@ def einsum_dense(equation, shape, policy):
 
 
 LAYERS = {
-    "dense": (lambda p: kpe.layers.Dense(3, dtype=p), (4, 5)),
+    "dense": (lambda p: kpe.layers.Dense(3, use_bias=False, dtype=p), (4, 5)),
     "heads": (lambda p: einsum_dense("abc,cde->abde", (3, 2, 2), p), (2, 3, 4)),
     "turned": (lambda p: einsum_dense("abc,cd->adb", (3, 3), p), (2, 3, 4)),
     "summed": (lambda p: einsum_dense("abc,cd->ad", (3,), p), (2, 3, 4)),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from cases import mostly
+from cases import mostly, needs_sums_in_float64
 from keras_policy_ext import kernels, recipes, reference
 from keras_policy_ext.layers.gates import Gates
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -257,6 +257,7 @@ class ForwardOnly(recipes.Recipe):
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX makes float64 float32")
+@needs_sums_in_float64
 def test_what_is_not_quantized_keeps_its_digits():
     contraction, arrays = operands("heads", numbers)
     x, w, g, v, u = (ops.convert_to_tensor(a, "float64") / 3 for a in arrays)

@@ -144,7 +144,7 @@ def _sparse_sigmoid(graph: Graph, x: Value) -> Value:
 
 
 def _sparsemax(graph: Graph, x: Value, axis: int = -1) -> Value:
-    """Sparsemax as in Keras 3.15."""
+    """Sparsemax as in the Keras that is installed."""
     size = _size(graph, x, axis)
     along = np.asarray(axis)
     largest = graph.op("TopK", x, size, axis=axis, unused=1)
@@ -156,10 +156,21 @@ def _sparsemax(graph: Graph, x: Value, axis: int = -1) -> Value:
     counts = graph.cast(counts, "float32")
     over = np.asarray([axis])
     number = graph.op("ReduceSum", counts, over, keepdims=1)
-    sums = graph.op("Mul", total, counts)
+    summed = largest if _sparsemax_is_a_projection() else total
+    sums = graph.op("Mul", summed, counts)
     sums = graph.op("ReduceSum", sums, over, keepdims=1)
     least = graph.op("Div", graph.op("Sub", sums, 1.0), number)
     return graph.op("Relu", graph.op("Sub", x, least))
+
+
+def _sparsemax_is_a_projection() -> bool:
+    """Whether sparsemax of (1, 0.5) is (0.75, 0.25), which adds up to 1.
+
+    Keras up to 3.15 finds (0.25, 0): its threshold comes from a sum of
+    cumulative sums.
+    """
+    found = keras.ops.sparsemax(np.asarray([1.0, 0.5], "float32"))
+    return bool(np.sum(keras.ops.convert_to_numpy(found)) > 0.5)
 
 
 def _size(graph: Graph, x: Value, axis: int) -> Value:
