@@ -16,6 +16,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+MODE = "float8"
+"""A name by itself: the default recipe over the global policy."""
+
 ALIAS = "mixed_float8"
 _ALIAS_MEANS = "float8_from_mixed_bfloat16"
 

@@ -85,7 +85,7 @@ def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
         (["demo", "--seed", "-1"], "an integer of 0 or more"),
         (["demo", "--seeds", "0,x"], "an integer of 0 or more"),
         (["demo", "--seeds", ""], "an integer of 0 or more"),
-        (["demo", "--recipe", "magic"], "Unknown recipe. Received: 'magic'"),
+        (["demo", "--recipe", "magic"], "'magic' is not a recipe. Allowed"),
         (["demo", "--recipe", "nvfp4(size=1)"], "Unknown parameter of recipe"),
         (["demo", "--recipe", "block", "--compare"], "not allowed with"),
     ],

@@ -97,7 +97,7 @@ def test_the_recipe_of_one_s_own_trains_and_loads_in_another_process(tmp_path):
     run(loads, tmp_path)
 
     without = loads.replace("import forward_only\n", "")
-    with pytest.raises(AssertionError, match="Received: 'ForwardOnly'"):
+    with pytest.raises(AssertionError, match="'ForwardOnly' is not a recipe"):
         run(without, tmp_path)
 
 

@@ -102,7 +102,7 @@ def test_dicts_of_tf_keras_that_say_more_are_refused(config):
         "banana",
         "Policy",
         "",
-        "float8",
+        "float8/",
         "float8_e4m3",
         "int8_from_banana",
         "from_",

@@ -122,6 +122,8 @@ class TellsItsValue:
     elsewhere, that is not called. Expires with a public hook.
     """
 
+    value: Any
+
     def value_made(self, value: Tensor) -> None:
         """Called once with the tensor."""
 

@@ -11,6 +11,7 @@ import re
 
 import keras
 
+from keras_policy_ext import policies
 from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
@@ -18,7 +19,7 @@ from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
-    held_policy,
+    of_path,
     source_policy_of,
 )
 
@@ -38,7 +39,7 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     distinct = {policy for _, policy in followed}
     if len(distinct) != 1 or None in distinct:
         return False
-    held = held_policy(layer)
+    held = policies.as_float8(layer.dtype_policy)
     enter_float8(layer, held if _says(held, followed) else distinct.pop())
     return True
 
@@ -92,10 +93,10 @@ def _followed(composite: keras.Layer) -> Followed:
 
 def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
     """Whether a policy says of all these paths what is followed there."""
-    if not isinstance(policy, Float8DTypePolicy):
-        return False
     for path, wanted in followed:
-        said = policy.for_path(path)
+        said = policies.as_float8(of_path(policy, path))
+        if isinstance(said, Float8DTypePolicy):
+            said = said.for_path(path)
         if (said if isinstance(said, Float8DTypePolicy) else None) != wanted:
             return False
     return True

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import policies, policy_names, recipes
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates, composites, models, training
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
@@ -18,6 +17,12 @@ from keras_policy_ext.conversion.report import (
     reverted_report,
     warn_of_little,
 )
+from keras_policy_ext.conversion.requested import (
+    FROZEN,
+    Requested,
+    Target,
+    warn_of_plain,
+)
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import original_of
@@ -25,21 +30,19 @@ from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
-    held_policy,
     is_frozen,
     layers_in_float8,
-    source_policy_of,
+    of_path,
 )
 
-_FROZEN = "it is frozen; `thaw` gives it float weights"
-
-Decision = tuple[Candidate, Float8DTypePolicy]
+Decision = tuple[Candidate, Target]
 
 
 def convert(
     model: keras.Layer,
     policy: object = None,
     *,
+    recipe: object = None,
     include: object = None,
     exclude: object = None,
     filter: Callable[[Any], bool] | Any = None,
@@ -57,10 +60,15 @@ def convert(
     Args:
         model: A model, or a layer, whose layers with weights are built. It
             needs no `call`. Models inside it are converted too.
-        policy: A float8 policy, a recipe, or the name of one. None: where
-            layers have float8 policies, those follow theirs and the others
-            stay; else the global policy, if that is float8; else delayed
-            scaling.
+        policy: A float8 policy, a recipe, or the name of one; `"float8"` for
+            the default recipe; or a map of Keras with float8 policies in it.
+            None: layers that were made under a float8 policy follow that one.
+            The others get the policy of the `convert` before, if there was
+            one; else they stay where there are layers with float8 policies,
+            and where there are none they get the global policy, if that is
+            float8, or delayed scaling.
+        recipe: Another name for a `policy` that is a recipe; beside a float8
+            policy, its recipe.
         include: A regular expression, or several: only layers with a match
             in their path are converted.
         exclude: The same for layers that are not.
@@ -78,13 +86,15 @@ def convert(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model or a part of it is not built, the policy is
-            not float8, `include` matches no layer, or a `MultiOptimizer` has
-            been used. The model is then unchanged.
+            not float8, there is none and earlier conversions gave several,
+            `include` matches no layer, or a `MultiOptimizer` has been used.
+            The model is then unchanged.
     """
     survey, decisions, left = _decided(
         model,
         policy,
         attention,
+        recipe=recipe,
         include=include,
         exclude=exclude,
         filter=filter,
@@ -96,6 +106,8 @@ def convert(
         report = _convert(model, survey, decisions, left, attention)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model, stacklevel=2)
+        if not decisions:
+            warn_of_plain(left, stacklevel=2)
     return report
 
 
@@ -127,6 +139,7 @@ def _decided(
     model: keras.Layer,
     policy: object,
     attention: str | None,
+    recipe: object = None,
     include: object = None,
     exclude: object = None,
     filter: Callable[[Any], bool] | Any = None,
@@ -137,7 +150,7 @@ def _decided(
     _check_attention(attention)
     models.check(model)
     survey = candidates.survey(model)
-    requested = _requested(model, policy)
+    requested = Requested.read(model, policy, recipe)
     return survey, *_decide(survey.candidates, requested, selection)
 
 
@@ -150,8 +163,9 @@ def _convert(
 ) -> Report:
     """Change the layers; their states are not known to optimizers yet."""
     for candidate, target in decisions:
-        enter_float8(candidate.layer, target)
+        enter_float8(candidate.layer, target.policy)
         state = candidate.layer.float8_state
+        state.given = target.given
         state.observe(candidate.layer.float8_contracted)
     refused = [
         Unconverted(composite, reason)
@@ -222,95 +236,41 @@ def _revert(model: keras.Layer, kept: Container[int]) -> None:
     for layer in walking.layers_within(model):
         if id(layer) not in kept and (
             original_of(type(layer)) is not None
-            or isinstance(layer.dtype_policy, Float8DTypePolicy)
+            or _holds_float8(layer)
             or float8_policy_of(layer) is not None
         ):
             leave_float8(layer)
     composites.declare_policies(model)
 
 
-def _requested(model: keras.Layer, policy: object) -> Float8DTypePolicy | None:
-    """The policy for all layers; None where each has its own."""
-    if isinstance(policy, recipes.Recipe) or (
-        isinstance(policy, str) and policy.partition("(")[0] in recipes.names()
-    ):
-        recipe = recipes.get(policy)
-        return _float8(Float8DTypePolicy("float32", recipe=recipe))
-    if policy is not None:
-        return _float8(_policy(policy))
-    layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
-    if any(map(_holds_what_trains, layers)):
-        return None
-    current = policies.dtype_policy()
-    if isinstance(policies.as_float8(current), Float8DTypePolicy):
-        return _float8(policies.as_float8(current))
-    return Float8DTypePolicy("float32")
-
-
-def _holds_what_trains(layer: keras.Layer) -> bool:
-    """Whether a layer has a float8 policy; that of a frozen backbone is none.
-
-    Such a backbone has one for the layers in it that are frozen.
-    """
-    held = held_policy(layer)
-    return isinstance(held, Float8DTypePolicy) and held.recipe.trains
-
-
-def _policy(policy: object) -> keras.DTypePolicy:
-    try:
-        return policies.get(policy)
-    except ValueError as error:
-        if isinstance(policy, str) and policy_names.is_full_name(policy):
-            raise  # It says what is wrong with the name.
-        raise ValueError(_no_float8(policy)) from error
-
-
-def _float8(policy: keras.DTypePolicy) -> Float8DTypePolicy:
-    if not isinstance(policy, Float8DTypePolicy):
-        raise ValueError(_no_float8(policy.name))
-    if not policy.recipe.trains:
-        raise ValueError(
-            "This policy is that of layers whose kernels are stored in "
-            f"float8. Received: {policy.full_name!r}. Allowed: one with a "
-            f"recipe to train with: {', '.join(recipes.names())}. "
-            "`keras_policy_ext.freeze(model)` stores kernels."
-        )
-    return policy
-
-
-def _no_float8(received: object) -> str:
-    return (
-        "A model is converted to a float8 dtype policy. Received: "
-        f"{received!r}. Allowed: a Float8DTypePolicy or its name, such as "
-        "'mixed_float8' or 'float8/current_from_float32', where each layer "
-        "keeps its own source; a recipe or its name, one of "
-        f"{', '.join(map(repr, recipes.names()))}. To leave float8, use "
-        "`revert`."
-    )
+def _holds_float8(layer: keras.Layer) -> bool:
+    """Whether a layer has a float8 policy of this package, not of Keras."""
+    held = of_path(layer.dtype_policy, layer.path)
+    return isinstance(held, Float8DTypePolicy)
 
 
 def _decide(
-    found: list[Candidate],
-    requested: Float8DTypePolicy | None,
-    selection: Selection,
+    found: list[Candidate], requested: Requested, selection: Selection
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Which candidates get which policy, and why others get none."""
     reasons = selection.reasons(found)
     decisions, left = [], []
     for number, candidate in enumerate(found):
-        target, reason = _target(candidate.layer, requested)
-        reason = reasons.get(number) or reason
-        if reason is None and target is not None:
-            decisions.append((candidate, target))
+        reason = reasons.get(number)
+        target = Target(reason=reason)
+        if reason is None:
+            target = requested.target(candidate.layer)
+        if target.policy is None:
+            left.append(Unconverted(candidate.layer, str(target.reason)))
         else:
-            left.append(Unconverted(candidate.layer, str(reason)))
+            decisions.append((candidate, target))
     return decisions, left
 
 
 def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:
     """Why `revert` leaves a layer in float8; nothing if it does not."""
     if is_frozen(layer):
-        yield Unconverted(layer, _FROZEN)
+        yield Unconverted(layer, FROZEN)
     elif original_of(type(layer)) is not None and any(
         map(is_frozen, walking.layers_within(layer))
     ):
@@ -326,28 +286,6 @@ def _all_frozen(model: keras.Layer) -> str:
         "thaw(model)` makes stock layers of frozen ones, with the weights "
         "that theirs were rounded to."
     )
-
-
-def _target(
-    layer: keras.Layer, requested: Float8DTypePolicy | None
-) -> tuple[Float8DTypePolicy | None, str | None]:
-    """The policy that a layer gets, or the reason why it gets none."""
-    if is_frozen(layer):
-        return None, _FROZEN
-    own = held_policy(layer)
-    given = own if requested is None else requested
-    if not isinstance(given, Float8DTypePolicy):
-        return None, f"its own policy is {own.name}, not float8"
-    resolved, source = given.for_path(layer.path), source_policy_of(layer)
-    if not isinstance(resolved, Float8DTypePolicy):
-        return None, f"a rule of the policy keeps it in {source.name}"
-    try:
-        target = Float8DTypePolicy(source.name, recipe=resolved.recipe)
-    except ValueError:
-        return None, f"it computes in {source.name}, not in floating point"
-    if float8_policy_of(layer) == target:
-        return None, f"it follows {target.full_name} already"
-    return (own if requested is None else target), None
 
 
 def _check_attention(attention: object) -> None:

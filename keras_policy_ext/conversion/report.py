@@ -21,7 +21,10 @@ from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers.stored_variable import is_state
-from keras_policy_ext.policies.of_layers import float8_policy_of
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    source_policy_of,
+)
 
 LITTLE = 0.1
 """A smaller share of the multiplications in float8 is warned of."""
@@ -230,7 +233,7 @@ def report_of(
         Converted(
             path_of(layer),
             type(layer).__name__,
-            _float8_policy(layer) or layer.dtype_policy.name,
+            _float8_policy(layer) or source_policy_of(layer).name,
             _per_tensor(layer),
             *(kept_numbers.itemsizes(layer) or ()),
             **dataclasses.asdict(counted),

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import frameworks, kernels, policies, recipes
-from keras_policy_ext._keras import walking
+from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion import in_place, models
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics import batches, optimizer_memory
@@ -193,7 +193,8 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
                 continue
             leave_float8(layer)
             if keras.backend.is_float_dtype(layer.compute_dtype or "int32"):
-                policies.set_layer_policy(layer, policy)
+                # Not by its setter, which would write into a map of Keras.
+                global_policy.replace_layer_policy(layer, policy)
         yield
 
 

@@ -15,6 +15,7 @@ from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state_files import ATTENTION_KEY
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import held_policy
 
 Tensor = Any
 LayerClass = TypeVar("LayerClass", bound=type)
@@ -64,9 +65,10 @@ class _Float8Attention(Float8Mixin):
         """Make the projections; in float8 under a float8 policy."""
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # The path is known now.
-        if not isinstance(self.dtype_policy, Float8DTypePolicy):
+        made = walking.layers_within(self)[1:]
+        if not any(isinstance(held_policy(x), Float8DTypePolicy) for x in made):
             return
-        for layer in walking.layers_within(self)[1:]:
+        for layer in made:
             if type(layer) in drop_ins():
                 enter_float8(layer)
             else:

@@ -31,8 +31,11 @@ from keras_policy_ext.layers.state import Float8State, has_state
 from keras_policy_ext.layers.stock_calls import StockCalls
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies._source_map import SourceMap
-from keras_policy_ext.policies.of_layers import policy_of
+from keras_policy_ext.policies.of_layers import (
+    of_path,
+    policy_of,
+    source_policy_of,
+)
 
 Tensor = Any
 
@@ -102,10 +105,9 @@ class Float8Mixin(
         """
         policy = policies.get(value)
         self._follow(policy)
-        held = self.dtype_policy
-        if isinstance(held, SourceMap):
+        if isinstance(self.dtype_policy, keras.dtype_policies.DTypePolicyMap):
             # Keras would write into it, and many layers share it.
-            global_policy.replace_layer_policy(self, held.source_policy)
+            global_policy.replace_layer_policy(self, source_policy_of(self))
         keras.layers.Layer.dtype_policy.fset(self, policy)
         self._resolve_float8_policy()
 
@@ -121,7 +123,9 @@ class Float8Mixin(
         """`"float8"` for a layer that follows it."""
         if self.float8_policy is not None:
             return "float8"
-        return super().quantization_mode
+        mode = super().quantization_mode
+        # Keras's own float8, in a map, of a layer that does not follow it.
+        return None if mode == "float8" else mode
 
     def follow_policy(self, policy: keras.DTypePolicy) -> None:
         """Follow a policy with the kernels that are made, and unlocked.
@@ -271,6 +275,7 @@ class Float8Mixin(
 
     def _follow(self, policy: keras.DTypePolicy) -> None:
         """Let the state follow another policy, or raise if it cannot."""
+        policy = policies.as_float8(of_path(policy, self.path))
         if isinstance(policy, Float8DTypePolicy):
             policy = policy.for_path(self.path)
         stored_weights.check_policy(self, policy)

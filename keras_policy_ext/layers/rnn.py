@@ -39,6 +39,12 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
             built_layers.swap_class(self.cell, self.float8_cell)
             self.cell.follow_policy(policy)
 
+    @property
+    def quantization_mode(self) -> str | None:
+        """That of the stock layer; None for float8, which the cell follows."""
+        mode = super().quantization_mode
+        return None if mode == "float8" else mode
+
     def call(
         self,
         sequences: Tensor,

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_policy_ext import _bases
 from keras_policy_ext.layers import other_formats, stock_state, stored_files
-from keras_policy_ext.layers.state_files import POLICY_KEY
+from keras_policy_ext.layers.state_files import GIVEN_KEY, POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.stored_variable import StoredVariable, is_state
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -43,7 +43,10 @@ class SavedWeights(_bases.MixedInto):
         policy = policy_of(self)
         if not isinstance(policy, Float8DTypePolicy):
             return {}
-        return {POLICY_KEY: policy.full_name}
+        texts = {POLICY_KEY: policy.full_name}
+        if self.float8_state.given is not None:
+            texts[GIVEN_KEY] = self.float8_state.given
+        return texts
 
     def _warn_of_other_formats(self) -> None:
         policy = policy_of(self)

@@ -15,6 +15,7 @@ from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_files import (
     FORMAT_VERSION,
+    GIVEN_KEY,
     POLICY_KEY,
     VERSION_KEY,
     earlier_for_file,
@@ -23,6 +24,7 @@ from keras_policy_ext.layers.state_files import (
     entries_for_file,
     entries_of,
     matrices_from,
+    text_in,
 )
 from keras_policy_ext.layers.state_variable import (
     STEPS_SUFFIX,
@@ -74,6 +76,9 @@ class Float8State(keras.layers.Layer):
         # What files get to know of the layer, by entry, and the policy that
         # the file last read had, which `load_model` looks at.
         self.texts: dict[str, str] = {}
+        # The full name of the policy that `convert` was given for the layer;
+        # None for a layer that was made under its policy.
+        self.given: str | None = None
         self.policy_in_file: np.ndarray | None = None
         self._take: _Take | None = None
         self._layer_loaded: bool | None = None
@@ -192,6 +197,7 @@ class Float8State(keras.layers.Layer):
         self.policy_in_file = entries.get(POLICY_KEY)
         try:
             matrices = matrices_from(self.matrices, entries)
+            self.given = text_in(entries, GIVEN_KEY, self.path) or self.given
         except ValueError as error:
             self._failure = error
             raise

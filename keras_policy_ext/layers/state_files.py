@@ -7,6 +7,7 @@ stock layers don't look at. For the kernel that was made as number `i`:
 |---|---|---|
 | `format_version` | () | 1; once in the group |
 | `policy` | (bytes,) | the policy that the layer has; once in the group |
+| `given` | (bytes,) | the policy that `convert` was given for it, if it was |
 | `attention` | (bytes,) | what an attention layer has for that, if anything |
 | `i.<operand>.scale` | () | last scale used, 0 if none |
 | `i.<operand>.amax_history` | (length,) | the ring of amaxes |
@@ -60,6 +61,8 @@ VERSION_KEY = "format_version"
 
 POLICY_KEY = "policy"
 
+GIVEN_KEY = "given"
+
 ATTENTION_KEY = "attention"
 
 STEPS = "steps"
@@ -94,7 +97,7 @@ def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
 
     Args:
         entries: What was in the file for the state of the layer.
-        key: `POLICY_KEY` or `ATTENTION_KEY`.
+        key: `POLICY_KEY`, `GIVEN_KEY` or `ATTENTION_KEY`.
         path: That of the state, for messages.
 
     Raises:

@@ -20,6 +20,7 @@ from keras_policy_ext.mixed_precision.policy import (
     set_global_policy,
 )
 from keras_policy_ext.policies import LossScaleDTypePolicy, loss_scales
+from keras_policy_ext.policies.of_layers import of_path
 
 __all__ = [
     "LossScaleOptimizer",
@@ -34,7 +35,7 @@ set_policy = set_global_policy
 
 
 def get_layer_policy(layer: object) -> keras.DTypePolicy:
-    """The dtype policy of a layer.
+    """The dtype policy of a layer; out of a map of Keras, that of its path.
 
     Raises:
         TypeError: If it is no layer.
@@ -45,7 +46,7 @@ def get_layer_policy(layer: object) -> keras.DTypePolicy:
             f"{type(layer).__name__}). Allowed: a keras.Layer. Use "
             "global_policy() for the policy of new layers."
         )
-    return layer.dtype_policy
+    return of_path(layer.dtype_policy, layer.path)
 
 
 @keras.saving.register_keras_serializable(

@@ -13,8 +13,10 @@ from keras_policy_ext._keras import optimizer_variables, saving_hooks, walking
 from keras_policy_ext.mixed_precision import _arguments, public_classes
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 from keras_policy_ext.policies import LossScaleDTypePolicy
+from keras_policy_ext.policies._source_map import is_stock_map
 from keras_policy_ext.policies.loss_scale import AUTO
 from keras_policy_ext.policies.loss_scales import DynamicLossScale, LossScale
+from keras_policy_ext.policies.of_layers import of_path
 
 NAME = "loss_scale_optimizer"
 
@@ -46,7 +48,7 @@ def wrap_optimizer(
 
 def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
     """The loss scale that a policy asks for, None for no scaling."""
-    requested = _requested(policy)
+    requested = _the_one(_requested(policy), "The policies in this map")
     if requested != AUTO:
         return requested
     return DynamicLossScale() if _has_float16(policy) else None
@@ -68,21 +70,13 @@ def loss_scale_of_model(model: keras.Model) -> LossScale | None:
         for layer in walking.layers_within(model)
         if not isinstance(layer, keras.layers.InputLayer)
     ]
-    said = [_requested(layer.dtype_policy) for layer in layers]
-    own = _requested(model.dtype_policy)
+    own = _the_one(_requested(of_path(model.dtype_policy, model.path)))
     if own != AUTO:
         return own
-    distinct = {scale for scale in said if scale != AUTO}
-    if len(distinct) > 1:
-        named = ", ".join(sorted(map(repr, distinct)))
-        raise ValueError(
-            "The layers of this model ask for different loss scales, and "
-            f"there is one loss. Received: {named}. Allowed: one of them. "
-            "Give the model itself the LossScaleDTypePolicy that counts, or "
-            "compile it with a LossScaleOptimizer of your own."
-        )
-    if distinct:
-        return distinct.pop()
+    said = set().union(*map(_requested_by, layers))
+    scale = _the_one(said, "The layers of this model")
+    if scale != AUTO:
+        return scale
     if any(_computes_in_float16(layer) for layer in layers):
         return DynamicLossScale()
     return None
@@ -189,10 +183,43 @@ def _scales_itself(optimizer: keras.optimizers.Optimizer) -> bool:
     return getattr(optimizer, "loss_scale_factor", None) is not None
 
 
-def _requested(policy: keras.DTypePolicy) -> Any:
+def _requested(policy: keras.DTypePolicy) -> set[Any]:
+    """The loss scales that a policy, or the policies in a map, ask for."""
     if isinstance(policy, LossScaleDTypePolicy):
-        return policy.requested_loss_scale
-    return AUTO
+        return {policy.requested_loss_scale} - {AUTO}
+    if not is_stock_map(policy):
+        return set()
+    return set().union(
+        _requested(policy.default_policy),
+        *(_requested(policy[key]) for key in policy),
+    )
+
+
+def _requested_by(layer: keras.Layer) -> set[Any]:
+    """The loss scales that a layer asks for.
+
+    A map says it by path, which a layer gets when it is built.
+    """
+    if not layer.built:
+        return _requested(layer.dtype_policy)
+    return _requested(of_path(layer.dtype_policy, layer.path))
+
+
+def _the_one(scales: set[Any], those_who_ask: str = "") -> Any:
+    """The loss scale that is asked for; AUTO if there is none.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    if len(scales) > 1:
+        named = ", ".join(sorted(map(repr, scales)))
+        raise ValueError(
+            f"{those_who_ask} ask for different loss scales, and there is one "
+            f"loss. Received: {named}. Allowed: one of them. Give the model "
+            "itself the LossScaleDTypePolicy that counts, or compile it with "
+            "a LossScaleOptimizer of your own."
+        )
+    return next(iter(scales), AUTO)
 
 
 def _computes_in_float16(layer: keras.Layer) -> bool:
@@ -209,4 +236,4 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
         return True
     if not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         return False
-    return any(policy[key].compute_dtype == "float16" for key in policy)
+    return any(_has_float16(policy[key]) for key in policy)

@@ -20,6 +20,23 @@ def is_plain(policy: object) -> bool:
     )
 
 
+def name_of_dtypes(policy: keras.DTypePolicy) -> str:
+    """The name of the plain policy with the dtypes of a policy."""
+    compute, stored = policy.compute_dtype, policy.variable_dtype
+    return str(compute if compute == stored else f"mixed_{compute}")
+
+
+def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """The policy; a plain one without a name gets the one it was made with.
+
+    `get_config` of a map without a default sets the names of the policies in
+    it to None (keras 3.8 to 3.15).
+    """
+    if is_plain(policy) and policy.name is None:
+        return keras.DTypePolicy(name_of_dtypes(policy))
+    return policy
+
+
 def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
     """The policy, if it computes and stores in floating point.
 

@@ -107,5 +107,11 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return ""
 
 
+def is_stock_map(policy: object) -> bool:
+    """Whether a policy is a map of Keras, and none of this package."""
+    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+    return is_map and not isinstance(policy, SourceMap)
+
+
 def _unpickle(cls: type[SourceMap], config: dict[str, Any]) -> SourceMap:
     return cls.from_config(config)

@@ -8,15 +8,16 @@ import keras
 
 from keras_policy_ext import policy_names, recipes
 from keras_policy_ext.policies import _arguments, _global, _plain
-from keras_policy_ext.policies._source_map import SourceMap
+from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.policies.loss_scale import AUTO, LossScaleDTypePolicy
+from keras_policy_ext.recipes.words import did_you_mean
 
 _ALLOWED = (
     "a policy object, a config dict, a dtype, None (the global policy), or a "
     "name: 'mixed_bfloat16', 'mixed_float16', a dtype such as 'float32', "
-    "'mixed_float8', 'float8_from_<source>', "
-    "'float8/<recipe>_from_<source>', or a quantized Keras policy such as "
-    "'int8_from_float32'"
+    "'float8' (over the global policy), 'mixed_float8', "
+    "'float8_from_<source>', 'float8/<recipe>_from_<source>', or a quantized "
+    "Keras policy such as 'int8_from_float32'"
 )
 
 
@@ -230,13 +231,14 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     if not isinstance(policy, keras.dtype_policies.QuantizedFloat8DTypePolicy):
         return policy
     config = policy.get_config()
+    source = config["source_name"] or _plain.name_of_dtypes(policy)
     return Float8DTypePolicy(
-        config["source_name"], amax_history_length=config["amax_history_length"]
+        source, amax_history_length=config["amax_history_length"]
     )
 
 
 def _from_name(name: str) -> keras.DTypePolicy:
-    if policy_names.is_full_name(name):
+    if policy_names.is_full_name(name) or name == policy_names.MODE:
         return Float8DTypePolicy(name)
     try:
         if "_from_" in name:
@@ -303,10 +305,22 @@ def _from_dtype(identifier: object) -> keras.DTypePolicy:
 
 def _unknown(identifier: object, cause: str) -> str:
     return (
-        f"Cannot interpret this as a dtype policy. Received: {identifier!r} "
-        f"(of type {type(identifier).__name__}). Allowed: {_ALLOWED}. Pass "
-        f"one of these. Cause: {cause}"
+        f"{identifier!r} is not a dtype policy. {_hint(identifier)}Received: "
+        f"a {type(identifier).__name__}. Allowed: {_ALLOWED}. Pass one of "
+        f"these. Cause: {cause}"
     )
+
+
+def _hint(identifier: object) -> str:
+    """What was meant, maybe: the policy of a recipe, or another word."""
+    sources = ("mixed_bfloat16", "mixed_float16", *_plain.FLOATS)
+    words = (policy_names.MODE, policy_names.ALIAS, *sources, *recipes.names())
+    hint = did_you_mean(identifier, words)
+    for name in recipes.names():
+        if hint == f"Did you mean {name!r}? ":
+            meant = f"float8/{name}_from_mixed_bfloat16"
+            return f"Did you mean the recipe {name!r}, as in {meant!r}? "
+    return hint
 
 
 def _read_source(identifier: object) -> _Given:
@@ -321,6 +335,8 @@ def _read_source(identifier: object) -> _Given:
     except ValueError as error:
         full = ", or a full name such as 'float8_from_<source>'"
         raise ValueError(_wrong_source(identifier, full)) from error
+    while identifier is None and is_stock_map(policy):
+        policy = as_float8(policy.default_policy)
     if not isinstance(policy, Float8DTypePolicy):
         return _Given(_plain_source(policy))
     if identifier is None:
@@ -342,8 +358,9 @@ def _plain_source(identifier: object) -> keras.DTypePolicy:
 
 def _wrong_source(identifier: object, also: str = "") -> str:
     return (
-        "The source of a Float8DTypePolicy must be a plain policy, or its "
-        f"other settings would be lost. Received: {identifier!r}. Allowed: "
+        f"{identifier!r} cannot be the source of a Float8DTypePolicy, which is "
+        "a plain policy: other settings would be lost. "
+        f"{_hint(identifier)}Allowed: "
         f"'mixed_bfloat16', 'mixed_float16', {_plain.FLOAT_NAMES}{also}. Pass "
         "the name of the plain policy; give a loss scale to the optimizer, by "
         "mixed_precision.wrap_optimizer."

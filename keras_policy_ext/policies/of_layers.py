@@ -9,31 +9,54 @@ from __future__ import annotations
 import keras
 
 from keras_policy_ext._keras import walking
-from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
+from keras_policy_ext.policies import _plain
+from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
+from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
+
+
+def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
+    """Look up a path in a map of Keras, and in a map that is found there.
+
+    A policy of this package, which is a map too, is returned with its rules.
+
+    Args:
+        policy: Any policy.
+        path: The path of a layer; None (a layer that is not built) for the
+            default of the map, as in Keras.
+
+    Returns:
+        A policy that is no map, or one of this package. Keras's own float8
+        policy is returned as it is.
+
+    Raises:
+        ValueError: If several patterns of the map match the path.
+    """
+    while is_stock_map(policy):
+        policy = policy[path] if path else policy.default_policy
+    return _plain.named(policy)
 
 
 def held_policy(layer: keras.Layer) -> keras.DTypePolicy:
-    """The policy that a layer holds, with rules for all paths."""
-    return as_float8(layer.dtype_policy)
+    """The policy that a layer holds, with its rules if it is float8."""
+    return as_float8(of_path(layer.dtype_policy, layer.path))
 
 
 def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """What the policy of a layer says for a float8 layer of its path.
 
-    A `Float8DTypePolicy` without rules, or one that is not float8.
+    The one answer to which policy a layer follows: a `Float8DTypePolicy`
+    without rules, or a policy that is not float8.
     """
     policy = held_policy(layer)
     if isinstance(policy, Float8DTypePolicy):
         return policy.for_path(layer.path)
-    return as_float8(stock_policy_of(layer))
+    return policy
 
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """What the policy of a layer says for a stock layer of its path."""
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return policy[layer.path or ""]
-    return policy
+    policy = of_path(layer.dtype_policy, layer.path)
+    return source_policy_of(layer) if isinstance(policy, SourceMap) else policy
 
 
 def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
@@ -41,8 +64,8 @@ def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
     It is plain unless Keras has quantized the layer.
     """
-    policy = get(stock_policy_of(layer))
-    if isinstance(policy, Float8DTypePolicy):
+    policy = policy_of(layer)
+    if isinstance(policy, SourceMap):
         return policy.source_policy
     return policy
 

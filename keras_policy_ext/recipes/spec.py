@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_policy_ext.recipes.delayed import DelayedScaling
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
+from keras_policy_ext.recipes.words import did_you_mean
 
 _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
@@ -143,8 +144,8 @@ def _grammar(spec: str) -> str:
 def _class(name: object) -> type[Recipe]:
     if isinstance(name, str) and name in REGISTRY:
         return REGISTRY[name]
-    known = f"Allowed: {', '.join(REGISTRY)}."
     raise ValueError(
-        f"Unknown recipe. Received: {name!r}. {known} Use one of these, or "
-        "derive a dataclass from recipes.Recipe to add your own."
+        f"{name!r} is not a recipe. {did_you_mean(name, REGISTRY)}Allowed: "
+        f"{', '.join(REGISTRY)}. Use one of these, or derive a dataclass from "
+        "recipes.Recipe to add your own."
     )

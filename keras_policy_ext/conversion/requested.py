@@ -1,0 +1,256 @@
+"""Which policy `convert` gives to each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import keras
+
+from keras_policy_ext import policies, policy_names, recipes
+from keras_policy_ext._keras import walking
+from keras_policy_ext.conversion.candidates import Unconverted, path_of
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies._source_map import is_stock_map
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    held_policy,
+    is_frozen,
+    of_path,
+    source_policy_of,
+)
+from keras_policy_ext.recipes.words import did_you_mean
+
+FROZEN = "it is frozen; `thaw` gives it float weights"
+_PLAIN = "its own policy is "
+
+
+@dataclasses.dataclass(frozen=True)
+class Requested:
+    """The policies that layers get.
+
+    Attributes:
+        policies: Float8 policies, or maps with some in them. More than one
+            where earlier conversions gave several.
+        own_first: Whether a layer with a float8 policy of its own follows
+            that one.
+    """
+
+    policies: tuple[keras.DTypePolicy, ...]
+    own_first: bool
+
+    @classmethod
+    def read(cls, model: keras.Layer, policy: Any, recipe: Any) -> Requested:
+        """Read the arguments of `convert`.
+
+        Raises:
+            TypeError: If one has the wrong type.
+            ValueError: If they mean no float8 policy to train with.
+        """
+        asked = _asked(policy, recipe)
+        if asked is not None:
+            return cls((asked,), own_first=False)
+        layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
+        earlier = _given_before(layers)
+        if earlier or any(map(_made_in_float8, layers)):
+            return cls(tuple(earlier), own_first=True)
+        current = policies.dtype_policy()
+        if any(isinstance(x, Float8DTypePolicy) for x in _within(current)):
+            return cls((_float8(current),), own_first=True)
+        return cls((Float8DTypePolicy("float32"),), own_first=True)
+
+    def target(self, layer: keras.Layer) -> Target:
+        """What becomes of a layer.
+
+        Raises:
+            ValueError: If earlier conversions gave several policies, and this
+                layer has none of its own.
+        """
+        if is_frozen(layer):
+            return Target(reason=FROZEN)
+        own = held_policy(layer)
+        if self.own_first and _made_in_float8(layer):
+            return _target(layer, own, own)
+        if not self.policies:
+            return Target(reason=f"{_PLAIN}{own.name}, not float8")
+        if len(self.policies) > 1:
+            raise ValueError(_several(layer, self.policies))
+        return _target(layer, self.policies[0], None)
+
+
+def warn_of_plain(left: list[Unconverted], stacklevel: int) -> None:
+    """Warn where nothing was converted, and layers have plain policies.
+
+    Args:
+        left: The layers that were left, where no layer was converted.
+        stacklevel: Of the caller.
+    """
+    plain = [x for x in left if x.reason.startswith(_PLAIN)]
+    if not plain:
+        return
+    layers = "1 layer is" if len(plain) == 1 else f"{len(plain)} layers are"
+    warnings.warn(
+        f"`convert` has changed nothing: {layers} under plain policies, such "
+        f"as {path_of(plain[0].layer)!r}, and others were made under float8 "
+        "policies. Without a policy only those are converted. To convert all, "
+        "pass a policy: `keras_policy_ext.convert(model, 'float8')`.",
+        stacklevel=stacklevel + 1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What becomes of a layer.
+
+    Attributes:
+        policy: The policy that it is to hold; None if it is left.
+        given: The full name of the policy that `convert` gave; None where the
+            layer has its own.
+        reason: Why it is left.
+    """
+
+    policy: Float8DTypePolicy | None = None
+    given: str | None = None
+    reason: str | None = None
+
+
+def _target(
+    layer: keras.Layer,
+    given: keras.DTypePolicy,
+    own: Any,
+) -> Target:
+    source = source_policy_of(layer)
+    found = policies.as_float8(of_path(given, layer.path))
+    here = found
+    if isinstance(found, Float8DTypePolicy):
+        here = found.for_path(layer.path)
+    if not isinstance(here, Float8DTypePolicy):
+        return Target(reason=f"a rule of the policy keeps it in {source.name}")
+    try:
+        target = Float8DTypePolicy(source.name, recipe=here.recipe)
+    except ValueError:
+        return Target(
+            reason=f"it computes in {source.name}, not in floating point"
+        )
+    if float8_policy_of(layer) == target:
+        return Target(reason=f"it follows {target.full_name} already")
+    if own is not None:
+        return Target(own)
+    return Target(target, found.full_name)
+
+
+def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
+    """The policies that earlier conversions gave to layers, each once.
+
+    Those with one recipe and the same rules are the same: the dtypes are
+    those of the layer.
+    """
+    found: dict[object, keras.DTypePolicy] = {}
+    for layer in layers:
+        follows = float8_policy_of(layer)
+        if not isinstance(layer, Float8Mixin) or follows is None:
+            continue
+        name = layer.float8_state.given
+        if name is None:
+            continue
+        given = policies.get(name)
+        here = given.for_path(layer.path)
+        if getattr(here, "recipe", None) == follows.recipe:
+            found.setdefault((given.recipe, given.rules), given)
+    return list(found.values())
+
+
+def _made_in_float8(layer: keras.Layer) -> bool:
+    """Whether a layer has a float8 policy; that of a frozen backbone is none.
+
+    Such a backbone has one for the layers in it that are frozen.
+    """
+    held = held_policy(layer)
+    return isinstance(held, Float8DTypePolicy) and held.recipe.trains
+
+
+def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
+    """The policy that the arguments mean; None if they say nothing."""
+    if recipe is None:
+        return None if policy is None else _float8(_policy(policy))
+    if policy is None:
+        return _float8(_of_recipe(recipe))
+    if isinstance(policy, recipes.Recipe) or _is_recipe(policy):
+        raise ValueError(
+            "`policy` and `recipe` both say how to scale. Received: "
+            f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
+            "or a float8 policy beside a recipe. Leave one out."
+        )
+    _float8(_policy(policy))
+    return _float8(Float8DTypePolicy(policy, recipe=recipe))
+
+
+def _of_recipe(recipe: Any) -> Float8DTypePolicy:
+    """The recipe for layers of any source, whose dtypes they keep."""
+    return Float8DTypePolicy("float32", recipe=recipes.get(recipe))
+
+
+def _is_recipe(policy: object) -> bool:
+    name = policy.partition("(")[0] if isinstance(policy, str) else None
+    return name in recipes.names()
+
+
+def _policy(policy: Any) -> keras.DTypePolicy:
+    if isinstance(policy, recipes.Recipe) or _is_recipe(policy):
+        return _of_recipe(policy)
+    try:
+        return policies.get(policy)
+    except ValueError as error:
+        if isinstance(policy, str) and policy_names.is_full_name(policy):
+            raise  # It says what is wrong with the name.
+        raise ValueError(_no_float8(policy)) from error
+
+
+def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """The policy, if it is float8 to train with, or a map with such ones."""
+    policy = policies.as_float8(policy)
+    found = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
+    if not found:
+        raise ValueError(_no_float8(policy.name))
+    for each in found:
+        if not each.recipe.trains:
+            raise ValueError(
+                "This policy is that of layers whose kernels are stored in "
+                f"float8. Received: {each.full_name!r}. Allowed: one with a "
+                f"recipe to train with: {', '.join(recipes.names())}. "
+                "`keras_policy_ext.freeze(model)` stores kernels."
+            )
+    return policy
+
+
+def _within(policy: keras.DTypePolicy) -> list[keras.DTypePolicy]:
+    """A policy; of a map of Keras, all policies in it."""
+    if not is_stock_map(policy):
+        return [policies.as_float8(policy)]
+    each: Any = policy
+    inner = [each.default_policy, *(each[key] for key in each)]
+    return [x for one in inner for x in _within(one)]
+
+
+def _no_float8(received: object) -> str:
+    words = ("float8", policy_names.ALIAS, *recipes.names())
+    return (
+        f"{received!r} is not a recipe or a float8 dtype policy. "
+        f"{did_you_mean(received, words)}Allowed: a recipe or its name, one "
+        f"of {', '.join(map(repr, recipes.names()))}; 'float8' for the "
+        "default one; a Float8DTypePolicy or its name, such as "
+        "'float8/current_from_float32', where each layer keeps its own "
+        "source. To leave float8, use `revert`."
+    )
+
+
+def _several(layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]) -> str:
+    named = " and ".join(repr(getattr(x, "full_name", x.name)) for x in given)
+    return (
+        "Layers of this model were converted with different policies, and "
+        f"{path_of(layer)!r} has none of its own. Received: no policy, after "
+        f"{named}. Allowed: a policy, or `include` for layers that have one. "
+        "Pass the policy to be used for the rest."
+    )
