@@ -117,8 +117,10 @@ def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
     finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
     blocks = finite * ops.divide(encode, divisor)
     scale = round_to_format(ops.minimum(blocks, largest), _E4M3)
-    inverse = scale * ops.divide(number(1.0), encode)
-    one = ops.ones_like(inverse)
+    # Of a one that is a constant TensorFlow's graphs make a reciprocal, which
+    # they approximate (TF 2.21).
+    one = ops.where(known, 1.0, encode)
+    inverse = scale * ops.divide(one, encode)
     factor = ops.minimum(ops.divide(one, inverse), _LARGEST)
     tensor_scale = ops.divide(
         ops.where(known, tensor, 1.0), number(largest * limit)
