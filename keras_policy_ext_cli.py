@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 BACKENDS = ("jax", "torch", "tensorflow")
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         backend = choose_backend(_asked(argv))
     except ValueError as error:
-        print(f"keras-policy-ext: error: {error}", file=sys.stderr)
+        print(wrapped(f"keras-policy-ext: error: {error}"), file=sys.stderr)
         return 2
     os.environ["KERAS_BACKEND"] = backend
     # TensorFlow, which Keras imports wherever it is installed, logs what is
@@ -80,6 +82,24 @@ def choose_backend(asked: str | None) -> str:
             f"pip install 'keras-policy-ext[{backend}]'"
         )
     return backend
+
+
+def wrapped(message: str) -> str:
+    """A message for stderr, broken at blanks where people read it.
+
+    That is in a terminal, and where `COLUMNS` says how wide the lines are. A
+    program that reads it gets one line.
+    """
+    if not (sys.stderr.isatty() or os.environ.get("COLUMNS")):
+        return message
+    width = shutil.get_terminal_size((80, 24)).columns
+    return textwrap.fill(
+        message,
+        max(width, 20),
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def installed_backends() -> list[str]:

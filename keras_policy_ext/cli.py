@@ -16,13 +16,15 @@ from keras_policy_ext import stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.diagnostics import demo
 from keras_policy_ext.export import FORMATS, export
+from keras_policy_ext.kernels import devices
 from keras_policy_ext.kernels.devices import KNOWN
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
-from keras_policy_ext_cli import BACKENDS
+from keras_policy_ext_cli import BACKENDS, wrapped
 
 _DOCTOR = """\
-Say which backend, versions and device are in use, and which contractions run
-natively in float8 or are emulated, and why.
+Say whether training in float8 is faster here, which backend, versions and
+device are in use, which contractions run natively in float8 or are emulated,
+and why, and from which size on float8 gains. With --device for another device.
 """
 
 _EXPORT = """\
@@ -61,10 +63,13 @@ code in it is not run.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """Says what is wrong in one line, without the usage before it.
+
+    In a terminal the line is broken at blanks.
+    """
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, wrapped(f"{self.prog}: error: {message}") + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,8 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     here = "what runs natively in float8 on this machine, and why"
     _add(commands, _doctor, here, _DOCTOR).add_argument(
         "--device",
-        choices=KNOWN,
-        help="what would run on one that is elsewhere",
+        type=_device,
+        metavar="NAME",
+        help="what would run on one that is elsewhere, such as h100, rtx4090, "
+        f"mi300x or v5p; or a kind of devices: {', '.join(KNOWN)}",
         default=argparse.SUPPRESS,
     )
     _add_export(commands)
@@ -319,6 +326,15 @@ def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="store_true",
         help="overwrite OUT if it exists",
     )
+
+
+def _device(text: str) -> str:
+    """An argparse type: what `kernels.devices.get` takes."""
+    try:
+        devices.get(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _sizes(text: str) -> int | tuple[int, ...]:

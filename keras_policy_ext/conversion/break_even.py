@@ -13,6 +13,7 @@ import importlib.resources
 import json
 
 from keras_policy_ext import frameworks, kernels, recipes
+from keras_policy_ext.kernels import devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +49,13 @@ def table() -> tuple[BreakEven, ...]:
 
 
 def here() -> BreakEven:
-    """The row for this machine.
+    """The row for this machine, or for the device that is pretended.
 
     Where float8 matmuls are emulated nothing is won, whatever the table says.
     """
-    framework = frameworks.current()
-    backend, device = framework.name, framework.device_name()
+    framework, pretended = frameworks.current(), devices.pretended()
+    backend = framework.name
+    device = pretended.title if pretended else framework.device_name()
     row = next(row for row in table() if row.is_for(backend, device))
     choice = choice_for(kernels.Einsum("ab,bc->ac"))
     if choice.native or row.size is None:

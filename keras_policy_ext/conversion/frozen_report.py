@@ -105,15 +105,17 @@ class FrozenReport(Report):
 
     def _notes(self, full: bool) -> list[str]:
         notes = super()._notes(full)
-        if self.stored:
-            worst = min(self.stored, key=lambda each: each.sqnr_db)
-            notes.append(
-                f"Kernels: {summary.readable_bytes(self.bytes_before)} before, "
-                f"{summary.readable_bytes(self.bytes_after)} now "
-                f"({self.bytes_after / self.bytes_before:.3f}). The least "
-                f"exact one, {worst.path!r}, has {worst.sqnr_db:.1f} dB."
-            )
-        return notes
+        return [*notes, *([self.kernels_note()] if self.stored else [])]
+
+    def kernels_note(self) -> str:
+        """Bytes before and now, and the kernel that lost most."""
+        worst = min(self.stored, key=lambda each: each.sqnr_db)
+        return (
+            f"Kernels: {summary.readable_bytes(self.bytes_before)} before, "
+            f"{summary.readable_bytes(self.bytes_after)} now "
+            f"({self.bytes_after / self.bytes_before:.3f}). The least exact "
+            f"one, {worst.path!r}, has {worst.sqnr_db:.1f} dB."
+        )
 
 
 def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:

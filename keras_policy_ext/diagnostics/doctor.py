@@ -11,7 +11,7 @@ from rich.table import Table
 
 from keras_policy_ext import kernels, recipes, stored_kernels
 from keras_policy_ext.conversion import break_even
-from keras_policy_ext.diagnostics import machine
+from keras_policy_ext.diagnostics import bfloat16_speed, machine
 from keras_policy_ext.kernels import Choice, devices
 
 CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
@@ -23,12 +23,12 @@ CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
 
 
 def run(console: Console | None = None, device: str | None = None) -> None:
-    """Print the facts of the machine, a row for each contraction, and sizes.
+    """Print a verdict, then facts, a row for each contraction, and sizes.
 
     Args:
         console: Where to print; None for stdout.
-        device: The name of a device that is elsewhere, from
-            `kernels.devices.KNOWN`: what would run there. None for this one.
+        device: The name of a device that is elsewhere, as `kernels.devices.get`
+            takes it: what would run there. None for this one.
 
     Raises:
         ValueError: If a device of this name is not known.
@@ -36,13 +36,52 @@ def run(console: Console | None = None, device: str | None = None) -> None:
     console = console or Console()
     elsewhere = device is not None
     with devices.pretend(device) if device else contextlib.nullcontext():
+        console.print(verdict(), highlight=False, markup=False)
         if not elsewhere:
+            for sentence in bfloat16_note():
+                console.print(sentence, highlight=False)
             console.print(facts_table())
         console.print(device_table())
         console.print(contraction_table())
         console.print(frozen_table())
-    if not elsewhere:
         console.print(break_even_table())
+
+
+def verdict() -> str:
+    """Whether training in float8 gains on this device, in a sentence."""
+    row = break_even.here()
+    choice = break_even.choice_for(CONTRACTIONS["matmul (Dense)"])
+    device = kernels.engine().device()
+    title = device.title
+    where = f"{title[0].upper()}{title[1:]} with {machine.backend()}"
+    if not choice.native:
+        usual = " in the usual formats" if device.float8 else ""
+        return (
+            f"{where}: float8 is emulated{usual}, which shows what float8 "
+            f"training computes and saves no time ({choice.reason})."
+        )
+    if row.size is None:
+        return (
+            f"{where}: float8 matmuls run natively, and training is no faster "
+            f"than in bfloat16 ({row.origin})."
+        )
+    return (
+        f"{where}: float8 matmuls run natively, and training is faster than "
+        f"in bfloat16 where matrices are larger than about {row.size} by "
+        f"{row.size} ({row.origin})."
+    )
+
+
+def bfloat16_note() -> list[str]:
+    """A sentence where matmuls in bfloat16 are slow; it times two of them."""
+    times = bfloat16_speed.slowdown()
+    if times < bfloat16_speed.SLOW:
+        return []
+    return [
+        f"A matmul takes {times:.0f} times as long in bfloat16 as in float32 "
+        "here: this machine has no instructions for bfloat16. Train in "
+        "float32, or in float8 from float32."
+    ]
 
 
 def facts_table() -> Table:
@@ -160,14 +199,15 @@ def frozen_table() -> Table:
 
 
 def break_even_table() -> Table:
-    """What `filter="auto"` goes by, with the row of this machine first."""
+    """What `filter="auto"` goes by, with the row of this device first."""
     here = break_even.here()
+    mark = "(asked)" if devices.pretended() else "(here)"
     table = Table(title='Float8 gains from which size on: `filter="auto"`')
     for heading in ("framework", "device", "size", "source"):
         table.add_column(heading)
     others = [row for row in break_even.table() if row != here]
     for row in [here, *others]:
         size = "never" if row.size is None else f"{row.size}³"
-        device = f"{row.device} (here)" if row == here else row.device
+        device = f"{row.device} {mark}" if row == here else row.device
         table.add_row(row.backend, device, size, row.origin)
     return table

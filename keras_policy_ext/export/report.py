@@ -98,8 +98,11 @@ class ExportReport(tables.Page):
             full: Whether it has a row for every weight.
         """
         width = shutil.get_terminal_size((80, 24)).columns
-        lines = [*self._head(), "", *self._as_table(full).text(width)]
-        notes = [line for n in self.notes for line in tables.wrap(n, width)]
+        head, notes = (
+            [line for text in texts for line in tables.wrap(text, width)]
+            for texts in (self._head(), self.notes)
+        )
+        lines = [*head, "", *self._as_table(full).text(width)]
         return "\n".join([*lines, *([""] if notes else []), *notes])
 
     def _page(self) -> Iterator[str | Table]:
