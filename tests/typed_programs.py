@@ -19,6 +19,9 @@ def convert_and_look(model: Any) -> None:
     assert_type(kpe.convert(model, "current", include="dense"), Report)
     assert_type(kpe.convert(model, filter="auto"), Report)
     assert_type(kpe.convert(model, filter=lambda layer: True), Report)
+    kpe.convert(model, recipe=kpe.recipes.CurrentScaling())
+    kpe.convert(model, kpe.Float8DTypePolicy("mixed_bfloat16"))
+    kpe.convert(model, keras.dtype_policies.DTypePolicy("float32"))
     assert_type(kpe.revert(model), Report)
     assert_type(kpe.inspect(model), Inspection)
     assert_type(kpe.memory(model, 8), MemoryReport)
@@ -30,6 +33,11 @@ def mistakes(model: Any) -> None:
     print(kpe.no_such_name)  # type: ignore[attr-defined]
     kpe.convert(model, no_such_argument=3)  # type: ignore[call-arg]
     kpe.convert(model, min_size="large")  # type: ignore[arg-type]
+    kpe.convert(model, policy=3)  # type: ignore[arg-type]
+    kpe.convert(model, include=3)  # type: ignore[arg-type]
+    kpe.convert(model, filter="large")  # type: ignore[arg-type]
+    kpe.convert(model, attention="float16")  # type: ignore[arg-type]
+    kpe.freeze(model, exclude=3)  # type: ignore[arg-type]
     kpe.load_model()  # type: ignore[call-arg]
 
 

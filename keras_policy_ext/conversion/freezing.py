@@ -12,6 +12,7 @@ import numpy as np
 from keras_policy_ext import formats, stored_kernels
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates, composites, models, training
+from keras_policy_ext.conversion.argument_types import PathPatterns
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
 from keras_policy_ext.conversion.frozen_report import (
     FrozenReport,
@@ -42,8 +43,8 @@ def freeze(
     granularity: str = "channel",
     activations: str | None = None,
     trained_scales: bool = False,
-    include: object = None,
-    exclude: object = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
 ) -> FrozenReport:
     """Store the kernels of a model in float8, one byte a number, in place.
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
-from typing import Any
+from collections.abc import Container, Iterator
+from typing import Any, Literal
 
 import keras
 
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates, composites, models, training
+from keras_policy_ext.conversion.argument_types import (
+    LayerFilter,
+    PathPatterns,
+    PolicyLike,
+)
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
 from keras_policy_ext.conversion.report import (
     Report,
@@ -34,20 +39,21 @@ from keras_policy_ext.policies.of_layers import (
     layers_in_float8,
     of_path,
 )
+from keras_policy_ext.recipes import Recipe
 
 Decision = tuple[Candidate, Target]
 
 
 def convert(
     model: keras.Layer,
-    policy: object = None,
+    policy: PolicyLike | None = None,
     *,
-    recipe: object = None,
-    include: object = None,
-    exclude: object = None,
-    filter: Callable[[Any], bool] | Any = None,
+    recipe: Recipe | str | None = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
+    filter: LayerFilter | None = None,
     min_size: int | None = None,
-    attention: str | None = None,
+    attention: Literal["float8"] | None = None,
 ) -> Report:
     """Make the layers of a model compute in float8, in place.
 
@@ -113,7 +119,7 @@ def convert(
 
 @contextlib.contextmanager
 def converted(
-    model: keras.Layer, policy: object = None, **options: Any
+    model: keras.Layer, policy: PolicyLike | None = None, **options: Any
 ) -> Iterator[Report]:
     """A model as `convert` would make it, for the time of a block.
 
@@ -137,12 +143,12 @@ def converted(
 
 def _decided(
     model: keras.Layer,
-    policy: object,
-    attention: str | None,
-    recipe: object = None,
-    include: object = None,
-    exclude: object = None,
-    filter: Callable[[Any], bool] | Any = None,
+    policy: PolicyLike | None,
+    attention: Literal["float8"] | None,
+    recipe: Recipe | str | None = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
+    filter: LayerFilter | None = None,
     min_size: int | None = None,
 ) -> tuple[candidates.Survey, list[Decision], list[Unconverted]]:
     """Read the arguments of `convert`; nothing is changed."""
@@ -159,7 +165,7 @@ def _convert(
     survey: candidates.Survey,
     decisions: list[Decision],
     left: list[Unconverted],
-    attention: str | None,
+    attention: Literal["float8"] | None,
 ) -> Report:
     """Change the layers; their states are not known to optimizers yet."""
     for candidate, target in decisions:

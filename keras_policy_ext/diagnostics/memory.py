@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
 from keras_policy_ext import frameworks, kernels, policies, recipes
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion import in_place, models
+from keras_policy_ext.conversion.argument_types import (
+    LayerFilter,
+    PathPatterns,
+    PolicyLike,
+)
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics import batches, optimizer_memory
 from keras_policy_ext.diagnostics.forward_pass import (
@@ -42,14 +47,14 @@ from keras_policy_ext.policies.of_layers import (
 def memory(
     model: keras.Layer,
     batch: Any,
-    policy: Any = None,
+    policy: PolicyLike | Sequence[PolicyLike] | None = None,
     *,
     compile: bool = False,
-    include: object = None,
-    exclude: object = None,
-    filter: Callable[[Any], bool] | Any = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
+    filter: LayerFilter | None = None,
     min_size: int | None = None,
-    attention: str | None = None,
+    attention: Literal["float8"] | None = None,
 ) -> MemoryReport:
     """What a training step of a model keeps in memory, by layer.
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_policy_ext.conversion.argument_types import PathPatterns
 
 FORMATS = ("compressed-tensors", "fp8", "modelopt", "safetensors", "onnx")
 """What `export` writes."""
@@ -26,8 +29,8 @@ def export(
     weights: str | None = None,
     granularity: str | None = None,
     activations: str | None = "auto",
-    include: Any = None,
-    exclude: Any = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
     tokenizer: Any = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 from keras import ops
@@ -36,28 +36,31 @@ class _Float8Attention(Float8Mixin):
     # `__init__` below. Not `attention`: a subclass may have its own.
     _float8_attention: str | None = None
 
-    def __init__(self, *args: Any, attention: str | None = None, **kwargs: Any):
-        if attention not in (None, "float8"):
-            raise ValueError(
-                f"Unknown `attention` of {type(self).__name__}. Received: "
-                f"{attention!r}. Allowed: 'float8' (scores and weighted sum "
-                "in float8 under a float8 policy) or None (as in Keras). "
-                "Leave it out for None."
-            )
-        super().__init__(*args, **kwargs)
-        if attention is not None:
-            stock = inspect.signature(super(Float8Mixin, self).__init__)
-            if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
+    # Type checkers see the constructor of the stock layer.
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args, attention=None, **kwargs):
+            if attention not in (None, "float8"):
                 raise ValueError(
-                    f"attention={attention!r} and flash_attention=True "
-                    "exclude each other: flash attention computes scores and "
-                    "weighted sum in one kernel, which is not float8. "
-                    f"Received: attention={attention!r} and "
-                    "flash_attention=True. Allowed: one of them. Leave the "
-                    "other out."
+                    f"Unknown `attention` of {type(self).__name__}. Received: "
+                    f"{attention!r}. Allowed: 'float8' (scores and weighted "
+                    "sum in float8 under a float8 policy) or None (as in "
+                    "Keras). Leave it out for None."
                 )
-        self._float8_attention = attention
-        self._resolve_float8_policy()
+            super().__init__(*args, **kwargs)
+            if attention is not None:
+                stock = inspect.signature(super(Float8Mixin, self).__init__)
+                if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
+                    raise ValueError(
+                        f"attention={attention!r} and flash_attention=True "
+                        "exclude each other: flash attention computes scores "
+                        "and weighted sum in one kernel, not in float8. "
+                        f"Received: attention={attention!r} and "
+                        "flash_attention=True. Allowed: one of them. Leave the "
+                        "other out."
+                    )
+            self._float8_attention = attention
+            self._resolve_float8_policy()
 
     def build(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
+
+if TYPE_CHECKING:
+    from keras_policy_ext.conversion.argument_types import PathPatterns
 
 PathLike = str | os.PathLike[str]
 
@@ -24,8 +27,8 @@ def write(
     weights: str | None = None,
     granularity: str | None = None,
     activations: str | None = "auto",
-    include: Any = None,
-    exclude: Any = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
     overwrite: bool = False,
     opset: int | None = None,
 ) -> Any:
