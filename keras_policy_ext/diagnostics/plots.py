@@ -44,7 +44,8 @@ def loss_curves(
     """Draw validation losses and, below, their gaps to a baseline, as PNG.
 
     Of several seeds it draws the means, and the gaps from the least to the
-    largest as an area. Behind each name stands the last gap.
+    largest as an area. All points are in the picture. The legend has each
+    name with the gap after the last step.
 
     Args:
         curves: Losses in nats per character.
@@ -68,12 +69,12 @@ def loss_curves(
     losses.legend(
         losses.get_lines(),
         _labels(relative, baseline),
-        title="and the last gap",
+        title=f"gap to {baseline} after the last step",
+        loc="upper right",
         frameon=False,
     )
-    below.set_ylim(*_limits(relative))
     below.axhline(0.0, color="#999999", linewidth=0.8)
-    below.set_ylabel("gap to bfloat16, %")
+    below.set_ylabel(f"gap to {baseline}, %")
     below.set_xlabel("training step")
     for axes in (losses, below):
         axes.grid(alpha=0.25)
@@ -99,20 +100,9 @@ def _labels(relative: Curves, baseline: str) -> list[str]:
         for name, seeds in relative.items()
     }
     return [
-        name if name == baseline else f"{name}  {gap:+.2f} %"
+        name if name == baseline else f"{name}: {gap:+.2f} %"
         for name, gap in last.items()
     ]
-
-
-def _limits(relative: Curves) -> tuple[float, float]:
-    """Limits that fit the second half; the first steps would flatten it."""
-    late = []
-    for seeds in relative.values():
-        for points in seeds:
-            gaps = list(points.values())
-            late += gaps[len(gaps) // 2 :]
-    room = 0.1 * max(max(late) - min(late), 0.1)
-    return min(*late, 0.0) - room, max(*late, 0.0) + room
 
 
 def _draw(axes: Any, curves: Curves, spread: bool) -> None:

@@ -26,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--steps", type=_at_least(1), default=300, help="training steps"
+        "--steps",
+        type=_at_least(1),
+        metavar="N",
+        help=f"training steps (default: {Settings.steps}, and fewer where a "
+        "step takes long)",
+        default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "--seed",
@@ -70,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the demo is asked to do, of what a parser has read."""
     compare = getattr(arguments, "compare", False)
+    steps = getattr(arguments, "steps", None)
     return Settings(
-        steps=arguments.steps,
+        steps=steps or Settings.steps,
+        may_shorten=steps is None,
         seeds=arguments.seeds,
         recipes=recipes.names() if compare else (arguments.recipe,),
         text=getattr(arguments, "text", None),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from keras_policy_ext.conversion.summary import counted
 from keras_policy_ext.diagnostics import machine
 from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.train import BASELINE, Matmul, Run
@@ -87,6 +88,42 @@ def _spread(percent: list[float]) -> str:
 def _steps_per_second(runs: list[Run]) -> str:
     known = [run.steps_per_second for run in runs if run.steps_per_second]
     return f"{statistics.median(known):.2f}" if known else "–"
+
+
+def conclusion(runs: Sequence[Run]) -> str:
+    """What was seen, in words."""
+    found = by_precision(runs)
+    bases = found[BASELINE]
+    means = {
+        name: statistics.fmean(gaps(own, bases))
+        for name, own in found.items()
+        if own[0].matmuls
+    }
+    steps = len(runs[0].losses)
+    kinds = {m.kind for run in runs for m in run.matmuls}
+    how = {
+        frozenset({"native"}): "Its matmuls ran natively.",
+        frozenset({"emulated"}): "Its matmuls were emulated, which shows what "
+        "float8 training computes and not how fast it is.",
+    }.get(frozenset(kinds), "Some of its matmuls ran natively.")
+    if len(means) == 1:
+        ((name, gap),) = means.items()
+        return (
+            f"After {counted(steps, 'step')} the validation loss in {name} is "
+            f"{_compared(gap)} the one in {BASELINE}. {how}"
+        )
+    best, worst = (f(means, key=lambda n: means[n]) for f in (min, max))
+    return (
+        f"After {counted(steps, 'step')} the validation losses in float8 are "
+        f"from {_compared(means[best])} (under {best}) to "
+        f"{_compared(means[worst])} (under {worst}) the one in {BASELINE}. "
+        f"{how}"
+    )
+
+
+def _compared(gap: float) -> str:
+    side = "below" if gap < 0 else "above"
+    return f"{abs(gap):.2f} % {side}"
 
 
 def matmuls(runs: Sequence[Run]) -> Table:

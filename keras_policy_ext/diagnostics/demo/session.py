@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import pathlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from rich.console import Console
@@ -11,7 +16,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -19,9 +23,12 @@ from rich.progress import (
 
 from keras_policy_ext import recipes
 from keras_policy_ext.diagnostics import machine, plots
-from keras_policy_ext.diagnostics.demo import report, train
+from keras_policy_ext.diagnostics.demo import duration, report, train
 from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.text import Corpus, load
+
+LINES = 10
+"""How many lines of progress a precision has where there is no terminal."""
 
 
 class Prepared(NamedTuple):
@@ -73,6 +80,7 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     settings, corpus, folder = prepared
     console = console or Console()
     console.print(_introduction(settings, corpus), highlight=False)
+    settings = _in_time(settings, corpus, console)
     runs = _train_all(settings, corpus, console)
     console.print(report.results(runs))
     console.print(report.matmuls(runs))
@@ -87,7 +95,21 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     if settings.json is not None:
         report.write_json(runs, settings, pathlib.Path(settings.json))
         console.print(f"Numbers: {settings.json}")
+    console.print(report.conclusion(runs), highlight=False)
     return outcome
+
+
+def _in_time(settings: Settings, corpus: Corpus, console: Console) -> Settings:
+    """The settings, with fewer steps where the runs would take long."""
+    compared = train.policies_compared(*settings.recipes)
+    start = train.draw(corpus, settings, settings.seeds[0])
+    found = duration.forecast(compared, corpus, settings, start)
+    if found is None:
+        return settings
+    steps = found.steps(settings) if settings.may_shorten else settings.steps
+    told = duration.told(found, settings, steps)
+    console.print(told, highlight=False)
+    return dataclasses.replace(settings, steps=steps)
 
 
 def _introduction(settings: Settings, corpus: Corpus) -> str:
@@ -114,26 +136,70 @@ def _train_all(
     compared = train.policies_compared(*settings.recipes)
     total = settings.steps * len(starts)
     runs = []
-    with _progress(console, max(map(len, compared))) as progress:
-        tasks = {
-            name: progress.add_task(name, total=total, loss="")
-            for name in compared
-        }
+    with _progress(console, compared, total) as advance:
         for name, policy in compared.items():
-            progress.reset(tasks[name])
-            advance = functools.partial(_advance, progress, tasks[name])
             runs += [
-                train.train(name, policy, corpus, settings, start, advance)
+                train.train(
+                    name,
+                    policy,
+                    corpus,
+                    settings,
+                    start,
+                    functools.partial(advance, name),
+                )
                 for start in starts
             ]
     return runs
 
 
-def _advance(progress: Progress, task: TaskID, loss: float) -> None:
-    progress.update(task, advance=1, loss=f"loss {loss:.3f}")
+Advance = Callable[[str, float], None]
+"""Tells that a step of a precision was taken, with this loss."""
 
 
-def _progress(console: Console, width: int) -> Progress:
+@contextlib.contextmanager
+def _progress(
+    console: Console, names: Iterable[str], total: int
+) -> Iterator[Advance]:
+    """Bars in a terminal, and lines elsewhere."""
+    if not console.is_terminal:
+        yield _lines(console, total)
+        return
+    width = max(map(len, names))
+    with _bars(console, width) as progress:
+        tasks = {n: progress.add_task(n, total=total, loss="") for n in names}
+        started = set()
+
+        def advance(name: str, loss: float) -> None:
+            if name not in started:  # Its time starts with its first step.
+                started.add(name)
+                progress.reset(tasks[name])
+            progress.update(tasks[name], advance=1, loss=f"loss {loss:.3f}")
+
+        yield advance
+
+
+def _lines(console: Console, total: int) -> Advance:
+    """A line for each tenth of the steps."""
+    taken: Counter[str] = Counter()
+    began: dict[str, float] = {}
+
+    def advance(name: str, loss: float) -> None:
+        taken[name] += 1
+        done = taken[name]
+        now = time.perf_counter()
+        passed = now - began.setdefault(name, now)
+        if done * LINES // total > (done - 1) * LINES // total:
+            console.print(
+                f"{name}: step {done} of {total}, loss {loss:.3f}, "
+                f"{passed:.0f} s",
+                highlight=False,
+                markup=False,
+            )
+
+    return advance
+
+
+def _bars(console: Console, width: int) -> Progress:
     return Progress(
         TextColumn(f"{{task.description:<{width}}}", markup=False),
         BarColumn(bar_width=24),

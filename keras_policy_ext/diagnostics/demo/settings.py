@@ -30,6 +30,8 @@ class Settings:
 
     Attributes:
         steps: Training steps of each run.
+        may_shorten: Whether there may be fewer steps where a precision takes
+            many times as long as float32.
         seeds: Of the weights and the batches; each precision has a run for
             each of them.
         recipes: Float8 recipes, as `recipes.parse` reads them.
@@ -44,6 +46,7 @@ class Settings:
     """
 
     steps: int = 300
+    may_shorten: bool = False
     seeds: tuple[int, ...] = (0,)
     recipes: tuple[str, ...] = ("delayed",)
     text: str | None = None

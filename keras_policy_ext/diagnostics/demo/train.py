@@ -24,6 +24,9 @@ BASELINE = "mixed_bfloat16"
 COMPILATION_STEPS = 2
 """The first steps compile; they are left out of steps/s."""
 
+TIMED_STEPS = 2
+"""So many more are timed where a run may take long."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
@@ -164,6 +167,16 @@ def train(
         start.seed,
         _state_bytes(model),
     )
+
+
+def seconds_per_step(
+    policy: keras.DTypePolicy, corpus: Corpus, settings: Settings, start: Start
+) -> float:
+    """The time of a training step, from the first steps of a run."""
+    model = _compiled(corpus, settings, policy, start.weights)
+    steps = range(COMPILATION_STEPS + TIMED_STEPS)
+    timed = [_step(model, corpus, settings, start.seed, n)[1] for n in steps]
+    return min(timed[COMPILATION_STEPS:])
 
 
 def _compiled(
