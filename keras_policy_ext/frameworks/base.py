@@ -81,6 +81,13 @@ class Framework:
         """The number in a float32 scalar; None where to read it is no gain."""
         return None
 
+    def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
+        """Whether products of these scales are known to be normal numbers.
+
+        False where a compiler fuses what is done about others.
+        """
+        return False
+
     def known_any(self, flags: Tensor) -> bool | None:
         """Whether any flag holds; None where to read it would mean waiting."""
         return None

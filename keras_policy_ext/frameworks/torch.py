@@ -30,6 +30,9 @@ from keras_policy_ext.frameworks.torch_relu import Relu
 
 Tensor = Any
 
+SMALLEST = torch.finfo(torch.float32).smallest_normal
+LARGEST = torch.finfo(torch.float32).max
+
 FULLY_SHARD = (
     "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
     "variables keep the tensors that they were made with, and what an "
@@ -86,6 +89,24 @@ class TorchFramework(Framework):
         if torch.compiler.is_exporting() or torch.compiler.is_compiling():
             return None
         return x.item()
+
+    def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
+        """See `Framework.have_normal_product`.
+
+        Taken for granted on a GPU, which does not read a subnormal number as
+        0, and which would have to be waited for.
+        """
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return False
+        if not (is_known(a) and is_known(b)):
+            return a.device.type != "cpu"
+        if a.numel() == 1 == b.numel():
+            number = a.item() * b.item()
+            return SMALLEST <= number <= LARGEST
+        (low, high), (least, most) = (
+            [each.item() for each in x.aminmax()] for x in (a, b)
+        )
+        return low * least >= SMALLEST and high * most <= LARGEST
 
     def known_any(self, flags: Tensor) -> bool | None:
         """See `Framework.known_any`.

@@ -18,7 +18,6 @@ from keras_policy_ext.kernels.scaled_products import (
     are_powers_of_two,
     exact_in,
     have_vector,
-    product_scale,
     scaled,
     unscaled,
 )
@@ -115,7 +114,7 @@ class Float8Dot:
 
         def direct() -> Tensor:
             product = _product(a.values, b.values, precision)
-            return (product * product_scale(a, b)).astype(dtype)
+            return scaled(product, a, b, dtype)
 
         def dequantized() -> Tensor:
             return _dequantized_product(a, b, precision, dtype)
@@ -165,7 +164,7 @@ class Float8DotOfRows(Float8Dot):
             sums = direct()
         else:
             sums = lax.platform_dependent(cuda=cast, default=direct)
-        return (sums * product_scale(a, b)).astype(dtype)
+        return scaled(sums, a, b, dtype)
 
 
 def _dequantized_product(

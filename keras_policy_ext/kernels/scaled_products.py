@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 from keras import ops
 
+from keras_policy_ext import frameworks
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
+
+#: Of float32: the largest number, and the smallest that is normal.
+LARGEST = float(np.finfo("float32").max)
+SMALLEST = 2.0**-126
 
 
 class Emulated:
@@ -149,19 +155,59 @@ def _is_exact_in(dtype: str, operand: Quantized) -> bool:
     return asked.scale_leaves_sum or in_bfloat16
 
 
-def product_scale(a: Quantized, b: Quantized) -> Tensor:
-    """What a product of `unscaled` operands is to be multiplied by."""
+def times_scales(
+    product: Tensor, a: Quantized, b: Quantized, multiply: Any = ops.multiply
+) -> Tensor:
+    """A product of `unscaled` operands times their scales, in float32.
+
+    The scales may be normal numbers and their product not, though the result
+    is: then a power of two is taken from it, which multiplies the result
+    afterwards, so that nothing is rounded otherwise.
+
+    Args:
+        product: Float32 (b, m, n).
+        a: The first operand.
+        b: The second operand.
+        multiply: Multiplies two tensors; may overwrite the first.
+    """
+    first, second = _scales_of(a, b)
+    if frameworks.current().have_normal_product(first, second):
+        return multiply(product, first * second)
+    power, reciprocal = _split(first, second)
+    # Divided, as TensorFlow's graphs multiply several factors in any order.
+    product = multiply(product, first / reciprocal * second)
+    return product / power
+
+
+def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
+    """Two factors which a product of `unscaled` operands is multiplied by."""
     rows, columns = (
         each.spread_scale if each.tile.contracted is None else _ones()
         for each in (a, b)
     )
     if not b.tile.is_whole:
         columns = ops.swapaxes(columns, 1, 2)
-    scale = rows * columns
-    for each in (a, b):
-        if each.tensor_scale is not None:
-            scale = scale * each.tensor_scale
-    return scale
+    above = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
+    if not above:
+        return rows, columns
+    rows = rows * columns
+    return (rows, above[0]) if len(above) == 1 else (rows * above[0], above[1])
+
+
+def _split(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """A power of two to multiply the scales of each row by, and its reciprocal.
+
+    1 where the largest product in a row is neither small nor infinite.
+    """
+    columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
+    largest = first * columns
+    one = ops.ones_like(largest)
+    # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
+    small, infinite = largest < 2.0**-62, largest > LARGEST
+    power = ops.where(infinite, SMALLEST, ops.where(small, 2.0**64, one))
+    return power, ops.where(
+        infinite, 1 / SMALLEST, ops.where(small, 2.0**-64, one)
+    )
 
 
 def _ones() -> Tensor:
@@ -184,4 +230,4 @@ def have_vector(a: Quantized, b: Quantized) -> bool:
 
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
     """Apply both scales in float32, then cast to `dtype`."""
-    return ops.cast(ops.multiply(product, product_scale(a, b)), dtype)
+    return ops.cast(times_scales(product, a, b), dtype)

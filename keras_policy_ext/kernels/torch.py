@@ -14,11 +14,13 @@ from keras_policy_ext.kernels import (
 )
 from keras_policy_ext.kernels.contract import Engine
 from keras_policy_ext.kernels.scaled_products import (
+    LARGEST,
+    SMALLEST,
     Emulated,
     Plain,
     are_powers_of_two,
     exact_in,
-    product_scale,
+    times_scales,
     unscaled,
 )
 from keras_policy_ext.kernels.torch_convolutions import TorchConvolutions
@@ -56,14 +58,17 @@ class Float32Matmul(Emulated):
     ) -> Tensor:
         """See `MatmulKernel.multiply`."""
         if _fits_bfloat16(a, b, dtype):
-            if _in_one_scale(a, b):
-                return _bfloat16_product(a, b)
-            return self._narrow(a, b)
+            if not _in_one_scale(a, b):
+                return self._narrow(a, b)
+            scale = float(a.scale * b.scale)
+            if SMALLEST <= scale <= LARGEST:
+                return _bfloat16_product(a, b, scale)
         if _on_tensor_cores(a, b):
             product = _float32_sums(a, b)
         else:
             product = self.product(unscaled(a), unscaled(b))
-        return product.mul_(product_scale(a, b)).to(getattr(torch, dtype))
+        product = times_scales(product, a, b, torch.Tensor.mul_)
+        return product.to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
         """The scaled product in bfloat16, where all scales are powers of two.
@@ -72,7 +77,8 @@ class Float32Matmul(Emulated):
         come after the sum do not change how it is rounded.
         """
         product = self.product(*(unscaled(x).bfloat16() for x in (a, b)))
-        return product.float().mul_(product_scale(a, b)).bfloat16()
+        product = product.float()
+        return times_scales(product, a, b, torch.Tensor.mul_).bfloat16()
 
 
 ENGINE = Engine(
@@ -144,13 +150,12 @@ def _in_one_scale(*operands: Quantized) -> bool:
     return all(each is not None and each.keeps_axes for each in asked)
 
 
-def _bfloat16_product(a: Quantized, b: Quantized) -> Tensor:
+def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:
     """Like `MatmulKernel.multiply`, with a result in bfloat16.
 
     `alpha` multiplies what was accumulated in float32, before it is rounded:
     a product in bfloat16 that is scaled afterwards is rounded twice.
     """
-    scale = float(a.scale * b.scale)
     x, y = a.values.bfloat16(), b.values.bfloat16().mT
     if x.shape[0] == 1:
         zero, x, y = x.new_zeros((1, 1)), x.squeeze(0), y.squeeze(0)

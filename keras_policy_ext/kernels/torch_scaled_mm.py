@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from keras_policy_ext.kernels import devices, torch_devices, torch_fused
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Request
-from keras_policy_ext.kernels.scaled_products import product_scale
+from keras_policy_ext.kernels.scaled_products import times_scales
 from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
@@ -120,7 +120,8 @@ class ScaledMMOfRows:
             return _scaled_mm(x, y, *scales, torch.bfloat16, fast).unsqueeze(0)
         one = a.scale.new_ones(())
         product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
-        return (product * product_scale(a, b)).to(getattr(torch, dtype))
+        product = times_scales(product, a, b, torch.Tensor.mul_)
+        return product.to(getattr(torch, dtype))
 
 
 class ScaledMMOfBlocks:
