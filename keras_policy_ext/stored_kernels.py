@@ -105,7 +105,7 @@ def quantize(
     axes: Axes,
     granularity: str = "channel",
     weights: str = "float8_e4m3fn",
-    scale: float | None = None,
+    scale: float | Array | None = None,
 ) -> StoredKernel:
     """Store a kernel.
 
@@ -118,8 +118,8 @@ def quantize(
         axes: Which of its axes are summed.
         granularity: What has a scale of its own.
         weights: The format of the numbers.
-        scale: That of the whole kernel, such as one found in training; None
-            to find it here. Only for `"tensor"`.
+        scale: That of the whole kernel, such as one found in training, with
+            `"tensor"`; or all of them, in their shape. None to find them.
 
     Raises:
         ValueError: If an argument is something else, or a number of the
@@ -138,7 +138,8 @@ def quantize(
     if scale is None:
         scales = _scales(_amax(kernel, axes, granularity), limit)
     else:
-        scales = np.full((1,) * kernel.ndim, scale, "float32")
+        given = np.asarray(scale, "float32")
+        scales = given if given.ndim else given.reshape((1,) * kernel.ndim)
     if granularity == "block":
         matrix = as_matrix(kernel, axes)
         divided = matrix / spread_blocks(scales, matrix.shape)

@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 
 from keras_policy_ext._keras import variable_values, versions
+from keras_policy_ext._keras.around import put_around
 
 
 @contextlib.contextmanager
@@ -181,10 +182,48 @@ def track(layer: keras.Layer, variable: keras.Variable) -> None:
     layer._track_variable(variable)
 
 
+class ToldWhenBuilt:
+    """A layer with a method that is called once it has its weights.
+
+    Keras calls `_post_build` then (keras 3.12 to 3.15); where it does not,
+    nothing is called. Expires with a public hook.
+    """
+
+    def when_built(self) -> None:
+        """Called once the layer is built."""
+
+    def _post_build(self) -> None:
+        parent: Any = super()
+        parent._post_build()
+        self.when_built()
+
+
+def around_set_weights(function: Callable[..., None]) -> None:
+    """Have a function called in place of `Layer.set_weights`.
+
+    Keras sets one weight after the other until one does not fit (keras 3.0 to
+    3.15). Expires when it looks at all of them first.
+
+    Args:
+        function: Of the stock method, the layer and the weights.
+    """
+    put_around(keras.Layer, "set_weights", function)
+
+
 def replace_variable(
-    layer: keras.Layer, old: keras.Variable, new: keras.Variable
+    layer: keras.Layer,
+    old: keras.Variable,
+    new: keras.Variable,
+    tracked: keras.Variable | None = None,
 ) -> None:
     """Let an attribute of an unlocked layer hold another variable.
+
+    Args:
+        layer: The layer.
+        old: The variable that the attribute holds.
+        new: The one that it is to hold.
+        tracked: The variable that Keras tracks for the old one, if it is
+            another one.
 
     Expires when to assign an attribute untracks what it held.
 
@@ -194,7 +233,7 @@ def replace_variable(
     """
     for name, value in vars(layer).items():
         if value is old:
-            untrack(layer, old)
+            untrack(layer, old if tracked is None else tracked)
             setattr(layer, name, new)
             variable_values.let_wait_no_longer(old)
             return

@@ -146,6 +146,46 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
 
 
+class ComputedVariable:
+    """A variable whose numbers are computed of what another one holds.
+
+    It has the name, path and shape of that one, no memory, and a dtype of its
+    own. Put it before `keras.Variable`, whose constructor would make a tensor;
+    what that keeps in attributes is asked of the other one (`_name`, `_path`,
+    `_shape` and others; `_dtype`, `_autocast` are its own; keras 3.0 to 3.15).
+    Where they have other names, the properties of Keras raise. Expires with
+    variables that have no value of their own.
+
+    Args:
+        held: The other variable.
+        dtype: Of the numbers, outside of an autocast scope.
+    """
+
+    def __init__(self, held: keras.Variable, dtype: str):
+        self.held = held
+        self._dtype = dtype
+        self._autocast = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "held" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.held, name)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the other variable is."""
+        return bool(self.held.trainable)
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        self.held.trainable = value
+
+    def __repr__(self) -> str:
+        made: Any = self
+        shape = tuple(self.held.shape)
+        return f"<Variable path={made.path}, shape={shape}, dtype={made.dtype}>"
+
+
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """The kernel variable of Dense, EinsumDense or a convolution.
 

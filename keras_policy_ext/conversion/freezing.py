@@ -26,6 +26,7 @@ from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -170,7 +171,7 @@ def shares_stored_kernels(model: keras.Layer) -> bool:
     layers = walking.layers_within(model)
     holders = _holders(layers)
     stored = [each for x in layers for each in stored_weights.stored_in(x)]
-    return any(len(holders.get(id(each), ())) > 1 for each in stored)
+    return any(len(holders.get(id(each.codes), ())) > 1 for each in stored)
 
 
 def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
@@ -179,6 +180,8 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
     for layer in layers:
         tracked = walking.tracked_variables(layer)
         for variable in [*tracked, *walking.captured_variables(layer)]:
+            if isinstance(variable, StoredVariable):
+                variable = variable.codes
             holders.setdefault(id(variable), []).append(layer)
     return holders
 

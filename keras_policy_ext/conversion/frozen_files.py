@@ -58,14 +58,21 @@ def load_model(
     safe_mode: bool,
 ) -> keras.Model:
     """`keras.saving.load_model` of a file with frozen layers."""
-    config = json.loads(stock_files.config_in(path))
-    compiled = config.pop("compile_config", None)
+    text = stock_files.config_in(path)
+    compiled = json.loads(text).get("compile_config")
+
+    def made() -> keras.Model:
+        # From the text each time: layers take out of a config what they read.
+        config = json.loads(text)
+        config.pop("compile_config", None)
+        return saving_hooks.model_of(config, custom_objects, safe_mode)
+
     with files.weights_of(path) as weights:
         with frozen_when_built(weights):
-            model = saving_hooks.model_of(config, custom_objects, safe_mode)
+            model = made()
         if freezing.shares_stored_kernels(model):
             # In float: what else holds them would go on to read zeros.
-            model = saving_hooks.model_of(config, custom_objects, safe_mode)
+            model = made()
         freeze_as_saved(model, weights)
         if compile and compiled:
             model.compile_from_config(compiled)

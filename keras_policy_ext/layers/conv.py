@@ -13,7 +13,6 @@ from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.public_weights import KernelInFloats
 from keras_policy_ext.stored_kernels import Axes
 
 Tensor = Any
@@ -53,7 +52,7 @@ class _Convolves(Float8Mixin):
         return ops.reshape(bias, (1, self.filters) + (1,) * self.rank)
 
 
-class _Float8Conv(KernelInFloats, _Convolves):
+class _Float8Conv(_Convolves):
     """What the convolutions of every rank share."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:

@@ -13,7 +13,6 @@ from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.public_weights import KernelInFloats
 from keras_policy_ext.layers.stock_state import StockAttributes
 from keras_policy_ext.stored_kernels import Axes
 
@@ -21,7 +20,7 @@ Tensor = Any
 
 
 @drop_in
-class Dense(StockAttributes, KernelInFloats, Float8Mixin, keras.layers.Dense):
+class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
     """`keras.layers.Dense` that can follow a float8 policy."""
 
     float8_kernels = ("kernel",)
@@ -51,9 +50,7 @@ class Dense(StockAttributes, KernelInFloats, Float8Mixin, keras.layers.Dense):
 
 
 @drop_in
-class EinsumDense(
-    StockAttributes, KernelInFloats, Float8Mixin, keras.layers.EinsumDense
-):
+class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` that can follow a float8 policy."""
 
     float8_kernels = ("kernel",)

@@ -10,7 +10,6 @@ from keras import ops
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.public_weights import EmbeddingsInFloats
 from keras_policy_ext.layers.stored_embedding import look_up
 from keras_policy_ext.stored_kernels import Axes
 
@@ -18,9 +17,7 @@ Tensor = Any
 
 
 @drop_in
-class ReversibleEmbedding(
-    EmbeddingsInFloats, Float8Mixin, keras.layers.ReversibleEmbedding
-):
+class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` that can follow a float8 policy.
 
     The projection, `reverse=True`, is then in float8, forward and both

@@ -17,7 +17,11 @@ from keras_policy_ext._keras import (
     variable_values,
 )
 from keras_policy_ext.kernels import einsum
-from keras_policy_ext.layers import contraction_hooks, stored_weights
+from keras_policy_ext.layers import (
+    contraction_hooks,
+    stored_weights,
+    weight_lists,
+)
 from keras_policy_ext.layers.contracted_weights import ContractedWeights
 from keras_policy_ext.layers.operands import (
     check_sizes,
@@ -420,6 +424,7 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _new_state(trainable: bool) -> Float8State:
+    weight_lists.watch()
     state = Float8State(trainable)
     built_layers.skip_in_quantize(state)
     return state

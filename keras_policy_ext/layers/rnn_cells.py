@@ -11,7 +11,6 @@ from keras_policy_ext._keras import calls
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.gates import gates_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.public_weights import in_floats, stored_weight
 
 Tensor = Any
 
@@ -27,9 +26,6 @@ class Float8Cell(Float8Mixin):
     float8_replaces: tuple[str, ...] = ("call", "kernel", "recurrent_kernel")
 
     float8_gates: int
-
-    kernel = in_floats("kernel")
-    recurrent_kernel = in_floats("recurrent_kernel")
 
     def call(
         self, inputs: Tensor, states: Any, training: bool | None = None
@@ -67,7 +63,7 @@ class Float8Cell(Float8Mixin):
         if self._drops(self.dropout) and training:
             step = inputs if len(inputs.shape) == 2 else inputs[:, 0]
             masks = self.get_dropout_mask(step)
-        kernel = stored_weight(self, "kernel")
+        kernel = self.kernel
         x = self._product(kernel, _masked(inputs, masks), training)
         bias = self._bias()[0]
         return x if bias is None else ops.add(x, bias)
@@ -155,7 +151,7 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
         """See `Float8Cell.float8_step`."""
         state = self.convert_input(_first(states))
         inner = self._recurrent(state, training)
-        kernel = stored_weight(self, "recurrent_kernel")
+        kernel = self.recurrent_kernel
         inner = self._product(kernel, inner, training)
         outputs = ops.add(projected, inner)
         if self.activation is not None:
@@ -188,7 +184,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     ) -> tuple[Tensor, Tensor]:
         """The update gate and the candidate, from one product."""
         inner = self._recurrent(state, training)
-        kernel = stored_weight(self, "recurrent_kernel")
+        kernel = self.recurrent_kernel
         inner = self._product(kernel, inner, training)
         bias = self._bias()[1]
         if bias is not None:
@@ -202,7 +198,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
         self, shares: list[Tensor], state: Tensor, training: bool | None
     ) -> tuple[Tensor, Tensor]:
         """Gates where the product of the third one waits for the reset."""
-        kernel = stored_weight(self, "recurrent_kernel")
+        kernel = self.recurrent_kernel
         inner = self._recurrent(state, training)
         gates = self._product(kernel, inner, training, last=2)
         z, r = ops.split(gates, 2, axis=-1)
@@ -235,7 +231,7 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
         """See `Float8Cell.float8_step`."""
         state, carry = (self.convert_input(x) for x in states)
         inner = self._recurrent(state, training)
-        kernel = stored_weight(self, "recurrent_kernel")
+        kernel = self.recurrent_kernel
         inner = self._product(kernel, inner, training)
         gates = ops.split(ops.add(projected, inner), 4, axis=-1)
         into, forget, candidate, out = gates

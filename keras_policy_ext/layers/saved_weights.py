@@ -9,15 +9,24 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import _bases
-from keras_policy_ext.layers import other_formats, stock_state, stored_files
+from keras_policy_ext._keras import built_layers
+from keras_policy_ext.layers import (
+    other_formats,
+    stock_state,
+    stored_files,
+    weight_lists,
+)
 from keras_policy_ext.layers.state_files import GIVEN_KEY, POLICY_KEY
-from keras_policy_ext.layers.state_variable import StateVariable
-from keras_policy_ext.layers.stored_variable import StoredVariable, is_state
+from keras_policy_ext.layers.stored_variable import (
+    in_place_of_codes,
+    is_state,
+    read_as_numbers,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
 
 
-class SavedWeights(_bases.MixedInto):
+class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
     """What `Float8Mixin` changes in how a layer keeps its weights."""
 
     float8_state: Any
@@ -26,6 +35,17 @@ class SavedWeights(_bases.MixedInto):
     def is_frozen(self) -> bool:
         """See `Float8Mixin.is_frozen`."""
         raise NotImplementedError
+
+    @property
+    def weights(self) -> list[Any]:
+        """`Layer.weights`; kernels that are stored are read as numbers."""
+        found: list[Any] = super().weights
+        return in_place_of_codes(self, found) if self.is_frozen else found
+
+    def when_built(self) -> None:
+        """Let attributes of a frozen layer be read as numbers."""
+        if self.is_frozen:
+            read_as_numbers(self)
 
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
@@ -54,26 +74,13 @@ class SavedWeights(_bases.MixedInto):
             other_formats.warn(policy)
 
     def set_weights(self, weights: list[np.ndarray]) -> None:
-        """`Layer.set_weights`, where nothing is set if a state is wrong.
+        """`Layer.set_weights`, all or nothing; see `weight_lists`.
 
         Raises:
-            ValueError: If the arrays do not fit, or one is no float8 state.
+            ValueError: If the arrays do not fit, one is no float8 state, or
+                one is other numbers than a kernel that is frozen can have.
         """
-        received = [np.shape(value) for value in weights]
-        allowed = [tuple(variable.shape) for variable in self.weights]
-        if received != allowed:
-            raise ValueError(
-                f"These arrays are not those of layer {self.name!r}; none was "
-                f"set. Received: shapes {received}. Allowed: {allowed}. A "
-                "state of another history length is cut or padded when it is "
-                "loaded from a file. To pair the weights of two models, take "
-                "those of `keras_policy_ext.loops.weights(model)`, without "
-                "the state."
-            )
-        for variable, value in zip(self.weights, weights, strict=True):
-            if isinstance(variable, (StateVariable, StoredVariable)):
-                variable.check(value)
-        super().set_weights(weights)
+        weight_lists.set_all(self, weights)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """`Layer.load_own_variables`, and what Keras's own float8 wrote.

@@ -11,14 +11,13 @@ from keras_policy_ext import frameworks
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.public_weights import EmbeddingsInFloats
 from keras_policy_ext.stored_kernels import BLOCK, Axes
 
 Tensor = Any
 
 
 @drop_in
-class Embedding(EmbeddingsInFloats, Float8Mixin, keras.layers.Embedding):
+class Embedding(Float8Mixin, keras.layers.Embedding):
     """`keras.layers.Embedding` that can be frozen.
 
     It multiplies nothing, and so it follows no policy to train under.

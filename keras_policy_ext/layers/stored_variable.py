@@ -1,8 +1,8 @@
-"""A kernel of one byte a number, as a variable of its layer.
+"""A kernel of one byte a number, as variables of its layer.
 
 | variable | shape | dtype | new | changes |
 |---|---|---|---|---|
-| the kernel | of the kernel | uint8 | zeros | when it is loaded |
+| its codes | of the kernel | uint8 | zeros | when it is loaded |
 | its scale | `stored_kernels.scale_shape` | float32 | ones | likewise |
 | the scale of the inputs | () | float32 | one | likewise |
 | the kernel, widened | of the kernel | float32 | its numbers | likewise |
@@ -11,6 +11,10 @@ The scale of the inputs is there for static scales only, and the widened kernel
 once it is asked for. None of them is trained. All but the first are in the
 sub-layer `float8_state`, so that patterns for kernels, such as those of a
 `LayoutMap`, do not match them by their names.
+
+The codes are in `layer.variables`, which trainers and frameworks hold and give
+back. Attributes of the layer and `layer.weights` have a `StoredVariable` in
+their place: who multiplies with that reads numbers, and it takes no memory.
 """
 
 from __future__ import annotations
@@ -70,33 +74,17 @@ class StoredConstant(keras.Variable):
         )
 
 
-class StoredVariable(keras.Variable):
+class StoredCodes(keras.Variable):
     """The codes of a kernel, uint8, in the shape of the kernel.
 
     Attributes:
-        recipe: How it is stored.
-        axes: Which of its axes are summed.
-        scale: The variable of its scales.
-        inputs_scale: The variable of the scale of the inputs; None where they
-            have none that is known before.
-        widened: The variable of the kernel in float32; None where it is
-            widened in each product.
+        read: The variable that reads them as numbers, while a layer that is
+            being built has the codes in an attribute.
     """
 
-    scale: Any = None
-    inputs_scale: Any = None
-    widened: Any = None
+    read: StoredVariable | None = None
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        axes: Axes,
-        recipe: FrozenKernels,
-        name: str | None,
-        codes: Any = None,
-    ):
-        self.axes = axes
-        self.recipe = recipe
+    def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
         super().__init__(
             initializer="zeros" if codes is None else codes,
             shape=shape,
@@ -115,6 +103,73 @@ class StoredVariable(keras.Variable):
     def trainable(self, value: bool) -> None:
         """Ignored: Keras sets it with that of the layer."""
 
+
+class StoredVariable(variable_values.ComputedVariable, keras.Variable):
+    """A kernel that is stored as codes, read as the numbers that they mean.
+
+    Attributes:
+        codes: The variable of the codes.
+        recipe: How it is stored.
+        axes: Which of its axes are summed.
+        scale: The variable of its scales.
+        inputs_scale: The variable of the scale of the inputs; None where they
+            have none that is known before.
+        widened: The variable of the kernel in float32; None where it is
+            widened in each product.
+    """
+
+    scale: Any = None
+    inputs_scale: Any = None
+    widened: Any = None
+
+    def __init__(
+        self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
+    ):
+        self.axes = axes
+        self.recipe = recipe
+        super().__init__(codes, dtype)
+
+    @property
+    def codes(self) -> StoredCodes:
+        """The variable of the codes."""
+        held: StoredCodes = self.held
+        return held
+
+    @property
+    def value(self) -> Any:
+        """The numbers, computed anew, in the dtype in which they are read."""
+        if self.widened is not None:
+            return ops.cast(self.widened.as_stored, self.dtype)
+        codes, scale, *_ = self.constants
+        return kernels.dequantized(
+            self.recipe, self.axes, codes, scale, self.dtype
+        )
+
+    def assign(self, value: Any) -> Any:
+        """Set the codes; the numbers that it has stay.
+
+        Args:
+            value: Codes, uint8; or these numbers.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and _name_of(dtype) == "uint8":
+            self.check(value)
+            return self.codes.assign(value)
+        if not self._has_numbers(value):
+            self.check(value)
+        return value
+
+    def _has_numbers(self, value: Any) -> bool:
+        """Whether these are the numbers that it has already."""
+        try:
+            asked = np.asarray(ops.convert_to_numpy(value))
+        except Exception:
+            return False  # They are computed in a compiled function.
+        return np.array_equal(asked, ops.convert_to_numpy(self.value))
+
     @property
     def weights(self) -> str:
         """The format of the numbers."""
@@ -129,7 +184,7 @@ class StoredVariable(keras.Variable):
     def stored(self) -> StoredKernel:
         """A copy on the host."""
         return StoredKernel(
-            codes=np.array(ops.convert_to_numpy(self.value)),
+            codes=np.array(ops.convert_to_numpy(self.codes.value)),
             scale=np.array(ops.convert_to_numpy(self.scale.as_stored)),
             weights=self.weights,
             granularity=self.granularity,
@@ -139,7 +194,7 @@ class StoredVariable(keras.Variable):
     @property
     def constants(self) -> tuple[Any, ...]:
         """The tensors that a product reads."""
-        codes = variable_values.value_without_autocast(self)
+        codes = variable_values.value_without_autocast(self.codes)
         scales = (self.scale, self.inputs_scale)
         return codes, *(each.as_stored for each in scales if each is not None)
 
@@ -154,7 +209,7 @@ class StoredVariable(keras.Variable):
         if self.widened is not None:
             return self.widened.as_stored, *scales
         framework = frameworks.current()
-        gathering = framework.gathering_of(self)
+        gathering = framework.gathering_of(self.codes)
         if gathering is not None:
             codes = framework.gathered(codes, gathering, gathering.axes)
         return codes, *scales
@@ -165,17 +220,19 @@ class StoredVariable(keras.Variable):
         Raises:
             ValueError: If so.
         """
-        codes = np.asarray(value)
-        if codes.dtype == "uint8":
+        name = _name_of(getattr(value, "dtype", "float32"))
+        if name == "uint8":
+            codes = np.asarray(ops.convert_to_numpy(value))
             numbers = codes.view(formats.get(self.weights).dtype)
             if np.all(np.isfinite(numbers.astype("float32"))):
                 return
-        kind = "codes of NaN" if codes.dtype == "uint8" else codes.dtype
+        kind = "codes of NaN" if name == "uint8" else f"other numbers ({name})"
         raise ValueError(
-            "This is no stored kernel; nothing was set. Received: "
-            f"{kind} for {self.path!r}. Allowed: codes (uint8) of finite "
-            f"numbers in {self.weights}. Call `keras_policy_ext.thaw(model)` "
-            "to set float weights."
+            f"The kernel {self.path!r} is frozen; nothing was set. Received: "
+            f"{kind}. Allowed: the numbers that a frozen kernel has, or codes "
+            f"(uint8) of finite numbers in {self.weights}. Call "
+            "`keras_policy_ext.thaw(model)` to set float weights, or leave "
+            "the layer out with `keras_policy_ext.freeze(model, exclude=...)`."
         )
 
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
@@ -185,7 +242,7 @@ class StoredVariable(keras.Variable):
             stored: The kernel.
             inputs_scale: That of the inputs; None to leave it.
         """
-        self.assign(stored.codes)
+        self.codes.assign(stored.codes)
         self.scale.assign(stored.scale)
         if inputs_scale is not None and self.inputs_scale is not None:
             self.inputs_scale.assign(inputs_scale)
@@ -214,7 +271,8 @@ def add_stored(
         inputs_scale: That of the inputs, for static scales; None for one.
 
     Returns:
-        The codes. The caller keeps them in an attribute of the layer.
+        The kernel. The caller keeps its codes in an attribute of the layer,
+        and then itself: see `read_as_numbers`.
     """
     # Loaded here, and not in the first call, which a compiler may trace.
     kernels.engine()
@@ -223,7 +281,8 @@ def add_stored(
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):
-        variable = StoredVariable(shape, axes, recipe, name, codes)
+        made = StoredCodes(shape, name, codes)
+    variable = StoredVariable(made, axes, recipe, layer.variable_dtype)
     state, name = layer.float8_state, variable.name
     with scope_of_path(path), keras.name_scope(state.name):
         variable.scale = _constant(
@@ -259,7 +318,7 @@ def keep_widened(layer: Any, variable: StoredVariable) -> None:
 
 def _check_stock_export(model: Any) -> None:
     """Raise if KerasHub would write codes for numbers."""
-    stored = [x for x in model.variables if isinstance(x, StoredVariable)]
+    stored = [x for x in model.variables if isinstance(x, StoredCodes)]
     if stored:
         raise NotImplementedError(
             "KerasHub cannot export a frozen model: it would write the codes "
@@ -271,9 +330,33 @@ def _check_stock_export(model: Any) -> None:
         )
 
 
+def read_as_numbers(layer: Any) -> None:
+    """Let attributes that hold codes hold the kernels that read them.
+
+    The layer tracks the codes, which it was given first.
+    """
+    for name, value in list(vars(layer).items()):
+        if isinstance(value, StoredCodes) and value.read is not None:
+            vars(layer)[name], value.read = value.read, None
+
+
+def in_place_of_codes(layer: Any, variables: list[Any]) -> list[Any]:
+    """A list of variables of a layer, with its kernels in place of codes."""
+    found = {
+        id(each.codes): each
+        for each in vars(layer).values()
+        if isinstance(each, StoredVariable)
+    }
+    return [found.get(id(each), each) for each in variables]
+
+
 def is_state(variable: object) -> bool:
     """Whether a variable says how numbers are scaled, and is no parameter."""
     return isinstance(variable, (StateVariable, StoredConstant))
+
+
+def _name_of(dtype: Any) -> str:
+    return str(keras.backend.standardize_dtype(dtype))
 
 
 def _constant(shape: tuple[int, ...], name: str, value: Any) -> StoredConstant:

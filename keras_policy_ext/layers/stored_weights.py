@@ -13,7 +13,12 @@ from keras import ops
 from keras_policy_ext._keras import built_layers, variable_values, walking
 from keras_policy_ext.layers.operands import is_floating
 from keras_policy_ext.layers.paths import scope_of_path
-from keras_policy_ext.layers.stored_variable import StoredVariable, add_stored
+from keras_policy_ext.layers.stored_variable import (
+    StoredCodes,
+    StoredVariable,
+    add_stored,
+    read_as_numbers,
+)
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
@@ -31,7 +36,7 @@ class Weight(NamedTuple):
 
 def made(
     layer: Any, stored: bool | None, *args: Any, **kwargs: Any
-) -> StoredVariable | None:
+) -> StoredCodes | None:
     """`add_weight` of a layer that is frozen, for a kernel.
 
     Args:
@@ -41,7 +46,7 @@ def made(
         **kwargs: Likewise.
 
     Returns:
-        The variable; None if this weight is not stored.
+        Its codes, until the layer is built; None if it is not stored.
     """
     asked = inspect.signature(keras.layers.Layer.add_weight).bind(
         layer, *args, **kwargs
@@ -62,8 +67,10 @@ def made(
     recipe = layer.float8_policy.recipe
     variable = add_stored(layer, name, weight.shape, recipe, axes)
     layer._float8_kernel_paths += (variable.path,)
-    built_layers.track(layer, variable)
-    return variable
+    codes = variable.codes
+    codes.read = variable
+    built_layers.track(layer, codes)
+    return codes
 
 
 def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
@@ -163,7 +170,9 @@ def store(
         None if isinstance(stored, Axes) else stored,
         scale,
     )
-    built_layers.replace_variable(layer, kernel, variable)
+    variable.codes.read = variable
+    built_layers.replace_variable(layer, kernel, variable.codes)
+    read_as_numbers(layer)
     return variable
 
 
@@ -191,7 +200,7 @@ def widen(layer: Any, variable: StoredVariable) -> keras.Variable:
             name=variable.name,
             trainable=not getattr(layer, "lora_enabled", False),
         )
-    built_layers.replace_variable(layer, variable, kernel)
+    built_layers.replace_variable(layer, variable, kernel, variable.codes)
     # Tracked as trainable before, so that `layer.trainable = True` reaches it.
     kernel.trainable = kernel.trainable and layer.trainable
     return kernel

@@ -245,7 +245,7 @@ def test_bytes_that_are_flipped_are_told_or_load_as_codes(
                 name = "dense" + (f"_{number}" if number else "")
                 group = file[f"layers/{name}/vars"]
                 np.testing.assert_array_equal(
-                    numpy(layer._kernel), group["kernel"][()]
+                    numpy(layer._kernel.codes), group["kernel"][()]
                 )
 
 

@@ -135,7 +135,7 @@ def test_codes_are_in_the_file_and_no_float_kernels(tmp_path):
         header = json.loads(group["stored"][()].tobytes())
         assert header["version"] == 1
         assert sorted(group) == ["bias", "kernel", "kernel.scale", "stored"]
-        codes = numpy(model.layers[0]._kernel)
+        codes = numpy(model.layers[0]._kernel.codes)
         np.testing.assert_array_equal(group["kernel"][()], codes)
 
 

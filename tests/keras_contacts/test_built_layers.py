@@ -240,3 +240,24 @@ def test_a_sequential_model_keeps_parameters_of_its_shorter_forms(tmp_path):
     built_layers.track_again([*reversed(model.layers), model])
     held = [p for each in kept for p in each.parameters()]
     assert not any(p is kernel.value for p in held)
+
+
+def test_keras_sets_weights_until_one_does_not_fit():
+    stock = keras.layers.Dense(1)
+    stock.build((None, 1))
+    wrong = [np.ones((1, 1)), np.ones((2,))]
+    with pytest.raises(ValueError):
+        stock.set_weights(wrong)
+    assert float(stock.kernel[0][0]) == 1  # Why it is needed.
+
+
+def test_a_layer_is_told_when_it_is_built():
+    assert members_about(keras.layers.Layer, "when_", "post_", "after_") == []
+
+    class Told(built_layers.ToldWhenBuilt, keras.layers.Dense):
+        def when_built(self):
+            self.told = [v.name for v in self.weights]
+
+    layer = Told(1)
+    layer.build((None, 1))
+    assert layer.told == ["kernel", "bias"]

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import calls, variable_values
 from public_api import lists_with, members_about
 
 BACKEND = keras.backend.backend()
@@ -161,3 +161,25 @@ def test_a_variable_keeps_its_tensor_whatever_its_module_has():
     variable_values.read_from(kernel, holder, path)
     assert kernel.value is part
     assert isinstance(kernel, keras.Variable)
+
+
+def test_a_variable_makes_a_tensor_and_has_no_numbers_but_its_own():
+    """Why `ComputedVariable` has what Keras keeps in attributes."""
+    assert members_about(keras.Variable, "compute", "view") == []
+
+    class Twice(variable_values.ComputedVariable, keras.Variable):
+        @property
+        def value(self):
+            return keras.ops.cast(self.held.value * 2, self.dtype)
+
+    held = keras.Variable([1, 2], dtype="uint8", name="a", trainable=False)
+    twice = Twice(held, "float32")
+    assert (twice.name, twice.path) == (held.name, held.path)
+    assert tuple(twice.shape) == (2,) and twice.ndim == 1
+    assert twice.dtype == "float32" and not twice.trainable
+    assert "dtype=float32" in repr(twice)
+    numbers = keras.ops.convert_to_numpy(keras.ops.add(twice, 1.0))
+    np.testing.assert_array_equal(numbers, [3, 5])
+    with calls.autocast_scope("bfloat16"):
+        assert twice.dtype == "bfloat16" and held.dtype == "uint8"
+    assert vars(twice).keys() == {"held", "_dtype", "_autocast"}
