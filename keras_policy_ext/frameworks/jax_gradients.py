@@ -70,6 +70,8 @@ def _forward(
     state: State,
 ) -> tuple[Tensor, _Saved]:
     outputs, residuals = operation.forward(inputs, kernel, state, observe)
+    if not observe:
+        residuals = operation.observed(residuals, inputs, kernel)
     outputs = _simplified_apart(outputs)
     return outputs, _Saved(residuals.leaves(), residuals.shapes)
 

@@ -251,7 +251,7 @@ class TensorFlowFramework(Framework):
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
                 leaves = kept
-                if operation.training is None:
+                if operation.training is not True:
                     seen = operation.residuals(kept, sizes)
                     seen = operation.observed(seen, inputs, kernel)
                     leaves = seen.leaves(narrow=False)

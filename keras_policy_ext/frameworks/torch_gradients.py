@@ -38,9 +38,13 @@ def links_of(inputs: Tensor, kernel: Tensor) -> Links:
 def _link_of(x: Tensor) -> Tensor | None:
     if not x.requires_grad:
         return None
-    if type(x) is torch.nn.Parameter:
+    if _is_parameter(x):
         return x
     return _Link.apply(x) if type(x) is torch.Tensor else None
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return type(x) is torch.nn.Parameter
 
 
 class _Link(ReverseMode):
@@ -73,6 +77,8 @@ class Differentiable(ReverseMode):
         outputs, residuals = operation.forward(
             inputs, kernel, state, observe, bias
         )
+        if not observe and kernel.requires_grad and not _is_parameter(kernel):
+            residuals = operation.observed(residuals, inputs, kernel)
         ctx.operation, ctx.shapes = operation, residuals.shapes
         ctx.links = links
         ctx.bias_shape = None if bias is None else bias.shape
@@ -86,6 +92,8 @@ class Differentiable(ReverseMode):
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
+        if ctx.operation.training is False and ctx.uses_state:
+            saved = _with_amax(how, ctx.links[1], saved)
         # Under create_graph=True, or for a batch of gradients.
         if torch.is_grad_enabled() or are_transforms_active():
             gradients = linked(how, outputs_grad, ctx.links, saved)
@@ -95,6 +103,27 @@ class Differentiable(ReverseMode):
         if ctx.needs_input_grad[2]:
             bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
         return None, None, bias_grad, *gradients
+
+
+def _with_amax(
+    how: Any, kernel: Tensor | None, saved: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """What was saved, with the amax of the kernel where that is a parameter.
+
+    Found here and not in the forward pass, of which no gradient may be taken.
+
+    Args:
+        how: See `_gradients`.
+        kernel: The link of the kernel.
+        saved: See `_gradients`.
+    """
+    if kernel is None or not _is_parameter(kernel):
+        return saved
+    operation, shapes, *_ = how
+    residuals = operation.residuals(saved[1:], shapes)
+    with torch.no_grad():
+        residuals = operation.observed(residuals, kernel, kernel)
+    return *saved[:1], *residuals.leaves(narrow=False)
 
 
 def _gradients(

@@ -53,7 +53,7 @@ def _written(operation: Any) -> str:
     return _name_of(type(operation), type(first), fields, *rest)
 
 
-_KEPT_AS = 2
+_KEPT_AS = 3
 """One more when residuals get other shapes or dtypes.
 
 Inductor finds what it has compiled, in any process, by the names and shapes
@@ -93,6 +93,8 @@ def _forward(
         outputs, residuals = operation.forward(
             inputs, kernel, _listed(state), observe
         )
+        if keep and not observe:
+            residuals = operation.observed(residuals, inputs, kernel)
     found = [inputs, kernel, *_listed(state)]
     before = len(found)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
@@ -111,10 +113,7 @@ def _(
     )
     if not keep:
         return [torch.empty_like(outputs)]
-    leaves = residuals.leaves()
-    if state is not None and operation.training is False:
-        leaves = leaves[:-2]
-    return [torch.empty_like(tensor) for tensor in (outputs, *leaves)]
+    return [torch.empty_like(x) for x in (outputs, *residuals.leaves())]
 
 
 @torch.library.custom_op("keras_policy_ext::backward", mutates_args=())

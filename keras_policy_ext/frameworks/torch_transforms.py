@@ -52,6 +52,8 @@ class _Run(ByExample):
             outputs, residuals = operation.forward(
                 inputs, kernel, state, observe
             )
+            if not observe:
+                residuals = operation.observed(residuals, inputs, kernel)
         found = [inputs, kernel, *state]
         before = len(found)
         for tensor in (outputs, *residuals.leaves()):

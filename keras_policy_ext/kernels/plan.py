@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from keras_policy_ext import frameworks
@@ -28,6 +29,7 @@ from keras_policy_ext.numerics.scale_protocol import Amax, Known
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import (
     MATMULS,
+    OPERANDS,
     Quantization,
     Recipe,
     matmuls_of,
@@ -47,8 +49,8 @@ class Plan:
         inputs_dtype: Dtype of the inputs, of their gradient and of the
             outputs: the compute dtype.
         kernel_dtype: Dtype of the kernel and of its gradient.
-        training: True observes; False does not; None observes where a
-            gradient is taken.
+        training: True observes; False observes no more than a kernel that
+            has outgrown its amaxes; None observes where a gradient is taken.
         slot: Which use of the kernel in this step this is.
         prefer: `"auto"`, `"native"` or `"emulated"`; None where that is not
             known before it runs.
@@ -89,6 +91,11 @@ class Plan:
         """
         half = self.inputs_dtype == "float16"
         return self.kernel_dtype if half else self.inputs_dtype
+
+    @property
+    def _observes_all(self) -> bool:
+        """Whether all operands are observed; otherwise the kernel alone."""
+        return self.training is not False
 
     @functools.cached_property
     def source(self) -> Any:
@@ -180,13 +187,15 @@ class Plan:
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Residuals of a forward pass that did not observe, observed."""
-        if not self.source.observes_amaxes:
+        """Residuals of a forward pass that did not observe, observed.
+
+        Without training the amax of the kernel stands for that of the inputs.
+        """
+        if not self.source.observes_amaxes or residuals.known is None:
             return residuals
-        x, w = (
-            Amax(self._operand(name, value), wanted=True).known
-            for name, value in (("inputs", inputs), ("kernel", kernel))
-        )
+        x = w = amax_of("kernel")(self._operand("kernel", kernel))
+        if self._observes_all:
+            x = amax_of("inputs")(self._operand("inputs", inputs))
         return dataclasses.replace(residuals, amaxes=(x, w))
 
     def backward(
@@ -209,10 +218,11 @@ class Plan:
         """
         amaxes, shapes = residuals.amaxes, residuals.shapes
         known, observe = settled(residuals.known, state), amaxes is not None
-        counts = self.training is not False and not self.source.observes_amaxes
+        counts = self._observes_all and not self.source.observes_amaxes
         chosen = self.choices.of_all(matmuls_of("outputs_grad"))
+        wanted = observe and self._observes_all
         g, g_again, g_amax = self._reads(
-            "outputs_grad", outputs_grad, known, observe, chosen
+            "outputs_grad", outputs_grad, known, wanted, chosen
         )
         inputs_grad = kernel_grad = None
         if needed[0]:
@@ -227,6 +237,9 @@ class Plan:
             return inputs_grad, kernel_grad, ()
         if not observe and not counts:
             return inputs_grad, kernel_grad, (ops.zeros_like(state[0]),)
+        if amaxes and not self._observes_all:
+            found = self._of_kernel(amaxes[1], residuals.known, *state)
+            return inputs_grad, kernel_grad, (found,)
         numbers = self.source.observed(known, [*(amaxes or ()), g_amax])
         observed = self._observation(numbers, *state)
         return inputs_grad, kernel_grad, (observed,)
@@ -253,6 +266,16 @@ class Plan:
         # A kernel may have found an amax for each part of an operand.
         numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
         return self.source.observation(numbers, self.slot)
+
+    def _of_kernel(self, amax: Tensor, known: Any, state: Tensor) -> Tensor:
+        """The gradient of the state if the kernel alone may be observed."""
+        outgrown = self.source.outgrown(amax, known)
+        if frameworks.current().known_any(outgrown) is False:
+            return ops.zeros_like(state)
+        observation = self._observation([amax] * len(OPERANDS), state)
+        is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
+        entered = ops.logical_and(is_kernel, outgrown)
+        return ops.where(entered, observation, 0.0)
 
     def _product(
         self,

@@ -180,6 +180,17 @@ class StateSource(ScaleSource, Protocol):
             Float32 (rows, width).
         """
 
+    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+        """Whether a kernel is larger than the scale that it has allows.
+
+        Args:
+            amax: Float32 scalar, that of the kernel.
+            known: What the state said.
+
+        Returns:
+            Bool scalar; False for an amax that is not finite.
+        """
+
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """What the state becomes when `value` is assigned to it.
 

@@ -147,6 +147,17 @@ class DelayedSource:
         """See `StateSource.observation`; in the order of `OPERANDS`."""
         return self.layout.observation(ops.stack(amaxes), slot)
 
+    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+        """See `StateSource.outgrown`.
+
+        A kernel that was never observed is scaled by its own amax already,
+        unless the recipe starts from a fixed scale.
+        """
+        index = OPERANDS.index("kernel")
+        before = known.scales[index]
+        own = self._scale(amax, self.limits[index], 0.0)
+        return ops.logical_and(before > 0.0, own > before)
+
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """See `StateSource.settle`."""
         used = self.history_scales(previous).scales
