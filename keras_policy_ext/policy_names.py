@@ -51,6 +51,16 @@ def is_full_name(name: str) -> bool:
     )
 
 
+def is_ours(name: str) -> bool:
+    """Whether a string is a float8 policy name, and none of Keras's own.
+
+    `"float8_from_<source>"` is a name in both.
+    """
+    if re.fullmatch(r"float8_from_\w+", name):
+        return False
+    return name == MODE or is_full_name(name)
+
+
 def parse(name: str) -> PolicyName:
     """Split a full name into its parts.
 

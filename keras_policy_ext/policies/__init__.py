@@ -21,6 +21,7 @@ import keras
 from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
+from keras_policy_ext.policies._in_keras import names_in_keras
 from keras_policy_ext.policies._plain import FLOATS, actual_dtype
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
@@ -36,6 +37,7 @@ __all__ = [
     "deserialize",
     "dtype_policy",
     "get",
+    "names_in_keras",
     "policy_scope",
     "serialize",
     "set_dtype_policy",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keras
 
-from keras_policy_ext._keras import walking
+from keras_policy_ext._keras import stock_float8, walking
 from keras_policy_ext.policies import _plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
@@ -54,8 +54,14 @@ def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """What the policy of a layer says for a stock layer of its path."""
+    """What the policy of a layer says for a stock layer of its path.
+
+    That is Keras's own float8 policy for a layer with the scales of that.
+    """
     policy = of_path(layer.dtype_policy, layer.path)
+    is_float8 = as_float8(policy) is not policy
+    if is_float8 and not stock_float8.stock_float8(layer):
+        return source_policy_of(layer)
     return source_policy_of(layer) if isinstance(policy, SourceMap) else policy
 
 

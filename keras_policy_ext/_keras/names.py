@@ -1,0 +1,68 @@
+"""Names of float8 policies where Keras reads a policy from a name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_policy_ext._keras.around import put_around
+
+try:
+    from keras.src.dtype_policies import dtype_policy as _dtype_policy
+except ImportError:  # Keras has moved it: see `read_names`.
+    _dtype_policy = None
+
+
+def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
+    """Have a function asked wherever Keras turns a name into a policy.
+
+    That is `keras.dtype_policies.get`, `keras.config.set_dtype_policy`, maps,
+    and `dtype=` of layers. All go to the class `DTypePolicy`, or, for a name
+    that begins with a mode of quantization, to one function of its module
+    (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.15), which are put
+    into others here. Where that is gone, Keras refuses these names. Expires
+    with a public way to register a policy by its name.
+
+    Args:
+        read: The policy of a name; None to leave the name to Keras. It may
+            raise a ValueError.
+    """
+
+    def by_name(stock: Any, name: Any) -> keras.DTypePolicy:
+        policy = read(name) if isinstance(name, str) else None
+        return stock(name) if policy is None else policy
+
+    def made(stock: Any, self: Any, name: Any = None) -> None:
+        policy = None
+        if isinstance(name, str) and type(self) in _PLAIN:
+            policy = read(name)
+        if policy is None:
+            stock(self, name)
+            return
+        # `__new__` is over: the object becomes the policy that was meant.
+        self.__class__ = type(policy)
+        vars(self).update(vars(policy))
+
+    put_around(_dtype_policy, "_get_quantized_dtype_policy_by_str", by_name)
+    put_around(keras.DTypePolicy, "__init__", made)
+
+
+_PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
+
+
+def call_without_float8(wanted: Callable[[], bool]) -> None:
+    """Let layers that have no float8 compute under Keras's float8 policy.
+
+    In the dtypes of its source. Keras goes to their `_float8_call`, which
+    raises (keras 3.4 to 3.15). Where that is gone, so does Keras. Expires when
+    Keras calls such layers as they are.
+
+    Args:
+        wanted: Whether it is to be so now.
+    """
+
+    def float8_call(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self.call if wanted() else stock.__get__(self)
+        return call(*args, **kwargs)
+
+    put_around(keras.layers.Layer, "_float8_call", float8_call)

@@ -1,0 +1,45 @@
+"""The names of float8 policies in Keras itself."""
+
+import keras
+
+from keras_policy_ext import policy_names
+from keras_policy_ext._keras import names
+from keras_policy_ext.policies.float8 import get
+
+_are_read = True
+
+
+def names_in_keras(read: bool) -> None:
+    """Say whether Keras reads the names of float8 policies.
+
+    It does once this package is imported, for all threads:
+    `keras.layers.Dense(8, dtype="mixed_float8")` and
+    `keras.config.set_dtype_policy("float8/current_from_float32")` are as with
+    the policy object. `"float8_from_<source>"` goes on to mean Keras's own
+    float8 there. Layers without float8 of their own then compute under Keras's
+    own float8 policy, too, as its source says.
+
+    Args:
+        read: False for Keras as it is without this package; True for the
+            names again.
+    """
+    global _are_read
+    _are_read = bool(read)
+
+
+def _read(name: str) -> keras.DTypePolicy | None:
+    """The policy of a name that Keras does not know; None for others."""
+    if not policy_names.is_ours(name):
+        return None
+    if _are_read:
+        return get(name)
+    raise ValueError(
+        f"{name!r} is no policy of Keras, but a name of keras_policy_ext, "
+        "whose names are switched off. Allowed: a policy of Keras, or the "
+        f"policy object: dtype=keras_policy_ext.get({name!r}). To have names "
+        "read, call keras_policy_ext.policies.names_in_keras(True)."
+    )
+
+
+names.read_names(_read)
+names.call_without_float8(lambda: _are_read)

@@ -1,0 +1,34 @@
+"""Why `_keras/names.py` is needed. See `_keras/__init__.py`."""
+
+import keras
+import pytest
+
+import keras_policy_ext as kpe
+from public_api import functions_about
+
+
+def stock(function):
+    """What a function was before another one was put around it."""
+    return function.__wrapped__
+
+
+def test_keras_refuses_names_of_other_policies():
+    with pytest.raises(ValueError, match="Cannot convert 'mixed_float8'"):
+        stock(keras.DTypePolicy.__init__)(keras.DTypePolicy(), "mixed_float8")
+    kpe.policies.names_in_keras(False)
+    try:
+        for name in ("mixed_float8", "float8/16_from_float32", "float8"):
+            with pytest.raises(ValueError, match="switched off"):
+                keras.dtype_policies.get(name)
+    finally:
+        kpe.policies.names_in_keras(True)
+
+
+def test_keras_has_no_public_registry_of_policy_names():
+    assert functions_about("register_dtype", "register_policy") == []
+
+
+def test_keras_calls_no_layer_without_float8_under_its_own_float8_policy():
+    layer = keras.layers.LayerNormalization(dtype="float8_from_float32")
+    with pytest.raises(NotImplementedError, match="_float8_call"):
+        stock(keras.layers.Layer._float8_call)(layer, 1.0)
