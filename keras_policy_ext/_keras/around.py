@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 _MARK = "_keras_policy_ext"
-"""An attribute of the functions that this package has put around others."""
+"""An attribute of the functions that this package has put around others: the
+names of those that were given for it."""
 
 
 def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     """Have a function called in the place of another one.
 
-    Once for each function, however often it is asked for. Where there is none
-    of this name, nothing happens.
+    Once for each pair of functions, however often it is asked for. Where there
+    is none of this name, nothing happens.
 
     Args:
         owner: The class or module that has the other one.
@@ -23,13 +24,15 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
         Whether there is one of this name.
     """
     stock = getattr(owner, name, None)
-    if stock is None or _MARK in vars(stock):
+    given = f"{function.__module__}.{function.__qualname__}"
+    before = getattr(stock, _MARK, ())
+    if stock is None or given in before:
         return stock is not None
 
     @functools.wraps(stock)
     def around(*args: Any, **kwargs: Any) -> Any:
         return function(stock, *args, **kwargs)
 
-    vars(around)[_MARK] = True
+    vars(around)[_MARK] = (*before, given)
     setattr(owner, name, around)
     return True

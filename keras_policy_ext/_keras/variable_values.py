@@ -76,10 +76,22 @@ def has_value(variable: keras.Variable) -> bool:
     value = getattr(variable, "_value", variable)
     if value is not None and not _is_deleted(value):
         return True
-    scope = _global_state and _global_state.get_global_attribute(
+    scope = _stateless_scope()
+    return bool(scope) and scope.get_current_value(variable) is not None
+
+
+def is_stateless() -> bool:
+    """Whether what is assigned here does not reach the variables.
+
+    From the same place as `has_value` looks at; where that is gone, False.
+    """
+    return bool(_stateless_scope())
+
+
+def _stateless_scope() -> Any:
+    return _global_state and _global_state.get_global_attribute(
         "stateless_scope"
     )
-    return bool(scope) and scope.get_current_value(variable) is not None
 
 
 def let_wait_no_longer(variable: keras.Variable) -> None:

@@ -34,6 +34,12 @@ class Framework:
 
     name = "keras.ops"
 
+    keeps_values_apart = False
+    """Whether compiled steps are functions of the values of variables."""
+
+    keeps_variables_in_graphs = False
+    """Whether compiled steps read variables themselves, out of our sight."""
+
     def device_name(self) -> str:
         """What it computes on: `"cpu"`, or a name such as `"NVIDIA H200"`."""
         return "cpu"
@@ -376,7 +382,17 @@ class Framework:
             value: An observation, a settled state, or zeros.
             previous: The settled state before.
         """
-        return settle(self.combine_replicas(value), previous)
+        return self.settle_here(settle, self.combine_replicas(value), previous)
+
+    def settle_here(
+        self, settle: Settle, value: Tensor, previous: Tensor
+    ) -> Tensor:
+        """`settle` of what needs not be combined over replicas."""
+        return settle(value, previous)
+
+    def version(self, x: Tensor) -> int | None:
+        """How often a tensor was changed in place; None if nobody counts."""
+        return None
 
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
         """What a state variable becomes when `value` is assigned to it."""

@@ -25,6 +25,7 @@ class JaxFramework(Framework):
     """JAX."""
 
     name = "jax"
+    keeps_values_apart = True
 
     def device_name(self) -> str:
         """See `Framework.device_name`."""
@@ -115,8 +116,10 @@ class JaxFramework(Framework):
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
 
-    def settle(self, settle: Any, value: Tensor, previous: Tensor) -> Tensor:
-        """See `Framework.settle`; traced once for all states of a shape."""
+    def settle_here(
+        self, settle: Any, value: Tensor, previous: Tensor
+    ) -> Tensor:
+        """See `Framework.settle_here`; traced once for all states of a shape."""
         return _settled(settle, value, previous)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class TensorFlowFramework(Framework):
     """TensorFlow."""
 
     name = "tensorflow"
+    keeps_variables_in_graphs = True
 
     def device_name(self) -> str:
         """See `Framework.device_name`."""
@@ -184,9 +185,11 @@ class TensorFlowFramework(Framework):
 
         context.merge_call(all_replicas, args=(flag, *arguments))
 
-    def settle(self, settle: Any, value: Tensor, previous: Tensor) -> Tensor:
-        """See `Framework.settle`; one graph for all states of a shape."""
-        value = self.combine_replicas(value)
+    def settle_here(
+        self, settle: Any, value: Tensor, previous: Tensor
+    ) -> Tensor:
+        """See `Framework.settle_here`; one graph for all of a shape."""
+        value = tf.convert_to_tensor(value)
         # Read here: the graph would keep the variable of the first replica.
         previous = tf.convert_to_tensor(previous)
         shapes = (tuple(value.shape), tuple(previous.shape))

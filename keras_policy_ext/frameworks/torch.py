@@ -121,10 +121,17 @@ class TorchFramework(Framework):
         return torch_observations.seen_lately(state)
 
     @torch.compiler.disable
-    def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-        """See `Framework.settle`; not compiled either."""
+    def settle_here(
+        self, settle: Settle, value: Tensor, previous: Tensor
+    ) -> Tensor:
+        """See `Framework.settle_here`; not compiled either."""
         with torch.no_grad():
-            return super().settle(settle, value, previous)
+            return super().settle_here(settle, value, previous)
+
+    def version(self, x: Tensor) -> int | None:
+        """See `Framework.version`."""
+        counts = is_real(x) and not x.is_inference()
+        return x._version if counts else None
 
     @torch.compiler.disable
     def assigned(self, variable: Any, value: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from keras_policy_ext._keras import assignments
 from keras_policy_ext.frameworks.operations import UNIT
 
 Tensor = Any
@@ -378,7 +379,7 @@ def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
 def _enter_states_of(optimizer: Any) -> None:
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
-    with torch.no_grad():
+    with torch.no_grad(), assignments.step():
         enter(
             state
             for state in _all_states()

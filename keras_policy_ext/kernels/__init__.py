@@ -35,9 +35,10 @@ from keras_policy_ext.kernels.frozen import (
 )
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
+from keras_policy_ext.numerics.observations import of_kernel_alone
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import state_source_of
-from keras_policy_ext.recipes import CurrentScaling, Recipe
+from keras_policy_ext.recipes import OPERANDS, CurrentScaling, Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "Plan",
     "Quantized",
     "Request",
+    "catching_up",
     "compute_dtype",
     "dequantized",
     "engine",
@@ -142,6 +144,33 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
         return states.settle(source, value, previous)
 
     return settle
+
+
+@functools.cache
+def catching_up(
+    recipe: Recipe, beyond: float = 1.0
+) -> Callable[[Any, Any], Any]:
+    """What makes a state large enough for a kernel.
+
+    Args:
+        recipe: One that observes amaxes.
+        beyond: How many times as large as its scale allows a kernel may be.
+
+    Returns:
+        A function of the amax of the kernel and of its state, (rows, width).
+        It returns the state, with that amax where it is larger than the scale
+        allows. The same object for equal recipes.
+    """
+    source = state_source_of(recipe)
+
+    def caught_up(amax: Any, state: Any) -> Any:
+        known = source.history_scales(state)
+        outgrown = source.outgrown(amax / beyond, known)
+        observation = source.observation([amax] * len(OPERANDS), 0)
+        observation = of_kernel_alone(observation, outgrown)
+        return source.settle(observation, state)
+
+    return caught_up
 
 
 def select(

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from keras import ops
 
 from keras_policy_ext import frameworks
@@ -23,7 +22,7 @@ from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals, settled
 from keras_policy_ext.kernels.second_derivatives import gradients
 from keras_policy_ext.numerics import quantized
-from keras_policy_ext.numerics.observations import SLOTS
+from keras_policy_ext.numerics.observations import SLOTS, of_kernel_alone
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import Amax, Known
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -273,9 +272,7 @@ class Plan:
         if frameworks.current().known_any(outgrown) is False:
             return ops.zeros_like(state)
         observation = self._observation([amax] * len(OPERANDS), state)
-        is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
-        entered = ops.logical_and(is_kernel, outgrown)
-        return ops.where(entered, observation, 0.0)
+        return of_kernel_alone(observation, outgrown)
 
     def _product(
         self,

@@ -353,8 +353,8 @@ class Float8Mixin(
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
-        state, slot = self._state_of(kernel, training)
         value = variable_values.value_without_autocast(kernel)
+        state, slot = self._state_of(kernel, value, training)
         plan = kernels.make_plan(
             contraction,
             policy.recipe,
@@ -392,16 +392,21 @@ class Float8Mixin(
         return False
 
     def _state_of(
-        self, kernel: Any, training: bool | None
+        self, kernel: Any, value: Tensor, training: bool | None
     ) -> tuple[tuple[Tensor, ...], int]:
         if not self._has_state:
             return (), 0
         variable = self.float8_state.of(kernel)
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
+        framework = frameworks.current()
+        if not framework.is_compiling():
+            variable.look_at(value)
         matrix = variable.matrix()
         variable.warn_if_moved()
-        observes = frameworks.current().may_take_gradients()
+        if variable.left_out and framework.keeps_values_apart:
+            matrix = variable.kept_up(value, matrix)
+        observes = framework.may_take_gradients()
         observes = observes and training is not False
         return (matrix,), variable.next_slot() if observes else 0
 

@@ -223,7 +223,7 @@ class Float8State(keras.layers.Layer):
     ) -> None:
         pairs = zip(self.matrices, matrices, strict=True)
         for number, (variable, matrix) in enumerate(pairs):
-            variable.assign(matrix)
+            variable.enter(matrix)
             earlier = entries.get(earlier_key(number))
             # A state of another history length has another shape.
             if earlier is not None and earlier.shape == matrix.shape:

@@ -10,8 +10,9 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _user_code, frameworks, kernels
-from keras_policy_ext._keras import averages, variable_values
+from keras_policy_ext._keras import assignments, averages, variable_values
 from keras_policy_ext.frameworks.operations import UNIT
+from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SEALED,
@@ -61,7 +62,10 @@ def on_every_device(rank: int) -> dict[str, Any]:
 
 
 class StateVariable(
-    averages.NotAveraged, variable_values.TellsItsValue, keras.Variable
+    averages.NotAveraged,
+    assignments.Companion,
+    variable_values.TellsItsValue,
+    keras.Variable,
 ):
     """A variable that Keras overwrites with its "gradient".
 
@@ -80,6 +84,9 @@ class StateVariable(
     observed: Any = None
     _looked_at: Any = None
     _said = False
+    _ahead = 0
+    _assigned = False
+    _version: int | None = None
 
     def __init__(self, recipe: Recipe, kernel: keras.Variable, name: str):
         self.recipe = recipe
@@ -94,6 +101,7 @@ class StateVariable(
             name=name,
             **on_every_device(2),
         )
+        self._watch()
 
     def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
@@ -109,6 +117,15 @@ class StateVariable(
             ValueError: If `value` has another shape, or is a NumPy array, as
                 in `set_weights`, that is no observation and no state.
         """
+        assigned = self.enter(value)
+        if _is_settled(value):
+            # As in `set_weights`, perhaps with the state of another kernel. A
+            # step of training grows a kernel by less.
+            self.catch_up(beyond=2.0)
+        return assigned
+
+    def enter(self, value: Any) -> Any:
+        """`assign`, of a state that is known to be that of this kernel."""
         if self.is_stand_in(value):
             # Nothing was observed. On PyTorch observations wait for the step
             # of the optimizer, and between two batches of one step there is
@@ -117,6 +134,7 @@ class StateVariable(
         self._check_shape(value)
         self.check(value)
         settled = _is_settled(value)
+        self._count_assignment(settled)
         if settled:
             value = _sealed(value)
             if self.observed is not None:
@@ -130,6 +148,97 @@ class StateVariable(
         if readable or settled:
             self.warn_if_moved()
         return assigned
+
+    if keras.backend.backend() == "jax":
+
+        @property
+        def value(self) -> Any:
+            """The state, of the kernel as it is.
+
+            A compiled step gets values that are read here, and does not see
+            the variables.
+            """
+            if self._ahead > 0 and not variable_values.is_stateless():
+                self.catch_up()
+            return super().value
+
+    def _watch(self) -> None:
+        assignments.watch(self.kernel, self)
+        self._watched = id(self.kernel)
+
+    def _count_assignment(self, settled: bool) -> None:
+        self._assigned = True
+        if settled:
+            self._version = None  # it is of the kernel as it is
+            self._ahead, self._assigned = 0, False
+            if variable_values.has_value(self.kernel):
+                kernel = variable_values.value_without_autocast(self.kernel)
+                self._version = frameworks.current().version(kernel)
+        elif not assignments.is_in_a_step():
+            self._ahead = max(self._ahead - 1, -1)
+
+    def assigned_beside(self) -> None:
+        """See `Companion.assigned_beside`.
+
+        A loop may assign kernels and states in any order: the kernel is ahead
+        where it was assigned more often.
+        """
+        self._ahead += 1
+        if self._ahead > 0 and frameworks.current().keeps_variables_in_graphs:
+            self.catch_up()
+
+    def stepped_beside(self) -> None:
+        """See `Companion.stepped_beside`."""
+        if not variable_values.is_stateless():
+            self.catch_up()
+
+    def look_at(self, kernel: Any) -> None:
+        """Catch up with a kernel that was changed, and nothing assigned here.
+
+        Args:
+            kernel: The tensor in it, before it is multiplied.
+        """
+        if self._watched != id(self.kernel):  # this is a copy of another
+            self._watch()
+        framework = frameworks.current()
+        if framework.keeps_values_apart:
+            return  # see `value`
+        version = framework.version(kernel)
+        is_new = version != self._version
+        seen = self._version is not None
+        if self._ahead > 0 or (is_new and seen and not self._assigned):
+            self.catch_up()
+        if is_new:
+            self._version, self._assigned = version, False
+        self._ahead = 0
+
+    def catch_up(self, beyond: float = 1.0) -> None:
+        """Enter the amax of the kernel if it is larger than the scale allows.
+
+        What is pending of a step stays so.
+
+        Args:
+            beyond: Only if it is more than this many times as large.
+        """
+        self._ahead = 0
+        if all(map(variable_values.has_value, (self, self.kernel))):
+            kernel = variable_values.value_without_autocast(self.kernel)
+            matrix = variable_values.value_without_autocast(self)
+            super().assign(self.kept_up(kernel, matrix, beyond))
+
+    def kept_up(self, kernel: Any, matrix: Any, beyond: float = 1.0) -> Any:
+        """A state as `catch_up` makes it.
+
+        Args:
+            kernel: The tensor in the kernel.
+            matrix: What this variable holds.
+            beyond: As for `catch_up`.
+        """
+        if not self.observes_amaxes:
+            return matrix
+        settle = kernels.catching_up(self.recipe, beyond)
+        amax = scaling.amax(kernel)
+        return frameworks.current().settle_here(settle, amax, matrix)
 
     @property
     def settling(self) -> Any:
@@ -202,7 +311,7 @@ class StateVariable(
         else:
             matrix[row] = 0.0
             matrix[row, :2] = UNIT, UNIT * amax
-        self.assign(matrix)
+        self.enter(matrix)
 
     @property
     def rows_layout(self) -> Layout:

@@ -235,6 +235,17 @@ class Layout:
         return ops.where(constant, mean, largest) / UNIT
 
 
+def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
+    """The row of the kernel in an observation, where a flag holds; else zeros.
+
+    Args:
+        observation: (rows, width), those of `OPERANDS`.
+        flag: Bool scalar.
+    """
+    is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
+    return ops.where(ops.logical_and(is_kernel, flag), observation, 0.0)
+
+
 class Counting(Layout):
     """A row whose history is one number, that of the step.
 

@@ -1,0 +1,127 @@
+"""Who assigns to variables: optimizers of Keras, or others."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from keras_policy_ext._keras.around import put_around
+
+Tensor = Any
+
+
+class Companion:
+    """What is kept beside a variable, and has to know when that changes.
+
+    There is no public hook (keras 3.0 to 3.15). Expires with one.
+    """
+
+    left_out = False
+    """Whether an optimizer was built for the variable, and none for this."""
+
+    _optimizers: Any = None
+
+    def handed_to(self, optimizer: Any) -> None:
+        """Called when an optimizer is built for this."""
+        self._optimizers = self._optimizers or weakref.WeakSet()
+        self._optimizers.add(optimizer)
+        self.left_out = False
+
+    def assigned_beside(self) -> None:
+        """Called after each assignment that is no step of an optimizer."""
+
+    def stepped_beside(self) -> None:
+        """Called after a step of an optimizer that was not handed this."""
+
+
+_COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
+    weakref.WeakValueDictionary()
+)
+"""By the id of the variable, which its companion keeps alive."""
+
+_thread = threading.local()
+
+
+def watch(variable: keras.Variable, companion: Companion) -> None:
+    """Tell a companion from now on when this variable is assigned.
+
+    Args:
+        variable: A variable that the companion holds.
+        companion: Told of it, as long as it lives.
+    """
+    _COMPANIONS[id(variable)] = companion
+
+
+def is_in_a_step() -> bool:
+    """Whether an optimizer of Keras takes a step on this thread."""
+    return getattr(_thread, "steps", 0) > 0
+
+
+@contextlib.contextmanager
+def step() -> Iterator[None]:
+    """A block in which assignments are those of an optimizer."""
+    _thread.steps = getattr(_thread, "steps", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.steps -= 1
+
+
+def tell_companions() -> None:
+    """Have assignments to variables, and steps of optimizers, be told.
+
+    Public methods are put into others: `Variable.assign`, `Optimizer.build`
+    and `Optimizer.apply`. The variables that an optimizer was built with are
+    in `_trainable_variables` (keras 3.0 to 3.15); where these are gone,
+    `apply` has to be given them.
+    """
+    put_around(keras.Variable, "assign", _assign)
+    put_around(keras.optimizers.Optimizer, "build", _build)
+    put_around(keras.optimizers.Optimizer, "apply", _apply)
+
+
+def _assign(stock: Callable[..., Any], variable: Any, value: Any) -> Any:
+    assigned = stock(variable, value)
+    companion = _COMPANIONS.get(id(variable))
+    if companion is not None and not is_in_a_step():
+        companion.assigned_beside()
+    return assigned
+
+
+def _build(
+    stock: Callable[..., Any], optimizer: Any, variables: Sequence[Any]
+) -> Any:
+    built = stock(optimizer, variables)
+    for variable in variables:
+        if isinstance(variable, Companion):
+            variable.handed_to(optimizer)
+    for companion in _companions_of(variables):
+        companion.left_out = not companion._optimizers
+    return built
+
+
+def _apply(
+    stock: Callable[..., Any],
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+) -> Any:
+    variables = trainable_variables
+    if variables is None:
+        variables = getattr(optimizer, "_trainable_variables", ())
+    else:
+        trainable_variables = variables = list(variables)
+    with step():
+        applied = stock(optimizer, grads, trainable_variables)
+        for companion in _companions_of(variables):
+            if companion.left_out:
+                companion.stepped_beside()
+    return applied
+
+
+def _companions_of(variables: Sequence[Any]) -> list[Any]:
+    found = (_COMPANIONS.get(id(variable)) for variable in variables)
+    return [companion for companion in found if companion is not None]
