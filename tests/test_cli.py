@@ -79,7 +79,7 @@ def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
         ([], "required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
-        (["doctor", "--device", "h300"], "(choose from 'h200', 'b200', "),
+        (["doctor", "--device", "h300"], "Did you mean h800 or h200 or h100?"),
         (["demo", "--steps", "0"], "an integer of 1 or more"),
         (["demo", "--steps", "ten"], "an integer of 1 or more"),
         (["demo", "--seed", "-1"], "an integer of 0 or more"),
@@ -235,8 +235,47 @@ def test_a_package_without_a_backend_says_what_to_set():
     )
     assert process.returncode == 1
     last = process.stderr.splitlines()[-1]
-    assert "Set the environment variable KERAS_BACKEND" in last
     assert "abacus" in last
+    installed = ", ".join(keras_policy_ext_cli.installed_backends())
+    assert f"Installed frameworks: {installed}. Set KERAS_BACKEND" in last
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (["jax"], "jax. Set KERAS_BACKEND to one of them"),
+        (["jax", "torch"], "jax, torch. Set KERAS_BACKEND to one of them"),
+        (["torch"], "`export KERAS_BACKEND=torch`"),
+        ([], "none. Install one of them: pip install"),
+    ],
+)
+@pytest.mark.any_backend
+def test_where_keras_has_no_backend_it_is_told_what_is_installed(
+    installed, words, monkeypatch
+):
+    monkeypatch.setattr(
+        keras_policy_ext_cli.importlib.util,
+        "find_spec",
+        lambda name: name if name in installed else None,
+    )
+    cause = ModuleNotFoundError("No module named 'tensorflow'")
+    told = keras_policy_ext_cli.without_backend(cause)
+    assert told.startswith(f"Keras cannot be imported: {cause}.")
+    assert f"Installed frameworks: {words}" in told or words in told
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("width", [40, 80, 133])
+def test_in_a_terminal_long_errors_break_at_blanks(width, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    line = error_of(capsys, "doctor", "--device", "h300")
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--device", "h300"])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= width
+    assert " ".join(each.strip() for each in lines) == line
 
 
 def test_unknown_backend_in_the_environment_is_told_without_traceback():

@@ -121,6 +121,10 @@ def test_shrink_loads_freezes_and_saves(tmp_path, capsys):
 
     assert "Kernels: 365 kB before, 91.2 kB now" in said
     assert f"-> {output}" in said
+    assert said.startswith("2 kernels of 2 layers stored in one byte")
+    # Nothing that only a program can use, and nothing of a training step.
+    for word in ("report.", "kpe", "keras_policy_ext", "multiplications"):
+        assert word not in said
     for word in ("2 layers are frozen", "90 kB, tensor", "inputs, dynamic"):
         assert word in inspected
     model = kpe.load_model(output)
@@ -150,6 +154,8 @@ def test_shrink_says_what_it_cannot_do_and_writes_nothing(tmp_path, capsys):
 
     static = error_of(capsys, "shrink", source, output, "--activations=static")
     assert "seen no amax" in static and not held.exists()
+    assert "`--activations dynamic`" in static and "kpe" not in static
+    assert "keras_policy_ext" not in static
     line = error_of(capsys, "shrink", str(tmp_path / "no.keras"), output)
     assert "no.keras" in line
     line = error_of(capsys, "shrink", source, str(tmp_path / "out.h5"))

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from keras_policy_ext.diagnostics import demo
-from keras_policy_ext.diagnostics.demo import report, text, train
+from keras_policy_ext.diagnostics import demo, plots
+from keras_policy_ext.diagnostics.demo import (
+    duration,
+    report,
+    session,
+    text,
+    train,
+)
 
 STEPS = 4
 SMALL = demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1)
@@ -95,6 +101,119 @@ def test_precisions_start_from_the_same_weights(small):
     assert start["mixed_bfloat16"] == pytest.approx(start["float32"], rel=2**-8)
     # e4m3 has 4 bits; roundings of many products average out.
     assert start["float8"] == pytest.approx(start["float32"], rel=2**-5)
+
+
+def test_without_a_terminal_progress_is_lines(small):
+    lines = small[1].splitlines()
+    for name in PRECISIONS:
+        told = [x for x in lines if x.startswith(f"{name}: step ")]
+        assert [x.split(", ")[0] for x in told] == [
+            f"{name}: step {step} of {STEPS}" for step in range(1, STEPS + 1)
+        ]
+
+
+@pytest.mark.any_backend
+def test_long_runs_have_ten_lines_each():
+    console = Console(file=io.StringIO(), width=80)
+    with session._progress(console, ["float8"], 300) as advance:
+        for _ in range(300):
+            advance("float8", 1.0)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[-1].startswith("float8: step 300 of 300, loss 1.000, ")
+
+
+def test_the_last_sentence_says_what_was_seen(small):
+    outcome, printed = small
+    runs = {run.precision: run for run in outcome.runs}
+    gap = runs["float8"].gap_percent(runs["mixed_bfloat16"])
+    ((kind, _),) = {(m.kind, "") for m in runs["float8"].matmuls}
+    said = report.conclusion(outcome.runs)
+    assert f"After {STEPS} steps" in said and f"{abs(gap):.2f} %" in said
+    assert ("above" in said) == (gap >= 0)
+    assert ("emulated" in said) == (kind == "emulated")
+    assert " ".join(printed.split()).endswith(said)
+
+
+@pytest.mark.any_backend
+def test_of_several_recipes_the_best_and_the_worst_are_named(compared):
+    outcome, printed, _ = compared
+    said = report.conclusion(outcome.runs)
+    assert sum(name in said for name in RECIPES) == 2
+    assert " ".join(printed.split()).endswith(said)
+
+
+def forecast_of(monkeypatch, slowdown, seconds):
+    monkeypatch.setattr(duration.bfloat16_speed, "slowdown", lambda: slowdown)
+    monkeypatch.setattr(
+        duration.train,
+        "seconds_per_step",
+        lambda policy, *_: seconds[policy],
+    )
+    compared = {name: name for name in seconds}
+    return duration.forecast(compared, None, demo.Settings(), None)
+
+
+# Steps a second that were seen on a CPU without instructions for bfloat16.
+SLOW = {"float32": 1 / 7.9, "mixed_bfloat16": 1 / 0.7, "float8": 1 / 3.1}
+
+
+@pytest.mark.any_backend
+def test_where_bfloat16_is_slow_there_are_fewer_steps(monkeypatch):
+    found = forecast_of(monkeypatch, 11.0, SLOW)
+    settings = demo.Settings()
+    steps = found.steps(settings)
+    assert duration.FEWEST < steps < settings.steps
+    assert steps * sum(SLOW.values()) <= duration.PATIENCE
+    told = duration.told(found, settings, steps)
+    assert "mixed_bfloat16 takes 11 times as long as in float32" in told
+    assert "about 9 minutes" in told
+    assert f"Taking {steps} steps" in told and "--steps 300" in told
+    assert "Taking" not in duration.told(found, settings, settings.steps)
+
+
+@pytest.mark.any_backend
+def test_where_nothing_is_slow_no_step_is_timed(monkeypatch):
+    assert forecast_of(monkeypatch, 1.2, dict.fromkeys(SLOW)) is None
+    assert forecast_of(monkeypatch, 9.0, dict.fromkeys(SLOW, 0.1)) is None
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("asked", [None, STEPS])
+def test_steps_that_are_asked_for_are_taken(asked, monkeypatch, tmp_path):
+    settings = small_settings(tmp_path, steps=300, may_shorten=asked is None)
+    monkeypatch.setattr(
+        session.duration,
+        "forecast",
+        lambda *_: duration.Forecast({"float32": 0.1, "float8": 9.0}),
+    )
+    console = Console(file=io.StringIO(), width=80)
+    corpus = demo.prepare(settings).corpus
+    shown = session._in_time(settings, corpus, console)
+    assert (shown.steps < 300) == (asked is None)
+    assert "takes 90 times as long" in console.file.getvalue()
+
+
+@pytest.mark.any_backend
+def test_the_plot_leaves_no_point_out(monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: drawn.append(self)
+    )
+    curves = {
+        "mixed_bfloat16": [{0: 5.0, 10: 3.0, 20: 2.0, 30: 1.9}],
+        "float8": [{0: 5.5, 10: 2.5, 20: 2.01, 30: 1.91}],
+    }
+    plots.loss_curves(curves, "mixed_bfloat16", "title", tmp_path / "x.png")
+    (figure,) = drawn
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        for line in axes.get_lines():
+            assert (
+                low <= min(line.get_ydata()) and max(line.get_ydata()) <= high
+            )
 
 
 def test_csv_has_every_step_of_every_precision(small):

@@ -85,6 +85,19 @@ def run(code, folder):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_first_lines_of_the_readme_run_and_choose_the_backend(tmp_path):
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    first, *_ = re.findall("```python\n(.*?)```", text, re.S)
+    chosen = 'os.environ["KERAS_BACKEND"] = "jax"'
+    assert first.index(chosen) < first.index("import keras\n")
+    backend = keras.backend.backend()
+    first = first.replace('"jax"', f'"{backend}"')
+    run(
+        first.replace("epochs=5", "epochs=1, verbose=0").replace("4096", "64"),
+        tmp_path,
+    )
+
+
 def test_the_recipe_of_one_s_own_trains_and_loads_in_another_process(tmp_path):
     text = (DOCS / "recipes" / "index.md").read_text(encoding="utf-8")
     _, section = text.split("## Your own recipe\n")

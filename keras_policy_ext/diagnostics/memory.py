@@ -105,11 +105,10 @@ def memory(
     }
     wanted = _asked(model, policy)
     tensors = batches.read(model, batch)
-    counted = []
+    counted = [_counted(model, AS_IT_IS, tensors, compile)]
     if policy is None and _trains_in_float8(model):
         with in_place.reverted(model):
             counted.append(_counted(model, WITHOUT, tensors, compile))
-    counted.append(_counted(model, AS_IT_IS, tensors, compile))
     for name, each in wanted.items():
         with _under(model, each, options):
             counted.append(_counted(model, name, tensors, compile))

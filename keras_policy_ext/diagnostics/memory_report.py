@@ -102,8 +102,8 @@ class MemoryReport(tables.Page):
     Attributes:
         model: The name of the model.
         forms: The model as it is, and under each policy that was asked for;
-            where it was converted and no policy was asked for, without float8
-            and as it is.
+            where it was converted and no policy was asked for, as it is and
+            without float8.
         batch: Bytes of the batch.
         optimizer: Bytes of the optimizer; None if that is not known. The same
             in all forms, since float8 states have no slots.
@@ -162,6 +162,11 @@ class MemoryReport(tables.Page):
         yield Table(self._columns(False), self._short_rows())
         yield from self._notes(_EVERY)
 
+    @property
+    def _shown(self) -> list[ModelMemory]:
+        """The forms as columns, what was before the others first."""
+        return sorted(self.forms, key=lambda form: form.name != WITHOUT)
+
     def _head(self) -> str:
         return (
             f"A training step of {tables.printable(self.model)!r}, on a batch "
@@ -169,7 +174,7 @@ class MemoryReport(tables.Page):
         )
 
     def _totals(self) -> Table:
-        forms = self.forms
+        forms = self._shown
         rows: list[tuple[str, list[int | None]]] = [
             ("weights", [form.weights for form in forms]),
             ("optimizer", [self.optimizer] * len(forms)),
@@ -185,7 +190,7 @@ class MemoryReport(tables.Page):
         )
 
     def _of_forms(self) -> list[Column]:
-        return [Column(form.name, right=True) for form in self.forms]
+        return [Column(form.name, right=True) for form in self._shown]
 
     def _columns(self, full: bool) -> list[Column]:
         first = [Column("layer", path=True, above=True)] if full else []
@@ -219,7 +224,7 @@ class MemoryReport(tables.Page):
 
     def _layers(self) -> list[tuple[LayerMemory, ...]]:
         """The entries of each layer, one for each form."""
-        known = [{x.path: x for x in form.layers} for form in self.forms]
+        known = [{x.path: x for x in form.layers} for form in self._shown]
         paths = dict.fromkeys(path for form in known for path in form)
         found = []
         for path in paths:

@@ -69,12 +69,12 @@ def loss_curves(
     losses.legend(
         losses.get_lines(),
         _labels(relative, baseline),
-        title=f"gap to {baseline} after the last step",
+        title=f"gap to {baseline} at the end",
         loc="upper right",
         frameon=False,
     )
     below.axhline(0.0, color="#999999", linewidth=0.8)
-    below.set_ylabel(f"gap to {baseline}, %")
+    below.set_ylabel("gap, %")
     below.set_xlabel("training step")
     for axes in (losses, below):
         axes.grid(alpha=0.25)

@@ -119,7 +119,7 @@ class JaxFramework(Framework):
     def settle_here(
         self, settle: Any, value: Tensor, previous: Tensor
     ) -> Tensor:
-        """See `Framework.settle_here`; traced once for all states of a shape."""
+        """See `Framework.settle_here`; traced once for each shape."""
         return _settled(settle, value, previous)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:

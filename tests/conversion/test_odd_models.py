@@ -175,7 +175,7 @@ def test_a_conversion_that_fails_changes_nothing():
     weights = [numpy(v) for v in model.variables]
     outer = stack(model, Twins(), keras.layers.Dense(6))
     outputs = numpy(outer(X))
-    with pytest.raises(ValueError, match="different names"):
+    with pytest.raises(ValueError, match="the same name"):
         kpe.convert(outer, POLICY)
     assert type(mapped) is keras.layers.Dense
     assert mapped.dtype_policy is policies

@@ -78,14 +78,14 @@ def test_what_is_kept_for_the_backward_pass_is_told(dtype, before, monkeypatch):
     report = kpe.convert(model, "delayed", include="one")
     (entry,) = report.converted
     assert (entry.kept_bytes, entry.kept_bytes_before) == (1, before)
-    told = f"for the backward pass in 1 byte a number, not {before}. "
+    told = f"Saved activations: 1 byte per element (was {before}). "
     assert told in str(report) and told in report.table(full=True)
     # As it is where the product of the gradient is not in float8.
     recipe = "delayed(kernel_grad='high_precision')"
     report = kpe.convert(model, recipe)
     assert {entry.kept_bytes for entry in report.converted} == {before}
-    assert f"in {before} bytes a number, as before." in str(report)
-    assert "backward" not in str(kpe.revert(model))
+    assert f": {before} bytes per element (as before)." in str(report)
+    assert "Saved activations" not in str(kpe.revert(model))
 
 
 def test_a_device_that_keeps_more_is_told_of(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_device_that_keeps_more_is_told_of(monkeypatch):
     monkeypatch.setattr(framework, "kept_dtype", lambda *_: "float32")
     with kpe.policy_scope("mixed_bfloat16"):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
-    assert "in 4 bytes a number, not 2." in str(kpe.convert(model))
+    assert ": 4 bytes per element (was 2)." in str(kpe.convert(model))
 
 
 def test_only_layers_with_something_to_multiply_have_a_row():

@@ -1,5 +1,6 @@
 """How a report looks: on one screen, in any width, and in a notebook."""
 
+import html
 import re
 
 import keras
@@ -144,7 +145,55 @@ def test_without_a_terminal_there_are_eighty_columns(monkeypatch):
     assert 60 < max(map(len, lines)) <= 80
 
 
-# Notebooks
+# Shells and notebooks
+
+
+def a_model(name="model"):
+    return keras.Sequential(
+        [keras.Input((32,)), layers.Dense(32), layers.Dense(4)], name=name
+    )
+
+
+def all_reports(folder):
+    """A report of each kind, of a model whose name is a tag."""
+    model = a_model("a&lt<b>")
+    reports = [
+        kpe.convert(model),
+        kpe.inspect(model),
+        kpe.memory(model, 8),
+        kpe.revert(model),
+        kpe.revert(model),
+        kpe.freeze(model),
+        kpe.export(model, folder / "<i>.safetensors", "safetensors"),
+        kpe.inspect(model),
+        kpe.thaw(model),
+    ]
+    return reports
+
+
+def test_in_a_shell_a_report_is_its_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for report in all_reports(tmp_path):
+        assert repr(report) == str(report) == report.table()
+        assert max(map(len, repr(report).splitlines())) <= 90
+
+
+def test_in_a_notebook_every_report_is_html_that_is_escaped(tmp_path):
+    for report in all_reports(tmp_path):
+        page = report._repr_html_()
+        tags = set(re.findall("<(/?[a-z]+)", page))
+        assert {"p", "/p"} <= tags
+        allowed = ("p", "table", "thead", "tbody", "tr", "th", "td")
+        assert tags <= {f"{end}{tag}" for end in ("", "/") for tag in allowed}
+        words = re.sub("<[^>]*>", " ", page)
+        assert "<" not in words
+        for line in str(report).splitlines()[:1]:
+            assert line.split()[0] in html.unescape(words)
+
+
+def test_reverting_what_is_not_in_float8_says_so():
+    report = kpe.revert(a_model())
+    assert str(report) == "No layer was in float8; there is nothing to revert"
 
 
 def test_notebooks_get_a_table_in_which_everything_is_escaped():

@@ -285,7 +285,7 @@ def test_it_is_what_hooks_of_pytorch_see_in_a_real_step():
     sizes = {id(memory): memory.nbytes() for memory in saved}
     for given in (*(v.value for v in model.variables), batch):
         sizes.pop(id(given.untyped_storage()), None)
-    (form,) = kpe.memory(model, batch).forms
+    (form,) = kpe.memory(model, batch, ()).forms
     assert form.kept == sum(sizes.values())
 
 

@@ -60,7 +60,10 @@ def test_counters_and_choices_of_float8_layers_stay(subclassed):
     before = snapshot(subclassed), state.uses, first.kernel_choice
     report = kpe.memory(subclassed, (BATCH, IN))
     assert (snapshot(subclassed), state.uses, first.kernel_choice) == before
-    assert [form.name for form in report.forms] == ["as it is"]
+    assert [form.name for form in report.forms] == [
+        "as it is",
+        "without float8",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,33 @@ def test_a_converted_model_is_what_was_foretold():
     foretold = kpe.memory(model, BATCH, "delayed")["delayed"].layers
     kpe.convert(model, "delayed")
     assert kpe.memory(model, BATCH).forms[0].layers == foretold
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_a_converted_model_is_shown_before_and_after(dtype, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    model = mlp("gelu", dtype)
+    (before,) = kpe.memory(model, BATCH, ()).forms
+    kpe.convert(model, "delayed")
+    report = kpe.memory(model, BATCH)
+    after, without = report.forms
+    assert without.layers == before.layers
+    assert after.kept != before.kept
+    (heading,) = (x for x in str(report).splitlines() if "layers" in x)
+    assert heading.split("class")[1].split() == [
+        *("without", "float8"),
+        *("as", "it", "is"),
+    ]
+    assert [form.name for form in kpe.memory(model, BATCH, []).forms] == [
+        "as it is"
+    ]
+
+
+def test_a_frozen_model_has_no_before():
+    model = mlp()
+    kpe.freeze(model)
+    (form,) = kpe.memory(model, BATCH).forms
+    assert form.name == "as it is"
 
 
 def test_the_report_as_data_and_as_tables():

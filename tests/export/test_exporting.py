@@ -64,7 +64,7 @@ def test_a_model_that_is_not_built(tmp_path):
     unbuilt = keras.Sequential([keras.layers.Dense(2)])
     with pytest.raises(ValueError, match=r"built|weights"):
         kpe.export(unbuilt, tmp_path / "out", "safetensors")
-    with pytest.raises(TypeError, match="Only Keras models"):
+    with pytest.raises(TypeError, match="not a Keras model"):
         kpe.export("model.keras", tmp_path / "out", "safetensors")
 
 

@@ -113,7 +113,7 @@ def test_refusals_get_one_line_and_leave_no_file(capsys, tmp_path):
         ((FILES / "nested.h5", tmp_path / "no" / "x.keras"), "no folder"),
         (
             (FILES / "tensorflow_2_3.h5", out, "--on-loss-scale", "error"),
-            "There is a loss scale",
+            "This model has a loss scale",
         ),
     ]:
         assert words in error_of(capsys, *arguments)

@@ -103,7 +103,7 @@ def test_loss_scale_of_a_policy_is_kept_dropped_or_refused(loss_scale, name):
     with pytest.warns(UserWarning, match="loss scale was dropped"):
         dropped = made(config, on_loss_scale="drop")
     assert dropped == keras.DTypePolicy("mixed_float16")
-    with pytest.raises(ValueError, match="There is a loss scale"):
+    with pytest.raises(ValueError, match="has a loss scale"):
         migrate_config(config, on_loss_scale="error")
 
 

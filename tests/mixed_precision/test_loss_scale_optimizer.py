@@ -266,8 +266,8 @@ def wrap_twice():
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: LossScaleOptimizer("sgd"), TypeError, "wraps an optimizer"),
-        (lambda: LossScaleOptimizer(None), TypeError, "wraps an optimizer"),
+        (lambda: LossScaleOptimizer("sgd"), TypeError, "`inner_optimizer`"),
+        (lambda: LossScaleOptimizer(None), TypeError, "`inner_optimizer`"),
         (
             lambda: LossScaleOptimizer(LossScaleOptimizer(sgd())),
             TypeError,
@@ -280,7 +280,7 @@ def wrap_twice():
             TypeError,
             "scaled twice",
         ),
-        (wrap_twice, ValueError, "one LossScaleOptimizer only"),
+        (wrap_twice, ValueError, "wrapped already"),
         (
             lambda: LossScaleOptimizer(sgd(loss_scale_factor=8.0)),
             ValueError,
@@ -293,7 +293,7 @@ def wrap_twice():
             ValueError,
             "without initial_scale",
         ),
-        (lambda: scaler(dynamic=False), ValueError, "does not grow"),
+        (lambda: scaler(dynamic=False), ValueError, "`dynamic_growth_steps`"),
         (lambda: scaler(growth=0), ValueError, "dynamic_growth_steps"),
         (lambda: scaler(growth=True), TypeError, "dynamic_growth_steps"),
         (lambda: scaler(initial="big"), TypeError, "initial_scale"),
