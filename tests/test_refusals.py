@@ -170,7 +170,6 @@ DEFINITIONS = (
     " is what to do",
     " is made from its name",
     " must have different",
-    "This is no ",
     "Only ",
     "Nothing is ",
 )

@@ -212,7 +212,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _damaged(place: pathlib.Path, found: str) -> ValueError:
     return ValueError(
-        "This safetensors file is damaged or truncated. Received: "
+        "This is no whole safetensors file. Received: "
         f"{str(place)!r}: {found}. Allowed: a file as it was written. Copy it "
         "again, or export it again."
     )

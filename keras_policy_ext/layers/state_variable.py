@@ -355,13 +355,12 @@ class StateVariable(
         if shape is None or tuple(shape) == tuple(self.shape):
             return
         raise ValueError(
-            f"This value does not fit the float8 state of {self.path!r}. "
-            f"Received: a value of shape {tuple(shape)}. Allowed: "
-            f"{tuple(self.shape)}. Where the weights of two models are "
-            "paired, one of them is in float8 and the other is not, or with "
-            "another history length: pair those of "
-            "`keras_policy_ext.loops.weights(model)`, which leave the state "
-            "out."
+            f"This is no float8 state of {self.path!r}. Received: a value of "
+            f"shape {tuple(shape)}. Allowed: {tuple(self.shape)}. "
+            "Where the weights of two models are paired, one of them is in "
+            "float8 and the other is not, or with another history length: "
+            "pair those of `keras_policy_ext.loops.weights(model)`, which "
+            "leave the state out."
         )
 
     def check(self, value: Any) -> None:
