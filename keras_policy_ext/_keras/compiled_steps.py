@@ -6,6 +6,14 @@ import keras
 
 from keras_policy_ext._keras import walking
 
+# Attributes of models that keep a compiled step; the last one is KerasHub's.
+STEPS = (
+    "train_function",
+    "test_function",
+    "predict_function",
+    "generate_function",
+)
+
 
 class OwnReturnedLogs:
     """A model that says which logs `train_on_batch` returns as a list.
@@ -35,10 +43,8 @@ def forget_compiled_functions(model: keras.Model) -> None:
     the step keeps the weights that it reads.
     """
     trains = getattr(model, "train_function", None) is not None
-    names = ["train_function", "test_function", "predict_function"]
-    if hasattr(model, "make_generate_function"):
-        names.append("generate_function")
-    for name in names:
+    generates = hasattr(model, "make_generate_function")
+    for name in STEPS if generates else STEPS[:-1]:
         if hasattr(model, name):
             if getattr(model, name) is not None:
                 delattr(model, name)

@@ -121,7 +121,11 @@ class FrozenReport(Report):
 def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:
     """A report of layers, with what became of their kernels."""
     return FrozenReport(
-        report.converted, report.skipped, report.parameters, tuple(stored)
+        report.converted,
+        report.skipped,
+        report.parameters,
+        report.retraced,
+        tuple(stored),
     )
 
 
@@ -140,7 +144,9 @@ class ThawedReport(Report):
 
 def thawed_report(report: Report) -> ThawedReport:
     """A report of layers that were frozen."""
-    return ThawedReport(report.converted, report.skipped, report.parameters)
+    return ThawedReport(
+        report.converted, report.skipped, report.parameters, report.retraced
+    )
 
 
 def _sqnr_db(value: Any, approximation: Any) -> float:

@@ -11,7 +11,13 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.conversion import kept_numbers, summary, tables, work
+from keras_policy_ext.conversion import (
+    compiled_functions,
+    kept_numbers,
+    summary,
+    tables,
+    work,
+)
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
     Unconverted,
@@ -129,11 +135,14 @@ class Report(LayerTables):
         skipped: One entry for each other layer that has weights.
         parameters: Entries of all weights of the model, without the float8
             state; 0 if that is not known.
+        retraced: Compiled functions of the model that are traced anew at
+            their next call: paths of layers, with attributes.
     """
 
     converted: tuple[Converted, ...]
     skipped: tuple[Skipped, ...]
     parameters: int = 0
+    retraced: tuple[str, ...] = ()
 
     _columns = (Column("policy / reason not converted", above=True),)
     _full_columns = (
@@ -150,6 +159,7 @@ class Report(LayerTables):
             "converted": [dataclasses.asdict(e) for e in self.converted],
             "skipped": [dataclasses.asdict(e) for e in self.skipped],
             "parameters": self.parameters,
+            "retraced": list(self.retraced),
         }
 
     @property
@@ -189,6 +199,12 @@ class Report(LayerTables):
             notes.append(
                 f"Scaled per tensor, in eight bits: {layers}. Rows and blocks "
                 "are those of matrix products with a kernel."
+            )
+        if self.retraced:
+            shown = ", ".join(map(tables.printable, self.retraced))
+            notes.append(
+                f"Traced anew at their next call: {shown}. Compile functions "
+                "that are not kept in the model yourself again."
             )
         unbuilt = [e for e in self.skipped if e.reason == NOT_BUILT]
         if unbuilt:
@@ -252,7 +268,12 @@ def report_of(
         for each, counted in zip(left, counts[len(done) :], strict=True)
     ]
     weights = [v for v in model.weights if not is_state(v)]
-    return Report(tuple(done), tuple(rest), work.scalars(weights))
+    return Report(
+        tuple(done),
+        tuple(rest),
+        work.scalars(weights),
+        compiled_functions.names(model),
+    )
 
 
 def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:

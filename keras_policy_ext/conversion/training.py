@@ -17,6 +17,7 @@ from keras_policy_ext._keras import (
     optimizer_variables,
     walking,
 )
+from keras_policy_ext.conversion import compiled_functions
 from keras_policy_ext.conversion.models import leaves
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_variable import is_state
@@ -57,6 +58,7 @@ def continued(model: keras.Layer) -> Iterator[None]:
     ids = {id(v) for v in before}
     for each in models:
         _update_optimizers(each, ids - present, present - ids)
+    compiled_functions.forget(model)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
     frameworks.current().let_go([v for v in gone if not is_state(v)])

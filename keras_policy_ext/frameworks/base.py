@@ -415,6 +415,25 @@ class Framework:
             variables: Those that a model had.
         """
 
+    def is_compiled(self, function: Any) -> bool:
+        """Whether a function was compiled, and goes on as it was traced.
+
+        Args:
+            function: Any object.
+
+        Returns:
+            False also where the framework looks at what has changed.
+        """
+        return False
+
+    def forget_traces(self, function: Any, owner: Any) -> None:
+        """Have a compiled function traced anew at its next call.
+
+        Args:
+            function: A function that `is_compiled`.
+            owner: The object whose method it is; None for none.
+        """
+
     def earlier_observation(self, variable: Any) -> Tensor | None:
         """What was observed in micro-batches before, beside gradients.
 

@@ -47,6 +47,16 @@ class JaxFramework(Framework):
             return False
         return isinstance(lax.neg(0.0), jax.core.Tracer)
 
+    def is_compiled(self, function: Any) -> bool:
+        """See `Framework.is_compiled`: what `jax.jit` and `jax.pmap` return."""
+        return callable(getattr(function, "clear_cache", None)) and callable(
+            getattr(function, "lower", None)
+        )
+
+    def forget_traces(self, function: Any, owner: Any) -> None:
+        """See `Framework.forget_traces`; a method is that of all objects."""
+        function.clear_cache()
+
     def known_integer(self, x: Tensor) -> int | None:
         """See `Framework.known_integer`."""
         return None if isinstance(x, jax.core.Tracer) else int(x)

@@ -97,6 +97,23 @@ class TensorFlowFramework(Framework):
             finally:
                 tf.config.run_functions_eagerly(before)
 
+    def is_compiled(self, function: Any) -> bool:
+        """See `Framework.is_compiled`: what `tf.function` returns."""
+        return isinstance(function, tf.types.experimental.PolymorphicFunction)
+
+    def forget_traces(self, function: Any, owner: Any) -> None:
+        """See `Framework.forget_traces`.
+
+        TensorFlow has no public way to forget them. The function becomes what
+        a copy with the same options is (`_clone`, TF 2.16 to 2.21); where
+        that is gone, it stays as it was.
+        """
+        if owner is not None:
+            function = function.__get__(owner, type(owner))
+        clone = getattr(function, "_clone", None)
+        if clone is not None:
+            vars(function).update(vars(clone(None)))
+
     def runs_now(self) -> bool:
         """See `Framework.runs_now`; loops do wherever functions do."""
         return bool(tf.executing_eagerly())
