@@ -36,7 +36,7 @@ def names(model: keras.Layer) -> tuple[str, ...]:
 def _found(model: keras.Layer) -> list[tuple[str, Any, Any]]:
     """Name, compiled function, and for a method the layer that has it."""
     is_compiled = frameworks.current().is_compiled
-    found = {}
+    found: dict[tuple[int, int], tuple[str, Any, Any]] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)
         for name, value in _held(layer):
