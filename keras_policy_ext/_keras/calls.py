@@ -91,22 +91,36 @@ def around_each_call(
 ) -> Iterator[None]:
     """Call each layer that this thread calls in a scope of its own.
 
-    Not where a layer is asked for its `call` alone, as `TimeDistributed` asks
-    the layer in it. There is no public hook (keras 3.0 to 3.15): expires with
-    one.
+    As for `instead_of_each_call`.
     """
 
     def call(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         with scope(layer):
             return stock(layer, *args, **kwargs)
 
-    with in_place_of("__call__", call):
+    with instead_of_each_call(call):
         yield
 
 
 def has_autocast_scope() -> bool:
     """Whether `autocast_scope` is known in this Keras."""
     return _AutocastScope is not None
+
+
+def instead_of_each_call(
+    function: Callable[..., Any],
+) -> AbstractContextManager[None]:
+    """Call a function where this thread calls a layer.
+
+    Not where a layer is asked for its `call` alone, as `TimeDistributed` asks
+    the layer in it. There is no public hook (keras 3.0 to 3.15): expires with
+    one.
+
+    Args:
+        function: Called as `function(stock, layer, *args, **kwargs)`, where
+            `stock(layer, *args, **kwargs)` is the call that Keras makes.
+    """
+    return in_place_of("__call__", function)
 
 
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:

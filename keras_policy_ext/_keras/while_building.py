@@ -73,13 +73,16 @@ def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
 
 
 @contextlib.contextmanager
-def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def in_place_of(
+    name: str, function: Callable[..., Any], cls: Any = keras.Layer
+) -> Iterator[None]:
     """Let a method of all layers be another one, which gets the stock one.
+
+    Or that of all layers of a class.
 
     Raises:
         ImportError: If there is none of this name.
     """
-    cls: Any = keras.Layer
     thread = threading.get_ident()
     with _REPLACED:
         stock, own = getattr(cls, name, None), vars(cls).get(name)

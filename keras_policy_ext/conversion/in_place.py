@@ -188,6 +188,7 @@ def _convert(
         model,
         [*(candidate.layer for candidate, _ in decisions), *contracting],
         [*left, *refused, *survey.skipped],
+        names_others=True,
     )
 
 

@@ -39,6 +39,12 @@ REASONS = 3
 """How many reasons that warning names: those of the most multiplications."""
 
 
+MULTIPLIES_OTHERS = (
+    "its own code multiplies with weights of other layers or with constants, "
+    "such as the table of an embedding, and stays as it is"
+)
+"""Why a layer without kernels of its own is not in float8."""
+
 _CONVOLUTIONS = (
     keras.layers.Conv1D,
     keras.layers.Conv2D,
@@ -66,7 +72,8 @@ class Converted(Work):
         kept_bytes: In how many bytes a number of its inputs is kept for the
             backward pass, without scales; None if that is not in float8.
         kept_bytes_before: The same without float8.
-        parameters, multiplications, sizes_known: As for `work.Work`.
+        parameters, multiplications, plain_multiplications, sizes_known: As
+            for `work.Work`.
     """
 
     path: str
@@ -98,7 +105,8 @@ class Skipped(Work):
         policy: The full name of the float8 policy that it follows as before;
             None if it is not in float8.
         per_tensor: As for `Converted`.
-        parameters, multiplications, sizes_known: As for `work.Work`.
+        parameters, multiplications, plain_multiplications, sizes_known: As
+            for `work.Work`.
     """
 
     path: str
@@ -206,6 +214,19 @@ class Report(LayerTables):
                 f"Traced anew at their next call: {shown}. Compile functions "
                 "that are not kept in the model yourself again."
             )
+        idle = [
+            e
+            for e in self.converted
+            if e.in_float8 and not e.multiplications and e.parameters
+        ]
+        if idle and self.totals.sizes_known:
+            first = tables.printable(idle[0].path)
+            layers = summary.counted(len(idle), "layer")
+            notes.append(
+                f"In float8, and no part of the call of the model: {layers}, "
+                f"such as {first!r}. Another layer reads the kernel, or "
+                "nothing calls the layer."
+            )
         unbuilt = [e for e in self.skipped if e.reason == NOT_BUILT]
         if unbuilt:
             first = tables.printable(unbuilt[0].path)
@@ -236,6 +257,7 @@ def report_of(
     model: keras.Layer,
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
+    names_others: bool = False,
 ) -> Report:
     """The report of a change that was made, with the work of each layer.
 
@@ -243,8 +265,19 @@ def report_of(
         model: The model or layer that was changed.
         converted: Layers in it that follow another policy now.
         left: Layers in it that do not.
+        names_others: Whether layers without kernels of their own that
+            multiply nevertheless are among those that do not.
     """
-    counts = work.count(model, [*converted, *(each.layer for each in left)])
+    works = work.Works(model)
+    listed = {id(x) for x in converted} | {id(each.layer) for each in left}
+    left = [
+        *left,
+        *(
+            Unconverted(layer, MULTIPLIES_OTHERS)
+            for layer in works.multiplying
+            if names_others and id(layer) not in listed
+        ),
+    ]
     done = [
         Converted(
             path_of(layer),
@@ -252,9 +285,9 @@ def report_of(
             _float8_policy(layer) or source_policy_of(layer).name,
             _per_tensor(layer),
             *(kept_numbers.itemsizes(layer) or ()),
-            **dataclasses.asdict(counted),
+            **dataclasses.asdict(works.of(layer)),
         )
-        for layer, counted in zip(converted, counts, strict=False)
+        for layer in converted
     ]
     rest = [
         Skipped(
@@ -263,9 +296,9 @@ def report_of(
             each.reason,
             _float8_policy(each.layer),
             _per_tensor(each.layer),
-            **dataclasses.asdict(counted),
+            **dataclasses.asdict(works.of(each.layer)),
         )
-        for each, counted in zip(left, counts[len(done) :], strict=True)
+        for each in left
     ]
     weights = [v for v in model.weights if not is_state(v)]
     return Report(
@@ -287,11 +320,11 @@ def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
         message = (
             f"{share} of the multiplications of {model.name!r} are in float8 "
             "after `convert`. "
-            f"{_reasons(report)} To have more in float8, change `include`, "
-            "`exclude`, `filter`, `min_size` or the rules of the policy where "
-            "one of these is the reason. Where it is the class of a layer, use "
-            "a class that has a float8 form, or derive yours from "
-            "Float8Mixin; if neither is possible, there is little to gain, and "
+            f"{_reasons(report)}{_unknown(totals)} To have more in float8, "
+            "change `include`, `exclude`, `filter`, `min_size` or the rules of "
+            "the policy where one of these is the reason. Where it is the "
+            "class of a layer, use a class that has a float8 form, or derive "
+            "yours from Float8Mixin; if neither is possible, there is little to gain, and "
             "`kpe.revert` takes the rest out. `print(report)` tells more."
         )
     else:
@@ -334,6 +367,10 @@ def _reasons(report: Report) -> str:
             f"{share} are in {layers} of class {group[0].class_name}: {reason}."
         )
     return " ".join(found)
+
+
+def _unknown(totals: summary.Totals) -> str:
+    return "".join(f" {note}" for note in totals.notes())
 
 
 def _float8_policy(layer: keras.Layer) -> str | None:

@@ -61,7 +61,7 @@ class Totals:
             len(multiplying),
             len(in_float8),
             sum(e.multiplications for e in multiplying),
-            sum(e.multiplications for e in in_float8),
+            sum(e.multiplications - e.plain_multiplications for e in in_float8),
             max(parameters, sum(e.parameters for e in entries)),
             sum(e.parameters for e in in_float8),
             all(e.sizes_known for e in multiplying),
@@ -87,8 +87,9 @@ class Totals:
         if self.sizes_known:
             return []
         return [
-            "Some sizes of inputs are not known, such as those that are None. "
-            "They count as 1 in the multiplications."
+            "Some sizes of inputs are not known, such as those that are None, "
+            "or how often a layer is called. They count as 1 in the "
+            "multiplications."
         ]
 
 

@@ -3,24 +3,30 @@
 Counted are the multiplications (each with its addition) of one sample, that
 is of one row of the batch, in the products with kernels. Products of
 activations, such as the scores of an attention, are not among them.
+
+The call of the model is traced for two samples and for three. An operand
+that is larger for three is an activation. A product with one such operand is
+one with a kernel, and what it has more for three is that of one sample.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
 from keras_policy_ext._keras import walking
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.conversion import stock_products, traced
 from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 
-Shape = Sequence[int | None]
+SAMPLES = (2, 3)
+"""Sizes of the batches that are traced."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,54 +38,233 @@ class Work:
             are none, of its own weights.
         multiplications: Multiplications, each with its addition, in the
             products of one sample with them; 0 without a kernel.
+        plain_multiplications: How many of these are not in float8 though the
+            layer is, such as those of a depthwise kernel.
         sizes_known: Whether all sizes of the inputs were known; one that is
             not counts as 1.
     """
 
     parameters: int = 0
     multiplications: int = 0
+    plain_multiplications: int = 0
     sizes_known: bool = True
 
 
-class _Rows(NamedTuple):
-    """How often a kernel is multiplied with for one sample."""
+class Works:
+    """The work of the layers of a model; nothing is computed or changed."""
 
-    number: int = 1
-    known: bool = True
+    def __init__(self, model: keras.Layer) -> None:
+        self._layers = {id(x): x for x in walking.layers_within(model)}
+        self._counted: dict[int, list[_Counted]] = {}
+        self._unknown: set[int] = set()
+        self._are_sizes_known = True
+        pair = _traced(model)
+        if pair is None:
+            self._unknown.update(self._layers)
+            return
+        self._are_sizes_known = pair.are_sizes_known
+        for layer, counted in pair.products:
+            self._layers[id(layer)] = layer
+            self._counted.setdefault(id(layer), []).append(counted)
+        self._unknown.update(map(id, pair.unknown))
 
-    def times(self, sizes: Iterable[int | None]) -> _Rows:
-        """Rows times all sizes; a size of None counts as 1."""
-        sizes = list(sizes)
-        number = math.prod(1 if size is None else size for size in sizes)
-        return _Rows(self.number * number, self.known and None not in sizes)
+    @property
+    def multiplying(self) -> list[keras.Layer]:
+        """The layers that multiply with a kernel, of their own or not."""
+        return [self._layers[key] for key in self._counted]
+
+    def of(self, layer: keras.Layer) -> Work:
+        """The work of a layer."""
+        own = walking.own_weights(layer)
+        if id(layer) in self._unknown and not self._counted.get(id(layer)):
+            return _once(layer, own)
+        counted = self._counted.get(id(layer), ())
+        if not counted:
+            return Work(parameters=scalars(own))
+        return Work(
+            parameters=_entries(layer, own, counted),
+            multiplications=sum(each.number for each in counted),
+            plain_multiplications=sum(
+                each.number for each in counted if not each.in_float8
+            ),
+            sizes_known=self._are_sizes_known
+            and id(layer) not in self._unknown,
+        )
 
 
-class _Place(NamedTuple):
-    """A layer in a model: its calls for one sample, and what it is built on."""
+def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
+    """Count the work of layers in a model; see `Works`."""
+    works = Works(model)
+    return [works.of(layer) for layer in layers]
 
-    calls: _Rows
-    shape: Shape | None
+
+def scalars(variables: Iterable[keras.Variable]) -> int:
+    """The number of entries of all these variables."""
+    return sum(math.prod(v.shape) for v in variables)
 
 
-_UNKNOWN = _Rows(1, False)
+class _Counted(NamedTuple):
+    """A product with a kernel: how often, its size, whether in float8."""
 
-# One product for each position of the outputs, or of the inputs.
-_BY_OUTPUTS = frozenset(
-    f"{kind}Conv{rank}D"
-    for kind in ("", "Depthwise", "Separable")
-    for rank in (1, 2, 3)
-)
-_BY_INPUTS = frozenset(f"Conv{rank}DTranspose" for rank in (1, 2, 3))
+    number: int
+    size: int
+    in_float8: bool
 
-# Classes of Keras that hold the arithmetic of another library.
-_FOREIGN = frozenset(
-    ("TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer")
-)
 
-# Classes of Keras whose arithmetic is that of what derives from them.
-_BASES = frozenset(
-    ("Layer", "Model", "Functional", "Sequential", "RNN", "Wrapper")
-)
+def _entries(
+    layer: keras.Layer,
+    own: list[keras.Variable],
+    counted: Iterable[_Counted],
+) -> int:
+    """Entries of the kernels of some products: own weights of their sizes."""
+    mixin = isinstance(layer, Float8Mixin)
+    contracted: list[Any] = layer.float8_contracted if mixin else []
+    own = [v for v in own if "bias" not in v.name]
+    found: dict[int, keras.Variable] = {}
+    sizes = {each.size for each in counted}
+    for size in sizes:
+        for weights in (contracted, own):
+            alike = {id(v): v for v in weights if scalars([v]) == size}
+            if alike:
+                found.update(alike)
+                break
+    return scalars(found.values()) or sum(sizes)
+
+
+class _Pair(NamedTuple):
+    """What two traces of a model have said."""
+
+    products: list[tuple[keras.Layer, _Counted]]
+    unknown: list[keras.Layer]
+    are_sizes_known: bool
+
+
+def _traced(model: keras.Layer) -> _Pair | None:
+    """Trace a model; None if it cannot be called on shapes alone."""
+    for inputs in _inputs(model):
+        with contextlib.suppress(Exception):
+            small, large = (
+                traced.trace(model, *args, **kwargs)
+                for args, kwargs in map(inputs.of, SAMPLES)
+            )
+            products = list(_with_kernels(small.counted, large.counted))
+            unknown = [*small.unknown, *large.unknown]
+            return _Pair(products, unknown, inputs.are_sizes_known)
+    return None
+
+
+def _with_kernels(
+    small: list[traced.Counted], large: list[traced.Counted]
+) -> Iterator[tuple[keras.Layer, _Counted]]:
+    """The products of an activation and a kernel, for one sample.
+
+    Raises:
+        ValueError: If the two traces have different products.
+    """
+    for one, other in zip(small, large, strict=True):
+        pairs = zip(one.product.sizes, other.product.sizes, strict=True)
+        kernels = [before for before, after in pairs if before == after]
+        number = other.product.multiplications - one.product.multiplications
+        if len(kernels) == 1 and number:
+            yield one.layer, _Counted(number, kernels[0], one.in_float8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The arguments of the call of a model.
+
+    Attributes:
+        args: A structure with a `keras.KerasTensor` for each tensor.
+        kwargs: Likewise.
+        dtype: Of tensors that say none; None for what they say.
+        filler: In place of unknown sizes.
+    """
+
+    args: Any
+    kwargs: Any
+    dtype: str | None
+    filler: int
+
+    def of(self, samples: int) -> tuple[Any, Any]:
+        """The arguments for so many samples."""
+
+        def filled(x: Any) -> Any:
+            if not isinstance(x, keras.KerasTensor):
+                return x
+            sizes = [self.filler if n is None else n for n in x.shape[1:]]
+            shape = (samples, *sizes) if x.shape else ()
+            return keras.KerasTensor(shape, self.dtype or x.dtype)
+
+        return keras.tree.map_structure(filled, (self.args, self.kwargs))
+
+    @property
+    def are_sizes_known(self) -> bool:
+        """Whether no size is unknown but that of the batch."""
+        given = keras.tree.flatten((self.args, self.kwargs))
+        return not any(
+            None in x.shape[1:]
+            for x in given
+            if isinstance(x, keras.KerasTensor)
+        )
+
+
+# In place of a size that is not known. More where the model refuses 1.
+_FILLERS = (1, 32)
+
+
+def _inputs(model: keras.Layer) -> Iterator[_Inputs]:
+    """What a model may be called on, what is likelier first."""
+    if getattr(model, "inputs", None):
+        structure = model.inputs
+        if isinstance(model, keras.Sequential):
+            structure = model.inputs[0]
+        elif hasattr(model, "input"):
+            structure = model.input
+        args: Any = (structure,)
+        kwargs: Any = {}
+        dtypes: tuple[str | None, ...] = (None,)
+    else:
+        found = _recorded(model)
+        if found is None:
+            return
+        args, kwargs = found
+        # Shapes are recorded without dtypes: activations, or indices.
+        dtypes = (None, "int32")
+    if "training" in inspect.signature(model.call).parameters:
+        kwargs = {**kwargs, "training": False}
+    for filler in _FILLERS:
+        for dtype in dtypes:
+            inputs = _Inputs(args, kwargs, dtype, filler)
+            yield inputs
+        if inputs.are_sizes_known:
+            return
+
+
+def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
+    """The arguments that a layer was built on, without their dtypes."""
+    config = keras.Layer.get_build_config(layer) or {}
+    shapes = config.get("shapes_dict")
+    if shapes is None:
+        shape = config.get("input_shape")
+        return None if shape is None else ((_tensors(layer, shape),), {})
+    named = {
+        name.removesuffix("_shape"): _tensors(layer, shape)
+        for name, shape in shapes.items()
+        if shape is not None
+    }
+    return (), named
+
+
+def _tensors(layer: keras.Layer, shapes: Any) -> Any:
+    """A tensor for each shape in a structure of them."""
+    if isinstance(shapes, dict):
+        return {name: _tensors(layer, each) for name, each in shapes.items()}
+    if all(size is None or isinstance(size, int) for size in shapes):
+        return keras.KerasTensor(tuple(shapes), layer.compute_dtype)
+    return [_tensors(layer, each) for each in shapes]
+
+
+# What is said of a layer whose calls are not known: by its names and shapes.
 
 _BESIDE = "depthwise_kernel"
 """The kernel of a layer that is multiplied in its source policy."""
@@ -92,79 +277,23 @@ _NO_KERNEL = ("bias", "embed", "pos_", "position", "table", "token")
 _FIXED_KERNEL = ("kernel", "filter", "matrix")
 
 
-def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
-    """Count the work of layers in a model; nothing is called.
-
-    A layer in a recurrent one or in `TimeDistributed` is counted for each time
-    step, and one that a Functional model uses several times for each use.
-    """
-    places = _places(model)
-    return [_work(layer, places[id(layer)]) for layer in layers]
-
-
-def scalars(variables: Iterable[keras.Variable]) -> int:
-    """The number of entries of all these variables."""
-    return sum(int(np.prod(v.shape)) for v in variables)
-
-
-def _work(layer: keras.Layer, place: _Place) -> Work:
-    own = walking.own_weights(layer)
+def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
+    """The work of one call on the shape that a layer was built on."""
     kernels = _kernels(layer, own)
     if not kernels:
         return Work(parameters=scalars(own))
-    parameters, once = scalars(kernels), _rows(layer, place.shape)
-    rows = place.calls.times([once.number])
+    entries = scalars(kernels)
+    found = None
+    with contextlib.suppress(Exception):
+        _, *sizes = _first_shape(keras.Layer.get_build_config(layer))
+        shape = (1, *(1 if size is None else size for size in sizes))
+        found = stock_products.of_call(layer, shape)
+    numbers = [each.product.multiplications for each in found or ()]
     return Work(
-        parameters=parameters,
-        multiplications=parameters * rows.number,
-        sizes_known=rows.known and once.known,
+        parameters=entries,
+        multiplications=sum(numbers) or entries,
+        sizes_known=False,
     )
-
-
-def _places(model: keras.Layer) -> dict[int, _Place]:
-    """Each layer in a model, by its id."""
-    found: dict[int, _Place] = {}
-    waiting = [(model, _Place(_Rows(), _input_shape(model)))]
-    while waiting:
-        layer, place = waiting.pop()
-        if id(layer) in found:
-            continue
-        found[id(layer)] = place
-        inside = _inside(layer, place)
-        uses = walking.uses_in_graph(layer)
-        for child in walking.layers_directly_in(layer):
-            # One that looks up and projects is used twice and multiplies once.
-            tied = isinstance(child, keras.layers.ReversibleEmbedding)
-            calls = 1 if tied else uses.get(id(child), 1)
-            shape = _filled(_input_shape(child), inside.shape)
-            waiting.append((child, _Place(inside.calls.times([calls]), shape)))
-    return found
-
-
-def _inside(layer: keras.Layer, place: _Place) -> _Place:
-    """What the layers in a layer see: in some, each time step for itself."""
-    if not isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed)):
-        return place
-    shape = place.shape
-    if shape is None or len(shape) < 2:
-        return _Place(place.calls.times([None]), None)
-    steps = place.calls.times([shape[1]])
-    return _Place(steps, [*shape[:1], *shape[2:]])
-
-
-def _filled(shape: Shape | None, outer: Shape | None) -> Shape | None:
-    """A shape with sizes of the layer around it where it has none itself.
-
-    Layers that build others write None for axes that they do not care about,
-    as `MultiHeadAttention` does for its output projection.
-    """
-    if shape is None or outer is None:
-        return shape
-    known = [*outer[:-1], *(None for _ in shape)]
-    return [
-        other if size is None else size
-        for size, other in zip(shape, known, strict=False)
-    ]
 
 
 def _kernels(
@@ -179,7 +308,7 @@ def _kernels(
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)] + beside
-    if _keras_class(layer).__name__ in _BASES | _FOREIGN:
+    if stock_products.keras_class(layer).__name__ in stock_products.OTHERS:
         return [v for v in own if _looks_like_kernel(layer, v)]
     return [v for v in own if v.name.endswith("kernel")]
 
@@ -188,15 +317,6 @@ def _looks_up(layer: Any, kernel: keras.Variable) -> bool:
     """Whether a kernel is stored in float8, and not multiplied with."""
     stored = layer.is_stored_kernel(layer, kernel)
     return stored and not layer.is_float8_kernel(layer, kernel)
-
-
-def _keras_class(layer: keras.Layer) -> type[keras.Layer]:
-    """The nearest class of Keras itself."""
-    return next(
-        base
-        for base in type(layer).__mro__
-        if base.__module__.partition(".")[0] == "keras"
-    )
 
 
 def _looks_like_kernel(layer: keras.Layer, variable: keras.Variable) -> bool:
@@ -208,62 +328,7 @@ def _looks_like_kernel(layer: keras.Layer, variable: keras.Variable) -> bool:
     return not any(word in variable.name for word in _NO_KERNEL)
 
 
-def _rows(layer: keras.Layer, shape: Shape | None) -> _Rows:
-    """How often a layer multiplies with its kernels in one call."""
-    if shape is None or _keras_class(layer).__name__ in _FOREIGN:
-        return _UNKNOWN
-    try:
-        return _Rows().times(_row_sizes(layer, shape))
-    except (AttributeError, TypeError, ValueError):
-        # A subclass with other attributes than the stock layer computes
-        # something else.
-        return _UNKNOWN
-
-
-def _row_sizes(layer: keras.Layer, shape: Shape) -> Iterable[int | None]:
-    stock = _keras_class(layer)
-    name = stock.__name__
-    if name == "EinsumDense":
-        return _einsum_rows(layer, shape)
-    if name in _BY_OUTPUTS:
-        return _positions(layer, stock.compute_output_shape(layer, shape))
-    if name in _BY_INPUTS:
-        return _positions(layer, shape)
-    if name == "ConvLSTMCell":
-        outputs, _ = stock.compute_output_shape(layer, shape)
-        return _positions(layer, outputs)
-    if name == "ReversibleEmbedding":
-        # Built on what it projects, or on the indices that it looks up.
-        projects = len(shape) > 2 and shape[-1] == layer.output_dim
-        return shape[1:-1] if projects else shape[1:]
-    return shape[1:-1]
-
-
-def _einsum_rows(layer: keras.Layer, shape: Shape) -> list[int | None]:
-    """Sizes of what the inputs and the outputs have, without the batch."""
-    equation = einsum.explicit(
-        layer.equation, len(shape), len(layer.kernel.shape)
-    )
-    first, second, out = einsum.split(equation)
-    return [
-        size
-        for letter, size in zip(first[1:], shape[1:], strict=True)
-        if letter in out and letter not in second
-    ]
-
-
-def _positions(layer: keras.Layer, shape: Shape) -> Shape:
-    return shape[1:-1] if layer.data_format == "channels_last" else shape[2:]
-
-
-def _input_shape(layer: keras.Layer) -> Shape | None:
-    """The shape of the first argument when the layer was built, if known."""
-    config = keras.Layer.get_build_config(layer) or {}
-    shapes = config.get("shapes_dict", config)
-    return _first_shape(list(shapes.values()))
-
-
-def _first_shape(shapes: Any) -> Shape | None:
+def _first_shape(shapes: Any) -> Any:
     """The first shape in a structure of them."""
     if isinstance(shapes, dict):
         shapes = list(shapes.values())

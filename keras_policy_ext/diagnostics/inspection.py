@@ -118,7 +118,8 @@ class Inspected(Work):
         reason: Why it is native or emulated.
         operands: What its state says; empty under a recipe without state.
         stored: Its kernels, if it is frozen.
-        parameters, multiplications, sizes_known: As for `work.Work`.
+        parameters, multiplications, plain_multiplications, sizes_known: As
+            for `work.Work`.
     """
 
     path: str

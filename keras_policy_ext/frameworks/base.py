@@ -16,6 +16,7 @@ from keras_policy_ext.frameworks.operations import (
     Operation,
     Shape,
 )
+from keras_policy_ext.frameworks.products import Traced
 
 DIFFERENTIATED_AGAIN = (
     "This gradient of a layer in float8 cannot be differentiated again. "
@@ -45,6 +46,15 @@ class Framework:
         return "cpu"
 
     # Tracing
+
+    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
+        """What a function returns and multiplies; nothing is computed.
+
+        Args:
+            function: Of tensors; it returns a structure of such.
+            inputs: A `keras.KerasTensor` for each, with all sizes known.
+        """
+        raise NotImplementedError
 
     def is_compiling(self) -> bool:
         """Whether a compiler that cannot read context variables traces.

@@ -12,11 +12,17 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
-from keras_policy_ext.frameworks import jax_gradients, jax_kept, jax_sharding
+from keras_policy_ext.frameworks import (
+    jax_gradients,
+    jax_kept,
+    jax_products,
+    jax_sharding,
+)
 from keras_policy_ext.frameworks.base import Framework
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.products import Traced
 
 Tensor = Any
 
@@ -26,6 +32,10 @@ class JaxFramework(Framework):
 
     name = "jax"
     keeps_values_apart = True
+
+    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
+        """See `Framework.trace`."""
+        return jax_products.trace(function, inputs)
 
     def device_name(self) -> str:
         """See `Framework.device_name`."""

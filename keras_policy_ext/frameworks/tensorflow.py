@@ -15,12 +15,14 @@ import tensorflow as tf
 from keras_policy_ext.frameworks import (
     tensorflow_activations,
     tensorflow_kept,
+    tensorflow_products,
     tensorflow_variables,
 )
 from keras_policy_ext.frameworks.base import Framework
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.products import Traced
 from keras_policy_ext.frameworks.tensorflow_gradients import (
     Backward,
     Graph,
@@ -53,6 +55,10 @@ class TensorFlowFramework(Framework):
 
     name = "tensorflow"
     keeps_variables_in_graphs = True
+
+    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
+        """See `Framework.trace`."""
+        return tensorflow_products.trace(function, inputs)
 
     def device_name(self) -> str:
         """See `Framework.device_name`."""

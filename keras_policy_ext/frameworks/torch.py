@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from keras_policy_ext.frameworks import (
     torch_observations,
     torch_operators,
+    torch_products,
     torch_transforms,
 )
 from keras_policy_ext.frameworks.base import Framework, Settle
 from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
+from keras_policy_ext.frameworks.products import Traced
 from keras_policy_ext.frameworks.torch_by_example import (
     are_transforms_active,
     refuse_compiled_transforms,
@@ -47,6 +49,10 @@ class TorchFramework(Framework):
     """PyTorch."""
 
     name = "torch"
+
+    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
+        """See `Framework.trace`."""
+        return torch_products.trace(function, inputs)
 
     def device_name(self) -> str:
         """See `Framework.device_name`."""

@@ -7,6 +7,7 @@ MLP than the operators do, and a minute to compile (torch 2.13, 2 cores).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -282,5 +283,10 @@ def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def no_autocast(x: Tensor) -> Any:
-    """Keeps `torch.autocast` from narrowing unscaled products."""
+    """Keeps `torch.autocast` from narrowing unscaled products.
+
+    On the device of shapes alone, "meta", there is none to keep from it.
+    """
+    if x.device.type == "meta":
+        return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)

@@ -248,12 +248,12 @@ def test_layers_whose_shapes_nobody_knows_count_once_and_nothing_fails():
     report = kpe.convert(layer)
     (dense,) = report.converted
     (own,) = report.skipped
-    assert (dense.multiplications, dense.sizes_known) == (7 * 6, True)
+    assert (dense.multiplications, dense.sizes_known) == (7 * 6, False)
     assert (own.multiplications, own.sizes_known) == (9, False)
 
 
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
-def test_the_arithmetic_of_another_library_counts_once():
+def test_the_arithmetic_of_another_library_is_counted():
     backend = keras.backend.backend()
     if backend == "tensorflow":
         pytest.skip("Keras wraps modules of torch and functions of JAX only")
@@ -270,7 +270,9 @@ def test_the_arithmetic_of_another_library_counts_once():
         )
     layer(np.ones((2, 7, 3), "float32"))
     (entry,) = kpe.convert(layer).skipped
-    assert (entry.multiplications, entry.sizes_known) == (15, False)
+    # Keras records no shape for a layer that holds a module.
+    expected = (15, False) if backend == "torch" else (105, True)
+    assert (entry.multiplications, entry.sizes_known) == expected
 
 
 def test_attributes_that_were_changed_afterwards_do_not_fail():

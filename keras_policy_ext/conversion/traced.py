@@ -1,0 +1,433 @@
+"""What a model multiplies in a call, seen on shapes alone.
+
+The framework traces the call of each layer, without those of the layers that
+it calls: of these it gets zeros in the shape of what they return. Layers that
+are alike are traced once. What Keras's own layers multiply with their kernels
+is worked out from the shapes of their inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import frameworks, kernels
+from keras_policy_ext._keras import calls, graphs, walking
+from keras_policy_ext._keras.while_building import in_place_of
+from keras_policy_ext.conversion import stock_products
+from keras_policy_ext.frameworks import products
+from keras_policy_ext.frameworks.products import Product
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.policies.of_layers import float8_policy_of
+
+
+class Counted(NamedTuple):
+    """A product of a call.
+
+    Attributes:
+        layer: The layer that computes it.
+        product: What is multiplied.
+        in_float8: Whether in float8.
+    """
+
+    layer: keras.Layer
+    product: Product
+    in_float8: bool
+
+
+class Call(NamedTuple):
+    """What a call returns and multiplies.
+
+    Attributes:
+        outputs: A structure with a `keras.KerasTensor` for each tensor.
+        counted: Its products.
+        unknown: Layers of which these may not be all, or not as often as
+            they are computed.
+    """
+
+    outputs: Any
+    counted: list[Counted]
+    unknown: list[keras.Layer]
+
+
+def trace(layer: keras.Layer, *args: Any, **kwargs: Any) -> Call:
+    """Trace a call; nothing is computed, and nothing changes.
+
+    Args:
+        layer: A layer that is built.
+        *args: As for its call, with a `keras.KerasTensor` for each tensor, of
+            which all sizes are known.
+        **kwargs: Likewise.
+
+    Raises:
+        Exception: What the call raises.
+    """
+    tracer = _Tracer()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keras.StatelessScope())
+        stack.enter_context(keras.SymbolicScope())
+        stack.enter_context(calls.instead_of_each_call(tracer.called))
+        for scope in _contractions(tracer):
+            stack.enter_context(scope)
+        stack.enter_context(_attributes_kept(layer))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        return tracer.trace(layer, args, kwargs)
+
+
+@dataclasses.dataclass
+class _Frame:
+    """A layer while its call is traced."""
+
+    layer: keras.Layer
+    entered: bool = False
+    counted: list[Counted] = dataclasses.field(default_factory=list)
+    unknown: list[keras.Layer] = dataclasses.field(default_factory=list)
+
+
+class _Tracer:
+    """Traces the calls of layers, those that are alike once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[keras.Layer, Call]] = {}
+        self._structures: dict[int, Any] = {}
+        self._frames: list[_Frame] = []
+        self._kept: list[Any] = []
+        self._of_every_layer = {
+            *vars(keras.layers.Layer(name="layer")),
+            "_build_shapes_dict",
+        }
+
+    def called(
+        self, stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand for the call of a layer."""
+        frame, given = self._frames[-1], keras.tree.flatten((args, kwargs))
+        if layer is frame.layer and not frame.entered:
+            frame.entered = True
+            return stock(layer, *args, **kwargs)
+        if any(isinstance(x, keras.KerasTensor) for x in given):
+            return stock(layer, *args, **kwargs)  # Keras asks for a shape.
+        found = self.trace(
+            layer, *keras.tree.map_structure(_described, (args, kwargs))
+        )
+        frame.counted += found.counted
+        frame.unknown += found.unknown
+        return keras.tree.map_structure(_zeros, found.outputs)
+
+    def note(self, layer: keras.Layer, product: Product) -> None:
+        """Count a product in float8."""
+        self._frames[-1].counted.append(Counted(layer, product, True))
+
+    def trace(
+        self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
+    ) -> Call:
+        """See the function `trace`."""
+        self._kept.append((args, kwargs))  # No other object gets an id of it.
+        key = self._structure(layer), _hashable(args), _hashable(kwargs)
+        if key not in self._known:
+            self._known[key] = layer, self._found(layer, args, kwargs)
+            return self._known[key][1]
+        other, call = self._known[key]
+        return call if layer is other else _moved(call, other, layer)
+
+    def _found(
+        self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
+    ) -> Call:
+        try:
+            return self._traced(layer, args, kwargs)
+        except Exception:
+            if not _says_its_outputs(layer):
+                raise
+        outputs = layer.compute_output_spec(*args, **kwargs)
+        within = walking.layers_within(layer)
+        return Call(outputs, [], within)
+
+    def _traced(
+        self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
+    ) -> Call:
+        if isinstance(layer, keras.layers.RNN):
+            return self._recurrent(layer, args, kwargs)
+        if isinstance(layer, keras.layers.TimeDistributed):
+            return self._time_distributed(layer, args[0])
+        if args and isinstance(args[0], keras.KerasTensor):
+            found = stock_products.of_call(layer, args[0].shape)
+            if found is not None:
+                outputs = layer.compute_output_spec(*args, **kwargs)
+                if found and found[0].shape is not None:
+                    outputs = keras.KerasTensor(found[0].shape, outputs.dtype)
+                return Call(outputs, _counted(layer, found), [])
+        if len(args) == 1 and stock_products.runs_stock_call(layer):
+            if isinstance(layer, keras.Sequential):
+                return self._in_turn(layer, args[0])
+            if walking.uses_in_graph(layer):
+                return self._by_graph(layer, args[0])
+        return self._by_program(layer, args, kwargs)
+
+    def _in_turn(self, model: keras.Sequential, inputs: Any) -> Call:
+        call = Call(inputs, [], [])
+        for layer in model.layers:
+            found = self.trace(layer, (call.outputs,), {})
+            call = Call(
+                found.outputs,
+                call.counted + found.counted,
+                call.unknown + found.unknown,
+            )
+        return call
+
+    def _by_graph(self, model: keras.Model, inputs: Any) -> Call:
+        """A Functional model: what is in its graph, one after the other."""
+        frame = _Frame(model)
+
+        def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(operation, keras.Layer):
+                found = self.trace(operation, args, kwargs)
+            elif type(operation).__name__ in _PRODUCTS:
+                found = self._by_program(operation, args, kwargs, model)
+            else:
+                return operation.compute_output_spec(*args, **kwargs)
+            frame.counted += found.counted
+            frame.unknown += found.unknown
+            return found.outputs
+
+        given = keras.tree.flatten(inputs)
+        outputs = graphs.follow_graph(model, given, call)
+        structure = keras.tree.pack_sequence_as(model.output, outputs)
+        return Call(structure, frame.counted, frame.unknown)
+
+    def _by_program(
+        self,
+        layer: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        owner: keras.Layer | None = None,
+    ) -> Call:
+        """The program of the call of a layer or of an operation of another."""
+        if owner is None:
+            _check_built(layer)
+        given = keras.tree.flatten((args, kwargs))
+        tensors = [x for x in given if isinstance(x, keras.KerasTensor)]
+        frame = _Frame(layer)
+
+        def function(*values: Any) -> Any:
+            waiting = iter(values)
+            filled = [
+                next(waiting) if isinstance(x, keras.KerasTensor) else x
+                for x in given
+            ]
+            # A function may be called again, where its first trace failed.
+            vars(frame).update(vars(_Frame(layer)))
+            passed = keras.tree.pack_sequence_as((args, kwargs), filled)
+            return layer(*passed[0], **passed[1])
+
+        self._frames.append(frame)
+        try:
+            found = frameworks.current().trace(function, tensors)
+        finally:
+            self._frames.pop()
+        here = owner or layer
+        plain = [Counted(here, each, False) for each in found.products]
+        unknown = [] if found.is_complete else [here]
+        return Call(
+            found.outputs, frame.counted + plain, frame.unknown + unknown
+        )
+
+    def _recurrent(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+        """An RNN layer: what its cell multiplies, for each time step."""
+        batch, steps, *rest = args[0].shape
+        outputs = layer.compute_output_spec(*args, **kwargs)
+        cells = getattr(layer.cell, "cells", [layer.cell])
+        each = [stock_products.of_cell(cell, batch, rest) for cell in cells]
+        if all(found is not None for found in each):
+            counted = itertools.chain(*map(_counted, cells, each))
+            return Call(outputs, _times(counted, steps), [])
+        states = keras.tree.map_structure(
+            _described, layer.get_initial_state(batch)
+        )
+        step = keras.KerasTensor((batch, *rest), args[0].dtype)
+        found = self.trace(layer.cell, (step, states), {})
+        return Call(outputs, _times(found.counted, steps), found.unknown)
+
+    def _time_distributed(self, layer: Any, inputs: Any) -> Call:
+        batch, steps, *rest = inputs.shape
+        step = keras.KerasTensor((batch, *rest), inputs.dtype)
+        found = self.trace(layer.layer, (step,), {})
+        shape = (batch, steps, *found.outputs.shape[1:])
+        outputs = keras.KerasTensor(shape, found.outputs.dtype)
+        return Call(outputs, _times(found.counted, steps), found.unknown)
+
+    def _structure(self, layer: keras.Layer) -> Any:
+        """What layers have in common that multiply alike: a hashable."""
+        if id(layer) not in self._structures:
+            found = tuple(
+                (name, _hashable(value))
+                for name, value in vars(layer).items()
+                if name not in self._of_every_layer
+                and not _OF_ONE_LAYER.search(name)
+            )
+            inner = tuple(
+                self._structure(each)
+                for each in walking.layers_directly_in(layer)
+                if not isinstance(each, Float8State)
+            )
+            in_float8 = float8_policy_of(layer) is not None
+            self._structures[id(layer)] = type(layer), in_float8, found, inner
+        return self._structures[id(layer)]
+
+
+# Operations that may be in the graph of a model, and multiply.
+_PRODUCTS = frozenset(
+    (
+        *("Matmul", "Einsum", "Dot", "Vdot", "Inner", "Tensordot", "Conv"),
+        *("DepthwiseConv", "SeparableConv", "ConvTranspose", "Bilinear"),
+    )
+)
+
+# In names of attributes that no two layers have in common, or of TensorFlow's
+# and of this package.
+_OF_ONE_LAYER = re.compile("name|path|^_self_|float8|_given_by_keras")
+
+# Objects of these packages, such as initializers, say nothing about shapes.
+_OWN = ("keras", "keras_policy_ext")
+
+
+def _is_array(value: Any) -> bool:
+    arrays = (keras.Variable, keras.KerasTensor, np.ndarray)
+    return isinstance(value, arrays) or ops.is_tensor(value)
+
+
+def _hashable(value: Any) -> Any:
+    """What a value may say about shapes, to be compared."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((str(k), _hashable(v)) for k, v in value.items())
+    if isinstance(value, keras.Layer):
+        return type(value)
+    if _is_array(value):
+        return tuple(value.shape), str(value.dtype)
+    if type(value).__module__.partition(".")[0] in _OWN:
+        return type(value)
+    return id(value)
+
+
+def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
+    """What a call is where another layer like it is called."""
+    within = zip(
+        walking.layers_within(old), walking.layers_within(new), strict=True
+    )
+    place = {id(before): after for before, after in within}
+    counted = [
+        each._replace(layer=place.get(id(each.layer), each.layer))
+        for each in call.counted
+    ]
+    unknown = [place.get(id(each), each) for each in call.unknown]
+    return Call(call.outputs, counted, unknown)
+
+
+def _described(x: Any) -> Any:
+    if not _is_array(x):
+        return x
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return keras.KerasTensor(tuple(x.shape), dtype)
+
+
+def _zeros(x: Any) -> Any:
+    return (
+        ops.zeros(x.shape, x.dtype) if isinstance(x, keras.KerasTensor) else x
+    )
+
+
+def _counted(layer: keras.Layer, found: Any) -> list[Counted]:
+    in_float8 = float8_policy_of(layer) is not None
+    return [
+        Counted(layer, each.product, in_float8 and each.has_float8_form)
+        for each in found
+    ]
+
+
+def _times(counted: Iterable[Counted], steps: int) -> list[Counted]:
+    return [
+        each._replace(product=each.product.times(steps)) for each in counted
+    ]
+
+
+def _says_its_outputs(layer: keras.Layer) -> bool:
+    names = ("compute_output_shape", "compute_output_spec")
+    cls = type(layer)
+    return any(
+        getattr(cls, name) is not getattr(keras.Layer, name) for name in names
+    )
+
+
+def _check_built(layer: keras.Layer) -> None:
+    """Raise where a call would make weights."""
+    if not layer.built and type(layer).build is not keras.Layer.build:
+        raise ValueError(f"Layer {layer.name!r} is not built.")
+
+
+@contextlib.contextmanager
+def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
+    """Give layers back what their calls assign to attributes."""
+    held = [(each, dict(vars(each))) for each in walking.layers_within(layer)]
+    try:
+        yield
+    finally:
+        for each, before in held:
+            now = vars(each)
+            for name in [name for name in now if name not in before]:
+                del now[name]
+            for name, value in before.items():
+                if name not in now or now[name] is not value:
+                    now[name] = value
+
+
+def _contractions(tracer: _Tracer) -> Iterator[Any]:
+    """Scopes in which contractions in float8 are counted, not computed."""
+
+    def contract(
+        stock: Any,
+        layer: Any,
+        contraction: Any,
+        inputs: Any,
+        kernel: Any,
+        training: bool | None,
+        dtype: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        shapes = tuple(inputs.shape), tuple(kernel.shape)
+        if isinstance(contraction, kernels.Einsum):
+            equation = contraction.equation
+            product = products.einsum(equation, *shapes)
+            outputs = ops.einsum(equation, *map(keras.KerasTensor, shapes))
+        else:
+            outputs = contraction.of(*map(keras.KerasTensor, shapes))
+            product = stock_products.convolution(
+                contraction, *shapes, outputs.shape
+            )
+        tracer.note(layer, product)
+        return ops.zeros(outputs.shape, dtype or layer.compute_dtype)
+
+    def of_activations(
+        stock: Any, layer: Any, equation: str, first: Any, second: Any
+    ) -> Any:
+        dtype = layer.compute_dtype
+        return ops.einsum(
+            equation, *(ops.cast(x, dtype) for x in (first, second))
+        )
+
+    mixin = Float8Mixin
+    yield in_place_of("_contract", contract, mixin)
+    yield in_place_of("float8_activations_einsum", of_activations, mixin)

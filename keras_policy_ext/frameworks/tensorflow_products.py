@@ -1,0 +1,102 @@
+"""TensorFlow: the products of a function, read off its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_policy_ext.frameworks.products import (
+    Product,
+    Traced,
+    convolution,
+    einsum,
+    matmul,
+)
+
+_MATMULS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+_LOOPS = ("While", "StatelessWhile")
+
+
+def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
+    """See `Framework.trace`."""
+    # What Keras computes shapes in; `tf.function` takes longer.
+    graph = tf.__internal__.FuncGraph("products")
+    with graph.as_default():
+        tensors = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in inputs]
+        returned = function(*tensors)
+    outputs = keras.tree.map_structure(_described, returned)
+    found = list(_products(graph))
+    products = [product for product, _ in found]
+    return Traced(outputs, products, all(known for _, known in found))
+
+
+def _described(x: Any) -> Any:
+    if not tf.is_tensor(x):
+        return x
+    return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
+
+
+def _products(graph: Any) -> Iterator[tuple[Product, bool]]:
+    """Each product, and whether it is known how often it is computed."""
+    for step in graph.get_operations():
+        product = _product(step)
+        if product is not None:
+            yield product, True
+            continue
+        inner = [list(_products(each)) for each in _inner(step, graph)]
+        if step.type in ("If", "StatelessIf", "Case", "StatelessCase"):
+            inner = [max(inner, key=_total)]
+        for found in inner:
+            for product, known in found:
+                yield product, known and step.type not in _LOOPS
+
+
+def _total(found: list[tuple[Product, bool]]) -> int:
+    return sum(product.multiplications for product, _ in found)
+
+
+def _product(step: Any) -> Product | None:
+    if step.type in _MATMULS:
+        first, second = _shapes(step)
+        flags = ("transpose_a", "transpose_b")
+        if step.type != "MatMul":
+            flags = ("adj_x", "adj_y")
+        left, right = (step.get_attr(flag) for flag in flags)
+        first = [*first[:-2], *reversed(first[-2:])] if left else first
+        second = [*second[:-2], *reversed(second[-2:])] if right else second
+        return matmul(first, second)
+    if step.type == "Einsum":
+        shapes = _shapes(step)
+        if len(shapes) == 2:
+            return einsum(step.get_attr("equation").decode(), *shapes)
+    if step.type in ("Conv2D", "Conv3D", "DepthwiseConv2dNative"):
+        inputs, kernel = _shapes(step)
+        (outputs,) = (output.shape.as_list() for output in step.outputs)
+        first = step.get_attr("data_format").startswith(b"NC")
+        channels = outputs[1 if first else -1]
+        return convolution(math.prod(outputs) // channels, inputs, kernel)
+    if step.type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):
+        # A transposed one: each input is multiplied with all of the kernel.
+        _, kernel, inputs = _shapes(step)
+        return convolution(math.prod(inputs) // kernel[-1], inputs, kernel)
+    return None
+
+
+def _shapes(step: Any) -> list[list[int]]:
+    return [tensor.shape.as_list() for tensor in step.inputs]
+
+
+def _inner(step: Any, graph: Any) -> Iterator[Any]:
+    """The graphs in a step, such as those of a loop or a function."""
+    for attribute in step.node_def.attr.values():
+        names = [attribute.func.name, *(f.name for f in attribute.list.func)]
+        for name in filter(None, names):
+            # There is no public way to the graph of a name (TF 2.21).
+            function = graph._get_function(name)
+            inner = getattr(function, "graph", None)
+            if inner is not None:
+                yield inner
