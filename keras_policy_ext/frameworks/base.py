@@ -122,6 +122,10 @@ class Framework:
         """`ops.transpose`."""
         return ops.transpose(x, axes)
 
+    def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:
+        """`ops.repeat`."""
+        return ops.repeat(x, repeats, axis=axis)
+
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """`ops.stack`."""
         return ops.stack(tensors, axis)

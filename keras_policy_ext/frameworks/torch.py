@@ -76,6 +76,13 @@ class TorchFramework(Framework):
         """See `Framework.permute`."""
         return x.permute(tuple(axes))
 
+    def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:
+        """See `Framework.repeat`.
+
+        That of Keras fails on the device of shapes alone (keras 3.15).
+        """
+        return torch.repeat_interleave(x, repeats, dim=axis)
+
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """See `Framework.stack`.
 

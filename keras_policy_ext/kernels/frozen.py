@@ -312,7 +312,8 @@ def _is_wide(codes: Tensor) -> bool:
 def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The scale of each number, from those of blocks of a matrix."""
     columns, rows = axes.sizes(shape)
-    scale = ops.repeat(ops.repeat(scale, BLOCK, 0), BLOCK, 1)
+    for axis in (0, 1):
+        scale = frameworks.current().repeat(scale, BLOCK, axis)
     scale = scale[:rows, :columns]
     order = axes.free + axes.summed
     scale = ops.reshape(scale, [shape[axis] for axis in order])

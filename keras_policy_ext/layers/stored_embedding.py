@@ -87,4 +87,5 @@ def _scale_of(scale: Tensor, inputs: Tensor, variable: Any) -> Tensor:
     if variable.granularity == "channel":
         return ops.take(scale, inputs, axis=0)
     rows = ops.take(scale, ops.floor_divide(inputs, BLOCK), axis=0)
-    return ops.repeat(rows, BLOCK, axis=-1)[..., : variable.shape[1]]
+    whole = frameworks.current().repeat(rows, BLOCK, -1)
+    return whole[..., : variable.shape[1]]

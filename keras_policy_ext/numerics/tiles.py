@@ -49,7 +49,7 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
     """
     for axis, size in ((1, tile.free), (2, tile.contracted)):
         if size not in (None, 1):
-            scale = ops.repeat(scale, size, axis=axis)
+            scale = frameworks.current().repeat(scale, size, axis)
             whole = ops.shape(matrix)[axis]
             scale = scale[:, :whole] if axis == 1 else scale[:, :, :whole]
     return scale
