@@ -1,8 +1,12 @@
-"""Where in the user's program a warning belongs."""
+"""Where in the user's program a warning belongs, and that it comes once."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
+import warnings
+from collections.abc import Iterator
 
 _INSIDE = (
     __name__.partition(".")[0],
@@ -12,6 +16,38 @@ _INSIDE = (
     "tensorflow",
     "torch",
 )
+
+
+_told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
+    "warnings that were given in the call that runs", default=None
+)
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """Give each warning once in this block, for however many layers.
+
+    Python does so for one line of a program, and forgets it as soon as a
+    framework changes the filters of warnings.
+    """
+    if _told.get() is not None:
+        yield
+        return
+    token = _told.set(set())
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line; not if `once` has seen the same text."""
+    told = _told.get()
+    if told is not None:
+        if text in told:
+            return
+        told.add(text)
+    warnings.warn(text, UserWarning, stacklevel=stacklevel())
 
 
 def stacklevel() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.around import put_around
 
@@ -30,8 +31,9 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     """
 
     def load_model(stock: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        model = stock(path, *args, **kwargs)
-        tell(model, path)
+        with _user_code.once():
+            model = stock(path, *args, **kwargs)
+            tell(model, path)
         return model
 
     if not put_around(_saving_lib, "load_model", load_model):

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import formats, stored_kernels
+from keras_policy_ext import _user_code, formats, stored_kernels
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates, composites, models, training
 from keras_policy_ext.conversion.argument_types import PathPatterns
@@ -37,6 +37,7 @@ from keras_policy_ext.policies.of_layers import (
 from keras_policy_ext.recipes import FrozenKernels
 
 
+@_user_code.once()
 def freeze(
     model: keras.Layer,
     *,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates, composites, models, training
 from keras_policy_ext.conversion.argument_types import (
@@ -44,6 +45,7 @@ from keras_policy_ext.recipes import Recipe
 Decision = tuple[Candidate, Target]
 
 
+@_user_code.once()
 def convert(
     model: keras.Layer,
     policy: PolicyLike | None = None,
@@ -111,9 +113,9 @@ def convert(
     with training.changing(model):
         report = _convert(model, survey, decisions, left, attention)
         # In here, so that an error made of this warning undoes all.
-        warn_of_little(report, model, stacklevel=2)
+        warn_of_little(report, model)
         if not decisions:
-            warn_of_plain(left, stacklevel=2)
+            warn_of_plain(left)
     return report
 
 
@@ -192,6 +194,7 @@ def _convert(
     )
 
 
+@_user_code.once()
 def revert(model: keras.Layer) -> Report:
     """Undo `convert`: stock layers, with the weights they have.
 

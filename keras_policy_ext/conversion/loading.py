@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import policies
+from keras_policy_ext import _user_code, policies
 from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import (
     candidates,
@@ -55,6 +55,7 @@ from keras_policy_ext.policies.of_layers import (
 )
 
 
+@_user_code.once()
 def load_model(
     path: PathLike,
     custom_objects: dict[str, object] | None = None,
@@ -157,6 +158,7 @@ def _load_model(
     return model
 
 
+@_user_code.once()
 def load_weights(
     model: keras.Layer,
     path: PathLike,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections.abc import Iterator
 
 import h5py
@@ -48,16 +47,14 @@ def warn(model: keras.Model, path: PathLike) -> None:
     layers = layers_in_float8(model) if saved else []
     now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:
-        warnings.warn(
+        _user_code.warn(
             f"{saved - now} of the {saved} layers that were in float8 when "
             "this model was saved are not in float8 now: their model or "
             "block made stock layers anew, in the source policy. Their "
             f"weights are loaded. Received: {str(path)!r}. "
             "`keras_policy_ext.load_model(path)` brings all of them back, "
             "with their scales. If they are to stay so, `revert` the model "
-            "before it is saved.",
-            UserWarning,
-            stacklevel=_user_code.stacklevel(),
+            "before it is saved."
         )
 
 

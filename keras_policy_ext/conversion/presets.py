@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import files, frozen_files, lost_float8
 from keras_policy_ext.conversion.weight_files import WEIGHTS, PathLike
 
@@ -14,6 +15,7 @@ _SHARDED = "model.weights.json"
 _OF_TASK = "task.weights.h5"
 
 
+@_user_code.once()
 def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     """`cls.from_preset(preset)`, with every layer frozen as it was saved.
 

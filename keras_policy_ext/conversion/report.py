@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
     compiled_functions,
     kept_numbers,
@@ -309,7 +309,7 @@ def report_of(
     )
 
 
-def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
+def warn_of_little(report: Report, model: keras.Layer) -> None:
     """Warn of a model with less than a tenth of its work in float8."""
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
@@ -324,8 +324,8 @@ def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
             "change `include`, `exclude`, `filter`, `min_size` or the rules of "
             "the policy where one of these is the reason. Where it is the "
             "class of a layer, use a class that has a float8 form, or derive "
-            "yours from Float8Mixin; if neither is possible, there is little to gain, and "
-            "`kpe.revert` takes the rest out. `print(report)` tells more."
+            "yours from Float8Mixin; if neither is possible, there is little "
+            "to gain, and `kpe.revert` takes the rest out. `print(report)` tells more."
         )
     else:
         message = (
@@ -334,7 +334,7 @@ def warn_of_little(report: Report, model: keras.Layer, stacklevel: int) -> None:
             "model that has the layers, or write layers of your own with "
             "Float8Mixin."
         )
-    warnings.warn(message, stacklevel=stacklevel + 1)
+    _user_code.warn(message)
 
 
 def outcome_of(group: Sequence[Converted | Skipped]) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import keras
 
-from keras_policy_ext import policies, policy_names, recipes
+from keras_policy_ext import _user_code, policies, policy_names, recipes
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion.candidates import Unconverted, path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -80,23 +79,21 @@ class Requested:
         return _target(layer, self.policies[0], None)
 
 
-def warn_of_plain(left: list[Unconverted], stacklevel: int) -> None:
+def warn_of_plain(left: list[Unconverted]) -> None:
     """Warn where nothing was converted, and layers have plain policies.
 
     Args:
         left: The layers that were left, where no layer was converted.
-        stacklevel: Of the caller.
     """
     plain = [x for x in left if x.reason.startswith(_PLAIN)]
     if not plain:
         return
     layers = "1 layer is" if len(plain) == 1 else f"{len(plain)} layers are"
-    warnings.warn(
+    _user_code.warn(
         f"`convert` has changed nothing: {layers} under plain policies, such "
         f"as {path_of(plain[0].layer)!r}, and others were made under float8 "
         "policies. Without a policy only those are converted. To convert all, "
-        "pass a policy: `keras_policy_ext.convert(model, 'float8')`.",
-        stacklevel=stacklevel + 1,
+        "pass a policy: `keras_policy_ext.convert(model, 'float8')`."
     )
 
 

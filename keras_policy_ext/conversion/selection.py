@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -95,10 +94,9 @@ class Selection:
         matched = any(_found(include or (), path) for path in paths)
         if include is not None and paths and not matched:
             raise ValueError(_no_match("include", include, paths))
-        for pattern in self.exclude:
+        for pattern in dict.fromkeys(self.exclude):
             if paths and not any(pattern.search(path) for path in paths):
-                message = _no_match("exclude", (pattern,), paths)
-                warnings.warn(message, stacklevel=_user_code.stacklevel())
+                _user_code.warn(_no_match("exclude", (pattern,), paths))
 
 
 def _found(patterns: Patterns, path: str) -> re.Pattern[str] | None:

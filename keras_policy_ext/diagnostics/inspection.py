@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
+from keras_policy_ext import _user_code, formats
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import models, summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
@@ -262,6 +262,7 @@ def _with_head(head: list[str], rows: list[list[str]]) -> list[list[str]]:
     return [[*(empty if n else head), *row] for n, row in enumerate(rows)]
 
 
+@_user_code.once()
 def inspect(model: keras.Layer) -> Inspection:
     """Look at the policy and the float8 state of each layer.
 

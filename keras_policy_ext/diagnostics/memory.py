@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import frameworks, kernels, policies, recipes
+from keras_policy_ext import _user_code, frameworks, kernels, policies, recipes
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion import in_place, models
 from keras_policy_ext.conversion.argument_types import (
@@ -44,6 +44,7 @@ from keras_policy_ext.policies.of_layers import (
 )
 
 
+@_user_code.once()
 def memory(
     model: keras.Layer,
     batch: Any,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from keras_policy_ext import _user_code, formats, kernels
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import MATMULS, Recipe
@@ -20,7 +18,7 @@ def warn(policy: Float8DTypePolicy) -> None:
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:
         return
-    warnings.warn(_text(policy, native), stacklevel=_user_code.stacklevel())
+    _user_code.warn(_text(policy, native))
 
 
 def _formats_of(recipe: Recipe) -> list[str]:

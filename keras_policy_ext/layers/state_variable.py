@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
@@ -288,7 +287,7 @@ class StateVariable(
         matrix = np.array(matrix)
         moved = _moved_rows(matrix)
         if moved.any() and not self._said:
-            warnings.warn(_MOVED, stacklevel=_user_code.stacklevel())
+            _user_code.warn(_MOVED)
         self._said = bool(moved.any())
         matrix[moved] = self.rows_layout.never_observed()[moved]
         return matrix

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from keras_policy_ext import policies
+from keras_policy_ext import _user_code, policies
 
 
 class _PlainPolicies(type):
@@ -57,12 +56,11 @@ class Policy(metaclass=_PlainPolicies):
         fields = dict(config)
         loss_scale = fields.pop("loss_scale", "auto")
         if loss_scale != "auto":
-            warnings.warn(
+            _user_code.warn(
                 "The loss scale in this config is dropped: a plain policy has "
                 f"none. Received: {dict(config)!r}. Read it with kpe.get or "
                 "kpe.LossScaleDTypePolicy.from_config, or give the loss scale "
-                "to a LossScaleOptimizer.",
-                stacklevel=2,
+                "to a LossScaleOptimizer."
             )
         return cls(**fields)
 

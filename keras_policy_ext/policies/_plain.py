@@ -1,7 +1,5 @@
 """Plain policies: which dtypes a policy may compute in."""
 
-import warnings
-
 import keras
 import numpy as np
 from keras import ops
@@ -72,11 +70,9 @@ def warn_of_missing_float64(policy: keras.DTypePolicy) -> None:
     actual = actual_dtype("float64")
     if actual == "float64":
         return
-    warnings.warn(
+    _user_code.warn(
         f"Under the policy {policy.name!r} JAX will compute in {actual}: it "
         "has no float64 while jax_enable_x64 is off, though layers will "
         "report 'float64'. Call jax.config.update('jax_enable_x64', True) "
-        f"before the first tensor is made, or choose the policy {actual!r}.",
-        UserWarning,
-        stacklevel=_user_code.stacklevel(),
+        f"before the first tensor is made, or choose the policy {actual!r}."
     )

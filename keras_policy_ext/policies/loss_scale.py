@@ -1,11 +1,10 @@
 """`LossScaleDTypePolicy`: a policy that says how the loss is scaled."""
 
-import warnings
 from typing import Any
 
 import keras
 
-from keras_policy_ext import policy_names
+from keras_policy_ext import _user_code, policy_names
 from keras_policy_ext.policies import _global, _plain, loss_scales
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.loss_scales import DynamicLossScale, LossScale
@@ -52,12 +51,11 @@ class LossScaleDTypePolicy(SourceMap):
         else:
             self._requested = loss_scales.get(loss_scale)
         if self.loss_scale is not None and self.compute_dtype != "float16":
-            warnings.warn(
+            _user_code.warn(
                 "A loss scale keeps small float16 gradients from becoming 0; "
                 f"this policy computes in {self.compute_dtype}. Received: "
                 f"{self!r}. Allowed, and of use: 'mixed_float16' and "
-                "'float16'. Leave the loss scale out.",
-                stacklevel=2,
+                "'float16'. Leave the loss scale out."
             )
 
     @property
