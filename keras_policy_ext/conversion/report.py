@@ -325,7 +325,8 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
             "the policy where one of these is the reason. Where it is the "
             "class of a layer, use a class that has a float8 form, or derive "
             "yours from Float8Mixin; if neither is possible, there is little "
-            "to gain, and `kpe.revert` takes the rest out. `print(report)` tells more."
+            "to gain, and `kpe.revert` takes the rest out. `print(report)` "
+            "tells more."
         )
     else:
         message = (

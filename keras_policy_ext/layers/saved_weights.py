@@ -133,8 +133,8 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
 
     def count_params(self) -> int:
         """`Layer.count_params`, without the float8 state."""
-        states = [v for v in self.weights if is_state(v)]
-        return super().count_params() - sum(math.prod(v.shape) for v in states)
+        # Within a summary the stock method leaves it out itself.
+        return sum(math.prod(v.shape) for v in self.weights if not is_state(v))
 
     @property
     def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:

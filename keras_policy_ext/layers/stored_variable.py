@@ -29,6 +29,7 @@ from keras_policy_ext import formats, frameworks, kernels
 from keras_policy_ext._keras import (
     built_layers,
     keras_hub_export,
+    summaries,
     variable_values,
 )
 from keras_policy_ext.layers.paths import scope_of_path
@@ -353,6 +354,9 @@ def in_place_of_codes(layer: Any, variables: list[Any]) -> list[Any]:
 def is_state(variable: object) -> bool:
     """Whether a variable says how numbers are scaled, and is no parameter."""
     return isinstance(variable, (StateVariable, StoredConstant))
+
+
+summaries.leave_out_of_totals(is_state)
 
 
 def _name_of(dtype: Any) -> str:
