@@ -5,7 +5,7 @@ python tests/devices_page.py
 
 import pathlib
 
-from keras_policy_ext.kernels.devices import KNOWN
+from keras_policy_ext.kernels.devices import KNOWN, PRODUCTS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "devices.md"
 START = "<!-- Written by tests/devices_page.py: do not edit. -->\n"
@@ -15,14 +15,23 @@ END = "<!-- As far as here. -->\n"
 def table():
     """A row for each device that is known."""
     rows = [
-        ["name", "device", "multiplies", "with scales of", "else in"],
-        ["---"] * 5,
+        [
+            "name",
+            "device",
+            "multiplies",
+            "with scales of",
+            "else in",
+            "products",
+        ],
+        ["---"] * 6,
     ]
     for name, device in KNOWN.items():
         read = {"ocp": "OCP", "fnuz": "fnuz", None: "–"}[device.float8]
         scales = ", ".join(device.scales) or "–"
         title = device.title.partition(" ")[2]
-        rows.append([f"`{name}`", title, read, scales, device.multiplies_in])
+        products = ", ".join(PRODUCTS.get(name, "–").split())
+        known = [f"`{name}`", title, read, scales, device.multiplies_in]
+        rows.append([*known, products])
     sources = dict.fromkeys(each.source for each in KNOWN.values())
     return (
         "".join(f"| {' | '.join(row)} |\n" for row in rows)

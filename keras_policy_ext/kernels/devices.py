@@ -165,7 +165,7 @@ KNOWN = {
     "cpu": Device(
         title="a CPU",
         maker="cpu",
-        source="no instructions for 16 bits were found",
+        source="CPU: no AMX or AVX512-BF16 was found",
     ),
     "cpu_bf16": Device(
         title="a CPU with AMX or AVX512-BF16",
