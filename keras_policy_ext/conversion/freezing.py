@@ -11,7 +11,13 @@ import numpy as np
 
 from keras_policy_ext import _user_code, formats, stored_kernels
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import candidates, composites, models, training
+from keras_policy_ext.conversion import (
+    candidates,
+    composites,
+    left_out,
+    models,
+    training,
+)
 from keras_policy_ext.conversion.argument_types import PathPatterns
 from keras_policy_ext.conversion.candidates import Candidate, Unconverted
 from keras_policy_ext.conversion.frozen_report import (
@@ -26,7 +32,7 @@ from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_variable import held
 from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -54,7 +60,7 @@ def freeze(
     and embeddings become codes with scales, and the floating-point weights
     are let go. A frozen layer computes what it was rounded to: its kernel
     does not train, and gradients pass to its inputs. Adapters of LoRA train
-    beside it. Biases stay as they are.
+    beside it. Biases stay as they are, and so does what the report names.
 
     Args:
         model: A built model or layer, in float8 or not, trained or not.
@@ -66,7 +72,9 @@ def freeze(
             `"dynamic"` rounds them to e4m3fn too, with a scale for each
             token, or example of a convolution; `"static"` with one scale for
             all, from the amaxes that were seen in training or by `calibrate`,
-            under delayed scaling.
+            under delayed scaling. Embeddings that also compute logits, as
+            `ReversibleEmbedding` does, then stay in floats, as other readers
+            of a language model have them, unless `include` names them.
         trained_scales: Whether kernels that were trained under delayed
             scaling keep the scale that they had, and are not scaled anew;
             with `granularity="tensor"` only.
@@ -91,12 +99,19 @@ def freeze(
     models.check(model)
     found, skipped = freezable(model)
     reasons = selection.reasons(found)
+    projecting: dict[int, str] = {}
+    if activations is not None and include is None:
+        projecting = _projecting(model, found)
+        reasons = {**projecting, **reasons}
     chosen = [each for n, each in enumerate(found) if n not in reasons]
     left = [Unconverted(found[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
     with training.changing(model):
+        for number in projecting:
+            if reasons[number] is projecting[number]:
+                leave_float8(found[number].layer)
         for plan in plans:
             kernels = list(plan.kernels(stored))
             enter_float8(plan.layer, plan.policy, kernels)
@@ -156,15 +171,34 @@ def freezable(
         found[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
     holders = _holders(order)
+    assigned = left_out.kernels_assigned_in(order)
     chosen = []
     for layer in order:
         if id(layer) not in found:
             continue
-        if reason := _shared(found[id(layer)], holders):
+        each = found[id(layer)]
+        reason = left_out.has_own_files(layer) or _shared(each, holders)
+        if reason := reason or _assigned(each, assigned):
             skipped.append(Unconverted(layer, reason))
         else:
-            chosen.append(found[id(layer)])
+            chosen.append(each)
     return chosen, skipped
+
+
+def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
+    """The embeddings in a model that compute logits too, and why they stay.
+
+    By number. What reads an exported model computes logits of inputs that are
+    not rounded, and has the table in floats.
+    """
+    return {
+        number: "it computes logits, whose inputs other readers do not round; "
+        "`include` freezes it too"
+        for number, each in enumerate(found)
+        if issubclass(each.form, keras.layers.ReversibleEmbedding)
+        and each.layer is not model
+        and not is_frozen(each.layer)
+    }
 
 
 def shares_stored_kernels(model: keras.Layer) -> bool:
@@ -172,7 +206,7 @@ def shares_stored_kernels(model: keras.Layer) -> bool:
     layers = walking.layers_within(model)
     holders = _holders(layers)
     stored = [each for x in layers for each in stored_weights.stored_in(x)]
-    return any(len(holders.get(id(each.codes), ())) > 1 for each in stored)
+    return any(len(holders.get(id(held(each)), ())) > 1 for each in stored)
 
 
 def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
@@ -181,9 +215,7 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
     for layer in layers:
         tracked = walking.tracked_variables(layer)
         for variable in [*tracked, *walking.captured_variables(layer)]:
-            if isinstance(variable, StoredVariable):
-                variable = variable.codes
-            holders.setdefault(id(variable), []).append(layer)
+            holders.setdefault(id(held(variable)), []).append(layer)
     return holders
 
 
@@ -203,6 +235,12 @@ def _shared(
     return None
 
 
+def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:
+    """Why a layer is not frozen: code of the user's assigns a kernel."""
+    found = (reasons.get(id(kernel)) for kernel in candidate.kernels)
+    return next(filter(None, found), None)
+
+
 def form_to_freeze(layer: Any) -> Any:
     """The class that a stock layer has when it is frozen.
 
@@ -210,6 +248,8 @@ def form_to_freeze(layer: Any) -> Any:
     """
     form = _form(layer)
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
+        return None
+    if left_out.has_own_files(layer):
         return None
     return form
 

@@ -12,7 +12,7 @@ import keras
 from keras_policy_ext._keras import calls
 from keras_policy_ext.frameworks.kept import Step
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_variable import is_state
+from keras_policy_ext.layers.stored_variable import held, is_state
 
 Tensor = Any
 
@@ -26,7 +26,7 @@ def step_of(model: Any, layers: Sequence[Any], batch: Any) -> Step:
         batch: Nested `keras.KerasTensor`.
     """
     trained = {id(v) for v in model.trainable_variables}
-    weights = {id(v) for v in model.weights if not is_state(v)}
+    weights = {id(held(v)) for v in model.weights if not is_state(v)}
     return Step(
         call=_Forward(model, layers),
         variables=model.variables,

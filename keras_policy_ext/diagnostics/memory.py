@@ -33,7 +33,7 @@ from keras_policy_ext.diagnostics.memory_report import (
 from keras_policy_ext.frameworks.kept import Measured
 from keras_policy_ext.layers.class_swap import leave_float8
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_variable import is_state
+from keras_policy_ext.layers.stored_variable import held, is_state
 from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -231,7 +231,7 @@ def _rows(layers: list[Any], measured: Measured) -> Iterator[LayerMemory]:
             *walking.own_weights(layer),
             *getattr(getattr(layer, "float8_state", None), "weights", ()),
         ]
-        own = [v for v in variables if id(v) not in counted]
+        own = [v for v in map(held, variables) if id(v) not in counted]
         counted |= {id(v) for v in own}
         kept = [k for k in measured.kept if (k.layer or 0) == number]
         policy = float8_policy_of(layer)

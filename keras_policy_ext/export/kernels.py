@@ -15,7 +15,10 @@ from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import freezing
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_variable import (
+    StoredVariable,
+    in_place_of_codes,
+)
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
@@ -264,5 +267,7 @@ def owners(model: keras.Layer) -> dict[int, keras.Layer]:
     return {
         id(variable): layer
         for layer in reversed(walking.layers_within(model))
-        for variable in walking.tracked_variables(layer)
+        for variable in in_place_of_codes(
+            layer, walking.tracked_variables(layer)
+        )
     }

@@ -112,7 +112,7 @@ class _Float8Attention(Float8Mixin):
         """The stock config, and `attention` where the class takes it.
 
         A subclass of a stock layer, which `convert` has turned into this, is
-        named in files and may not; `_texts_for_file` says it too.
+        named in files and may not; `texts_for_file` says it too.
         """
         config = super().get_config()
         original = original_of(type(self))
@@ -121,8 +121,8 @@ class _Float8Attention(Float8Mixin):
             return config
         return {**config, "attention": self._float8_attention}
 
-    def _texts_for_file(self) -> dict[str, str]:
-        texts = super()._texts_for_file()
+    def texts_for_file(self) -> dict[str, str]:
+        texts = super().texts_for_file()
         if self._float8_attention is None:
             return texts
         return {**texts, ATTENTION_KEY: self._float8_attention}

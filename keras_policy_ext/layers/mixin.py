@@ -95,7 +95,7 @@ class Float8Mixin(
         def __init__(self, *args, **kwargs):
             kwargs["dtype"] = policies.get(kwargs.get("dtype"))
             super().__init__(*args, **kwargs)
-            self.float8_state = _new_state(self.trainable)
+            self.float8_state = _new_state(self)
             self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     # The getter is Keras's: torch.compile does not follow `super` into one.
@@ -142,7 +142,7 @@ class Float8Mixin(
         if hasattr(self, "float8_state"):
             self.float8_state.save_own_variables(entries)
             built_layers.detach(self, "float8_state")
-        self.float8_state = _new_state(self.trainable)
+        self.float8_state = _new_state(self)
         self._float8_kernel_paths = tuple(kernel.path for kernel in contracted)
         global_policy.replace_layer_policy(self, policy)
         self._resolve_float8_policy()
@@ -428,8 +428,9 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else ops.add(x, bias)
 
 
-def _new_state(trainable: bool) -> Float8State:
+def _new_state(layer: Any) -> Float8State:
     weight_lists.watch()
-    state = Float8State(trainable)
+    state = Float8State(layer.trainable)
+    state.belong_to(layer)
     built_layers.skip_in_quantize(state)
     return state

@@ -51,14 +51,17 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
         """`Layer.save_own_variables`, which merges LoRA's adapters."""
-        self.float8_state.texts = self._texts_for_file()
         if self.is_frozen:
             stored_files.save(self, store)
             return
-        self.float8_state.merged = bool(getattr(self, "lora_enabled", False))
         super().save_own_variables(store)
 
-    def _texts_for_file(self) -> dict[str, str]:
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether the kernel in a file has LoRA's adapters merged in."""
+        return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
+
+    def texts_for_file(self) -> dict[str, str]:
         """What a file says of this layer beside its state."""
         policy = policy_of(self)
         if not isinstance(policy, Float8DTypePolicy):

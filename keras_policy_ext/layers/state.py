@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,11 @@ from keras_policy_ext.layers.state_variable import (
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Recipe
+
+
+def _no_layer() -> None:
+    """A reference to nothing."""
+
 
 _Take = Callable[[dict[str, np.ndarray]], None]
 
@@ -70,21 +76,28 @@ class Float8State(keras.layers.Layer):
         )
         self._owners: dict[str, str] = {}
         self.last_call = LastCall()
-        # Whether files hold another kernel, the one with adapters merged in:
-        # what was observed of this one is then not written.
-        self.merged = False
-        # What files get to know of the layer, by entry, and the policy that
-        # the file last read had, which `load_model` looks at.
-        self.texts: dict[str, str] = {}
+        # The layer that this is in, which files get to know more of.
+        self._layer: Callable[[], Any] = _no_layer
         # The full name of the policy that `convert` was given for the layer;
         # None for a layer that was made under its policy.
         self.given: str | None = None
+        # The policy that the file last read had: `load_model` looks at it.
         self.policy_in_file: np.ndarray | None = None
         self._take: _Take | None = None
         self._layer_loaded: bool | None = None
         self._stock_loaded = False
         self._failure: ValueError | None = None
         self.built = True
+
+    def belong_to(self, layer: Any) -> None:
+        """Let files say what a layer tells of itself.
+
+        Asked when this is saved, since a layer may save its weights itself.
+
+        Args:
+            layer: One with `texts_for_file` and `merges_adapters`.
+        """
+        self._layer = weakref.ref(layer)
 
     def add(self, kernel: keras.Variable, recipe: Recipe) -> None:
         """Create the state of a kernel, where the recipe has state.
@@ -157,13 +170,18 @@ class Float8State(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Write the texts, and scale and amax history of each operand."""
-        if self.matrices or self.texts:
+        layer = self._layer()
+        texts = {} if layer is None else layer.texts_for_file()
+        # Files then hold another kernel, the one with adapters merged in:
+        # what was observed of this one is not written.
+        merged = layer is not None and layer.merges_adapters
+        if self.matrices or texts:
             store[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
-        for key, text in self.texts.items():
+        for key, text in texts.items():
             store[key] = np.frombuffer(text.encode(), "uint8")
         for number, variable in enumerate(self.matrices):
             for key, value in entries_for_file(number, variable).items():
-                other_kernel = self.merged and ".kernel." in key
+                other_kernel = merged and ".kernel." in key
                 store[key] = np.zeros_like(value) if other_kernel else value
             earlier = frameworks.current().earlier_observation(variable)
             if earlier is not None:

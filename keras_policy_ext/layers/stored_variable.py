@@ -351,6 +351,11 @@ def in_place_of_codes(layer: Any, variables: list[Any]) -> list[Any]:
     return [found.get(id(each), each) for each in variables]
 
 
+def held(variable: Any) -> Any:
+    """The variable in `layer.variables` of one in `layer.weights`."""
+    return variable.codes if isinstance(variable, StoredVariable) else variable
+
+
 def is_state(variable: object) -> bool:
     """Whether a variable says how numbers are scaled, and is no parameter."""
     return isinstance(variable, (StateVariable, StoredConstant))
