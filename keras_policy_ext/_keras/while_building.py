@@ -73,12 +73,38 @@ def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
 
 
 @contextlib.contextmanager
+def before_each_variable(
+    check: Callable[[tuple[Any, ...]], None],
+) -> Iterator[None]:
+    """Call a function with the shape of each variable that this thread makes.
+
+    Before it takes memory; not of those that are made of an array. Keras has
+    no limit for what a config may ask for (keras 3.0 to 3.15), and expires
+    this when it compares a config with the weights beside it.
+
+    Args:
+        check: Of the shape; raises to refuse.
+    """
+
+    def init(stock: Any, variable: Any, *args: Any, **kwargs: Any) -> None:
+        shape = args[1] if len(args) > 1 else kwargs.get("shape")
+        if isinstance(shape, int):
+            shape = (shape,)
+        if shape is not None:
+            check(tuple(shape))
+        stock(variable, *args, **kwargs)
+
+    with in_place_of("__init__", init, keras.Variable):
+        yield
+
+
+@contextlib.contextmanager
 def in_place_of(
     name: str, function: Callable[..., Any], cls: Any = keras.Layer
 ) -> Iterator[None]:
-    """Let a method of all layers be another one, which gets the stock one.
+    """Let a method of a class be another one, which gets the stock one.
 
-    Or that of all layers of a class.
+    By default of all layers.
 
     Raises:
         ImportError: If there is none of this name.
@@ -87,7 +113,9 @@ def in_place_of(
     with _REPLACED:
         stock, own = getattr(cls, name, None), vars(cls).get(name)
         if stock is None:
-            raise versions.missing(f"Layer.{name}", "a hook around layers")
+            raise versions.missing(
+                f"{cls.__name__}.{name}", f"a hook around {cls.__name__}"
+            )
 
         def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:

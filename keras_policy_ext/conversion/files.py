@@ -10,11 +10,13 @@ import tempfile
 import threading
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
+from keras_policy_ext import _input_files
 from keras_policy_ext.conversion import weight_files
 from keras_policy_ext.conversion.weight_files import WEIGHTS, PathLike
 
@@ -28,12 +30,15 @@ Warnings = list[warnings.WarningMessage]
 _WARNING_FILTERS = threading.RLock()
 
 
-def check_model(path: PathLike) -> None:
-    """Raise if a `.keras` file is not whole.
+def check_model(path: PathLike) -> int:
+    """Raise if a file or folder of a model is not whole, or made to do harm.
 
     Keras reads a damaged one as it can: it falls back to a way of reading
     that compares no checksums, and says of a truncated one that there is no
     such file (keras 3.12 to 3.15).
+
+    Returns:
+        How many numbers its weights have.
 
     Raises:
         ValueError: If so.
@@ -50,10 +55,14 @@ def check_model(path: PathLike) -> None:
     _check_exists(path)
     if text.endswith(".keras") and _is_file(path):
         _check_archive(path)
+    return _check_content(path)
 
 
-def check_weights(path: PathLike) -> None:
-    """Raise if there is no file of weights, or a `.keras` file is not whole.
+def check_weights(path: PathLike) -> int:
+    """Raise if there is no file of weights, or it is not whole.
+
+    Returns:
+        How many numbers the weights have.
 
     Raises:
         ValueError: If the file is not whole.
@@ -62,6 +71,23 @@ def check_weights(path: PathLike) -> None:
     _check_exists(path)
     if str(path).endswith(".keras"):
         _check_archive(path)
+    return _check_content(path)
+
+
+def _check_content(path: PathLike) -> int:
+    """Raise if weights lie elsewhere, or are larger than their file."""
+    try:
+        return sum(
+            _numbers_in(part) for part in weight_files.parts_of(str(path))
+        )
+    except (KeyError, RuntimeError, TypeError, zlib.error) as error:
+        # As h5py raises for damaged files.
+        raise _input_files.damaged(path, str(error)) from error
+
+
+def _numbers_in(path: PathLike) -> int:
+    with weight_files.opened(path) as file:
+        return 0 if file is None else _input_files.check_hdf5(path, file)
 
 
 @contextlib.contextmanager
@@ -160,11 +186,14 @@ def _check_archive(path: PathLike) -> None:
     try:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
-            damaged = archive.testzip()
+            refused = _refused(path, archive)
+            damaged = None if refused else archive.testzip()
     except weight_files.OF_DAMAGE as error:
         raise ValueError(
             _not_whole(path, f"it cannot be read ({error})")
         ) from error
+    if refused:
+        raise refused
     if damaged is not None:
         raise ValueError(
             _not_whole(path, f"the checksum of {damaged} is wrong")
@@ -176,6 +205,15 @@ def _check_archive(path: PathLike) -> None:
             f"{str(path)!r}, which lacks {' and '.join(lacking)}. Allowed: "
             "a `.keras` file as `model.save` writes it. Pass another file."
         )
+
+
+def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
+    """The error for an archive that holds too much, or elsewhere."""
+    try:
+        _input_files.check_archive(path, archive)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _not_whole(path: PathLike, found: str) -> str:

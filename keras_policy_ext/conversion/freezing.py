@@ -176,12 +176,12 @@ def freezable(
     for layer in order:
         if id(layer) not in found:
             continue
-        each = found[id(layer)]
-        reason = left_out.has_own_files(layer) or _shared(each, holders)
-        if reason := reason or _assigned(each, assigned):
+        candidate = found[id(layer)]
+        reason = left_out.has_own_files(layer) or _shared(candidate, holders)
+        if reason := reason or _assigned(candidate, assigned):
             skipped.append(Unconverted(layer, reason))
         else:
-            chosen.append(each)
+            chosen.append(candidate)
     return chosen, skipped
 
 

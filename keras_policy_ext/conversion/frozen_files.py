@@ -18,6 +18,7 @@ from typing import Any
 import h5py
 import keras
 
+from keras_policy_ext import _input_files
 from keras_policy_ext._keras import (
     saving_hooks,
     walking,
@@ -59,7 +60,7 @@ def load_model(
 ) -> keras.Model:
     """`keras.saving.load_model` of a file with frozen layers."""
     text = stock_files.config_in(path)
-    compiled = json.loads(text).get("compile_config")
+    compiled = _input_files.json_in(text, path).get("compile_config")
 
     def made() -> keras.Model:
         # From the text each time: layers take out of a config what they read.
@@ -210,23 +211,13 @@ def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     """The recipe of the first frozen layer in a file of weights."""
-    for part in _parts(pathlib.Path(str(weights))):
+    for part in weight_files.parts_of(str(weights)):
         with weight_files.opened(part) as file:
             for group in [] if file is None else weight_files.groups(file):
                 if _is_frozen(group):
                     header = stored_files.header_in(group, group.name)
                     return stored_files.recipe_of(header, group.name)
     return None
-
-
-def _parts(weights: pathlib.Path) -> list[pathlib.Path]:
-    """The file of weights, or those that an index names."""
-    if weights.suffix != ".json":
-        return [weights]
-    found = json.loads(weights.read_text("utf8"))["weight_map"].values()
-    listed = [[each] if isinstance(each, str) else each for each in found]
-    names = sorted({name for names in listed for name in names})
-    return [weights.parent / pathlib.Path(name).name for name in names]
 
 
 def _recipes_in(

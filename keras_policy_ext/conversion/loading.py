@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _user_code, policies
+from keras_policy_ext import _input_files, _user_code, policies
 from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import (
     candidates,
@@ -88,14 +87,15 @@ def load_model(
         OSError: If there is no such file, or the weights in a folder cannot
             be read.
     """
-    files.check_model(path)
+    numbers = files.check_model(path)
     options = {"compile": compile, "safe_mode": safe_mode}
-    if frozen_files.has_frozen_layers(path):
-        load = frozen_files.load_model
-        return _load_model(load, path, custom_objects, **options)
-    with stock_files.rewritten_model(path) as rewritten:
-        load = keras.saving.load_model
-        return _load_model(load, rewritten, custom_objects, **options)
+    with _input_files.within_memory_of(path, numbers):
+        if frozen_files.has_frozen_layers(path):
+            load = frozen_files.load_model
+            return _load_model(load, path, custom_objects, **options)
+        with stock_files.rewritten_model(path) as rewritten:
+            load = keras.saving.load_model
+            return _load_model(load, rewritten, custom_objects, **options)
 
 
 def load_whole(
@@ -136,7 +136,11 @@ def _load_model(
 ) -> keras.Model:
     """`load_model` of a file that is whole, and no stock float8."""
     legacy = str(path).endswith((".h5", ".hdf5"))
-    config = None if legacy else json.loads(stock_files.config_in(path))
+    config = None
+    if not legacy:
+        config = _input_files.json_in(stock_files.config_in(path), path)
+        if not isinstance(config, dict):
+            raise _input_files.damaged(path, "its config is no dict")
     with (
         lost_float8.silent(),
         public_classes.for_private_names(config),

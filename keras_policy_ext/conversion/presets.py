@@ -7,11 +7,12 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import _input_files, _user_code
 from keras_policy_ext.conversion import files, frozen_files, lost_float8
 from keras_policy_ext.conversion.weight_files import WEIGHTS, PathLike
 
 _SHARDED = "model.weights.json"
+_CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
 _OF_TASK = "task.weights.h5"
 
 
@@ -45,7 +46,15 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
             f"{_SHARDED}. A preset that is elsewhere is loaded by "
             "`cls.from_preset`; then call `keras_policy_ext.freeze`."
         )
-    with lost_float8.silent(), frozen_files.frozen_when_built(weights):
+    numbers = files.check_weights(weights)
+    for name in _CONFIGS:
+        if (folder / name).is_file():
+            _input_files.json_in((folder / name).read_bytes(), folder / name)
+    with (
+        lost_float8.silent(),
+        _input_files.within_memory_of(folder, numbers),
+        frozen_files.frozen_when_built(weights),
+    ):
         model = cls.from_preset(str(folder), load_weights=False, **options)
     backbone = getattr(model, "backbone", model)
     frozen_files.freeze_as_saved(backbone, weights)

@@ -21,7 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from keras_policy_ext import policies
+from keras_policy_ext import _input_files, policies
 from keras_policy_ext.conversion import files, weight_files
 from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import stock_state
@@ -47,7 +47,9 @@ def rewritten_model(
     if not weight_files.count(path, _own_count):
         yield path
         return
-    config = json.dumps(_own_policies(json.loads(config_in(path))))
+    config = json.dumps(
+        _own_policies(_input_files.json_in(config_in(path), path))
+    )
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "model"
         if pathlib.Path(str(path)).is_dir():

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import h5py
 
+from keras_policy_ext import _input_files
+
 PathLike = str | os.PathLike[str]
 Source = PathLike | io.BytesIO
 WEIGHTS = "model.weights.h5"
@@ -56,10 +58,31 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
         elif place.suffix == ".keras" and place.is_file():
             archive = stack.enter_context(place.open("rb"))
             source = stack.enter_context(_member(archive))
-        elif place.name.endswith("weights.h5") and place.is_file():
+        elif place.suffix in (".h5", ".hdf5") and place.is_file():
             source = place
         file = None if source is None else h5py.File(source, "r")
         yield file if file is None else stack.enter_context(file)
+
+
+def parts_of(path: str) -> list[str]:
+    """The file of weights, or those that an index names, beside it.
+
+    Raises:
+        ValueError: If the index is damaged, or names other places.
+    """
+    place = pathlib.Path(path)
+    if place.suffix != ".json":
+        return [path]
+    index = _input_files.json_in(place.read_bytes(), path)
+    if not isinstance(index, dict) or not isinstance(
+        index.get("weight_map"), dict
+    ):
+        raise _input_files.damaged(path, "it is no index of weights")
+    found = index["weight_map"].values()
+    listed = [each if isinstance(each, list) else [each] for each in found]
+    names = [name for names in listed for name in names]
+    _input_files.check_names(path, names)
+    return [str(place.parent / name) for name in sorted(set(names))]
 
 
 def groups(file: h5py.File) -> list[h5py.Group]:

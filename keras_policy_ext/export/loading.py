@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext import _input_files
 from keras_policy_ext._keras import (
     keras_hub_import,
     walking,
@@ -52,7 +54,9 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
             policy = Float8DTypePolicy(source, recipe=folder.recipe)
             enter_float8(layer, policy)
 
+    numbers = sum(math.prod(slot.shape) for slot in slots.values())
     with (
+        _input_files.within_memory_of(place, numbers),
         while_building.after_each_build(freeze),
         while_building.without_initial_values(_is_to_be_frozen),
     ):

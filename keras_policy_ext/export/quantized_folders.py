@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from keras_policy_ext import _input_files
 from keras_policy_ext.export.safetensors_files import OF_DAMAGE, Slot
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import BLOCK
@@ -50,7 +50,7 @@ class QuantizedFolder:
                 "with one. Check the path."
             )
         try:
-            config = json.loads(place.read_text("utf8"))
+            config = _input_files.json_in(place.read_bytes(), place)
             quantization = config["quantization_config"]
             method = quantization["quant_method"]
         except KeyError as error:

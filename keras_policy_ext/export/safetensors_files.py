@@ -21,6 +21,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from keras_policy_ext import _input_files
+
 PathLike = str | os.PathLike[str]
 Array = np.ndarray[Any, Any]
 
@@ -165,6 +167,7 @@ def read(path: PathLike) -> tuple[dict[str, Slot], dict[str, str]]:
             raise _damaged(place, "it ends within its header")
         text = file.read(length)
     try:
+        _input_files.json_in(text, place)
         entries = json.loads(text, object_pairs_hook=_without_doubles)
         metadata = entries.pop(_METADATA, {})
         start = _LENGTH + length

@@ -7,6 +7,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
+from keras_policy_ext import _input_files
 from keras_policy_ext.export import safetensors_files
 from keras_policy_ext.export.safetensors_files import Slot, Tensor
 
@@ -75,7 +76,7 @@ def read(folder: pathlib.Path) -> dict[str, Slot]:
     if not index.is_file():
         return safetensors_files.read(folder / FILE)[0]
     try:
-        places = json.loads(index.read_text("utf8"))["weight_map"]
+        places = _input_files.json_in(index.read_bytes(), index)["weight_map"]
         names = sorted(set(places.values()))
         # A file of the folder, and no other.
         strange = [n for n in names if pathlib.PurePath(n).name != n]

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import _input_files
 from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers.state_variable import (
     StateVariable,
@@ -89,7 +90,10 @@ def entries_for_file(
 
 def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is in the store of a layer, each entry read once."""
-    return {key: np.asarray(store[key]) for key in sorted(store.keys())}
+    return {
+        key: _input_files.array_in("float8_state", store[key])
+        for key in sorted(store.keys())
+    }
 
 
 def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
+from keras_policy_ext import _input_files, formats
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.recipes import FrozenKernels
@@ -109,11 +109,11 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
     Raises:
         ValueError: If that is damaged, or of a newer version.
     """
-    raw = np.asarray(store[STORED])
+    raw = _input_files.array_in(path, store[STORED])
     try:
         if raw.dtype != "uint8" or raw.ndim != 1:
             raise ValueError(f"{raw.dtype} of shape {raw.shape}")
-        header = json.loads(raw.tobytes())
+        header = _input_files.json_in(raw.tobytes(), path)
         version = header["version"]
         if type(version) is not int or version < 1:
             raise ValueError(f"of version {version!r}")
@@ -347,4 +347,5 @@ def _stored(
 def _entry(store: Entries, name: str, path: str) -> Any:
     if name not in store:
         raise ValueError(damaged(path, f"it lacks {name!r}"))
+    _input_files.check_dataset(path, store[name])
     return store[name]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import pathlib
 import textwrap
@@ -22,6 +21,8 @@ from typing import Any
 import h5py
 import ml_dtypes
 import numpy as np
+
+from keras_policy_ext import _input_files
 
 OF_DAMAGE = (
     ArithmeticError,
@@ -213,6 +214,7 @@ def _open_archive(path: pathlib.Path) -> Iterator[LegacyFile]:
     with contextlib.ExitStack() as stack:
         try:
             archive = stack.enter_context(zipfile.ZipFile(path))
+            _input_files.check_archive(path, archive)
             metadata = archive.read("metadata.json")
             config_text = archive.read("config.json")
             content = io.BytesIO(archive.read("model.weights.h5"))
@@ -243,8 +245,8 @@ def _open_archive(path: pathlib.Path) -> Iterator[LegacyFile]:
 
 def _parse(text: str | bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        parsed = _input_files.json_in(text, "config")
+    except ValueError as error:
         raise _WrongFileError(f"is damaged, its JSON too: {error}") from error
     if not isinstance(parsed, dict):
         raise _WrongFileError("is damaged: its config is no dict")
