@@ -1,4 +1,4 @@
-"""Who assigns to variables: optimizers of Keras, or others."""
+"""Variables that are assigned, by optimizers of Keras or by others."""
 
 import contextlib
 import threading
@@ -31,10 +31,10 @@ class Companion:
         self.left_out = False
 
     def assigned_beside(self) -> None:
-        """Called after each assignment that is no step of an optimizer."""
+        """Called after each assignment that is not `untold`."""
 
     def stepped_beside(self) -> None:
-        """Called after a step of an optimizer that was not handed this."""
+        """Called when an optimizer has changed the variable and not this."""
 
 
 _COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
@@ -55,38 +55,45 @@ def watch(variable: keras.Variable, companion: Companion) -> None:
     _COMPANIONS[id(variable)] = companion
 
 
-def is_in_a_step() -> bool:
-    """Whether an optimizer of Keras takes a step on this thread."""
-    return getattr(_thread, "steps", 0) > 0
+def is_untold() -> bool:
+    """Whether this thread is in a block of `untold`."""
+    return getattr(_thread, "blocks", 0) > 0
 
 
 @contextlib.contextmanager
-def step() -> Iterator[None]:
-    """A block in which assignments are those of an optimizer."""
-    _thread.steps = getattr(_thread, "steps", 0) + 1
+def untold() -> Iterator[None]:
+    """A block whose assignments are told to nobody.
+
+    As in a step of an optimizer, which assigns companions too, or while a
+    file is read that has both.
+    """
+    _thread.blocks = getattr(_thread, "blocks", 0) + 1
     try:
         yield
     finally:
-        _thread.steps -= 1
+        _thread.blocks -= 1
 
 
 def tell_companions() -> None:
     """Have assignments to variables, and steps of optimizers, be told.
 
-    Public methods are put into others: `Variable.assign`, `Optimizer.build`
-    and `Optimizer.apply`. The variables that an optimizer was built with are
-    in `_trainable_variables` (keras 3.0 to 3.15); where these are gone,
-    `apply` has to be given them.
+    Public methods are put into others: `Variable.assign`, and of optimizers
+    `build`, `apply` and `finalize_variable_values`, which on TensorFlow write
+    into the tensors behind the variables. The variables that an optimizer was
+    built with are in `_trainable_variables` (keras 3.0 to 3.15); where these
+    are gone, `apply` has to be given them.
     """
     put_around(keras.Variable, "assign", _assign)
     put_around(keras.optimizers.Optimizer, "build", _build)
     put_around(keras.optimizers.Optimizer, "apply", _apply)
+    name = "finalize_variable_values"
+    put_around(keras.optimizers.Optimizer, name, _finalize)
 
 
 def _assign(stock: Callable[..., Any], variable: Any, value: Any) -> Any:
     assigned = stock(variable, value)
     companion = _COMPANIONS.get(id(variable))
-    if companion is not None and not is_in_a_step():
+    if companion is not None and not is_untold():
         companion.assigned_beside()
     return assigned
 
@@ -114,12 +121,22 @@ def _apply(
         variables = getattr(optimizer, "_trainable_variables", ())
     else:
         trainable_variables = variables = list(variables)
-    with step():
+    with untold():
         applied = stock(optimizer, grads, trainable_variables)
         for companion in _companions_of(variables):
             if companion.left_out:
                 companion.stepped_beside()
     return applied
+
+
+def _finalize(
+    stock: Callable[..., Any], optimizer: Any, var_list: Sequence[Any]
+) -> Any:
+    with untold():
+        stock(optimizer, var_list)
+    if getattr(optimizer, "use_ema", True):
+        for companion in _companions_of(var_list):
+            companion.stepped_beside()
 
 
 def _companions_of(variables: Sequence[Any]) -> list[Any]:

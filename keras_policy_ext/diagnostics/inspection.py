@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _user_code, formats
-from keras_policy_ext._keras import walking
+from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import models, summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import LayerTables
@@ -34,7 +34,8 @@ class Operand:
         kernel: The path of the weight that is contracted.
         name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         format: The number format, e.g. `"float8_e4m3fn"`.
-        amax: The newest amax; None if none was observed.
+        amax: The newest amax; of a kernel that was not observed the one that
+            it has; None if there is none.
         scale: The dequantizing scale of the last step that had one from the
             history; None if there was none.
         saturation: The newest amax as a fraction of the largest number that
@@ -321,7 +322,10 @@ def _operands(layer: keras.Layer) -> list[Operand]:
         state = layer.float8_state.of(kernel)
         if state is None:
             continue
+        state.look_at(variable_values.value_without_autocast(kernel))
         for name, (scale, (amax, *_)) in state.rows().items():
+            if name == "kernel" and state.is_unseen(name):
+                amax = layer.float8_state.amax(kernel)
             number_format = state.recipe.format_of(name)
             largest = np.float32(formats.get(number_format).max) * scale
             observed, known = amax > 0, scale > 0

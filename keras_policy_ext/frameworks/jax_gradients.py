@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import partial_eval
 
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
@@ -95,13 +96,18 @@ def run(
 
 
 def _run_forward(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+    operation: Operation, inputs: Any, kernel: Any, state: tuple[Any, ...]
 ) -> tuple[Tensor, tuple[_Saved, State, Links]]:
     """The outputs and what is kept.
 
     Linked where gradients are differentiated. What is kept is then computed
-    of constants.
+    of constants. Where the kernel gets a gradient and its state does not,
+    nobody takes what is observed.
     """
+    learns, observes = kernel.perturbed, any(x.perturbed for x in state)
+    inputs, kernel, state = inputs.value, kernel.value, _values(state)
+    if learns and not observes:
+        state = operation.caught_up(kernel, state)
     how = operation.first_use, operation.training is not False
     tensors = inputs, kernel, state
     if not _are_differentiated(*tensors):
@@ -118,10 +124,16 @@ def _run_backward(
     kept: tuple[_Saved, State, Links],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State]:
+    if isinstance(outputs_grad, SymbolicZero):
+        outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
     return _backward(operation, *kept, outputs_grad)
 
 
-run.defvjp(_run_forward, _run_backward)
+run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+def _values(primals: tuple[Any, ...]) -> State:
+    return tuple(primal.value for primal in primals)
 
 
 def _are_differentiated(*tensors: Any) -> bool:

@@ -78,6 +78,12 @@ class Operation(Hashable, Protocol):
     def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
         """The residuals of a forward pass that did not observe, observed."""
 
+    def caught_up(self, kernel: Tensor, state: Shape) -> Any:
+        """The state, large enough for the kernel as it is.
+
+        For a pass whose observations nobody takes.
+        """
+
     def backward(
         self,
         residuals: Any,

@@ -379,7 +379,7 @@ def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
 def _enter_states_of(optimizer: Any) -> None:
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
-    with torch.no_grad(), assignments.step():
+    with torch.no_grad(), assignments.untold():
         enter(
             state
             for state in _all_states()

@@ -35,10 +35,9 @@ from keras_policy_ext.kernels.frozen import (
 )
 from keras_policy_ext.kernels.plan import Plan, plan_of
 from keras_policy_ext.kernels.preference import prefer, preferred
-from keras_policy_ext.numerics.observations import of_kernel_alone
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import state_source_of
-from keras_policy_ext.recipes import OPERANDS, CurrentScaling, Recipe
+from keras_policy_ext.recipes import CurrentScaling, Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
 __all__ = [
@@ -157,20 +156,11 @@ def catching_up(
         beyond: How many times as large as its scale allows a kernel may be.
 
     Returns:
-        A function of the amax of the kernel and of its state, (rows, width).
-        It returns the state, with that amax where it is larger than the scale
-        allows. The same object for equal recipes.
+        A function of the amax of the kernel and of its state: see
+        `StateSource.caught_up`. The same object for equal arguments.
     """
     source = state_source_of(recipe)
-
-    def caught_up(amax: Any, state: Any) -> Any:
-        known = source.history_scales(state)
-        outgrown = source.outgrown(amax / beyond, known)
-        observation = source.observation([amax] * len(OPERANDS), 0)
-        observation = of_kernel_alone(observation, outgrown)
-        return source.settle(observation, state)
-
-    return caught_up
+    return lambda amax, state: source.caught_up(amax, state, beyond)
 
 
 def select(

@@ -243,6 +243,15 @@ class Plan:
         observed = self._observation(numbers, *state)
         return inputs_grad, kernel_grad, (observed,)
 
+    def caught_up(
+        self, kernel: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """A state that is large enough for the kernel as it is."""
+        if not self.source.observes_amaxes:
+            return state
+        amax = amax_of("kernel")(kernel)
+        return tuple(self.source.caught_up(amax, each) for each in state)
+
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
         """See `second_derivatives.gradients`."""
         return gradients(self, *arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import _bases
-from keras_policy_ext._keras import built_layers
+from keras_policy_ext._keras import assignments, built_layers
 from keras_policy_ext.layers import (
     other_formats,
     stock_state,
@@ -103,13 +103,15 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
             return
         stock = self._stock_store(store)
         if stock is None:
-            super().load_own_variables(store)
+            with assignments.untold():
+                super().load_own_variables(store)
             self.float8_state.layer_has_loaded()
             return
         entries: dict[str, np.ndarray] = {}
         if self.float8_state.matrices:
             entries = stock_state.checked(stock.state, self.path)
-        super().load_own_variables(stock.own)
+        with assignments.untold():
+            super().load_own_variables(stock.own)
         self.float8_state.layer_has_loaded()
         self.float8_state.load_stock(entries)
 

@@ -86,6 +86,7 @@ class StateVariable(
     _ahead = 0
     _assigned = False
     _version: int | None = None
+    _row: int | None = None
 
     def __init__(self, recipe: Recipe, kernel: keras.Variable, name: str):
         self.recipe = recipe
@@ -136,6 +137,7 @@ class StateVariable(
         self._count_assignment(settled)
         if settled:
             value = _sealed(value)
+            self._row = _kernel_row(value)
             if self.observed is not None:
                 self.observed.replaced()
         self.uses = 0
@@ -146,6 +148,8 @@ class StateVariable(
         assigned = super().assign(value)
         if readable or settled:
             self.warn_if_moved()
+        if readable and frameworks.current().keeps_values_apart:
+            self._count_unchanged()
         return assigned
 
     if keras.backend.backend() == "jax":
@@ -173,8 +177,22 @@ class StateVariable(
             if variable_values.has_value(self.kernel):
                 kernel = variable_values.value_without_autocast(self.kernel)
                 self._version = frameworks.current().version(kernel)
-        elif not assignments.is_in_a_step():
+        elif not assignments.is_untold():
             self._ahead = max(self._ahead - 1, -1)
+
+    def _count_unchanged(self) -> None:
+        """Take it back if what was assigned says no more of the kernel.
+
+        As where a compiled step that has no place for observations returns
+        the state as it got it.
+        """
+        value = frameworks.current().known_value(self)
+        if value is None or not (self.trainable and self.observes_amaxes):
+            return
+        row = _kernel_row(np.asarray(value))
+        if row == self._row and not assignments.is_untold():
+            self._ahead += 1
+        self._row = row
 
     def assigned_beside(self) -> None:
         """See `Companion.assigned_beside`.
@@ -344,6 +362,11 @@ class StateVariable(
             )
         }
 
+    def is_unseen(self, operand: str) -> bool:
+        """Whether an operand was never observed, and its row not moved."""
+        matrix = ops.convert_to_numpy(self.matrix())
+        return bool(matrix[OPERANDS.index(operand), 0] == UNSEEN)
+
     def newest(self, operand: str) -> np.float32:
         """The amax of an operand that was entered last, 0 if none was."""
         newest: np.float32 = self.rows()[operand][1][0]
@@ -412,6 +435,11 @@ def _cast(path: str, dtype: str) -> str:
         "parameters, and Keras is not told: call `model.float()`. For another "
         "dtype make the layers under a policy, such as 'mixed_bfloat16'."
     )
+
+
+def _kernel_row(value: np.ndarray) -> int:
+    """What tells the row of the kernel from another one."""
+    return hash(value[min(1, len(value) - 1)].astype("float32").tobytes())
 
 
 def newest_first(ring: np.ndarray) -> np.ndarray:

@@ -191,6 +191,21 @@ class StateSource(ScaleSource, Protocol):
             Bool scalar; False for an amax that is not finite.
         """
 
+    def caught_up(
+        self, amax: Tensor, state: Tensor, beyond: float = 1.0
+    ) -> Tensor:
+        """A state whose scale is large enough for a kernel.
+
+        Args:
+            amax: Float32 scalar, that of the kernel.
+            state: (rows, width), settled.
+            beyond: How many times as large as its scale allows it may be.
+
+        Returns:
+            (rows, width): with the amax entered where the kernel is larger,
+            otherwise the same.
+        """
+
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """What the state becomes when `value` is assigned to it.
 

@@ -18,7 +18,12 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext.numerics import scaling
-from keras_policy_ext.numerics.observations import Counting, Layout, following
+from keras_policy_ext.numerics.observations import (
+    Counting,
+    Layout,
+    following,
+    of_kernel_alone,
+)
 from keras_policy_ext.numerics.random_bits import key_of_matmul, key_of_use
 from keras_policy_ext.numerics.scale_protocol import (
     Amax,
@@ -157,6 +162,14 @@ class DelayedSource:
         before = known.scales[index]
         own = self._scale(amax, self.limits[index], 0.0)
         return ops.logical_and(before > 0.0, own > before)
+
+    def caught_up(
+        self, amax: Tensor, state: Tensor, beyond: float = 1.0
+    ) -> Tensor:
+        """See `StateSource.caught_up`."""
+        outgrown = self.outgrown(amax / beyond, self.history_scales(state))
+        observation = self.observation([amax] * len(OPERANDS), 0)
+        return self.settle(of_kernel_alone(observation, outgrown), state)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """See `StateSource.settle`."""
