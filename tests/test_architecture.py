@@ -143,7 +143,21 @@ def classes_of(name):
 
 @functools.cache
 def class_tree(cls):
-    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    try:
+        source = inspect.getsource(cls)
+    except OSError:  # Keras exports it from another module than it is in.
+        (home,) = {
+            value.__code__.co_filename
+            for value in vars(cls).values()
+            if inspect.isfunction(value) and value.__name__ == "__init__"
+        }
+        tree = ast.parse(pathlib.Path(home).read_text(encoding="utf-8"))
+        return next(
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__
+        )
+    return ast.parse(textwrap.dedent(source))
 
 
 def names_shared_with_keras(cls):

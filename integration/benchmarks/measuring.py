@@ -140,8 +140,8 @@ def _processor():
 def environment():
     """The device, and what is installed of which version."""
     peers = {"torch": ["torchao"], "jax": ["flax"]}.get(BACKEND, [])
-    names = ("keras", BACKEND, *peers, "numpy", "ml_dtypes")
-    versions = {"keras-policy-ext": kpe.__version__}
+    names = (BACKEND, *peers, "numpy", "ml_dtypes")
+    versions = {"keras-policy-ext": kpe.__version__, "keras": keras.__version__}
     for name in names:
         try:
             versions[name] = importlib.metadata.version(name)

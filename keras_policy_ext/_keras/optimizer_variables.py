@@ -200,7 +200,7 @@ def _replace_list(
     whose elements were replaced, and take another list.
     """
     if _tracking is None:
-        getattr(owner, name)[:] = values
+        vars(owner)[name] = values
         return
     with _tracking.DotNotTrackScope():
         setattr(owner, name, values)

@@ -64,8 +64,9 @@ def before_loading(load: Callable[..., keras.Model | None]) -> None:
 
 
 def _warn_of_files(name: str) -> None:
+    home = "keras.src.saving.saving_lib"
     versions.warn_of_missing(
-        f"saving_lib.{name}",
+        home if _saving_lib is None else f"{home}.{name}",
         "`keras.saving.load_model` may load float8 layers as plain ones, "
         "without a word. Load with `keras_policy_ext.load_model`.",
     )

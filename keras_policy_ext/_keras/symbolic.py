@@ -72,7 +72,7 @@ class Symbols:
                 "A result is not computed of the weights of the model alone. "
                 f"Received: {tensor!r}. Allowed: what keras.ops makes of the "
                 "variables of its layers. Report this with the version of "
-                "KerasHub."
+                f"KerasHub, and of Keras: {keras.__version__}."
             )
         return self._variables[id(tensor)]
 

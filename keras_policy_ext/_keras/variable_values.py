@@ -130,11 +130,20 @@ class TellsItsValue:
     """A variable whose `value_made` gets the tensor that holds it.
 
     Keras makes that tensor in `_initialize`, in the constructor or, where a
-    scope without state is open, later (keras 3.0 to 3.15). Where it does so
-    elsewhere, that is not called. Expires with a public hook.
+    scope without state is open, later (keras 3.0 to 3.16). Where it does so
+    elsewhere, the constructor tells of it. Expires with a public hook.
     """
 
     value: Any
+    _has_told = False
+    _value: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        parent: Any = super()
+        parent.__init__(*args, **kwargs)
+        made: Any = self
+        if not self._has_told and has_value(made):
+            self._tell()
 
     def value_made(self, value: Tensor) -> None:
         """Called once with the tensor."""
@@ -142,8 +151,13 @@ class TellsItsValue:
     def _initialize(self, value: Tensor) -> None:
         parent: Any = super()
         parent._initialize(value)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._has_told = True
         # Under another name it is what the variable hands out.
-        self.value_made(vars(self).get("_value", self.value))
+        value = self.value if "_value" not in vars(self) else self._value
+        self.value_made(value)
 
 
 def read_from(variable: keras.Variable, holder: Any, key: str) -> None:

@@ -36,7 +36,8 @@ def warn_of_a_newer_keras() -> None:
         f"Keras {keras.__version__} is newer than what this version of "
         f"keras_policy_ext was tested with: {tested()}. A feature for which "
         "it lacks something says so; others may work otherwise than here. "
-        f"Run `pip install '{pin()}'`, or install a newer keras_policy_ext."
+        f"Run `pip install '{pin()}'`, or install a newer keras_policy_ext.",
+        stacklevel=4,  # what imports the package
     )
 
 
@@ -73,7 +74,7 @@ def _way_out() -> str:
     )
 
 
-def _warn_once(text: str) -> None:
+def _warn_once(text: str, stacklevel: int = 3) -> None:
     if text not in _SAID:
         _SAID.add(text)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=stacklevel)
