@@ -70,12 +70,20 @@ def _check_export(model: Any, format: str) -> None:
     importlib.import_module(name).check(model, format)
 
 
+def _describe_policies(model: Any) -> dict[str, Any]:
+    """The policies of models themselves, for the file of a model."""
+    name = f"{__name__}.conversion.own_policies"
+    described: dict[str, Any] = importlib.import_module(name).describe(model)
+    return described
+
+
 versions.warn_of_a_newer_keras()
 averages.leave_out_of_averages()
 assignments.tell_companions()
 saving_hooks.after_loading(_warn_of_lost_float8)
 saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
+saving_hooks.add_to_metadata(_describe_policies)
 
 _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
 

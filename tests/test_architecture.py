@@ -45,6 +45,7 @@ NOT_OF_KERAS = {
     "_active_ddp_module": "PyTorch: the module that is distributed",
     "_join_config": "PyTorch: of that module",
     "_fsdp_orig_uid": "PyTorch: of parameters that fully_shard replaced",
+    "_clone": "TensorFlow: of compiled functions",
     "_C": "PyTorch: what is compiled of it",
     "_are_functorch_transforms_active": "PyTorch: of torch.func",
     "_is_view": "PyTorch: of tensors",

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,30 @@ def _warn_of_files(name: str) -> None:
         "`keras.saving.load_model` may load float8 layers as plain ones, "
         "without a word. Load with `keras_policy_ext.load_model`.",
     )
+
+
+def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
+    """Have a function asked what else the metadata of a model's file says.
+
+    Keras makes the JSON of `config.json` and `metadata.json` in one function
+    of `saving_lib` (`_serialize_model_as_json`, keras 3.0 to 3.15), and its
+    loader does not read the second. Where that is gone, or returns something
+    else, files are as Keras writes them. Expires when the config of a model
+    has the policy of the model itself, or can have more.
+
+    Args:
+        describe: Of the model; returns entries, which are JSON types.
+    """
+
+    def serialized(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        written = stock(model, *args, **kwargs)
+        with contextlib.suppress(TypeError, ValueError):
+            config, metadata = written
+            entries = {**json.loads(metadata), **describe(model)}
+            return config, json.dumps(entries)
+        return written
+
+    put_around(_saving_lib, "_serialize_model_as_json", serialized)
 
 
 def model_of(

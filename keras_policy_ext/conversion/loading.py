@@ -28,6 +28,7 @@ from keras_policy_ext.conversion import (
     frozen_files,
     lost_float8,
     models,
+    own_policies,
     scalers,
     stock_files,
     training,
@@ -64,12 +65,13 @@ def load_model(
     """`keras.saving.load_model`, and every layer as it was in float8.
 
     Layers that their model makes anew as stock layers follow the policy that
-    they were saved under, with the state that they had. A compiled model has
-    its optimizer, and goes on training where it was saved; one from PyTorch
-    has it on any backend. Where the loss was scaled it is so again, with the
-    scale it had, under any global policy. Layers that Keras had quantized
-    with `quantize("float8")` come back as layers of this package, with the
-    scales and histories that they had.
+    they were saved under, with the state that they had. Models themselves
+    have the policies that they had, whatever the global policy is. A compiled
+    model has its optimizer, and goes on training where it was saved; one from
+    PyTorch has it on any backend. Where the loss was scaled it is so again,
+    with the scale it had, under any global policy. Layers that Keras had
+    quantized with `quantize("float8")` come back as layers of this package,
+    with the scales and histories that they had.
 
     Args:
         path: A `.keras` file, or the folder of `save(..., zipped=False)`.
@@ -147,6 +149,8 @@ def _load_model(
         files.without_skip_warnings() as skipped,
     ):
         model = load(path, custom_objects, **options)
+    if not legacy:
+        own_policies.restore(model, path)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
     if legacy:
         places = []  # No layer has a group of its own there.

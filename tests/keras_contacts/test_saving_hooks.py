@@ -8,6 +8,7 @@ import h5py
 import keras
 import pytest
 
+import keras_policy_ext as kpe
 from keras_policy_ext._keras import saving_hooks
 from public_api import functions_about, members_about
 
@@ -167,3 +168,15 @@ def test_assets_that_are_damaged_are_an_error(tmp_path):
         path.unlink()
     with pytest.raises(ValueError, match="'remembers' did not load"):
         saving_hooks.load_assets(model, tmp_path / "model" / "assets")
+
+
+def test_a_file_does_not_say_the_policy_of_a_model_itself(tmp_path):
+    path = tmp_path / "model.keras"
+    with kpe.policy_scope("mixed_bfloat16"):
+        inputs = keras.Input((2,))
+        model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    assert "dtype" not in model.get_config()
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    assert loaded.dtype_policy.name == "float32"
+    assert kpe.load_model(path).dtype_policy.name == "mixed_bfloat16"

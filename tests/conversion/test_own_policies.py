@@ -1,0 +1,150 @@
+"""The dtype policies of models themselves, in files."""
+
+import copy
+import json
+import pathlib
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from processes import run
+from steps import normal
+
+JIT = keras.backend.backend() == "jax"
+
+
+def nested():
+    """A Functional model with a Sequential and a Functional one in it."""
+    first = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(8)], name="first"
+    )
+    inputs = keras.Input((8,))
+    outputs = keras.layers.Dense(8)(inputs)
+    second = keras.Model(inputs, outputs, name="second")
+    inputs = keras.Input((8,))
+    # An operation of the model itself, in its own precision.
+    outputs = second(first(inputs)) + keras.ops.sin(inputs)
+    return keras.Model(inputs, outputs, name="outer")
+
+
+def policies_of(model):
+    return [
+        each.dtype_policy
+        for each in (model, *map(model.get_layer, ("first", "second")))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "then"),
+    [
+        ("mixed_bfloat16", "float32"),
+        ("float32", "mixed_bfloat16"),
+        ("float8/current_from_mixed_bfloat16", "float32"),
+        (kpe.LossScaleDTypePolicy("mixed_float16", 64), "float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_models_have_the_policies_that_they_were_saved_with(
+    saved, then, zipped, tmp_path
+):
+    path = tmp_path / ("model.keras" if zipped else "model")
+    with kpe.policy_scope(saved):
+        model = nested()
+    model.save(path, zipped=zipped)
+    with kpe.policy_scope(then):
+        loaded = kpe.load_model(path)
+    assert policies_of(loaded) == policies_of(model) == [kpe.get(saved)] * 3
+
+
+def test_a_model_goes_on_training_as_before_under_another_policy(tmp_path):
+    x, y = normal(16, 8), normal(16, 8, seed=1)
+    keras.utils.set_random_seed(0)
+    with kpe.policy_scope("mixed_bfloat16"):
+        model = nested()
+    kpe.convert(model, "current")
+    model.compile("adam", "mse", jit_compile=JIT)
+    model.fit(x, y, verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert kpe.dtype_policy().name == "float32"
+    losses = [
+        each.fit(x, y, epochs=2, verbose=0, shuffle=False).history["loss"]
+        for each in (model, loaded)
+    ]
+    np.testing.assert_array_equal(*losses)
+
+
+def test_a_copy_of_a_converted_model_has_its_policies():
+    with kpe.policy_scope("mixed_bfloat16"):
+        model = nested()
+    kpe.convert(model)
+    assert policies_of(copy.deepcopy(model)) == policies_of(model)
+
+
+def test_keras_alone_loads_the_file(tmp_path):
+    with kpe.policy_scope("mixed_bfloat16"):
+        model = nested()
+    model.save(tmp_path / "model.keras")
+    code = """
+import keras, sys
+model = keras.saving.load_model(sys.argv[1])
+assert model.get_layer("first").layers[0].compute_dtype == "bfloat16"
+assert "keras_policy_ext" not in sys.modules
+"""
+    run(keras.backend.backend(), code, tmp_path / "model.keras")
+
+
+def rewritten(path, metadata):
+    """The file, with other metadata; None for none."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files.pop("metadata.json")
+    if metadata is not None:
+        files["metadata.json"] = metadata
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+@pytest.fixture
+def path(tmp_path):
+    with kpe.policy_scope("mixed_bfloat16"):
+        model = nested()
+    path = pathlib.Path(tmp_path) / "model.keras"
+    model.save(path)
+    return path
+
+
+@pytest.mark.parametrize("metadata", [None, "{}", "[]"])
+def test_a_file_that_says_nothing_gives_the_global_policy(path, metadata):
+    rewritten(path, metadata)
+    assert kpe.load_model(path).dtype_policy.name == "float32"
+
+
+def test_policies_of_other_models_are_not_taken(path):
+    said = [["other", keras.dtype_policies.serialize(kpe.get("float16"))]]
+    text = json.dumps({"keras_policy_ext": {"dtype_policies": said}})
+    rewritten(path, text)
+    assert kpe.load_model(path).dtype_policy.name == "float32"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "{",
+        "[" * 100_000,
+        '{"keras_policy_ext": 3}',
+        '{"keras_policy_ext": {"dtype_policies": 3}}',
+        '{"keras_policy_ext": {"dtype_policies": [["outer", "a"]]}}',
+        '{"keras_policy_ext": {"dtype_policies": [["outer", {}]]}}',
+    ],
+    ids=["cut", "deep", "number", "no list", "no config", "empty"],
+)
+def test_damaged_metadata_is_refused(path, metadata):
+    rewritten(path, metadata)
+    with pytest.raises(ValueError, match=r"cannot be read.*metadata\.json"):
+        kpe.load_model(path)
