@@ -13,14 +13,13 @@ One pair for the model and for each model in it, in the order in which
 
 from __future__ import annotations
 
-import json
 import pathlib
 import zipfile
 from typing import Any
 
 import keras
 
-from keras_policy_ext import policies
+from keras_policy_ext import _input_files, policies
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.weight_files import PathLike
 
@@ -64,12 +63,12 @@ def _models(model: keras.Layer) -> list[Any]:
 def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
     """Names and policies that a file says."""
     try:
-        metadata = json.loads(_bytes(path))
+        metadata = _input_files.json_in(_bytes(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
             return []
         said = metadata[_KEY][_POLICIES]
         return [(str(name), policies.get(dict(each))) for name, each in said]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"The policies of the models in this file cannot be read. "
             f"Received: {str(path)!r}, and in its {_METADATA}: {error}. "

@@ -6,14 +6,10 @@ import pathlib
 import zipfile
 
 import keras
-import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
 from processes import run
-from steps import normal
-
-JIT = keras.backend.backend() == "jax"
 
 
 def nested():
@@ -25,9 +21,7 @@ def nested():
     outputs = keras.layers.Dense(8)(inputs)
     second = keras.Model(inputs, outputs, name="second")
     inputs = keras.Input((8,))
-    # An operation of the model itself, in its own precision.
-    outputs = second(first(inputs)) + keras.ops.sin(inputs)
-    return keras.Model(inputs, outputs, name="outer")
+    return keras.Model(inputs, second(first(inputs)), name="outer")
 
 
 def policies_of(model):
@@ -60,22 +54,15 @@ def test_models_have_the_policies_that_they_were_saved_with(
     assert policies_of(loaded) == policies_of(model) == [kpe.get(saved)] * 3
 
 
-def test_a_model_goes_on_training_as_before_under_another_policy(tmp_path):
-    x, y = normal(16, 8), normal(16, 8, seed=1)
-    keras.utils.set_random_seed(0)
-    with kpe.policy_scope("mixed_bfloat16"):
+def test_a_loaded_model_scales_its_loss_if_the_saved_one_did(tmp_path):
+    with kpe.policy_scope("mixed_float16"):
         model = nested()
-    kpe.convert(model, "current")
-    model.compile("adam", "mse", jit_compile=JIT)
-    model.fit(x, y, verbose=0, shuffle=False)
     model.save(tmp_path / "model.keras")
     loaded = kpe.load_model(tmp_path / "model.keras")
     assert kpe.dtype_policy().name == "float32"
-    losses = [
-        each.fit(x, y, epochs=2, verbose=0, shuffle=False).history["loss"]
-        for each in (model, loaded)
-    ]
-    np.testing.assert_array_equal(*losses)
+    for each in (model, loaded):
+        each.compile("sgd", "mse")
+        assert hasattr(each.optimizer, "inner_optimizer")
 
 
 def test_a_copy_of_a_converted_model_has_its_policies():
