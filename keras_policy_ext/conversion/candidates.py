@@ -119,6 +119,22 @@ def quantized_by_keras(layer: keras.Layer) -> bool:
     )
 
 
+def replaced_code(layer: keras.Layer) -> str | None:
+    """Why the code of a layer may compute something else than its stock class.
+
+    None where it does not, or where there is no float8 form of that class.
+    """
+    cls = type(layer)
+    try:
+        form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
+    except TypeError as error:
+        return str(error)
+    for name in getattr(form, "float8_replaces", ()):
+        if form is not cls and callable(vars(layer).get(name)):
+            return f"its `{name}` was set in the layer, not in a class"
+    return None
+
+
 class _CannotConvert(Exception):
     """Why a layer cannot be converted."""
 
@@ -141,11 +157,9 @@ def _form(layer: keras.Layer) -> type | None:
         raise _CannotConvert(
             f"Keras has quantized it ({layer.quantization_mode})"
         )
-    for name in getattr(form, "float8_replaces", ()):
-        if form is not cls and callable(vars(layer).get(name)):
-            raise _CannotConvert(
-                f"its `{name}` was set in the layer, not in a class"
-            )
+    replaced = replaced_code(layer)
+    if replaced is not None:
+        raise _CannotConvert(replaced)
     return form
 
 

@@ -34,6 +34,23 @@ class Doubled(layers.Dense):
         return 2 * super().call(inputs)
 
 
+class Masked(layers.Dense):
+    """A kernel of its own, in no method."""
+
+    @property
+    def kernel(self):
+        return 2 * super().kernel
+
+
+class Standardized(layers.Conv2D):
+    """Computes with a function that was put into the layer."""
+
+    def build(self, shape):
+        super().build(shape)
+        plain = self.convolution_op
+        self.convolution_op = lambda x, kernel: plain(x, 2 * kernel)
+
+
 class Configured(layers.Dense):
     """Changes nothing but what it is made of."""
 
@@ -57,6 +74,15 @@ REFUSED = {
         "'lambda",
     ),
     "another call": (lambda: model_of(Doubled(3)), "replaces 'call' of Dense"),
+    "a kernel of its own": (lambda: model_of(Masked(3)), "'kernel' of Dense"),
+    "a function in a layer": (
+        lambda: model_of(Standardized(3, 2), (4, 4, 2)),
+        "`convolution_op` was set in the layer",
+    ),
+    "no layer of ONNX, before its arguments": (
+        lambda: model_of(layers.Resizing(4, 4), (2, 2, 3)),
+        "Resizing 'resizing': ONNX files have no such layer",
+    ),
     "a call of its own": (lambda: model_of(patched()), "replaces 'call'"),
     "training": (
         lambda: model_of(lambda x: layers.Dropout(0.5)(x, training=True)),

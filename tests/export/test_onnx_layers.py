@@ -270,6 +270,14 @@ def test_layer_of_two_inputs(name, tmp_path):
     check(model, tmp_path, numbers(7, 4, 5), numbers(7, 4, 5)[::-1].copy())
 
 
+@pytest.mark.parametrize("name", MERGES)
+def test_layer_of_an_input_and_a_constant(name, tmp_path):
+    inputs = keras.Input((4, 5))
+    constant = keras.ops.convert_to_tensor(numbers(2, 4, 5))
+    model = keras.Model(inputs, MERGES[name]()([inputs, constant]))
+    check(model, tmp_path, numbers(2, 4, 5)[::-1].copy())
+
+
 @pytest.mark.any_backend
 @pytest.mark.parametrize("normalize", [False, True])
 def test_dot_of_vectors(normalize, tmp_path):

@@ -41,6 +41,7 @@ _MERGES = {
 @layer(*_MERGES)
 def _merge(context: Context, layer: Any, values: list[Value]) -> Value:
     graph = context.graph
+    values = graph.values(values)
     name = next(n for n in _MERGES if isinstance(layer, _class(n)))
     if name == "Average":
         values = [graph.cast(each, "float32") for each in values]
@@ -52,7 +53,7 @@ def _merge(context: Context, layer: Any, values: list[Value]) -> Value:
 
 @layer("Concatenate")
 def _concatenate(context: Context, layer: Any, values: list[Value]) -> Value:
-    same = _of_one_dtype(context.graph, values)
+    same = _of_one_dtype(context.graph, context.graph.values(values))
     return context.graph.op("Concat", *same, axis=layer.axis)
 
 
@@ -81,7 +82,7 @@ def _repeat(context: Context, layer: Any, x: Value) -> Value:
 
 @layer("Dot")
 def _dot(context: Context, layer: Any, values: list[Value]) -> Value:
-    axes = layer.axes
+    axes, values = layer.axes, context.graph.values(values)
     axes = [axes, axes] if isinstance(axes, int) else axes
     ranks = [each.rank for each in values]
     at = [axis % rank for axis, rank in zip(axes, ranks, strict=True)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 from onnx import TensorProto, helper
 
@@ -108,6 +109,13 @@ class Graph:
         array = np.ascontiguousarray(array).reshape(np.shape(array))
         return self._initializer(array, array.dtype.name, name)
 
+    def values(self, operands: Iterable[Any]) -> list[Value]:
+        """Operands as values; tensors become constants, floats in float32."""
+        return [
+            each if isinstance(each, Value) else self.constant(_array(each))
+            for each in operands
+        ]
+
     def codes(self, codes: Array, format: str, name: str) -> Value:
         """An initializer of float8 numbers, from their codes in uint8."""
         return self._initializer(np.ascontiguousarray(codes), format, name)
@@ -138,6 +146,11 @@ class Graph:
         if isinstance(operand, (int, float)):
             operand = np.asarray(operand, "float32")
         return self.constant(operand)
+
+
+def _array(constant: Any) -> Array:
+    array = np.asarray(keras.ops.convert_to_numpy(constant))
+    return array.astype("float32") if array.dtype.kind == "f" else array
 
 
 def onnx_type(dtype: str) -> int:

@@ -344,10 +344,7 @@ def _cut(graph: Graph, x: Value, axis: int, entry: int | slice) -> Value:
 
 def _promoted(graph: Graph, operands: Any, floating: bool) -> list[Value]:
     """Operands in one dtype: float32 if one of them, or the result, is."""
-    values = [
-        each if isinstance(each, Value) else graph.constant(_array(each))
-        for each in operands
-    ]
+    values = graph.values(operands)
     dtypes = {
         each.dtype
         for each, operand in zip(values, operands, strict=True)
@@ -355,8 +352,3 @@ def _promoted(graph: Graph, operands: Any, floating: bool) -> list[Value]:
     }
     dtype = dtypes.pop() if len(dtypes) == 1 and not floating else "float32"
     return [graph.cast(each, dtype) for each in values]
-
-
-def _array(constant: Any) -> Any:
-    array = np.asarray(keras.ops.convert_to_numpy(constant))
-    return array.astype("float32") if array.dtype.kind == "f" else array

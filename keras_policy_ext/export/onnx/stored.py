@@ -109,8 +109,11 @@ def rounded(
     else:
         scale = _dynamic_scale(graph, x, axes)
     divided = graph.op("Div", x, scale)
+    # A cast that saturates does so too, but not in every reader.
+    most = formats.get(INPUTS).max
+    clipped = graph.op("Clip", divided, -most, most)
     codes = graph.op(
-        "Cast", divided, to=onnx_type(INPUTS), dtype=INPUTS, saturate=1
+        "Cast", clipped, to=onnx_type(INPUTS), dtype=INPUTS, saturate=1
     )
     return graph.op("Mul", graph.cast(codes, "float32"), scale)
 

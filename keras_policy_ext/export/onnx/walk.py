@@ -9,7 +9,7 @@ import keras
 from onnx import helper
 
 from keras_policy_ext._keras import graphs
-from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.candidates import path_of, replaced_code
 from keras_policy_ext.export.onnx import (  # noqa: F401  they register
     activations,
     channels,
@@ -88,13 +88,14 @@ class Walk:
             NotImplementedError: If it cannot be written.
         """
         try:
+            is_model = is_sequential(layer) or is_functional(layer)
+            write = None if is_model else _writer_of(layer)
             if isinstance(layer, keras.Layer):
                 _check_arguments(args, kwargs)
                 kwargs = {}
-            if is_sequential(layer) or is_functional(layer):
+            if write is None:
                 results = self._run(layer, keras.tree.flatten(args))
                 return results if len(results) > 1 else results[0]
-            write = _writer_of(layer)
             with self._graph.scope(_name_of(layer)):
                 value = write(self._context, layer, *args, **kwargs)
         except Refused as error:
@@ -160,16 +161,20 @@ def _writer_of(layer: Any) -> Any:
             "compute something else",
             f"the layers {_known()}",
         )
+    reason = replaced_code(layer)
+    if reason is not None:
+        raise Refused(reason, f"the layers {_known()}")
     return LAYERS[known]
 
 
 def _replaced(layer: Any, classes: tuple[type, ...], known: type) -> list[str]:
-    """Methods of a class of Keras that a layer, or its class, has replaced."""
+    """Members of a class of Keras that a layer, or its class, has replaced."""
     members = [each for cls in classes for each in vars(cls).items()]
     found = {
         name
         for name, member in members
-        if callable(member) and hasattr(known, name)
+        if (callable(member) or isinstance(member, property))
+        and hasattr(known, name)
     }
     return sorted(found - _HARMLESS | vars(layer).keys() & {"call"})
 
