@@ -56,9 +56,9 @@ code in it is not run.
 
 _SHRINK = """\
 Write a .keras file with float8 kernels, one byte a number, of a .keras file:
-load, freeze, save. It loads with keras_policy_ext.load_model, and is a quarter
-of the size of float32. The optimizer is left out. The input is only read, and
-code in it is not run.
+load, freeze, save. It loads with keras_policy_ext.load_model. Kernels take a
+quarter of the bytes of float32, and the optimizer is left out. The input is
+only read, and code in it is not run.
 """
 
 
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True
     )
     _add_demo(commands)
-    here = "what runs natively in float8 on this machine, and why"
+    here = "whether float8 is faster on this machine, and why"
     _add(commands, _doctor, here, _DOCTOR).add_argument(
         "--device",
         type=_device,
@@ -261,7 +261,8 @@ def _add_memory(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="append",
         default=argparse.SUPPRESS,
         help="to compare with: a float8 policy or recipe, or a plain policy; "
-        "may be given again. Without it, float8 with delayed scaling",
+        "may be given again. Without it, float8 with delayed scaling, and for "
+        "a model in float8 what it would be without",
     )
     parser.add_argument(
         "--full",

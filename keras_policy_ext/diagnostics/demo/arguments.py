@@ -11,8 +11,8 @@ from keras_policy_ext.diagnostics.demo.settings import Settings
 DESCRIPTION = """\
 Train a small transformer for next-character prediction three times, in
 float32, mixed_bfloat16 and float8, from the same weights on the same batches;
-with --compare in float8 under every recipe. Prints a table of the results, and
-writes a plot and a CSV file of the losses.
+with --compare in float8 under every recipe. Prints a table of the results,
+writes a plot and a CSV file of the losses, and says what was seen.
 """
 
 
