@@ -3,10 +3,13 @@
 import warnings
 
 import keras
+import numpy as np
 import pytest
 
+import keras_policy_ext as kpe
 from keras_policy_ext._keras import built_layers, stock_float8
 from public_api import functions_about, members_about
+from steps import numpy
 
 
 def quantized():
@@ -43,6 +46,27 @@ def test_a_layer_does_not_tell_a_policy_with_a_mode_from_being_quantized():
     assert layer.quantization_mode == quantized().quantization_mode
     assert not stock_float8.is_quantized(layer)
     assert stock_float8.is_quantized(quantized())
+
+
+def test_keras_refuses_adapters_by_the_mode_from_3_16_on():
+    layer = quantized()
+    if not hasattr(layer, "_check_lora_supported"):
+        layer.enable_lora(1)
+        return
+    with pytest.raises(NotImplementedError, match="FLOAT8"):
+        layer.enable_lora(1)
+
+
+@pytest.mark.parametrize("change", [kpe.convert, kpe.freeze])
+def test_converted_and_frozen_layers_take_adapters(change):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    change(model)
+    model.layers[0].enable_lora(1)
+    before = numpy(model(np.ones((1, 2), "float32")))
+    model.layers[0].lora_kernel_a.assign(np.ones((2, 1)))
+    model.layers[0].lora_kernel_b.assign(np.ones((1, 1)))
+    after = numpy(model(np.ones((1, 2), "float32")))
+    np.testing.assert_allclose(after - before, 2.0, rtol=1e-6)
 
 
 class Refuses(keras.layers.Layer):
