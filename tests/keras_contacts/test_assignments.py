@@ -1,0 +1,52 @@
+"""What stock Keras does not tell of assignments. See `_keras/__init__.py`."""
+
+import keras
+import numpy as np
+
+from keras_policy_ext._keras import assignments
+from steps import no_grad
+
+
+class Beside(assignments.Companion):
+    """Counts what it is told."""
+
+    def __init__(self, variable):
+        self.variable = variable
+        self.assigned = self.stepped = 0
+        assignments.watch(variable, self)
+
+    def assigned_beside(self):
+        self.assigned += 1
+
+    def stepped_beside(self):
+        self.stepped += 1
+
+
+def test_keras_has_no_hook_for_assignments():
+    public = [name for name in dir(keras.Variable) if name[0] != "_"]
+    assert not [name for name in public if "hook" in name or "on_" in name]
+    assert not hasattr(keras.optimizers.Optimizer, "trainable_variables")
+
+
+def test_an_assignment_is_told_and_not_that_of_an_optimizer():
+    variable = keras.Variable(np.ones(2, "float32"))
+    beside = Beside(variable)
+    variable.assign(np.zeros(2, "float32"))
+    variable.assign_add(np.ones(2, "float32"))
+    assert beside.assigned == 2
+    with assignments.untold():
+        variable.assign(np.zeros(2, "float32"))
+    optimizer = keras.optimizers.SGD(0.1)
+    with no_grad():
+        optimizer.apply([keras.ops.ones(2)], [variable])
+    assert (beside.assigned, beside.stepped) == (2, 1)
+    assert beside.left_out
+
+
+def test_who_is_gone_is_told_nothing():
+    variable = keras.Variable(np.ones(2, "float32"))
+    Beside(variable)
+    variable.assign(np.zeros(2, "float32"))
+    other = Beside(variable)
+    variable.assign(np.ones(2, "float32"))
+    assert other.assigned == 1
