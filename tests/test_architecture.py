@@ -148,11 +148,12 @@ def class_tree(cls):
     try:
         source = inspect.getsource(cls)
     except OSError:  # Keras exports it from another module than it is in.
-        (home,) = {
+        home = next(
             value.__code__.co_filename
             for value in vars(cls).values()
-            if inspect.isfunction(value) and value.__name__ == "__init__"
-        }
+            if inspect.isfunction(value)
+            and value.__qualname__.startswith(f"{cls.__qualname__}.")
+        )
         tree = ast.parse(pathlib.Path(home).read_text(encoding="utf-8"))
         return next(
             node
