@@ -1,5 +1,7 @@
 """Maps of Keras with float8 in them: each layer follows what its path says."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -205,6 +207,19 @@ def test_a_loss_scale_in_a_map_is_the_one_of_the_model(built):
     assert model.optimizer.initial_scale == 256
     scaled = mixed_precision.wrap_optimizer("sgd", policy_map)
     assert not scaled.dynamic and scaled.initial_scale == 256
+
+
+def test_a_loss_scale_that_a_conversion_drops_is_warned_of():
+    policy_map = map_of({".*/first": FIXED}, "float32")
+    model = two_layers(policy_map, "float32")
+    with pytest.warns(UserWarning, match=r"FixedLossScale.*no loss scale"):
+        kpe.convert(model, "float8")
+    optimizer = mixed_precision.wrap_optimizer("sgd", FIXED)
+    mixed_precision.compile(model, optimizer, "mse")
+    assert model.optimizer.initial_scale == 256
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Layers of")
+        kpe.convert(two_layers("mixed_float16", "float32"), "float8")
 
 
 def test_several_loss_scales_in_a_map_are_refused():

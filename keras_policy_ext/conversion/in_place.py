@@ -10,7 +10,13 @@ import keras
 
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import candidates, composites, models, training
+from keras_policy_ext.conversion import (
+    candidates,
+    composites,
+    models,
+    scalers,
+    training,
+)
 from keras_policy_ext.conversion.argument_types import (
     LayerFilter,
     PathPatterns,
@@ -110,8 +116,10 @@ def convert(
     )
     if decisions:
         training.check_optimizers(model)
+    asked = scalers.loss_scale_asked(model)
     with training.changing(model):
         report = _convert(model, survey, decisions, left, attention)
+        scalers.warn_of_lost(asked, model)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model)
         if not decisions:

@@ -13,8 +13,10 @@ from typing import Any
 import h5py
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import training
 from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
+from keras_policy_ext.policies.loss_scales import LossScale
 
 _GROUP = "optimizer/inner_optimizer"
 
@@ -30,6 +32,34 @@ def may_differ(model: keras.Model) -> bool:
         return loss_scale_of_model(model) is not None
     except ValueError:  # Layers ask for different ones.
         return True
+
+
+def loss_scale_asked(model: keras.Layer) -> LossScale | None:
+    """The one loss scale that the layers of a model ask for; None if none."""
+    if not isinstance(model, keras.Model):
+        return None
+    try:
+        return loss_scale_of_model(model)
+    except ValueError:  # They ask for different ones, and `compile` says so.
+        return None
+
+
+def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
+    """Warn if layers that were converted had asked for another loss scale.
+
+    Args:
+        asked: What they asked for before.
+        model: Their model.
+    """
+    now = loss_scale_asked(model)
+    if asked is None or now == asked:
+        return
+    _user_code.warn(
+        f"Layers of {model.name!r} had a LossScaleDTypePolicy with {asked!r}, "
+        "and a float8 policy has no loss scale. To compile the model with it, "
+        "wrap the optimizer before: optimizer = keras_policy_ext."
+        "mixed_precision.wrap_optimizer(optimizer, policy), with that policy."
+    )
 
 
 def restore(model: keras.Model, weights: str) -> bool:
