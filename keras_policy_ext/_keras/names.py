@@ -8,9 +8,15 @@ import keras
 from keras_policy_ext._keras.around import put_around
 
 try:
+    from keras.src import dtype_policies as _dtype_policies
     from keras.src.dtype_policies import dtype_policy as _dtype_policy
 except ImportError:  # Keras has moved it: see `read_names`.
-    _dtype_policy = None
+    _dtype_policies = _dtype_policy = None
+
+try:  # Keras 3.16.
+    from keras.src.quantizers.modes.float8 import Float8Strategy as _Strategy
+except ImportError:
+    _Strategy = None
 
 
 def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
@@ -19,9 +25,10 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     That is `keras.dtype_policies.get`, `keras.config.set_dtype_policy`, maps,
     and `dtype=` of layers. All go to the class `DTypePolicy`, or, for a name
     that begins with a mode of quantization, to one function of its module
-    (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.15), which are put
-    into others here. Where that is gone, Keras refuses these names. Expires
-    with a public way to register a policy by its name.
+    (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.16; in 3.16 the
+    package has it too), which are put into others here. Where that is gone,
+    Keras refuses these names. Expires with a public way to register a policy
+    by its name.
 
     Args:
         read: The policy of a name; None to leave the name to Keras. It may
@@ -43,7 +50,8 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
         self.__class__ = type(policy)
         vars(self).update(vars(policy))
 
-    put_around(_dtype_policy, "_get_quantized_dtype_policy_by_str", by_name)
+    for module in (_dtype_policy, _dtype_policies):
+        put_around(module, "_get_quantized_dtype_policy_by_str", by_name)
     put_around(keras.DTypePolicy, "__init__", made)
 
 
@@ -54,8 +62,10 @@ def call_without_float8(wanted: Callable[[], bool]) -> None:
     """Let layers that have no float8 compute under Keras's float8 policy.
 
     In the dtypes of its source. Keras goes to their `_float8_call`, which
-    raises (keras 3.4 to 3.15). Where that is gone, so does Keras. Expires when
-    Keras calls such layers as they are.
+    raises (keras 3.4 to 3.15), or to the `call` of one object, which asks the
+    layer for the geometry of its kernel (`_quantization_geometry`, 3.16).
+    Where both are gone, Keras raises. Expires when it calls such layers as
+    they are.
 
     Args:
         wanted: Whether it is to be so now.
@@ -65,4 +75,13 @@ def call_without_float8(wanted: Callable[[], bool]) -> None:
         call = self.call if wanted() else stock.__get__(self)
         return call(*args, **kwargs)
 
+    def by_strategy(
+        stock: Any, self: Any, layer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        geometry = getattr(layer, "_quantization_geometry", None)
+        if wanted() and (geometry is None or geometry() is None):
+            return layer.call(*args, **kwargs)
+        return stock(self, layer, *args, **kwargs)
+
     put_around(keras.layers.Layer, "_float8_call", float8_call)
+    put_around(_Strategy, "call", by_strategy)
