@@ -61,6 +61,24 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
+def root_of_call() -> Any:
+    """What the layers of a model have in common while it is called.
+
+    The call context, from where `training_of_call` has it, if the user
+    called a model; else the scope of a `stateless_call`, which enters none.
+    One object for each such call; None for a layer that is called alone, or
+    where Keras keeps these elsewhere. Expires with a public way to ask.
+    """
+    if _global_state is None:
+        return None
+    context = _global_state.get_global_attribute("current_call_ctx")
+    if context is None:
+        return None
+    if isinstance(getattr(context, "entry_layer", None), keras.Model):
+        return context
+    return _global_state.get_global_attribute("stateless_scope")
+
+
 def are_shapes_alone_wanted() -> bool:
     """Whether Keras computes outputs to see their shapes and dtypes.
 

@@ -68,10 +68,14 @@ def retarget_optimizer(
     variable in order, one entry in each of its lists of slots (keras 3.0 to
     3.15), and variables for the accumulation of gradients. Those that are
     overwritten with their gradient have no slots; where others are gone or
-    new, the slots are those that `build` makes. Expires with a public way to
-    add a variable.
+    new, or an optimizer of the user's own has slots for these too, the slots
+    are those that `build` makes, so that files have as many. Expires with a
+    public way to add a variable.
     """
-    if _slots_change(optimizer._trainable_variables, variables):
+    old = optimizer._trainable_variables
+    if _slots_change(old, variables) or _has_slots_for_all(
+        optimizer, [*old, *variables]
+    ):
         _build_again(optimizer, variables)
         return
     before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
@@ -96,6 +100,34 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
     changed = [v for v in old if id(v) not in new_ids]
     changed += [v for v in new if id(v) not in ids]
     return not all(getattr(v, "overwrite_with_gradient", 0) for v in changed)
+
+
+def _has_slots_for_all(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> bool:
+    """Whether `build` makes slots for what is overwritten with its gradient.
+
+    Tried with one such variable. Keras's own optimizers make none, if they
+    are not told to accumulate gradients, whose accumulators are no slots here.
+    """
+    overwritten = [
+        v for v in variables if getattr(v, "overwrite_with_gradient", False)
+    ]
+    if not overwritten or type(optimizer).__module__.startswith("keras."):
+        return False
+    try:
+        other = type(optimizer).from_config(optimizer.get_config())
+        other.build(overwritten[:1])
+    # The code is the user's, and may raise anything; its files cannot be
+    # loaded then either.
+    except Exception:
+        return False
+    known = {id(overwritten[0]): 0}
+    return any(
+        _are_slots(value, known) and value[0] is not None
+        for name, value in vars(other).items()
+        if name not in (*_NO_SLOTS, _AVERAGES, "_accumulated_gradients")
+    )
 
 
 def _build_again(

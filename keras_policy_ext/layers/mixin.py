@@ -19,6 +19,7 @@ from keras_policy_ext._keras import (
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import (
     contraction_hooks,
+    kernel_numbers,
     stored_weights,
     weight_lists,
 )
@@ -408,7 +409,11 @@ class Float8Mixin(
             matrix = variable.kept_up(value, matrix)
         observes = framework.may_take_gradients()
         observes = observes and training is not False
-        return (matrix,), variable.next_slot() if observes else 0
+        if not observes:
+            return (matrix,), 0
+        if variable.counts_steps:
+            matrix = kernel_numbers.numbered(variable, matrix)
+        return (matrix,), variable.next_slot()
 
     def _unknown_kernel(self, kernel: Any) -> str:
         known = ", ".join(self.float8_state.owners) or "none"

@@ -76,6 +76,7 @@ class StateVariable(
         recipe: What the state is kept for.
         kernel: The contracted weight.
         uses: How often the kernel was used since the last assignment.
+        counts_steps: Whether this state is a count of steps.
         observed: What was observed since then, where a framework keeps it
             with the variable.
     """
@@ -92,6 +93,7 @@ class StateVariable(
         self.recipe = recipe
         self.kernel = kernel
         self.uses = 0
+        self.counts_steps = not source_of(recipe).observes_amaxes
         super().__init__(
             initializer=self._never_observed,
             shape=source_of(recipe).state_shape,

@@ -253,6 +253,10 @@ class Counting(Layout):
     not read: the sum over many uses, as of a scan, is beyond what float32
     holds exactly, and the count would stop. One that was scaled counts too.
     A count of 0 is a count, and is sealed.
+
+    In the column of the scale, which it has no use for, a layer puts the
+    number of its kernel when it hands the state to a step. What is stored
+    has 0 there.
     """
 
     unseen: ClassVar[float] = SEALED
@@ -262,6 +266,11 @@ class Counting(Layout):
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
         return following(first)
+
+
+def numbered_row(width: int, kernel: int) -> list[int]:
+    """What is added to the row of a `Counting` state for a step of a kernel."""
+    return [kernel if i == _FIRST - 1 else 0 for i in range(width)]
 
 
 def following(steps: Tensor) -> Tensor:

@@ -52,23 +52,29 @@ def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
     return shifted_right(mix(ops.bitwise_xor(mix(index + key), second)), 16)
 
 
-def key_of_use(step: Tensor, seed: int, slot: int) -> Tensor:
+def key_of_use(
+    step: Tensor, seed: int, slot: int, kernel: Tensor | int = 0
+) -> Tensor:
     """The key of one use of a kernel in one step.
 
     Args:
         step: Int32 scalar, how many steps there were.
         seed: From 0 to 2^31 - 1.
         slot: Which use in this step this is.
+        kernel: Int32 scalar, the number of the kernel: two kernels with one
+            output gradient are not to be given the same bits.
     """
     first = mix(step + ops.convert_to_tensor(seed, "int32"))
+    of_kernel = mix(ops.convert_to_tensor(kernel, "int32"))
+    first = ops.bitwise_xor(first, of_kernel)
     return mix(first + slot)
 
 
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
     """The key of an operand in one matmul.
 
-    The amax of the operand is part of it: micro-batches, replicas, layers
-    and the steps of a scan have one key of their step.
+    The amax of the operand is part of it: micro-batches, replicas and the
+    steps of a scan have one key of their step.
 
     Args:
         key: From `key_of_use`.

@@ -42,15 +42,17 @@ class Step:
 
     Attributes:
         number: Float32 scalar, how many steps there were.
+        kernel: Float32 scalar, the number of the kernel.
     """
 
     number: Tensor
+    kernel: Tensor
 
     unseen: ClassVar[None] = None
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""
-        return [self.number]
+        return [self.number, self.kernel]
 
 
 Known = HistoryScales | Step

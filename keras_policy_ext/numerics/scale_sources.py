@@ -217,11 +217,12 @@ class CountingSource(CurrentSource):
     def history_scales(self, state: Tensor) -> Step:
         """See `ScaleSource.history_scales`."""
         steps = self.layout.history(state)[:, 0]
-        return Step(ops.where(self.layout.is_intact(state), steps, 0.0)[0])
+        steps = ops.where(self.layout.is_intact(state), steps, 0.0)
+        return Step(steps[0], self.layout.scale(state)[0])
 
     def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
         """See `ScaleSource.known_of`."""
-        return Step(leaves[0]), leaves[1:]
+        return Step(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
         """By what an operand is rounded at random in a matmul.
@@ -236,7 +237,8 @@ class CountingSource(CurrentSource):
             Int32 scalar.
         """
         step = ops.cast(known.number, "int32")
-        key = key_of_use(step, self.seed, slot)
+        kernel = ops.cast(known.kernel, "int32")
+        key = key_of_use(step, self.seed, slot, kernel)
         return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:

@@ -23,6 +23,7 @@ class Asks(keras.layers.Layer):
         self.training = calls.training_of_call()
         self.in_scope = calls.stored_autocast_scope()
         self.in_a_call = calls.is_in_a_call()
+        self.root = (calls.root_of_call(),)
         return inputs
 
 
@@ -34,6 +35,22 @@ def test_keras_offers_no_public_way_to_ask_whether_a_call_trains(training):
     assert layer.training is training
     assert functions_about("call_context", "training", "phase") == []
     assert members_about(keras.layers.Layer, "context", "training") == []
+
+
+def test_keras_offers_no_public_way_to_ask_which_calls_belong_together():
+    first, second = Asks(), Asks()
+    model = keras.Sequential([keras.Input((2,)), first, second])
+    x = ops.ones((1, 2))
+    model(x)
+    root = first.root[0]
+    assert root is not None and second.root[0] is root
+    model.stateless_call([], [], x)
+    assert first.root[0] not in (None, root)
+    assert second.root[0] is first.root[0]
+    first(x)
+    assert first.root[0] is None
+    assert functions_about("entry_layer", "call_root") == []
+    assert members_about(keras.layers.Layer, "entry", "outermost") == []
 
 
 class Shaped(keras.layers.Layer):

@@ -148,7 +148,7 @@ class OneMatmul(kpe.layers.Float8Mixin, keras.layers.Layer):
 def test_uses_of_a_kernel_in_a_step_get_other_bits():
     x, found = normal(0, 8, 16), {}
     for times in (1, 2):
-        layer = OneMatmul(times)
+        layer = OneMatmul(times, name="one")
         layer.build(x.shape)
         with no_grad():
             layer.kernel.assign(normal(1, 16, 4))
@@ -156,6 +156,66 @@ def test_uses_of_a_kernel_in_a_step_get_other_bits():
         _, dx, (dw, *_) = gradients(layer, x, lambda y, g=g: ops.sum(y * g))
         found[times] = [numpy(dx), numpy(dw)]
     assert_others([2 * each for each in found[1]], found[2])
+
+
+def two_layers(recipe, kernel):
+    """A model of two layers side by side, and no names of its own."""
+    policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
+    inputs = keras.Input((16,))
+    layers = [
+        kpe.layers.Dense(4, use_bias=False, dtype=policy) for _ in range(2)
+    ]
+    model = keras.Model(inputs, sum(layer(inputs) for layer in layers))
+    with no_grad():
+        for layer in layers:
+            layer.kernel.assign(kernel)
+    return model
+
+
+def kernel_gradients(model):
+    g = ops.convert_to_tensor(normal(2, 8, 4))
+    x = normal(0, 8, 16)
+    _, _, found = gradients(model, x, lambda y: ops.sum(y * g))
+    variables = model.trainable_variables
+    return [
+        numpy(each)
+        for each, variable in zip(found, variables, strict=True)
+        if tuple(variable.shape) == (16, 4)
+    ]
+
+
+@each
+def test_two_equal_layers_with_one_output_gradient_get_other_bits(recipe):
+    kernel = normal(1, 16, 4)
+    first, second = kernel_gradients(two_layers(recipe, kernel))
+    assert_others([first], [second])
+    again = kernel_gradients(two_layers(recipe, kernel))
+    np.testing.assert_array_equal(again, [first, second])
+
+
+def test_the_bits_are_the_same_after_a_model_was_loaded(tmp_path):
+    model = two_layers(NVFP4, normal(1, 16, 4))
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(
+        kernel_gradients(loaded), kernel_gradients(model)
+    )
+
+
+def test_two_equal_layers_that_are_called_alone_get_other_bits():
+    found = []
+    for name in ("one", "other", "one"):
+        layer = OneMatmul(name=name)
+        layer.build((8, 16))
+        with no_grad():
+            layer.kernel.assign(normal(1, 16, 4))
+        g = ops.convert_to_tensor(normal(2, 8, 4))
+        _, _, (dw, *_) = gradients(
+            layer, normal(0, 8, 16), lambda y, g=g: ops.sum(y * g)
+        )
+        found.append(numpy(dw))
+    assert_others(found[:1], found[1:2])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 def test_steps_of_a_scan_get_other_bits():

@@ -98,6 +98,18 @@ def descend(inner, dtype, gradient, steps):
     return values(variable).mean(dtype="float64")
 
 
+def test_equal_variables_with_equal_gradients_are_rounded_by_other_bits():
+    variables = [
+        keras.Variable(np.ones(SIZE), dtype="bfloat16") for _ in range(2)
+    ]
+    optimizer = StochasticRounding(keras.optimizers.SGD(1e-3), seed=1)
+    with no_grad():
+        optimizer.apply([ops.ones(SIZE, "bfloat16")] * 2, variables)
+    first, second = map(values, variables)
+    # A step is a quarter of a gap: 3 of 8 are rounded otherwise.
+    assert 0.3 < np.mean(first != second) < 0.45
+
+
 INNER = {
     "momentum": lambda: keras.optimizers.SGD(2.0**-11, momentum=0.5),
     "decay": lambda: keras.optimizers.SGD(2.0**-11, weight_decay=0.5),
