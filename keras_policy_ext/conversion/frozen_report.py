@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext.conversion import summary, tables
-from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.conversion.report import Report, report_as
 from keras_policy_ext.conversion.tables import Column, Table
 from keras_policy_ext.stored_kernels import StoredKernel
 
@@ -120,13 +120,7 @@ class FrozenReport(Report):
 
 def frozen_report(report: Report, stored: list[Stored]) -> FrozenReport:
     """A report of layers, with what became of their kernels."""
-    return FrozenReport(
-        report.converted,
-        report.skipped,
-        report.parameters,
-        report.retraced,
-        tuple(stored),
-    )
+    return report_as(FrozenReport, report, stored=tuple(stored))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -144,9 +138,7 @@ class ThawedReport(Report):
 
 def thawed_report(report: Report) -> ThawedReport:
     """A report of layers that were frozen."""
-    return ThawedReport(
-        report.converted, report.skipped, report.parameters, report.retraced
-    )
+    return report_as(ThawedReport, report)
 
 
 def _sqnr_db(value: Any, approximation: Any) -> float:

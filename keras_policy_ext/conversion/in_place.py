@@ -22,12 +22,17 @@ from keras_policy_ext.conversion.argument_types import (
     PathPatterns,
     PolicyLike,
 )
-from keras_policy_ext.conversion.candidates import Candidate, Unconverted
+from keras_policy_ext.conversion.candidates import (
+    Candidate,
+    Unconverted,
+    path_of,
+)
 from keras_policy_ext.conversion.report import (
     Report,
     report_of,
     reverted_report,
     warn_of_little,
+    warn_of_no_effect,
 )
 from keras_policy_ext.conversion.requested import (
     FROZEN,
@@ -122,6 +127,7 @@ def convert(
         scalers.warn_of_lost(asked, model)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model)
+        warn_of_no_effect(report)
         if not decisions:
             warn_of_plain(left)
     return report
@@ -194,11 +200,15 @@ def _convert(
         for layer in survey.composites
         if attention and float8_policy_of(layer) is not None
     ]
+    idle = []
+    if attention is not None and not contracting:
+        idle.append(_no_attention(model, refused))
     return report_of(
         model,
         [*(candidate.layer for candidate, _ in decisions), *contracting],
         [*left, *refused, *survey.skipped],
         names_others=True,
+        without_effect=idle,
     )
 
 
@@ -313,6 +323,21 @@ def _check_attention(attention: object) -> None:
             f"{attention!r}. Allowed: 'float8', to compute scores and "
             "weighted sums in float8, or None, to leave them as they are."
         )
+
+
+def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
+    """What is said where no attention is in float8 though it was asked for."""
+    why = (
+        "it has no attention layer of Keras with all projections in float8"
+        if not refused
+        else f"of {path_of(refused[0].layer)!r}, {refused[0].reason}"
+    )
+    return (
+        f"`attention='float8'` had no effect on {model.name!r}: {why}. "
+        "Allowed: MultiHeadAttention and GroupQueryAttention whose "
+        "projections are all converted. In an attention layer of your own, "
+        "multiply with `float8_activations_einsum` of Float8Mixin."
+    )
 
 
 def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:

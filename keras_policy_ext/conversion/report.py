@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -145,12 +145,14 @@ class Report(LayerTables):
             state; 0 if that is not known.
         retraced: Compiled functions of the model that are traced anew at
             their next call: paths of layers, with attributes.
+        without_effect: Sentences on arguments that had none.
     """
 
     converted: tuple[Converted, ...]
     skipped: tuple[Skipped, ...]
     parameters: int = 0
     retraced: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
 
     _columns = (Column("policy / reason not converted", above=True),)
     _full_columns = (
@@ -168,6 +170,7 @@ class Report(LayerTables):
             "skipped": [dataclasses.asdict(e) for e in self.skipped],
             "parameters": self.parameters,
             "retraced": list(self.retraced),
+            "without_effect": list(self.without_effect),
         }
 
     @property
@@ -198,7 +201,7 @@ class Report(LayerTables):
         return super()._head()
 
     def _notes(self, full: bool) -> list[str]:
-        notes = super()._notes(full)
+        notes = [*super()._notes(full), *self.without_effect]
         notes += kept_numbers.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
@@ -238,6 +241,9 @@ class Report(LayerTables):
         return notes
 
 
+ReportClass = TypeVar("ReportClass", bound=Report)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class RevertedReport(Report):
     """The report of `revert`: `Report`, which says if there was nothing."""
@@ -248,9 +254,24 @@ class RevertedReport(Report):
         return super()._head()
 
 
+def report_as(
+    cls: type[ReportClass], report: Report, **more: Any
+) -> ReportClass:
+    """A report of another class that says the same.
+
+    Args:
+        cls: The class.
+        report: The report.
+        **more: Fields that the class has in addition.
+    """
+    fields = dataclasses.fields(Report)
+    said = {field.name: getattr(report, field.name) for field in fields}
+    return cls(**said, **more)
+
+
 def reverted_report(report: Report) -> RevertedReport:
     """A report of layers that were in float8."""
-    return RevertedReport(report.converted, report.skipped, report.parameters)
+    return report_as(RevertedReport, report)
 
 
 def report_of(
@@ -258,6 +279,7 @@ def report_of(
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
     names_others: bool = False,
+    without_effect: Sequence[str] = (),
 ) -> Report:
     """The report of a change that was made, with the work of each layer.
 
@@ -267,6 +289,7 @@ def report_of(
         left: Layers in it that do not.
         names_others: Whether layers without kernels of their own that
             multiply nevertheless are among those that do not.
+        without_effect: Sentences on arguments that had none.
     """
     works = work.Works(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
@@ -306,6 +329,7 @@ def report_of(
         tuple(rest),
         work.scalars(weights),
         compiled_functions.names(model),
+        tuple(without_effect),
     )
 
 
@@ -336,6 +360,12 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
             "Float8Mixin."
         )
     _user_code.warn(message)
+
+
+def warn_of_no_effect(report: Report) -> None:
+    """Warn of arguments that had no effect."""
+    for sentence in report.without_effect:
+        _user_code.warn(sentence)
 
 
 def outcome_of(group: Sequence[Converted | Skipped]) -> str:

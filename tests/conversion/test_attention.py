@@ -75,3 +75,32 @@ def test_a_composite_keeps_a_policy_that_says_what_its_layers_follow(
     kpe.convert(model, "delayed")
     assert layer.cell.float8_policy == kpe.Float8DTypePolicy("float32")
     assert (layer.dtype_policy == held) is kept
+
+
+class OwnAttention(keras.layers.Layer):
+    """Computes scores and weighted sums itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = keras.layers.Dense(6)
+
+    def build(self, shape):
+        self.query.build(shape)
+
+    def call(self, x):
+        query = self.query(x)
+        scores = keras.ops.matmul(query, keras.ops.transpose(x, (0, 2, 1)))
+        return keras.ops.matmul(keras.ops.softmax(scores), x)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("make", [OwnAttention, lambda: attending(True)[0]])
+def test_attention_that_stays_as_it_is_is_said_to(make):
+    model = make()
+    if isinstance(model, OwnAttention):
+        model = keras.Sequential([keras.Input((4, 6)), model])
+    with pytest.warns(UserWarning, match="attention='float8'. had no effect"):
+        report = kpe.convert(model, attention="float8")
+    assert report.without_effect[0].startswith("`attention")
+    assert "had no effect" in " ".join(str(report).split())
+    assert not kpe.convert(model).without_effect
