@@ -145,11 +145,11 @@ def _form(layer: keras.Layer) -> type | None:
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
     except TypeError as error:
-        raise _CannotConvert(str(error)) from error
+        raise _CannotConvert(_quantized_by(layer) or str(error)) from error
     own = walking.own_weights(layer)
     trains = getattr(form, "float8_trains", True)
     if form is None or (form is not cls and not trains):
-        _refuse_unknown(cls, own)
+        _refuse_unknown(layer, own)
         return None
     if not layer.built:
         raise _CannotConvert(NOT_BUILT)
@@ -163,8 +163,24 @@ def _form(layer: keras.Layer) -> type | None:
     return form
 
 
-def _refuse_unknown(cls: type, own: list[keras.Variable]) -> None:
+def _quantized_by(layer: keras.Layer) -> str | None:
+    """Why a layer that another library quantizes stays as it is.
+
+    Such a layer has quantizers: layers or other objects of classes of that
+    name, which are not Keras's.
+    """
+    held = walking.attributes(layer).values()
+    for each in (*held, *walking.layers_directly_in(layer)):
+        cls = type(each)
+        library = cls.__module__.partition(".")[0]
+        if "quantizer" in cls.__name__.lower() and library != "keras":
+            return f"{library} quantizes it, by its {cls.__name__}"
+    return None
+
+
+def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
     """Raise if a layer has weights and no float8 form."""
+    cls = type(layer)
     for base in cls.__mro__:
         rank = "".join(re.findall(r"\dD", base.__name__))
         reason = _WITHOUT_FORM.get(re.sub(r"\dD", "{0}", base.__name__))
@@ -174,7 +190,8 @@ def _refuse_unknown(cls: type, own: list[keras.Variable]) -> None:
         return
     if any(len(weight.shape) >= 2 for weight in own):
         raise _CannotConvert(
-            f"{cls.__name__} has no float8 form; a layer of your own can "
+            _quantized_by(layer)
+            or f"{cls.__name__} has no float8 form; a layer of your own can "
             "derive from Float8Mixin and contract with float8_einsum"
         )
     raise _CannotConvert(_NO_KERNEL)

@@ -92,11 +92,12 @@ def _shapes(step: Any) -> list[list[int]]:
 
 def _inner(step: Any, graph: Any) -> Iterator[Any]:
     """The graphs in a step, such as those of a loop or a function."""
+    # There is no public way to the graph of a name (TF 2.21); where this one is
+    # gone, what is in functions is not counted.
+    function_of = getattr(graph, "_get_function", lambda name: None)
     for attribute in step.node_def.attr.values():
         names = [attribute.func.name, *(f.name for f in attribute.list.func)]
         for name in filter(None, names):
-            # There is no public way to the graph of a name (TF 2.21).
-            function = graph._get_function(name)
-            inner = getattr(function, "graph", None)
+            inner = getattr(function_of(name), "graph", None)
             if inner is not None:
                 yield inner

@@ -282,3 +282,27 @@ def test_a_block_of_another_width_is_not_taken_for_one_like_it():
     model = keras.Model(x, Block(3)(Block(1)(x)))
     found = [e.multiplications for e in kpe.convert(model).converted]
     assert found == [8 * SQUARE, 3 * 8 * SQUARE]
+
+
+class BitQuantizer:
+    """What a library that quantizes puts into its layers."""
+
+
+class Quantized(layers.Dense):
+    """A layer of such a library."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.kernel_quantizer = BitQuantizer()
+
+    def call(self, x):
+        return ops.round(x) @ self.kernel
+
+
+@pytest.mark.any_backend
+@pytest.mark.filterwarnings("ignore:None of the multiplications")
+def test_a_layer_that_another_library_quantizes_is_said_to_be_so():
+    model = keras.Sequential([keras.Input((8,)), Quantized(4)])
+    (entry,) = kpe.convert(model).skipped
+    library = __name__.partition(".")[0]
+    assert entry.reason == f"{library} quantizes it, by its BitQuantizer"

@@ -1,0 +1,80 @@
+"""What OpenVINO computes of an ONNX file, beside onnxruntime."""
+
+import keras
+import numpy as np
+import onnxruntime
+import openvino
+import pytest
+
+import keras_policy_ext as kpe
+
+SIZE = 64
+
+
+def dense():
+    return keras.Sequential(
+        [
+            keras.Input((SIZE,)),
+            keras.layers.Dense(SIZE, activation="relu"),
+            keras.layers.Dense(SIZE),
+        ]
+    )
+
+
+def convolution():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 8)),
+            keras.layers.Conv2D(SIZE, 3, activation="relu"),
+            keras.layers.Conv2D(8, 3),
+        ]
+    )
+
+
+def both(path, x):
+    """The outputs of both readers; OpenVINO computes in float32."""
+    session = onnxruntime.InferenceSession(str(path))
+    (name,) = (each.name for each in session.get_inputs())
+    (first,) = session.run(None, {name: x})
+    precision = {"INFERENCE_PRECISION_HINT": "f32"}
+    model = openvino.Core().compile_model(str(path), "CPU", precision)
+    return first, model(x)[0]
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+@pytest.mark.parametrize("make", [dense, convolution])
+def test_stored_kernels_are_read_alike(make, granularity, tmp_path):
+    keras.utils.set_random_seed(0)
+    model = make()
+    kpe.freeze(model, granularity=granularity)
+    path = tmp_path / "model.onnx"
+    kpe.export(model, path, format="onnx")
+    x = np.random.default_rng(0).normal(size=(4, *model.inputs[0].shape[1:]))
+    first, second = both(path, x.astype("float32"))
+    # Sums of 576 terms in another order.
+    bound = 1e-5 * np.abs(first).max()
+    np.testing.assert_allclose(second, first, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize("make", [dense, convolution])
+def test_rounded_inputs_are_numbers_where_they_saturate(
+    make, activations, tmp_path
+):
+    """It rounds to float16 first, so a few of the inputs are neighbours."""
+    keras.utils.set_random_seed(0)
+    model = make()
+    x = np.random.default_rng(0).normal(size=(4, *model.inputs[0].shape[1:]))
+    x = x.astype("float32")
+    kpe.convert(model)
+    kpe.calibrate(model, [x])
+    kpe.freeze(model, activations=activations)
+    path = tmp_path / "model.onnx"
+    kpe.export(model, path, format="onnx")
+    # Twice what was seen: static scales saturate.
+    first, second = both(path, 2 * x)
+    assert np.isfinite(second).all()
+    error = np.square(second - first).sum() / np.square(first).sum()
+    # An input is a neighbour, 2⁻³ away, where its rest is within 2⁻⁸ of half
+    # a step: fewer than one in 100. Two layers add up.
+    assert error < 2 * 2.0**-6 / 100
