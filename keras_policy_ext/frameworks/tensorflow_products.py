@@ -17,6 +17,13 @@ from keras_policy_ext.frameworks.products import (
     matmul,
 )
 
+# There is no public way to the graph of a function (TF 2.21). Where this one is
+# gone, what functions multiply is not counted.
+try:
+    from tensorflow.python.framework import function_def_to_graph
+except ImportError:
+    function_def_to_graph = None
+
 _MATMULS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 _LOOPS = ("While", "StatelessWhile")
 
@@ -92,12 +99,27 @@ def _shapes(step: Any) -> list[list[int]]:
 
 def _inner(step: Any, graph: Any) -> Iterator[Any]:
     """The graphs in a step, such as those of a loop or a function."""
-    # There is no public way to the graph of a name (TF 2.21); where this one is
-    # gone, what is in functions is not counted.
-    function_of = getattr(graph, "_get_function", lambda name: None)
-    for attribute in step.node_def.attr.values():
-        names = [attribute.func.name, *(f.name for f in attribute.list.func)]
-        for name in filter(None, names):
-            inner = getattr(function_of(name), "graph", None)
-            if inner is not None:
-                yield inner
+    names = [
+        name
+        for attribute in step.node_def.attr.values()
+        for name in (
+            attribute.func.name,
+            *(function.name for function in attribute.list.func),
+        )
+        if name
+    ]
+    if not names or function_def_to_graph is None:
+        return
+    library = graph.as_graph_def().library.function
+    functions = {each.signature.name: each for each in library}
+    for name in names:
+        function = functions.get(name)
+        if function is None:
+            continue
+        number = len(function.signature.input_arg)
+        inputs = list(step.inputs)[len(step.inputs) - number :]
+        yield function_def_to_graph.function_def_to_graph(
+            function,
+            input_shapes=[tensor.shape for tensor in inputs],
+            include_library_functions=True,
+        )

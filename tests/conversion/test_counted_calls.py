@@ -306,3 +306,28 @@ def test_a_layer_that_another_library_quantizes_is_said_to_be_so():
     (entry,) = kpe.convert(model).skipped
     library = __name__.partition(".")[0]
     assert entry.reason == f"{library} quantizes it, by its BitQuantizer"
+
+
+class Branches(keras.layers.Layer):
+    """Multiplies in one of two branches, and in what a framework compiles."""
+
+    def build(self, shape):
+        size = (shape[-1], WIDTH)
+        self.kernel = self.add_weight(shape=size, name="kernel")
+
+    def call(self, x):
+        return ops.cond(
+            ops.sum(x) > 0,
+            lambda: ops.matmul(x, self.kernel),
+            lambda: ops.matmul(ops.matmul(x, self.kernel), self.kernel),
+        )
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="branches are those of Python"
+)
+@pytest.mark.filterwarnings("ignore:None of the multiplications")
+def test_of_two_branches_the_larger_one_counts():
+    x = keras.Input((8, WIDTH))
+    totals = kpe.convert(keras.Model(x, Branches()(x))).totals
+    assert totals.multiplications == 2 * 8 * SQUARE
