@@ -82,7 +82,7 @@ def _product(step: Any) -> Product | None:
             return einsum(step.get_attr("equation").decode(), *shapes)
     if step.type in ("Conv2D", "Conv3D", "DepthwiseConv2dNative"):
         inputs, kernel = _shapes(step)
-        (outputs,) = (output.shape.as_list() for output in step.outputs)
+        (outputs,) = map(_shape, step.outputs)
         first = step.get_attr("data_format").startswith(b"NC")
         channels = outputs[1 if first else -1]
         return convolution(math.prod(outputs) // channels, inputs, kernel)
@@ -94,7 +94,15 @@ def _product(step: Any) -> Product | None:
 
 
 def _shapes(step: Any) -> list[list[int]]:
-    return [tensor.shape.as_list() for tensor in step.inputs]
+    return [_shape(tensor) for tensor in step.inputs]
+
+
+def _shape(tensor: Any) -> list[int]:
+    shape = tensor.shape
+    if shape.rank is None:  # A variable in a graph that was made anew.
+        shapes = tensor.op.get_attr("_output_shapes")
+        shape = tf.TensorShape(shapes[tensor.value_index])
+    return list(shape.as_list())
 
 
 def _inner(step: Any, graph: Any) -> Iterator[Any]:
@@ -110,7 +118,7 @@ def _inner(step: Any, graph: Any) -> Iterator[Any]:
     ]
     if not names or function_def_to_graph is None:
         return
-    library = graph.as_graph_def().library.function
+    library = graph.as_graph_def(add_shapes=True).library.function
     functions = {each.signature.name: each for each in library}
     for name in names:
         function = functions.get(name)
