@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import formats, loops, stored_kernels
+from keras_policy_ext import _input_files, formats, loops, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.export import kernels, safetensors_files
 from keras_policy_ext.export.kernels import Kernel, Scheme
@@ -92,7 +92,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
         )
     arrays: dict[str, Any] = {n: slot.read() for n, slot in slots.items()}
     try:
-        for name, about in json.loads(metadata[_KEY]).items():
+        for name, about in _input_files.json_in(metadata[_KEY], path).items():
             arrays[name] = _stored(
                 arrays[name], arrays.pop(name + _SCALE), about
             )

@@ -89,6 +89,7 @@ def load(layer: Any, store: Entries) -> None:
             f"has: {layer.float8_policy.recipe!r}. Allowed: the same. Load "
             "the model itself: `keras_policy_ext.load_model`."
         )
+    _check_rank(layer, store, header)
     _adapt(layer, header)
     pairs = _pairs(layer, header)
     values = [
@@ -251,6 +252,18 @@ def _lora(layer: Any) -> dict[str, Any] | None:
     if not getattr(layer, "lora_enabled", False):
         return None
     return {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
+
+
+def _check_rank(layer: Any, store: Entries, header: dict[str, Any]) -> None:
+    """Raise if adapters have another rank, before any are made."""
+    if not header["lora"]:
+        return
+    names = [name for name in header["names"] if name.startswith("lora_")]
+    shapes = [np.shape(_entry(store, name, layer.path)) for name in names]
+    rank = header["lora"]["rank"]
+    if not shapes or not all(rank in shape for shape in shapes):
+        found = f"adapters of shapes {shapes} for a rank of {rank}"
+        raise ValueError(damaged(layer.path, found))
 
 
 def _adapt(layer: Any, header: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from keras_policy_ext._keras.while_building import (
     after_each_build,
+    before_each_variable,
     without_initial_values,
 )
 
@@ -72,3 +73,22 @@ def test_keras_computes_initial_values_that_are_replaced():
     dense = keras.layers.Dense(3)
     dense.build((None, 2))
     assert np.any(keras.ops.convert_to_numpy(dense.kernel))
+
+
+def test_keras_makes_a_weight_of_any_size_that_a_config_asks_for():
+    asked = []
+    with before_each_variable(asked.append):
+        keras.layers.Dense(3).build((None, 2))
+        keras.Variable(1.0)
+    assert asked == [(2, 3), (3,)]  # Why it is needed: Keras has no limit.
+
+    def refuse(shape):
+        raise ValueError(shape)
+
+    layer = keras.layers.Dense(10**12)
+    with (
+        before_each_variable(refuse),
+        pytest.raises(ValueError, match="1000000000000"),
+    ):
+        layer.build((None, 2))
+    assert layer.weights == []
