@@ -40,7 +40,10 @@ def tracker_of(thing: Any) -> Any:
     `_tracker` (keras 3.0 to 3.16); under another name, it is found by what it
     can do. None if there is none.
     """
-    held = (getattr(thing, "_tracker", None), *vars(thing).values())
+    tracker = getattr(thing, "_tracker", None)
+    if tracker is not None:
+        return tracker
+    held = vars(thing).values()
     return next((x for x in held if hasattr(x, "add_to_store")), None)
 
 

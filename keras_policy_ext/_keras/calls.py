@@ -120,11 +120,6 @@ def around_each_call(
         yield
 
 
-def has_autocast_scope() -> bool:
-    """Whether `autocast_scope` is known in this Keras."""
-    return _AutocastScope is not None
-
-
 def instead_of_each_call(
     function: Callable[..., Any],
 ) -> AbstractContextManager[None]:

@@ -28,22 +28,18 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
     """
     if not isinstance(variable, keras.Variable):
         return variable
-    if not calls.has_autocast_scope():
-        return _own_value(variable)
-    with calls.autocast_scope(None):
+    try:
+        scope = calls.autocast_scope(None)
+    except ImportError:
+        value = variable.value
+        dtype = getattr(variable, "_dtype", variable.dtype)
+        if keras.backend.standardize_dtype(value.dtype) == dtype:
+            return value
+        raise
+    with scope:
         # On TensorFlow ops.convert_to_tensor would return the Keras variable,
         # to be read, and autocast, after this scope.
         return variable.value
-
-
-def _own_value(variable: keras.Variable) -> Tensor:
-    """What a variable hands out, if that is in its own dtype."""
-    value = variable.value
-    dtype = getattr(variable, "_dtype", variable.dtype)
-    if keras.backend.standardize_dtype(value.dtype) == dtype:
-        return value
-    with calls.autocast_scope(None):  # raises
-        return value
 
 
 def autocasts(variable: keras.Variable) -> bool:
