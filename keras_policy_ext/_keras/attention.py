@@ -43,9 +43,15 @@ def replace_attention(
     """
     name = "_compute_attention"
     vars(layer).pop(name, None)
-    if attend is not None and not has_own_attention(layer, mixin):
+    replaced = attend is not None and not has_own_attention(layer, mixin)
+    if replaced:
         _check(layer)
         vars(layer)[name] = attend
+    # A layer inside, which would cast float32 scores to float16 (`_softmax`,
+    # keras 3.0 to 3.15).
+    softmax = getattr(layer, "_softmax", None)
+    if softmax is not None:
+        softmax.autocast = not replaced
 
 
 def _check(layer: keras.Layer) -> None:
@@ -105,4 +111,6 @@ def attend(
     weights = scores
     if layer.dropout > 0.0:
         weights = layer._dropout_layer(scores, training=training)
+    if scores.dtype != query.dtype:
+        scores = ops.cast(scores, query.dtype)
     return contracted(layer._combine_equation, weights, value), scores

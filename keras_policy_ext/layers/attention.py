@@ -140,6 +140,12 @@ class _Float8Attention(Float8Mixin):
             self, self._float8_scores, contract, *args, **kwargs
         )
 
+    @property
+    def _dtype_of_scores(self) -> str:
+        """In float16 scores above 65504 would be infinite, and softmax NaN."""
+        dtype: str = self.compute_dtype
+        return "float32" if dtype == "float16" else dtype
+
     def _float8_scores(
         self, equation: str, query: Tensor, key: Tensor
     ) -> Tensor:
@@ -167,9 +173,10 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
         *args: As for `keras.layers.MultiHeadAttention`.
         attention: `"float8"`: the scores `query · key` and the sum of the
             values weighted with their softmax are in float8 too, forward and
-            both gradients, each tensor scaled by its own amax; the softmax
-            stays in the compute dtype, and the fused kernels of the
-            frameworks are not used. None: these two are as in Keras.
+            both gradients, each tensor scaled by its own amax; scores and
+            softmax stay in the compute dtype, of float16 in float32, and the
+            fused kernels of the frameworks are not used. None: these two are
+            as in Keras.
         **kwargs: As for `keras.layers.MultiHeadAttention`.
 
     Raises:
@@ -181,7 +188,8 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
         self, equation: str, query: Tensor, key: Tensor
     ) -> Tensor:
         query = _over_root(query, self.key_dim)
-        return self.float8_activations_einsum(equation, key, query)
+        dtype = self._dtype_of_scores
+        return self.float8_activations_einsum(equation, key, query, dtype)
 
 
 @_attention_drop_in
@@ -204,7 +212,8 @@ class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
         self, equation: str, query: Tensor, key: Tensor
     ) -> Tensor:
         query = _over_root(query, self.head_dim)
-        return self.float8_activations_einsum(equation, query, key)
+        dtype = self._dtype_of_scores
+        return self.float8_activations_einsum(equation, query, key, dtype)
 
 
 def _over_root(query: Tensor, size: int) -> Tensor:

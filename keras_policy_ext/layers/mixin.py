@@ -234,7 +234,11 @@ class Float8Mixin(
         return self._contract(*operands, training, dtype, bias)
 
     def float8_activations_einsum(
-        self, equation: str, first: Tensor, second: Tensor
+        self,
+        equation: str,
+        first: Tensor,
+        second: Tensor,
+        dtype: str | None = None,
     ) -> Tensor:
         """`einsum(equation, first, second)` of two activations in float8.
 
@@ -246,9 +250,11 @@ class Float8Mixin(
             equation: As for `float8_einsum`.
             first: The first operand, floating.
             second: The second operand, floating.
+            dtype: Of the outputs; None: the compute dtype. In float16 what is
+                beyond 65504 is infinite: `"float32"` keeps it.
 
         Returns:
-            Tensor in the compute dtype.
+            Tensor of dtype `dtype`.
 
         Raises:
             ValueError: If the equation is malformed or does not fit the
@@ -259,8 +265,8 @@ class Float8Mixin(
         explicit = einsum.explicit(equation, *ranks)
         check_sizes(explicit, first.shape, second.shape)
         if self.float8_policy is None:
-            return self._plain_einsum(explicit, first, second)
-        dtype = self.compute_dtype
+            return self._plain_einsum(explicit, first, second, dtype)
+        dtype = dtype or self.compute_dtype
         plan = kernels.make_plan(
             kernels.Einsum(explicit),
             self._recipe_of_activations,

@@ -312,3 +312,27 @@ def test_rematerialization_changes_no_gradient():
         assert np.any(plain != 0)
         # Another program may sum in another order.
         np.testing.assert_allclose(rematerialized, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_beyond_float16_give_the_outputs_of_float32(masked):
+    """Of 400 to 150,000: softmax chooses one key."""
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=(2, 6, 16)) * 150).astype("float32")
+    mask = np.tril(np.ones((2, 6, 6), "bool")) if masked else None
+    found = []
+    for dtype in ("mixed_float16", "float32"):
+        layer = kpe.layers.MultiHeadAttention(
+            2, 8, dtype=policy(dtype), attention="float8"
+        )
+        layer.build(x.shape, x.shape)
+        seeded = np.random.default_rng(2)
+        for weight in layer.trainable_weights:
+            if "amax" not in weight.path:
+                weight.assign(seeded.normal(size=weight.shape) * 0.25)
+        found.append(
+            numpy(keras.ops.cast(layer(x, x, attention_mask=mask), "float32"))
+        )
+    half, exact = found
+    assert np.isfinite(half).all()
+    assert np.abs(half - exact).max() < 0.05 * np.abs(exact).max()
