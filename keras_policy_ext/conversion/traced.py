@@ -421,9 +421,14 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
         return ops.zeros(outputs.shape, dtype or layer.compute_dtype)
 
     def of_activations(
-        stock: Any, layer: Any, equation: str, first: Any, second: Any
+        stock: Any,
+        layer: Any,
+        equation: str,
+        first: Any,
+        second: Any,
+        dtype: str | None = None,
     ) -> Any:
-        dtype = layer.compute_dtype
+        dtype = dtype or layer.compute_dtype
         return ops.einsum(
             equation, *(ops.cast(x, dtype) for x in (first, second))
         )
