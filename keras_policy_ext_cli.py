@@ -85,12 +85,12 @@ def choose_backend(asked: str | None) -> str:
 
 
 def wrapped(message: str) -> str:
-    """A message for stderr, broken at blanks where people read it.
+    """A message for stderr, broken at blanks where that is a terminal.
 
-    That is in a terminal, and where `COLUMNS` says how wide the lines are. A
-    program that reads it gets one line.
+    Through a pipe or into a file it is one line, also where `COLUMNS` is set:
+    a shell may export it to programs that read the message.
     """
-    if not (sys.stderr.isatty() or os.environ.get("COLUMNS")):
+    if not sys.stderr.isatty():
         return message
     width = shutil.get_terminal_size((80, 24)).columns
     return textwrap.fill(

@@ -267,9 +267,10 @@ def test_where_keras_has_no_backend_it_is_told_what_is_installed(
 @pytest.mark.any_backend
 @pytest.mark.parametrize("width", [40, 80, 133])
 def test_in_a_terminal_long_errors_break_at_blanks(width, capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    line = error_of(capsys, "doctor", "--device", "h300")
     monkeypatch.setenv("COLUMNS", str(width))
+    line = error_of(capsys, "doctor", "--device", "h300")
+    assert len(line) > width
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--device", "h300"])
     lines = capsys.readouterr().err.splitlines()

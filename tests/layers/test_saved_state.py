@@ -11,6 +11,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext.numerics.observations import SEALED
 from keras_policy_ext.recipes import OPERANDS
+from refusals import refused
 from saving_models import (
     LENGTH,
     aged,
@@ -239,6 +240,7 @@ def test_set_weights_refuses_the_weights_of_a_layer_without_a_state():
 def test_set_weights_refuses_another_history_length():
     model = dense_with_state(4)
     before = model.get_weights()
-    with pytest.raises(ValueError, match="not compatible"):
-        model.set_weights(dense_with_state(16).get_weights())
+    other = dense_with_state(16).get_weights()
+    with refused(ValueError, "'sequential", "(3, 26)", "(3, 14)"):
+        model.set_weights(other)
     assert_equal(before[-1:], matrices(model))
