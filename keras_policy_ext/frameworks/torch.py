@@ -116,6 +116,8 @@ class TorchFramework(Framework):
         if a.numel() == 1 == b.numel():
             number = a.item() * b.item()
             return SMALLEST <= number <= LARGEST
+        if not (a.numel() and b.numel()):
+            return True  # of an empty batch
         (low, high), (least, most) = (
             [each.item() for each in x.aminmax()] for x in (a, b)
         )

@@ -128,7 +128,8 @@ class Float8Mixin(
         """`"float8"` for a layer that follows it."""
         if self.float8_policy is not None:
             return "float8"
-        mode = super().quantization_mode
+        # Not of `super`: see `dtype_policy`.
+        mode = keras.layers.Layer.quantization_mode.fget(self)
         # Keras's own float8, in a map, of a layer that does not follow it.
         return None if mode == "float8" else mode
 

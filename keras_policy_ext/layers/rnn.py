@@ -42,7 +42,8 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
     @property
     def quantization_mode(self) -> str | None:
         """That of the stock layer; None for float8, which the cell follows."""
-        mode = super().quantization_mode
+        # Not of `super`, into which torch.compile does not follow a getter.
+        mode = keras.layers.Layer.quantization_mode.fget(self)
         return None if mode == "float8" else mode
 
     def call(

@@ -224,10 +224,12 @@ class StateVariable(
             return  # see `value`
         version = framework.version(kernel)
         is_new = version != self._version
-        seen = self._version is not None
-        if self._ahead > 0 or (is_new and seen and not self._assigned):
-            self.catch_up()
-        if is_new:
+        if is_new or self._ahead > 0:
+            if variable_values.is_stateless():
+                return  # another tensor, as where Keras finds shapes
+            seen = self._version is not None
+            if self._ahead > 0 or (seen and not self._assigned):
+                self.catch_up()
             self._version, self._assigned = version, False
         self._ahead = 0
 
