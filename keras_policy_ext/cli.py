@@ -187,7 +187,8 @@ def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--format",
         choices=FORMATS,
         default="compressed-tensors",
-        help="what the reader takes",
+        metavar="FORMAT",
+        help=f"what the reader takes: {', '.join(FORMATS)}",
     )
     as_frozen = "without it, what the file has, or the format mostly has"
     for name, choices, what in (

@@ -37,14 +37,18 @@ def test_help_names_the_commands(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "doctor", "export", "inspect", "memory", "shrink"]
+    "command",
+    ["demo", "doctor", "export", "inspect", "memory", "migrate", "shrink"],
 )
-def test_every_command_has_help(command, capsys):
+def test_every_command_has_help(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
 
     assert ended.value.code == 0
-    assert "--backend {jax,tensorflow,torch}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--backend {jax,tensorflow,torch}" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_version_is_that_of_the_package(capsys):

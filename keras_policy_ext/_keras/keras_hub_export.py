@@ -111,5 +111,5 @@ def _exporter() -> Any:
     except ImportError as error:
         raise ImportError(
             "This KerasHub has no export to Hugging Face's form that this "
-            f"package knows: {error}. Install keras-hub {versions.HUB}."
+            f"package knows: {error}. Install {versions.to_install(error)}."
         ) from error

@@ -38,7 +38,7 @@ class Converter:
         except ImportError as error:
             raise ImportError(
                 f"Models of Hugging Face are read by KerasHub: {error}. "
-                f"Install keras-hub {versions.HUB}."
+                f"Install {versions.to_install(error)}."
             ) from error
         self._config = config
         self._loader = module.TransformersPresetLoader(str(folder), config)

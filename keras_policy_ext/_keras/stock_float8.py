@@ -1,10 +1,10 @@
 """What Keras's own quantization puts into a layer."""
 
-import warnings
 from typing import Any, NoReturn
 
 import keras
 
+from keras_policy_ext import _user_code
 from keras_policy_ext._keras import built_layers
 
 
@@ -77,5 +77,5 @@ def refuse_quantization(text: str) -> NoReturn:
         NotImplementedError: Always.
     """
     if hasattr(keras.quantizers, "QuantizationReport"):
-        warnings.warn(text, stacklevel=2)
+        _user_code.warn(text)
     raise NotImplementedError(text)

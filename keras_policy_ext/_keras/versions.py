@@ -27,6 +27,20 @@ def pin() -> str:
     return f"keras>={major}.{minor},<{last_major}.{last + 1}"
 
 
+def to_install(error: ImportError) -> str:
+    """What to install where KerasHub cannot be imported.
+
+    Args:
+        error: Why it cannot.
+
+    Returns:
+        The package that is missing: KerasHub, or one that it needs.
+    """
+    missing = isinstance(error, ModuleNotFoundError) and error.name
+    package = (missing or "keras_hub").partition(".")[0]
+    return f"keras-hub {HUB}" if package == "keras_hub" else package
+
+
 def warn_of_a_newer_keras() -> None:
     """Warn where the Keras in use is of a later minor version."""
     found = re.match(r"(\d+)\.(\d+)", keras.__version__)

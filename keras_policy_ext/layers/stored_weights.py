@@ -92,8 +92,8 @@ def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
     raise ValueError(
         f"The policy of layer {layer.name!r} cannot be set: it would store "
         "the kernels in another way than they are. Received: "
-        f"{getattr(policy, 'full_name', policy.name)!r}. The layer has: "
-        f"{layer.dtype_policy!r}. Allowed now: a recipe of the same kind. "
+        f"{getattr(policy, 'full_name', policy.name)!r}, where the layer has "
+        f"{layer.dtype_policy!r}. Allowed: a recipe of the same kind. "
         "`keras_policy_ext.freeze(model)` stores kernels in float8, and "
         "`keras_policy_ext.thaw(model)` gives them back in floating point."
     )

@@ -93,3 +93,14 @@ def test_keras_with_a_report_does_not_tell_why_a_layer_was_not_quantized():
             model.quantize("int8")
         texts = [str(each.message) for each in caught]
         assert texts.count("for a reason") == times
+
+
+def test_the_warning_is_at_the_line_that_quantizes(monkeypatch):
+    monkeypatch.setattr(keras.quantizers, "QuantizationReport", 0, False)
+    layer = kpe.layers.Dense(2, dtype="float8_from_float32", name="mine")
+    model = keras.Sequential([keras.Input((2,)), layer])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.quantize("int8")
+    here = [str(each.message) for each in caught if each.filename == __file__]
+    assert [text.partition(" follows")[0] for text in here] == ["Layer 'mine'"]
