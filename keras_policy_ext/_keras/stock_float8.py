@@ -18,6 +18,20 @@ def is_quantized(layer: keras.Layer) -> bool:
     return bool(getattr(layer, "_is_quantized", False))
 
 
+# torch.compile follows this function, and no getter of `super` (torch 2.13).
+_mode_of = keras.layers.Layer.quantization_mode.fget
+
+
+def other_mode(layer: keras.Layer) -> str | None:
+    """The mode of Keras's quantization that a layer has; None for float8.
+
+    A policy in a map may be Keras's own float8 for a layer of this package
+    that does not follow it. Not asked of the layer, which may ask here.
+    """
+    mode: str | None = _mode_of(layer)
+    return None if mode == "float8" else mode
+
+
 def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
     """What Keras's `quantize("float8")` has put into a layer, by attribute.
 

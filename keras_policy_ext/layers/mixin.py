@@ -128,10 +128,7 @@ class Float8Mixin(
         """`"float8"` for a layer that follows it."""
         if self.float8_policy is not None:
             return "float8"
-        # Not of `super`: see `dtype_policy`.
-        mode = keras.layers.Layer.quantization_mode.fget(self)
-        # Keras's own float8, in a map, of a layer that does not follow it.
-        return None if mode == "float8" else mode
+        return stock_float8.other_mode(self)
 
     def follow_policy(self, policy: keras.DTypePolicy) -> None:
         """Follow a policy with the kernels that are made, and unlocked.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_policy_ext import _bases, policies
-from keras_policy_ext._keras import built_layers, calls
+from keras_policy_ext._keras import built_layers, calls, stock_float8
 from keras_policy_ext.layers import rnn_cells
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
@@ -42,9 +42,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
     @property
     def quantization_mode(self) -> str | None:
         """That of the stock layer; None for float8, which the cell follows."""
-        # Not of `super`, into which torch.compile does not follow a getter.
-        mode = keras.layers.Layer.quantization_mode.fget(self)
-        return None if mode == "float8" else mode
+        return stock_float8.other_mode(self)
 
     def call(
         self,
