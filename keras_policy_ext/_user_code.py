@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 _INSIDE = (
     __name__.partition(".")[0],
@@ -17,27 +18,35 @@ _INSIDE = (
     "torch",
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
     "warnings that were given in the call that runs", default=None
 )
 
 
-@contextlib.contextmanager
-def once() -> Iterator[None]:
-    """Give each warning once in this block, for however many layers.
+def once(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function give each warning once a call, for however many layers.
 
     Python does so for one line of a program, and forgets it as soon as a
     framework changes the filters of warnings.
+
+    It is no context manager: one would run code of its own after the
+    function, where an interrupt would come too late to undo a change.
     """
-    if _told.get() is not None:
-        yield
-        return
-    token = _told.set(set())
-    try:
-        yield
-    finally:
-        _told.reset(token)
+
+    @functools.wraps(function)
+    def told_once(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _told.get() is not None:
+            return function(*args, **kwargs)
+        token = _told.set(set())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _told.reset(token)
+
+    return told_once
 
 
 def warn(text: str) -> None:

@@ -24,10 +24,12 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
         Whether there is one of this name.
     """
     stock = getattr(owner, name, None)
+    if stock is None:
+        return False
     given = f"{function.__module__}.{function.__qualname__}"
     before = getattr(stock, _MARK, ())
-    if stock is None or given in before:
-        return stock is not None
+    if given in before:
+        return True
 
     @functools.wraps(stock)
     def around(*args: Any, **kwargs: Any) -> Any:

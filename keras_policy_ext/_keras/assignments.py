@@ -36,6 +36,13 @@ class Companion:
     def stepped_beside(self) -> None:
         """Called when an optimizer has changed the variable and not this."""
 
+    def memory(self) -> Callable[[], None]:
+        """Remember what this holds now; return what puts it back.
+
+        To be called once the values of both variables are back.
+        """
+        raise NotImplementedError
+
 
 _COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
     weakref.WeakValueDictionary()

@@ -31,10 +31,10 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
         tell: Of the model and the path that it was loaded from.
     """
 
+    @_user_code.once
     def load_model(stock: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        with _user_code.once():
-            model = stock(path, *args, **kwargs)
-            tell(model, path)
+        model = stock(path, *args, **kwargs)
+        tell(model, path)
         return model
 
     if not put_around(_saving_lib, "load_model", load_model):

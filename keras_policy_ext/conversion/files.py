@@ -30,6 +30,21 @@ Warnings = list[warnings.WarningMessage]
 _WARNING_FILTERS = threading.RLock()
 
 
+def check_exists(path: PathLike) -> None:
+    """Raise if there is nothing at a path that is local.
+
+    Raises:
+        FileNotFoundError: If so.
+    """
+    text = str(path)
+    if "://" not in text and not pathlib.Path(text).exists():
+        raise FileNotFoundError(
+            f"There is no such file. Received: {text!r}. Allowed: the path "
+            "of a file, or of a folder, that exists. Check the spelling and "
+            "the working directory."
+        )
+
+
 def check_model(path: PathLike) -> int:
     """Raise if a file or folder of a model is not whole, or made to do harm.
 
@@ -52,7 +67,7 @@ def check_model(path: PathLike) -> int:
             "first with `huggingface_hub.snapshot_download` and pass the "
             "folder."
         )
-    _check_exists(path)
+    check_exists(path)
     if text.endswith(".keras") and _is_file(path):
         _check_archive(path)
     return _check_content(path)
@@ -68,10 +83,13 @@ def check_weights(path: PathLike) -> int:
         ValueError: If the file is not whole.
         FileNotFoundError: If there is no such file.
     """
-    _check_exists(path)
+    check_exists(path)
     if str(path).endswith(".keras"):
         _check_archive(path)
-    return _check_content(path)
+    try:
+        return _check_content(path)
+    except OSError as error:  # As h5py raises for truncated files.
+        raise _input_files.damaged(path, str(error)) from error
 
 
 def _check_content(path: PathLike) -> int:
@@ -170,16 +188,6 @@ def warn_again(held: Warnings) -> None:
 
 def _is_file(path: PathLike) -> bool:
     return pathlib.Path(str(path)).is_file()
-
-
-def _check_exists(path: PathLike) -> None:
-    text = str(path)
-    if "://" not in text and not pathlib.Path(text).exists():
-        raise FileNotFoundError(
-            f"There is no such file. Received: {text!r}. Allowed: the path "
-            "of a file, or of a folder, that exists. Check the spelling and "
-            "the working directory."
-        )
 
 
 def _check_archive(path: PathLike) -> None:

@@ -43,7 +43,7 @@ from keras_policy_ext.policies.of_layers import (
 from keras_policy_ext.recipes import FrozenKernels
 
 
-@_user_code.once()
+@_user_code.once
 def freeze(
     model: keras.Layer,
     *,

@@ -56,7 +56,7 @@ from keras_policy_ext.recipes import Recipe
 Decision = tuple[Candidate, Target]
 
 
-@_user_code.once()
+@_user_code.once
 def convert(
     model: keras.Layer,
     policy: PolicyLike | None = None,
@@ -212,7 +212,7 @@ def _convert(
     )
 
 
-@_user_code.once()
+@_user_code.once
 def revert(model: keras.Layer) -> Report:
     """Undo `convert`: stock layers, with the weights they have.
 

@@ -55,7 +55,7 @@ from keras_policy_ext.policies.of_layers import (
 )
 
 
-@_user_code.once()
+@_user_code.once
 def load_model(
     path: PathLike,
     custom_objects: dict[str, object] | None = None,
@@ -166,7 +166,7 @@ def _load_model(
     return model
 
 
-@_user_code.once()
+@_user_code.once
 def load_weights(
     model: keras.Layer,
     path: PathLike,
@@ -195,9 +195,10 @@ def load_weights(
             is not built. The model is then unchanged.
         FileNotFoundError: If there is no such file.
     """
-    files.check_weights(path)
+    files.check_exists(path)
     models.check(model)
     try:
+        files.check_weights(path)
         with (
             unchanged_on_error(training.parts(model), _variables(model)),
             _for_layers_of(model, path) as rewritten,

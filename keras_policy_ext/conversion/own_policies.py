@@ -84,6 +84,7 @@ def _bytes(path: PathLike) -> bytes:
         if place.is_dir():
             return (place / _METADATA).read_bytes()
         with zipfile.ZipFile(place) as archive:
+            _input_files.check_archive(path, archive)
             return archive.read(_METADATA)
     except (KeyError, OSError, zipfile.BadZipFile):
         return b"{}"

@@ -16,7 +16,7 @@ _CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
 _OF_TASK = "task.weights.h5"
 
 
-@_user_code.once()
+@_user_code.once
 def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     """`cls.from_preset(preset)`, with every layer frozen as it was saved.
 

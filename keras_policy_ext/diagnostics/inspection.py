@@ -263,7 +263,7 @@ def _with_head(head: list[str], rows: list[list[str]]) -> list[list[str]]:
     return [[*(empty if n else head), *row] for n, row in enumerate(rows)]
 
 
-@_user_code.once()
+@_user_code.once
 def inspect(model: keras.Layer) -> Inspection:
     """Look at the policy and the float8 state of each layer.
 

@@ -44,7 +44,7 @@ from keras_policy_ext.policies.of_layers import (
 )
 
 
-@_user_code.once()
+@_user_code.once
 def memory(
     model: keras.Layer,
     batch: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -174,11 +175,8 @@ class StateVariable(
     def _count_assignment(self, settled: bool) -> None:
         self._assigned = True
         if settled:
-            self._version = None  # it is of the kernel as it is
             self._ahead, self._assigned = 0, False
-            if variable_values.has_value(self.kernel):
-                kernel = variable_values.value_without_autocast(self.kernel)
-                self._version = frameworks.current().version(kernel)
+            self._version = self._seen()  # it is of the kernel as it is
         elif not assignments.is_untold():
             self._ahead = max(self._ahead - 1, -1)
 
@@ -226,12 +224,37 @@ class StateVariable(
         is_new = version != self._version
         if is_new or self._ahead > 0:
             if variable_values.is_stateless():
-                return  # another tensor, as where Keras finds shapes
+                return  # as for shapes alone: what is assigned does not last
             seen = self._version is not None
             if self._ahead > 0 or (seen and not self._assigned):
                 self.catch_up()
+        if is_new:
             self._version, self._assigned = version, False
         self._ahead = 0
+
+    def memory(self) -> Callable[[], None]:
+        """See `Companion.memory`."""
+        kept = dict(vars(self))
+        observed = None if self.observed is None else dict(vars(self.observed))
+        knew = self._version is not None and self._version == self._seen()
+
+        def put_back() -> None:
+            vars(self).clear()
+            vars(self).update(kept)
+            if observed is not None:
+                vars(self.observed).update(observed)
+            if knew:
+                self._version = self._seen()
+            self._watch()
+
+        return put_back
+
+    def _seen(self) -> int | None:
+        """How often the tensor in the kernel was changed, as far as known."""
+        if not variable_values.has_value(self.kernel):
+            return None
+        kernel = variable_values.value_without_autocast(self.kernel)
+        return frameworks.current().version(kernel)
 
     def catch_up(self, beyond: float = 1.0) -> None:
         """Enter the amax of the kernel if it is larger than the scale allows.

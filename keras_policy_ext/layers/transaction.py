@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._keras import assignments, built_layers, variable_values
 
 # Their own methods are used, not those of the subclasses of Keras and
 # TensorFlow, which would track what is put back as if it were new.
@@ -50,9 +50,12 @@ def unchanged_on_error(
     except BaseException:
         for memory in memories:
             memory.restore()
-        for variable, value in values:
-            # By Keras's method: what is put back is no observation of a state.
-            keras.Variable.assign(variable, value)
+        with assignments.untold():
+            for variable, value in values:
+                # By Keras's method: what is put back is no observation.
+                keras.Variable.assign(variable, value)
+        for memory in memories:
+            memory.restore_companions()
         raise
 
 
@@ -87,6 +90,11 @@ class _Memory:
         held = [
             value for _, kept in self._attributes for value in kept.values()
         ]
+        self._companions = [
+            each.memory()
+            for each in held
+            if isinstance(each, assignments.Companion)
+        ]
         self._contents = [
             (each, base, _entries(each, base))
             for each in (*held, *containers)
@@ -102,6 +110,11 @@ class _Memory:
             _refill(each, base, entries)
         if type(self._thing) is not self._class:
             built_layers.put_class_back(self._thing, self._class)
+
+    def restore_companions(self) -> None:
+        """Put back what states know of their kernels, which have values."""
+        for put_back in self._companions:
+            put_back()
 
 
 def _base(container: Any) -> Any:

@@ -22,9 +22,6 @@ from keras_policy_ext.recipes.recipe import Recipe
 _E4M3 = formats.get(formats.ALIASES["e4m3"])
 
 
-LONGEST_HISTORY = 2**16
-"""The most `amax_history_length`: a file may ask for any."""
-
 LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
 """The most `margin`: with more, all of a tensor in e4m3fn rounds to 0."""
 
@@ -37,8 +34,7 @@ class DelayedScaling(Recipe):
     `Recipe` for the fields that all recipes have.
 
     Attributes:
-        amax_history_length: How many steps are remembered (int from 1 to
-            65536).
+        amax_history_length: How many steps are remembered (int >= 1).
         margin: The scale is multiplied by `2**margin` (int from 0 to 17, in
             powers of two): head-room for a tensor that grows. With more, all
             of a tensor in e4m3fn would round to 0.
@@ -66,7 +62,7 @@ class DelayedScaling(Recipe):
         put(
             self,
             "amax_history_length",
-            integer(self, "amax_history_length", 1, LONGEST_HISTORY),
+            integer(self, "amax_history_length", 1),
         )
         put(self, "margin", integer(self, "margin", 0, LARGEST_MARGIN))
         choice(self, "fp8_format", FP8_FORMATS)
