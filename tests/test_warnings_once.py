@@ -75,9 +75,11 @@ def test_each_call_warns_anew_at_the_line_of_the_user(recwarn):
 
 
 def test_other_texts_are_not_lost(recwarn):
-    with _user_code.once():
-        for text in ("one", "two", "one"):
-            with _user_code.once():
-                _user_code.warn(text)
-    _user_code.warn("one")
+    @_user_code.once
+    def warn(*texts):
+        for text in texts:
+            warn(text) if len(texts) > 1 else _user_code.warn(text)
+
+    warn("one", "two", "one")
+    warn("one")
     assert [str(w.message) for w in recwarn] == ["one", "two", "one"]

@@ -234,15 +234,16 @@ class StateVariable(
 
     def memory(self) -> Callable[[], None]:
         """See `Companion.memory`."""
-        kept = dict(vars(self))
-        observed = None if self.observed is None else dict(vars(self.observed))
+        state: Any = self
+        kept, pending = dict(vars(state)), state.observed
+        observed = None if pending is None else dict(vars(pending))
         knew = self._version is not None and self._version == self._seen()
 
         def put_back() -> None:
-            vars(self).clear()
-            vars(self).update(kept)
+            vars(state).clear()
+            vars(state).update(kept)
             if observed is not None:
-                vars(self.observed).update(observed)
+                vars(pending).update(observed)
             if knew:
                 self._version = self._seen()
             self._watch()

@@ -79,6 +79,7 @@ def test_reports_are_dicts_and_tables():
             "kept_bytes_before": 4,
             "parameters": 10,
             "multiplications": 20,
+            "plain_multiplications": 0,
             "sizes_known": True,
         }
     ]

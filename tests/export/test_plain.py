@@ -121,7 +121,7 @@ def test_all_other_weights_are_in_floats_as_they_are(tmp_path):
         np.testing.assert_array_equal(got.astype("float32"), value(variable))
     reasons = {w.name: w.reason for w in report.weights}
     assert "exclude" in reasons["m/dense/kernel"]
-    assert "matrix product" in reasons["m/dense/bias"]
+    assert "matrix multiplication" in reasons["m/dense/bias"]
     assert "exclude" in str(report)
 
 
