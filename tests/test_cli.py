@@ -90,6 +90,7 @@ def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
         (["demo", "--seeds", "0,x"], "an integer of 0 or more"),
         (["demo", "--seeds", ""], "an integer of 0 or more"),
         (["demo", "--recipe", "magic"], "'magic' is not a recipe. Allowed"),
+        (["demo", "--recipe", "frozen"], "not a recipe to train with. Allowed"),
         (["demo", "--recipe", "nvfp4(size=1)"], "Unknown parameter of recipe"),
         (["demo", "--recipe", "block", "--compare"], "not allowed with"),
     ],

@@ -106,9 +106,14 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _recipe(text: str) -> str:
-    """An argparse type: what `recipes.parse` reads."""
+    """An argparse type: what `recipes.parse` reads, to train with."""
     try:
-        recipes.parse(text)
+        recipe = recipes.parse(text)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if not recipe.trains:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a recipe to train with. Allowed: "
+            f"{', '.join(recipes.names())}"
+        )
     return text
