@@ -76,10 +76,14 @@ def test_each_call_warns_anew_at_the_line_of_the_user(recwarn):
 
 def test_other_texts_are_not_lost(recwarn):
     @_user_code.once
-    def warn(*texts):
+    def warn_of_each(*texts):
         for text in texts:
-            warn(text) if len(texts) > 1 else _user_code.warn(text)
+            warn(text)
 
-    warn("one", "two", "one")
-    warn("one")
+    @_user_code.once
+    def warn(text):
+        _user_code.warn(text)
+
+    warn_of_each("one", "two", "one")
+    _user_code.warn("one")
     assert [str(w.message) for w in recwarn] == ["one", "two", "one"]
