@@ -50,7 +50,6 @@ NOT_OF_KERAS = {
     "_are_functorch_transforms_active": "PyTorch: of torch.func",
     "_output_shapes": "TensorFlow: shapes of the outputs of a node",
     "_get_function": "TensorFlow: the graph of a function, by its name",
-    "_output_shapes": "TensorFlow: an attribute of steps in a graph",
     "_is_view": "PyTorch: of tensors",
     "_version": "PyTorch: of tensors",
 }
