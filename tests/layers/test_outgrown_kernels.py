@@ -317,6 +317,19 @@ def test_what_is_assigned_within_the_recorded_amax_changes_no_state():
     assert same_state(before, state_of(model.layers[0]))
 
 
+def test_shapes_that_are_found_between_steps_observe_nothing():
+    def trained(finds_shapes):
+        model, optimizer = converted(), keras.optimizers.SGD(0.5)
+        for _ in range(3):
+            step(model, optimizer, X, far_away)
+            if finds_shapes:
+                keras.layers.Lambda(model.call).compute_output_shape((4, 8))
+        return model.get_weights()
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_weights_that_are_set_come_back_bit_for_bit():
     model, optimizer = converted(), keras.optimizers.SGD(0.01)
     for _ in range(3):
