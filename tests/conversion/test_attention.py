@@ -38,7 +38,8 @@ def test_scores_and_weighted_sums_are_converted_on_request():
 
 def test_attention_stays_where_projections_do():
     model, layer = attending()
-    kpe.convert(model, POLICY, exclude="query", attention="float8")
+    with pytest.warns(UserWarning, match="`attention='float8'` had no effect"):
+        kpe.convert(model, POLICY, exclude="query", attention="float8")
     assert layer.quantization_mode is None
     assert type(layer) is keras.layers.MultiHeadAttention
     with pytest.raises(ValueError, match=r"`attention` is neither .*'float16'"):

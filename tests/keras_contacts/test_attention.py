@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from hidden_names import hidden
 from keras_policy_ext._keras import attention
 from public_api import members_about
 
@@ -67,6 +68,30 @@ def test_attention_of_two_other_products_is_that_of_keras(cls):
         keras.ops.convert_to_numpy(outputs),
         rtol=1e-5,
     )
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_the_softmax_of_keras_casts_float32_scores_to_float16(cls):
+    """Scores beyond 65504 would be infinite, and their softmax NaN."""
+    layer = made(cls, dtype="float16")
+    layer.build(X.shape, X.shape)
+    scores = keras.ops.convert_to_tensor([[[[1e5, 1e5]]]], "float32")
+    stock = keras.ops.convert_to_numpy(layer._masked_softmax(scores))
+    assert stock.dtype == "float16" and np.isnan(stock).all()
+    layer.__class__ = type("Mixed", (Mixin, cls), {})
+    attention.replace_attention(layer, Mixin, lambda *args: None)
+    got = keras.ops.convert_to_numpy(layer._masked_softmax(scores))
+    np.testing.assert_array_equal(got, np.float32([[[[0.5, 0.5]]]]))
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_attention_is_replaced_where_keras_keeps_its_softmax_elsewhere(cls):
+    layer = made(cls)
+    layer.__class__ = type("Mixed", (Mixin, cls), {})
+    layer.build(X.shape, X.shape)
+    with hidden(cls, "_softmax"):
+        attention.replace_attention(layer, Mixin, lambda *args: None)
+    assert "_compute_attention" in vars(layer)
 
 
 class Stock(Mixin, keras.layers.MultiHeadAttention):

@@ -99,6 +99,8 @@ OTHERS = {
     "_modules": "of PyTorch",
     "_lora_enabled_layers": "of KerasHub",
     "_AutocastScope": "a module of Keras",
+    "_softmax": "attention without it has softmax under no autocast",
+    "_quantization_geometry": "of Keras 3.16: a layer without it has no kernel",
 }
 
 
