@@ -51,7 +51,6 @@ NOT_OF_KERAS = {
     "_output_shapes": "TensorFlow: shapes of the outputs of a node",
     "_get_function": "TensorFlow: the graph of a function, by its name",
     "_is_view": "PyTorch: of tensors",
-    "_output_shapes": "TensorFlow: an entry of a node of a graph",
     "_version": "PyTorch: of tensors",
 }
 

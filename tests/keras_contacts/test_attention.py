@@ -124,13 +124,3 @@ def test_keras_makes_a_causal_mask_where_a_class_overrides_attention():
     attention.replace_attention(stock, Mixin, remember)
     stock(X, X, use_causal_mask=True)
     assert seen and seen[-1] is None
-
-
-def test_the_softmax_of_attention_casts_scores_to_float16():
-    layer = keras.layers.MultiHeadAttention(2, 2, dtype="mixed_float16")
-    layer(X, X)
-    scores = keras.ops.convert_to_tensor([[[[1e5, 2e5]]]], "float32")
-
-    softmax = layer._softmax(scores)
-
-    assert keras.backend.standardize_dtype(softmax.dtype) == "float16"

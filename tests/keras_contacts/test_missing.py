@@ -93,8 +93,6 @@ OTHERS = {
     "_load_state": "assets of frozen models",
     "_dtype_policy": "policies of layers",
     "_dropout_layer": "only where attention drops",
-    "_softmax": "only where attention computes in float16",
-    "_quantization_geometry": "only Keras 3.16 asks layers for it",
     "_dtype": "the dtype that a variable says it has will do",
     "_modules": "of PyTorch",
     "_lora_enabled_layers": "of KerasHub",
