@@ -1,9 +1,8 @@
 """How KerasHub's models are written and read as Hugging Face's.
 
 All of it is private there (`keras_hub.src.utils.transformers`, keras_hub 0.27
-to 0.32). Its own `export_to_transformers` is public, but it writes the weights
-of a backbone as they are, codes too, and on PyTorch labels float8 as float32.
-Expires with a public map of names.
+to 0.33). Its own `export_to_transformers` is public, but it writes floats only,
+of frozen models too. Expires with a public map of names.
 """
 
 from __future__ import annotations
@@ -12,37 +11,14 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_policy_ext._keras import versions
-from keras_policy_ext._keras.around import put_around
 from keras_policy_ext._keras.symbolic import Symbols
 
 _EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
-
-
-def before_stock_export(check: Callable[[Any], None]) -> None:
-    """Have a function asked before KerasHub exports a model, if it is there.
-
-    `export_to_transformers` reads weights as anyone does, so that a layer
-    cannot tell who asks: the public methods are put into others.
-
-    Args:
-        check: Of the model; raises to refuse.
-    """
-    hub = sys.modules.get("keras_hub")
-    if hub is None:
-        return
-
-    def checked(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        check(model)
-        return stock(model, *args, **kwargs)
-
-    for cls in (hub.models.Backbone, hub.models.CausalLM):
-        put_around(cls, "export_to_transformers", checked)
 
 
 def is_hub_model(model: object) -> bool:

@@ -28,7 +28,6 @@ from keras import ops
 from keras_policy_ext import formats, frameworks, kernels
 from keras_policy_ext._keras import (
     built_layers,
-    keras_hub_export,
     summaries,
     variable_values,
 )
@@ -278,7 +277,6 @@ def add_stored(
     # Loaded here, and not in the first call, which a compiler may trace.
     kernels.engine()
     frameworks.current()
-    keras_hub_export.before_stock_export(_check_stock_export)
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):
@@ -315,20 +313,6 @@ def keep_widened(layer: Any, variable: StoredVariable) -> None:
         variable.widened = _constant(value.shape, name, value)
     with built_layers.unlocked(state):
         setattr(state, name, variable.widened)
-
-
-def _check_stock_export(model: Any) -> None:
-    """Raise if KerasHub would write codes for numbers."""
-    stored = [x for x in model.variables if isinstance(x, StoredCodes)]
-    if stored:
-        raise NotImplementedError(
-            "KerasHub cannot export a frozen model: it would write the codes "
-            "of the kernels as numbers; nothing was written. Received: a "
-            f"model with {len(stored)} stored kernels, the first of them "
-            f"{stored[0].path!r}. Allowed: a model that is not frozen. Call "
-            "`keras_policy_ext.export(model, path)` for a folder of Hugging "
-            "Face in float8, or `keras_policy_ext.thaw(model)` before."
-        )
 
 
 def read_as_numbers(layer: Any) -> None:

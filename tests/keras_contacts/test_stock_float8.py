@@ -103,4 +103,5 @@ def test_the_warning_is_at_the_line_that_quantizes(monkeypatch):
         warnings.simplefilter("always")
         model.quantize("int8")
     here = [str(each.message) for each in caught if each.filename == __file__]
-    assert [text.partition(" follows")[0] for text in here] == ["Layer 'mine'"]
+    # Keras 3.16 counts the layer in a warning of its own.
+    assert sum(text.startswith("Layer 'mine' follows") for text in here) == 1
