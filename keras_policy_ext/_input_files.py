@@ -231,7 +231,7 @@ def _check_size(path: object, declared: int, real: int) -> None:
 
 
 def _nests_too_deep(text: str) -> bool:
-    """Whether brackets outside of strings nest deeper than is allowed."""
+    """Return whether brackets outside of strings nest too deep."""
     if text.count("[") + text.count("{") <= MOST_NESTED:
         return False
     depth = 0
@@ -249,5 +249,5 @@ def _nests_too_deep(text: str) -> bool:
 
 
 def _split_strings(text: str) -> list[str]:
-    """What is outside and inside of strings, in turn."""
+    """Split JSON into text outside and inside of strings, in turn."""
     return text.replace("\\\\", "").replace('\\"', "").split('"')

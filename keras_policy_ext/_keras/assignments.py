@@ -14,7 +14,7 @@ Tensor = Any
 
 
 class Companion:
-    """What is kept beside a variable, and has to know when that changes.
+    """Base of an object that is notified when its variable changes.
 
     There is no public hook (keras 3.0 to 3.15). Expires with one.
     """
@@ -63,7 +63,7 @@ def watch(variable: keras.Variable, companion: Companion) -> None:
 
 
 def is_untold() -> bool:
-    """Whether this thread is in a block of `untold`."""
+    """Return whether this thread is in a block of `untold`."""
     return getattr(_thread, "blocks", 0) > 0
 
 

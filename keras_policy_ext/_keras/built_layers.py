@@ -35,7 +35,7 @@ def unlocked(layer: keras.Layer) -> Iterator[None]:
 
 
 def tracker_of(thing: Any) -> Any:
-    """What notes the variables and layers in a layer or an optimizer.
+    """Return the tracker of the variables of a layer or an optimizer.
 
     `_tracker` (keras 3.0 to 3.16); under another name, it is found by what it
     can do. None if there is none.

@@ -62,7 +62,7 @@ def training_of_call() -> bool | None:
 
 
 def root_of_call() -> Any:
-    """What the layers of a model have in common while it is called.
+    """Return an object that all layers share in one call of a model.
 
     The call context, from where `training_of_call` has it, if the user
     called a model; else the scope of a `stateless_call`, which enters none.

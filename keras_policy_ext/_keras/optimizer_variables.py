@@ -105,7 +105,7 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
 def _has_slots_for_all(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> bool:
-    """Whether `build` makes slots for what is overwritten with its gradient.
+    """Return whether `build` makes slots for overwritten variables.
 
     Tried with one such variable. Keras's own optimizers make none, if they
     are not told to accumulate gradients, whose accumulators are no slots here.

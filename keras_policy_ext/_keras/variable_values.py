@@ -77,7 +77,7 @@ def has_value(variable: keras.Variable) -> bool:
 
 
 def is_stateless() -> bool:
-    """Whether what is assigned here does not reach the variables.
+    """Return whether assignments here do not reach the variables.
 
     From the same place as `has_value` looks at; where that is gone, False.
     """
@@ -195,7 +195,7 @@ class ComputedVariable:
 
     @property
     def trainable(self) -> bool:
-        """Whether the other variable is."""
+        """Return whether the other variable is trainable."""
         return bool(self.held.trainable)
 
     @trainable.setter

@@ -22,13 +22,13 @@ def tested() -> str:
 
 
 def pin() -> str:
-    """What pip is told to install one of them."""
+    """Name what pip has to install to get one of them."""
     (major, minor), (last_major, last) = OLDEST, NEWEST
     return f"keras>={major}.{minor},<{last_major}.{last + 1}"
 
 
 def to_install(error: ImportError) -> str:
-    """What to install where KerasHub cannot be imported.
+    """Name the package to install where KerasHub is not imported.
 
     Args:
         error: Why it cannot.

@@ -21,7 +21,7 @@ _BUILT = "_post_build"
 
 
 def tells_what_is_built() -> bool:
-    """Whether this Keras has what `after_each_build` needs."""
+    """Return whether this Keras has what `after_each_build` needs."""
     return hasattr(keras.Layer, _BUILT)
 
 

@@ -57,7 +57,7 @@ def _found(model: keras.Layer) -> list[tuple[str, Any, Any]]:
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """What is in the attributes of a layer, and then in lists and dicts there.
+    """Yield the attributes of a layer, then the entries of lists and dicts.
 
     TensorFlow has all attributes of a layer in a dict, too.
     """
@@ -72,7 +72,7 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """What the classes of a layer define that are the user's own."""
+    """Yield what the user's own classes of a layer define."""
     for cls in type(layer).__mro__:
         if cls.__module__.partition(".")[0] not in (
             *_OF_FRAMEWORKS,

@@ -272,7 +272,7 @@ def _revert(model: keras.Layer, kept: Container[int]) -> None:
 
 
 def _holds_float8(layer: keras.Layer) -> bool:
-    """Whether a layer has a float8 policy of this package, not of Keras."""
+    """Return whether a layer has a float8 policy of this package."""
     held = of_path(layer.dtype_policy, layer.path)
     return isinstance(held, Float8DTypePolicy)
 
@@ -326,7 +326,7 @@ def _check_attention(attention: object) -> None:
 
 
 def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
-    """What is said where no attention is in float8 though it was asked for."""
+    """Say why `attention="float8"` has had no effect."""
     why = (
         "it has no attention layer of Keras with all projections in float8"
         if not refused

@@ -97,7 +97,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 
 def _assigned(function: types.FunctionType, layer: Any) -> list[Any]:
-    """What a method of a layer assigns, as far as its source tells."""
+    """List what a method assigns, as far as its source tells."""
     if not {*_ASSIGNS} & _names(function.__code__):
         return []
     try:
@@ -123,7 +123,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Meanings:
-    """What expressions in a method can stand for, in whatever order it runs.
+    """Find the objects that expressions in a method can stand for.
 
     Attributes, what is in lists and dicts, and local names for these.
 
@@ -188,7 +188,7 @@ def _attributes(values: list[Any], name: str) -> list[Any]:
 
 
 def _within(values: list[Any]) -> list[Any]:
-    """What is in those of some things that are lists or dicts."""
+    """List the entries of those values that are lists or dicts."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, dict):

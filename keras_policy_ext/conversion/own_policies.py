@@ -29,7 +29,7 @@ _POLICIES = "dtype_policies"
 
 
 def describe(model: keras.Layer) -> dict[str, Any]:
-    """What goes into the metadata of a file."""
+    """Return the entries for the metadata of a file."""
     found = [
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)

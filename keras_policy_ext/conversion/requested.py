@@ -160,7 +160,7 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
 
 
 def _made_in_float8(layer: keras.Layer) -> bool:
-    """Whether a layer has a float8 policy; that of a frozen backbone is none.
+    """Return whether a layer has a float8 policy to train under.
 
     Such a backbone has one for the layers in it that are frozen.
     """
