@@ -76,7 +76,7 @@ class Format:
     nan_code: int | None
     finite_count: int
 
-    @property
+    @functools.cached_property
     def family(self) -> str | None:
         """Which of `FAMILIES` it is of, or None."""
         found = (each for each, names in FAMILIES.items() if self.name in names)
@@ -119,6 +119,8 @@ def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
         ValueError: If there is no such format here. Aliases such as
             `"e4m3"` belong to recipe strings and are refused.
     """
+    if isinstance(identifier, str) and identifier in _NAMES:
+        return _derive(identifier)
     if isinstance(identifier, Format):
         return identifier
     name = _name_of(identifier)

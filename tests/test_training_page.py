@@ -211,4 +211,4 @@ def test_an_operand_that_is_rounded_at_random_is_not_left_unrounded():
         recipe_training.rounding_all_but("outputs_grad"),
         pytest.raises(ValueError, match="rounded at random"),
     ):
-        plan._quantized("outputs_grad", "inputs_grad", None, None, None, None)
+        plan.bound.outputs_grad.first.quantize(None, None, None, None)

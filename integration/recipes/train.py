@@ -23,9 +23,10 @@ import pathlib
 import keras
 import numpy as np
 
-from keras_policy_ext import kernels, recipes
+from keras_policy_ext import recipes
 from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
+from keras_policy_ext.kernels.bound_operands import OperandUse
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NUDGED = "; nudged "
@@ -95,20 +96,20 @@ def trained(recipe, seed, settings):
 @contextlib.contextmanager
 def rounding_all_but(operand):
     """Scale an operand of emulated matmuls, and leave it at that."""
-    quantized = kernels.Plan._quantized
+    quantize = OperandUse.quantize
 
-    def altered(plan, name, matmul, home, amax, known, cast):
-        if name == operand and plan.operands.is_stochastic(name):
-            raise ValueError(f"The {name} are rounded at random: not altered.")
-        cast = _unrounded if name == operand else cast
-        return quantized(plan, name, matmul, home, amax, known, cast)
+    def altered(use, home, amax, known, cast):
+        if use.operand == operand and use.is_stochastic:
+            raise ValueError(f"The {operand} are rounded at random.")
+        cast = _unrounded if use.operand == operand else cast
+        return quantize(use, home, amax, known, cast)
 
-    kernels.Plan._quantized = altered
+    OperandUse.quantize = altered
     _forget_what_was_traced()
     try:
         yield
     finally:
-        kernels.Plan._quantized = quantized
+        OperandUse.quantize = quantize
         _forget_what_was_traced()
 
 

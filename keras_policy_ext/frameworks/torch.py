@@ -347,8 +347,10 @@ def _run(
     if are_transforms_active():
         return torch_transforms.run(operation, bias, *tensors)
     with torch_operators.no_autocast(inputs):
-        if torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in tensors
+        if torch.is_grad_enabled() and (
+            inputs.requires_grad
+            or kernel.requires_grad
+            or any([matrix.requires_grad for matrix in state])
         ):
             if state:
                 torch_observations.know_replicas(*state)

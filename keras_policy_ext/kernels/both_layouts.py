@@ -74,8 +74,8 @@ class BothLayouts(Protocol):
         """
 
 
-class Reads(NamedTuple):
-    """What the two matmuls of an operand read, as it was quantized.
+class QuantizedForBoth(NamedTuple):
+    """An operand as it was quantized for each of its two matmuls.
 
     Attributes:
         first: For the first matmul; the home matrix if cast in both layouts.
@@ -98,7 +98,7 @@ def read_both(
     rule: ScaleRule,
     history: HistoryScales | None,
     observe: bool,
-) -> Reads:
+) -> QuantizedForBoth:
     """Quantize a matrix for a recipe with one scale for a tensor.
 
     Args:
@@ -124,4 +124,4 @@ def read_both(
     if stateless:
         second = second.marked(found.amax)
         first = first if operand != "outputs_grad" else first.marked(found.amax)
-    return Reads(first, second, found.amax if observe else None)
+    return QuantizedForBoth(first, second, found.amax if observe else None)

@@ -86,10 +86,10 @@ class Request(NamedTuple):
 class MatmulKernel(Protocol):
     """One way to multiply two matrices.
 
-    It may have two things more, for `epilogues`. `writes_float32` is true if a
-    result in float32 costs no more than its memory. `adding(bias)` returns a
-    kernel that adds a number for each column, in the dtype of the result,
-    before it rounds to that; None where there is none.
+    It may have two things more. `writes_float32` is true if a result in
+    float32 costs no more than its memory. `adding(bias)` returns a kernel
+    that adds a number for each column, in the dtype of the result, before it
+    rounds to that; None where there is none.
     """
 
     @property
@@ -188,7 +188,7 @@ class Engine:
         casts_in_one_pass: Whether a compiler takes into one kernel the cast
             and the amax of a tensor, if its scale does not wait.
         casts_again: Whether kernels are cast again for the backward pass,
-            and their codes not kept: see `cast_again`.
+            and their codes not kept: see `saved_kernels`.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import keras
@@ -37,7 +38,7 @@ class Einsum:
 
     reads_what_is_quantized: ClassVar[bool] = True
 
-    @property
+    @functools.cached_property
     def form(self) -> Form:
         """The matrices of the equation."""
         return form_of(self.equation)
@@ -67,10 +68,12 @@ class Einsum:
         A tensor with one scale keeps its own axes while it is quantized, so
         that what is moved to make a matrix of it is narrow.
         """
-        is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
-        dtype = "float64" if asked is None and is_wide else "float32"
-        x = self.form.summed(name, x, dtype)
-        return x if in_one_scale(asked) else self.form.matrix(name, x)
+        form = self.form
+        if form.alone(name):
+            is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
+            dtype = "float64" if asked is None and is_wide else "float32"
+            x = form.summed(name, x, dtype)
+        return x if in_one_scale(asked) else form.matrix(name, x)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
         """See `Contraction.kernel_axes`."""
@@ -86,7 +89,8 @@ class Einsum:
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: the home matrix."""
-        if not in_one_scale(quantized.quantization):
+        quantization = quantized.quantization
+        if quantization is not None and not quantization.keeps_axes:
             return quantized
         return quantized.with_values(self.form.matrix(name, quantized.values))
 

@@ -63,10 +63,12 @@ class Form(NamedTuple):
             x: The operand, an axis for each letter of its term.
             dtype: In which they are summed.
         """
-        term, free, contracted = self._home(operand)
-        order = self.batch + free + contracted
-        alone = tuple(i for i, c in enumerate(term) if c not in order)
+        alone = self.alone(operand)
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
+
+    def alone(self, operand: str) -> tuple[int, ...]:
+        """The axes of an operand that no other term has."""
+        return _axes_alone(self, operand)
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """The home matrix of an operand.
@@ -83,7 +85,7 @@ class Form(NamedTuple):
         framework = frameworks.current()
         if axes is not None:
             x = framework.permute(x, axes)
-        shape = [math.prod(sizes[axis] for axis in group) for group in groups]
+        shape = [math.prod(map(sizes.__getitem__, group)) for group in groups]
         return framework.reshape(x, shape)
 
     def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
@@ -147,7 +149,9 @@ class Form(NamedTuple):
         A gradient is constant along an axis that was summed alone.
         """
         framework = frameworks.current()
-        x = framework.reshape(matrix, [sizes[c] for c in order])
+        x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
+        if order == term:
+            return x
         kept = "".join(c for c in term if c in order)
         x = _permuted(x, order, kept)
         if kept == term:
@@ -170,6 +174,14 @@ def form_of(equation: str) -> Form:
         columns="".join(c for c in out if c in second and c not in first),
         contracted="".join(c for c in first if c in second and c not in out),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _axes_alone(form: Form, operand: str) -> tuple[int, ...]:
+    """The axes of an operand that no other term has."""
+    term, *groups = form._home(operand)
+    order = "".join((form.batch, *groups))
+    return tuple(i for i, letter in enumerate(term) if letter not in order)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,9 +11,7 @@ from keras_policy_ext.numerics.quantized import Quantized
 Tensor = Any
 
 
-def gathered(
-    gathering: Any, axes: tuple[Any, ...], *reads: Quantized
-) -> tuple[Quantized, ...]:
+def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
     """What matmuls read of a kernel, once every device has what it multiplies.
 
     It is quantized and narrow before. Scales come from the amax of all parts,

@@ -41,18 +41,25 @@ class Residuals:
         Args:
             narrow: Whether operands are, where the framework says so.
         """
-        kept = []
-        for operand in (self.inputs, self.kernel):
-            if narrow and operand.quantization is not None:
-                operand = _narrowed(operand, operand.quantization.format)
-            kept += operand.leaves()
+        operands: tuple[Quantized, ...] = (self.inputs, self.kernel)
+        if narrow:
+            operands = _narrowed(*operands)
+        kept = [leaf for operand in operands for leaf in operand.leaves()]
         known = [] if self.known is None else self.known.leaves()
         return [*kept, *known, *(self.amaxes or ())]
 
 
-def _narrowed(operand: Quantized, format_name: str) -> Quantized:
-    dtype = frameworks.current().kept_dtype(operand.values, format_name)
-    return operand.narrowed(dtype, engines.engine().encode)
+def _narrowed(*operands: Quantized) -> tuple[Quantized, ...]:
+    """Operands in the dtypes in which the framework saves them."""
+    framework, encode = frameworks.current(), engines.engine().encode
+    found = []
+    for operand in operands:
+        if operand.quantization is not None:
+            format_name = operand.quantization.format
+            dtype = framework.kept_dtype(operand.values, format_name)
+            operand = operand.narrowed(dtype, encode)
+        found.append(operand)
+    return tuple(found)
 
 
 def settled(

@@ -129,6 +129,10 @@ class Folded(Quantized):
 
     exact: bool = False
 
+    def with_values(self, values: Tensor) -> Folded:
+        """See `Quantized.with_values`."""
+        return self._with(values, self.scale, self.quantization)
+
     def _with(
         self, values: Tensor, scale: Tensor, quantization: Quantization | None
     ) -> Folded:
@@ -181,17 +185,23 @@ def times_scales(
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
     """Two factors which a product of `unscaled` operands is multiplied by."""
-    rows, columns = (
-        each.spread_scale if each.tile.contracted is None else _ones()
-        for each in (a, b)
-    )
-    if not b.tile.is_whole:
+    rows, columns = _scale_of_product(a), _scale_of_product(b)
+    quantization = b.quantization
+    if quantization is not None and not quantization.has_one_scale:
         columns = ops.swapaxes(columns, 1, 2)
-    above = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
-    if not above:
+    if a.tensor_scale is None and b.tensor_scale is None:
         return rows, columns
+    above = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
     rows = rows * columns
     return (rows, above[0]) if len(above) == 1 else (rows * above[0], above[1])
+
+
+def _scale_of_product(operand: Quantized) -> Tensor:
+    """The scale that the product is multiplied by, for one operand."""
+    quantization = operand.quantization
+    if quantization is None or quantization.scale_leaves_sum:
+        return operand.spread_scale
+    return _ones()
 
 
 def _split(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

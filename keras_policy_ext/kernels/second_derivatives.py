@@ -21,7 +21,6 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext.kernels import cast_again, engines
 from keras_policy_ext.numerics import hadamard, quantized
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS, matmuls_of
@@ -31,7 +30,7 @@ Needed = tuple[bool, bool, bool]
 
 
 def gradients(
-    plan: Any,
+    bound: Any,
     residuals: Any,
     outputs_grad: Tensor,
     v: Tensor | None,
@@ -41,9 +40,9 @@ def gradients(
     """The gradients of `g`, `x` and `w`.
 
     Args:
-        plan: A `Plan`.
+        bound: A `BoundPlan`.
         residuals: From its forward pass.
-        outputs_grad: `g`, of dtype `plan.inputs_dtype`.
+        outputs_grad: `g`, of the dtype of the inputs.
         v: Of the shape and dtype of the inputs; None for zeros.
         u: Of the shape and dtype of the kernel; None for zeros.
         needed: Which of the three are wanted.
@@ -52,7 +51,7 @@ def gradients(
         The three, each in the dtype of what it is the gradient of; None for
         one that is not wanted, or zero.
     """
-    read = _Operands(plan, residuals, outputs_grad)
+    read = _Operands(bound, residuals, outputs_grad)
     g = x = w = None
     if needed[0] and v is not None:
         g = read.product("forward", read.plain("inputs", v), read.kernel)
@@ -63,15 +62,16 @@ def gradients(
         x = read.product("inputs_grad", read.gradient, read.plain("kernel", u))
     if needed[2] and v is not None:
         w = read.product("kernel_grad", read.plain("inputs", v), read.gradient)
-        w = ops.cast(w, plan.kernel_dtype)
+        w = ops.cast(w, bound.plan.kernel_dtype)
     return g, x, w
 
 
 class _Operands:
     """Matrices of what is not quantized, or no longer."""
 
-    def __init__(self, plan: Any, residuals: Any, outputs_grad: Tensor):
-        self._plan, self._residuals = plan, residuals
+    def __init__(self, bound: Any, residuals: Any, outputs_grad: Tensor):
+        self._bound, self._plan = bound, bound.plan
+        self._residuals = residuals
         self._outputs_grad = outputs_grad
 
     @property
@@ -82,8 +82,9 @@ class _Operands:
     def kernel(self) -> Quantized:
         # With a gradient that stands for itself nothing is done to its scale.
         other = quantized.unquantized(self._outputs_grad)
-        _, kept = cast_again.read(self._plan, self._residuals.kernel, other)
-        return self._decoded("kernel", kept)
+        saved = self._residuals.kernel
+        _, kernel = self._bound.saved_kernel.load(saved, other)
+        return self._decoded("kernel", kernel)
 
     @property
     def gradient(self) -> Quantized:
@@ -92,7 +93,7 @@ class _Operands:
     def product(self, matmul: str, a: Quantized, b: Quantized) -> Tensor:
         """One of the three matmuls of operands in their home matrices."""
         contraction = self._plan.contraction
-        engine = engines.engine()
+        engine = self._bound.engine
         kernel, _ = contraction.choose(engine, matmul, None, None)
         operands = (
             read
@@ -112,11 +113,11 @@ class _Operands:
 
     def _decoded(self, operand: str, kept: Quantized) -> Quantized:
         """What a kept operand stands for, in its home matrix."""
-        matmul = matmuls_of(operand)[1]
-        across = self._plan.operands.is_across(operand, matmul)
+        bound = getattr(self._bound, operand)
+        across = bound.second.reads_transpose
         asked = kept.quantization
-        wide = kept.widened(decode=engines.engine().decode)
-        matrix = self._plan.matrix(operand, wide)
+        wide = kept.widened(decode=self._bound.engine.decode)
+        matrix = bound.matrix(wide)
         values = matrix.values if asked is None else matrix.dequantize()
         if wide.tensor_scale is not None:
             values = ops.multiply(values, wide.tensor_scale)

@@ -32,6 +32,11 @@ def contraction_hook(hook: Hook) -> Iterator[None]:
         _hooks.reset(token)
 
 
+def are_set() -> bool:
+    """Whether there are hooks."""
+    return bool(_hooks.get())
+
+
 def call_hooks(state: Any, inputs: Any) -> None:
     """Call the hooks that are set, for one contraction."""
     for hook in _hooks.get():

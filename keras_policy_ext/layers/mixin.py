@@ -16,7 +16,6 @@ from keras_policy_ext._keras import (
     stock_float8,
     variable_values,
 )
-from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import (
     contraction_hooks,
     kernel_numbers,
@@ -25,8 +24,9 @@ from keras_policy_ext.layers import (
 )
 from keras_policy_ext.layers.contracted_weights import ContractedWeights
 from keras_policy_ext.layers.operands import (
-    check_sizes,
+    contraction_of,
     is_floating,
+    known_contraction_of,
     no_operands,
     static_flag,
 )
@@ -221,14 +221,13 @@ class Float8Mixin(
             raise ValueError(no_operands(inputs, kernel))
         dtype = None if dtype is None else kernels.compute_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs, sparse=False)
-        ranks = len(inputs.shape), len(kernel.shape)
-        explicit = einsum.explicit(equation, *ranks)
-        check_sizes(explicit, inputs.shape, kernel.shape)
+        contraction = _contraction_of(equation, inputs, kernel)
         if self.float8_policy is None:
+            explicit = contraction.equation
             return _sum(
                 self._plain_einsum(explicit, inputs, kernel, dtype), bias
             )
-        operands = kernels.Einsum(explicit), inputs, kernel
+        operands = contraction, inputs, kernel
         return self._contract(*operands, training, dtype, bias)
 
     def float8_activations_einsum(
@@ -259,14 +258,13 @@ class Float8Mixin(
                 operands.
         """
         first, second = (ops.convert_to_tensor(x) for x in (first, second))
-        ranks = len(first.shape), len(second.shape)
-        explicit = einsum.explicit(equation, *ranks)
-        check_sizes(explicit, first.shape, second.shape)
+        contraction = _contraction_of(equation, first, second)
         if self.float8_policy is None:
+            explicit = contraction.equation
             return self._plain_einsum(explicit, first, second, dtype)
         dtype = dtype or self.compute_dtype
         plan = kernels.make_plan(
-            kernels.Einsum(explicit),
+            contraction,
             self._recipe_of_activations,
             dtype,
             dtype,
@@ -347,7 +345,7 @@ class Float8Mixin(
         dtype: Any = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        policy: Any = self.float8_policy
+        policy: Any = self._float8_policy
         dtype = keras.backend.standardize_dtype(dtype or self.compute_dtype)
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
@@ -358,6 +356,7 @@ class Float8Mixin(
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
+        framework = frameworks.current()
         value = variable_values.value_without_autocast(kernel)
         state, slot = self._state_of(kernel, value, training)
         plan = kernels.make_plan(
@@ -367,11 +366,11 @@ class Float8Mixin(
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
-            frameworks.current().gathering_of(kernel),
+            framework.gathering_of(kernel),
             self._has_stored_gradient,
         )
         self.float8_state.last_call.plan = plan
-        if not frameworks.current().is_compiling():
+        if not framework.is_compiling() and contraction_hooks.are_set():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state, bias=bias)
 
@@ -431,6 +430,15 @@ class Float8Mixin(
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
+
+
+def _contraction_of(equation: str, first: Any, second: Any) -> kernels.Einsum:
+    """The contraction of an equation for two operands."""
+    # torch.compile leaves caches out, and sizes that it traces have no hash.
+    compiling = frameworks.current().is_compiling()
+    is_plain = compiling or not isinstance(equation, str)
+    found = contraction_of if is_plain else known_contraction_of
+    return found(equation, tuple(first.shape), tuple(second.shape))
 
 
 def _sum(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.kernels import Einsum, einsum
 
 
 def static_flag(training: Any) -> bool | None:
@@ -34,6 +35,28 @@ def is_floating_tensor(x: Any) -> bool:
 def is_floating(dtype: Any) -> bool:
     """Whether a dtype is floating."""
     return "float" in keras.backend.standardize_dtype(dtype)
+
+
+def contraction_of(
+    equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
+) -> Einsum:
+    """The contraction of an equation for operands of these shapes.
+
+    Args:
+        equation: Of two operands; `...` is allowed.
+        first: The shape of the first operand, None for an unknown size.
+        second: The shape of the second one.
+
+    Raises:
+        ValueError: If the equation is malformed or does not fit the operands.
+    """
+    explicit = einsum.explicit(equation, len(first), len(second))
+    check_sizes(explicit, first, second)
+    return Einsum(explicit)
+
+
+known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
+"""`contraction_of`, which returns the same object for equal arguments."""
 
 
 def check_sizes(equation: str, first: Any, second: Any) -> None:

@@ -56,15 +56,20 @@ class Quantized:
     @property
     def transposed(self) -> Quantized:
         """The same for a matmul that sums over the other axis."""
-        if self.tile.is_whole:
+        quantization = self.quantization
+        if quantization is None or quantization.has_one_scale:
             return self.with_values(swapped(self.values))
-        turned = self.quantization and self.quantization.transposed
-        return self._with(swapped(self.values), swapped(self.scale), turned)
+        return self._with(
+            swapped(self.values), swapped(self.scale), quantization.transposed
+        )
 
     @property
     def spread_scale(self) -> Tensor:
         """The scale of each value, in a shape that goes with the values."""
-        return tiles.spread(self.scale, self.tile, self.values)
+        quantization = self.quantization
+        if quantization is None or quantization.has_one_scale:
+            return self.scale
+        return tiles.spread(self.scale, quantization.tile, self.values)
 
     def narrowed(self, dtype: str, encode: Any = codes.encode) -> Quantized:
         """The same, held in a narrow dtype, of which values are numbers.
@@ -77,36 +82,57 @@ class Quantized:
                 format. Scales that are numbers of eight bits are codes then.
             encode: Takes numbers of a format and its name; returns the codes.
         """
-        asked, values, scale = self.quantization, self.values, self.scale
-        if asked is None or dtype == "float32":
+        quantization, values, scale = (
+            self.quantization,
+            self.values,
+            self.scale,
+        )
+        if quantization is None or dtype == "float32":
             return self
-        if is_wide(values) and dtype == "uint8":
-            values = encode(values, asked.format)
-        elif is_wide(values):
-            values = casting.as_dtype(values, dtype)
-        if is_wide(scale) and asked.scale_format != "float32":
-            scale = codes.encode_scales(scale, asked.scale_format)
-        return self._with(values, scale, asked)
+        narrow_scales = quantization.scale_format != "float32"
+        if is_wide(values):
+            if dtype == "uint8":
+                values = encode(values, quantization.format)
+            else:
+                values = casting.as_dtype(values, dtype)
+        elif not narrow_scales:
+            return self
+        if narrow_scales and is_wide(scale):
+            scale = codes.encode_scales(scale, quantization.scale_format)
+        return self._with(values, scale, quantization)
 
     def widened(
-        self, widen: Any = casting.widen, decode: Any = codes.decode
+        self,
+        widen: Any = casting.widen,
+        decode: Any = codes.decode,
+        compute_dtype: str = "float32",
     ) -> Quantized:
         """The same, with values and scales in float32.
 
         Args:
-            widen: Takes numbers in a float8 dtype, returns them in float32.
+            widen: Takes numbers in a float8 dtype and a compute dtype;
+                returns them in float32, or in that.
             decode: Takes codes and the name of a format; returns the numbers.
+            compute_dtype: Handed to `widen`.
         """
-        asked, values, scale = self.quantization, self.values, self.scale
-        if asked is None:
+        quantization, values, scale = (
+            self.quantization,
+            self.values,
+            self.scale,
+        )
+        if quantization is None:
             return self
-        if _is_code(values):
-            values = decode(values, asked.format)
-        elif not is_wide(values):
-            values = widen(values)
+        # By the name of the dtype: of some, Keras knows none.
+        dtype = str(values.dtype)
+        if "uint8" in dtype:
+            values = decode(values, quantization.format)
+        elif "float32" not in dtype:
+            values = widen(values, compute_dtype)
+        if quantization.scale_format == "float32":
+            return self if values is self.values else self.with_values(values)
         if _is_code(scale):
-            scale = codes.decode_scales(scale, asked.scale_format)
-        return self._with(values, scale, asked)
+            scale = codes.decode_scales(scale, quantization.scale_format)
+        return self._with(values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
         """What the values stand for, but for the scale of the tensor.
@@ -131,12 +157,14 @@ class Quantized:
 
     def with_values(self, values: Tensor) -> Quantized:
         """The same scales of other values."""
-        return self._with(values, self.scale, self.quantization)
+        return Quantized(
+            values, self.scale, self.quantization, self.tensor_scale
+        )
 
     def _with(
         self, values: Tensor, scale: Tensor, quantization: Quantization | None
     ) -> Quantized:
-        """These, and the scale of the tensor; ten times in an eager layer."""
+        """These, and the scale of the tensor."""
         return Quantized(values, scale, quantization, self.tensor_scale)
 
     def leaves(self) -> list[Tensor]:
@@ -156,8 +184,11 @@ def of_leaves(
 
 
 def is_wide(values: Tensor) -> bool:
-    """Whether values are held in float32."""
-    return _is_held_in(values, "float32")
+    """Whether values are held in float32.
+
+    By the name of the dtype: of some, Keras knows none.
+    """
+    return "float32" in str(values.dtype)
 
 
 def unquantized(x: Tensor) -> Quantized:
@@ -198,13 +229,14 @@ def quantize(
         x = hadamard.padded(ops.cast(x, "float32"), axis)
         x = hadamard.hadamard(x, axis)
     tile, amax = quantization.tile, None
+    has_one_scale = quantization.has_one_scale
     found = Scales(scale)
     if scale is None:
-        amax = whole_amax(x) if tile.is_whole else tiles.tile_amax(x, tile)
+        amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
         found = scales_of(amax, quantization)
     is_factor = found.factor is not None
     each = found.factor if is_factor else found.scale
-    if not tile.is_whole:
+    if not has_one_scale:
         each = tiles.spread(each, tile, x)
     if quantization.rounding == "stochastic":
         wide = casting.scaled(x, each, quantization.format, is_factor)
@@ -212,7 +244,7 @@ def quantize(
     else:
         values = cast(x, each, quantization.format, is_factor)
     scale = found.scale
-    if tile.is_whole:
+    if has_one_scale:
         scale = scale[None, None, None]
     return Quantized(values, scale, quantization, found.tensor_scale), amax
 
@@ -232,12 +264,7 @@ def _at_random(
 
 
 def _is_code(values: Tensor) -> bool:
-    return _is_held_in(values, "uint8")
-
-
-def _is_held_in(values: Tensor, dtype: str) -> bool:
-    """By the name of the dtype: of some, Keras knows none."""
-    return dtype in str(values.dtype)
+    return "uint8" in str(values.dtype)
 
 
 def swapped(matrix: Tensor) -> Tensor:

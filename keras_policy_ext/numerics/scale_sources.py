@@ -124,7 +124,7 @@ class DelayedSource:
         if known.unseen is None:
             return scale
         unseen = known.unseen[index]
-        limit = formats.get(quantization.format).max
+        limit = self.limits[index]
         waits = not amax.apart or keras.backend.backend() != "jax"
         if amax.known is not None and waits:
             amax_of_now = ops.where(unseen, amax.known, 0.0)

@@ -129,7 +129,7 @@ class Float8DTypePolicy(SourceMap):
             A `Float8DTypePolicy` without rules if a capable layer is to
             compute in float8, otherwise a plain `keras.DTypePolicy`.
         """
-        if path is None:
+        if path is None or not self._rules:
             return self._without_rules
         for (text, policy), pattern in zip(
             self._rules, self._patterns, strict=True
@@ -139,6 +139,9 @@ class Float8DTypePolicy(SourceMap):
         return self._without_rules
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
+        # Keras asks seven times in the call of a layer.
+        if not self._rules:
+            return self._source_policy
         policy = self.for_path(key)
         if isinstance(policy, Float8DTypePolicy):
             return policy.source_policy

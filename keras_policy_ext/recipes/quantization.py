@@ -117,7 +117,7 @@ class Quantization:
         """The tile transposed, the rest equal."""
         return dataclasses.replace(self, tile=self.tile.transposed)
 
-    @property
+    @functools.cached_property
     def tensorwise(self) -> Quantization:
         """The nearest quantization with one scale for a tensor.
 
@@ -132,7 +132,12 @@ class Quantization:
             scale_rounding="nearest" if self._to_nearest else "up",
         )
 
-    @property
+    @functools.cached_property
+    def has_one_scale(self) -> bool:
+        """Whether one scale is that of the whole tensor."""
+        return self.tile.is_whole
+
+    @functools.cached_property
     def by_place(self) -> bool:
         """Whether equal numbers of one tile may become different ones."""
         return self.hadamard is not None or self.rounding == "stochastic"
@@ -140,19 +145,19 @@ class Quantization:
     @functools.cached_property
     def keeps_axes(self) -> bool:
         """Whether what becomes of a number does not depend on its place."""
-        return self.tile.is_whole and not self.by_place
+        return self.has_one_scale and not self.by_place
 
-    @property
+    @functools.cached_property
     def has_tensor_scale(self) -> bool:
         """Whether there is a scale of the tensor above those of the tiles."""
         return self.scale_format == "float8_e4m3fn"
 
-    @property
+    @functools.cached_property
     def scale_leaves_sum(self) -> bool:
         """Whether the scale can be applied to the product."""
         return self.tile.contracted is None
 
-    @property
+    @functools.cached_property
     def exact_in_bfloat16(self) -> bool:
         """Whether what is multiplied fits bfloat16 without rounding."""
         narrow = self.scale_format != "float32"

@@ -67,9 +67,9 @@ _sizes = itertools.count(11)
 
 
 def counted_layer():
-    """A layer and inputs of a size that was never traced before."""
+    """A layer whose size was never traced, and its recipe never bound."""
     size = next(_sizes)
-    recipe = DelayedScaling(amax_history_length=2)
+    recipe = DelayedScaling(amax_history_length=size)
     return dense(size, size, policy(recipe=recipe)), normal(size, size)
 
 

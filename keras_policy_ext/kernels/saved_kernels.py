@@ -1,0 +1,108 @@
+"""What the backward pass gets of a kernel: its codes, or the weights.
+
+Where matmuls read an operand in one layout only, a kernel is cast into two:
+one for the forward pass and one for the gradient of the inputs. The second
+would be held from one to the other, a byte for each weight of a model. It is
+made of the same kernel and the same scale when it is needed instead, and has
+the same bits. XLA makes it in the kernel that updates the weights, where a
+step does that at once: it then moves no more bytes (JAX 0.10).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras import ops
+
+from keras_policy_ext import frameworks
+from keras_policy_ext.kernels.contract import Choice, Engine
+from keras_policy_ext.numerics.quantized import Quantized
+
+Tensor = Any
+
+
+class SavedKernel:
+    """Saves the codes of a kernel."""
+
+    def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
+        """Return what is saved of a kernel.
+
+        Args:
+            kernel: The weights.
+            codes: The kernel as `inputs_grad` reads it.
+        """
+        return codes
+
+    def load(
+        self, saved: Quantized, outputs_grad: Quantized
+    ) -> tuple[Quantized, Quantized]:
+        """Return output gradient and kernel as `inputs_grad` reads them.
+
+        Args:
+            saved: From `save`, with the quantization of the kernel.
+            outputs_grad: Quantized.
+        """
+        return outputs_grad, saved
+
+
+class RequantizedKernel(SavedKernel):
+    """Saves the weights, and quantizes them again in the backward pass.
+
+    Args:
+        contraction: What is multiplied.
+        engine: The kernels of the framework.
+    """
+
+    def __init__(self, contraction: Any, engine: Engine):
+        self._contraction, self._engine = contraction, engine
+
+    def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
+        """See `SavedKernel.save`."""
+        # With a quantization `narrowed` would make codes of the weights.
+        return dataclasses.replace(codes, values=kernel, quantization=None)
+
+    def load(
+        self, saved: Quantized, outputs_grad: Quantized
+    ) -> tuple[Quantized, Quantized]:
+        """See `SavedKernel.load`.
+
+        The scale of the gradient is known in the backward pass only; that of
+        the kernel is not used before.
+        """
+        quantization: Any = saved.quantization
+        scales = (ops.reshape(x.scale, ()) for x in (saved, outputs_grad))
+        scale, other = frameworks.current().at_once(*scales)
+        home = self._contraction.operand("kernel", saved.values, quantization)
+        values = self._engine.narrow_cast(
+            home, scale, quantization.format, False
+        )
+        outputs_grad = dataclasses.replace(
+            outputs_grad, scale=ops.reshape(other, (1, 1, 1))
+        )
+        return outputs_grad, saved.with_values(values)
+
+
+def bind_saved_kernel(
+    plan: Any, engine: Engine, selections: dict[str, tuple[Any, Choice]]
+) -> SavedKernel:
+    """Choose what is saved of the kernel of a plan.
+
+    Args:
+        plan: A `Plan`.
+        engine: The kernels of the framework.
+        selections: The kernel of each matmul, and the reason for it.
+    """
+    quantization = plan.asked["kernel", "forward"]
+    requantizes = (
+        engine.casts_again()
+        and plan.gathering is None
+        and plan.operands.read_once["kernel"]
+        and quantization is not None
+        and quantization.keeps_axes
+        and quantization.rounding == "nearest"
+        and all(selections[m][1].native for m in ("forward", "inputs_grad"))
+    )
+    if requantizes:
+        return RequantizedKernel(plan.contraction, engine)
+    return SavedKernel()
