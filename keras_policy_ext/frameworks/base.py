@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,6 +29,16 @@ DIFFERENTIATED_AGAIN = (
 
 Tensor = Any
 Settle = Callable[[Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def saved_dtype(format_name: str) -> str:
+    """A dtype of one byte for numbers of a format.
+
+    Uint8, for codes, where no framework computes in the dtype of the format.
+    """
+    own = formats.get(format_name).family == "ocp"
+    return format_name if own else "uint8"
 
 
 class Framework:
@@ -297,8 +308,7 @@ class Framework:
         A byte each: uint8, for codes, where no framework computes in the
         dtype of the format.
         """
-        own = formats.get(format_name).family == "ocp"
-        return format_name if own else "uint8"
+        return saved_dtype(format_name)
 
     def relu(self, x: Tensor) -> Tensor:
         """`ops.relu(x)`, of which a bit a number is kept for the gradient.

@@ -14,7 +14,7 @@ from keras_policy_ext.frameworks import (
     torch_products,
     torch_transforms,
 )
-from keras_policy_ext.frameworks.base import Framework, Settle
+from keras_policy_ext.frameworks.base import Framework, Settle, saved_dtype
 from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, Step
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
@@ -203,8 +203,8 @@ class TorchFramework(Framework):
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """See `Framework.kept_dtype`; Apple's GPUs have no float8 dtype."""
-        dtype = super().kept_dtype(x, format_name)
-        return "uint8" if x.device.type == "mps" else dtype
+        on_apple = x.device.type == "mps"
+        return "uint8" if on_apple else saved_dtype(format_name)
 
     def may_take_gradients(self) -> bool:
         """See `Framework.may_take_gradients`."""
@@ -339,8 +339,9 @@ def _run(
     kernel: Tensor,
     *state: Tensor,
 ) -> Tensor:
-    _refuse_onnx()
-    _refuse_torchscript()
+    if torch.onnx.is_in_onnx_export() or torch.jit.is_tracing():
+        _refuse_onnx()
+        _refuse_torchscript()
     _refuse_shards(kernel)
     operation = operation.resolved()
     tensors = (inputs, kernel, *state)
@@ -350,7 +351,7 @@ def _run(
         if torch.is_grad_enabled() and (
             inputs.requires_grad
             or kernel.requires_grad
-            or any([matrix.requires_grad for matrix in state])
+            or (state and state[0].requires_grad)
         ):
             if state:
                 torch_observations.know_replicas(*state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,16 +66,20 @@ class OperandUse:
             and self.quantization.rounding == "stochastic"
         )
         self._engine = engine
+        self._folds_scales = (
+            self._as_stored is not None
+            and not (
+                self._as_stored.transposed
+                if self.reads_transpose
+                else self._as_stored
+            ).scale_leaves_sum
+        )
         self._gathering, self._gathered_axes = None, ()
         if plan.gathering is not None and operand == "kernel":
             self._gathering = plan.gathering
             self._gathered_axes = operands.kernel_axes(
                 plan.gathering.axes, matmul
             )
-
-    def home(self, x: Tensor) -> Tensor:
-        """What is quantized: the home matrix, or `x` where one scale is."""
-        return self.contraction.operand(self.operand, x, self.quantization)
 
     def quantize(
         self, home: Tensor, amax: Amax, known: Known | None, cast: Any
@@ -85,7 +90,7 @@ class OperandUse:
         and no state tells of it, the gradients do.
 
         Args:
-            home: See `home`.
+            home: From `Contraction.operand`.
             amax: That of the operand.
             known: What the state says; None for a recipe without state.
             cast: Rounds scaled numbers to the format.
@@ -134,7 +139,8 @@ class OperandUse:
                 engine.widen, engine.decode, self.inputs_dtype
             )
             matrix = self.contraction.read(self.operand, wide)
-            matrix = scaled_products.folded(matrix, self.reads_transpose)
+            if self._folds_scales:
+                matrix = scaled_products.folded(matrix, self.reads_transpose)
         if self.reads_transpose:
             return self.contraction.transposed(matrix)
         return matrix
@@ -183,6 +189,7 @@ class BoundOperand:
         )
         self.first, self.second = uses
         self.is_shared = plan.operands.read_once[operand]
+        self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = frameworks.current()
         self._amax_of = amax_of(operand)
@@ -192,7 +199,7 @@ class BoundOperand:
 
     def amax(self, x: Tensor) -> Tensor:
         """The amax of an operand, float32 scalar."""
-        return self._amax_of(self.first.home(x))
+        return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(
         self, x: Tensor, known: Known | None, observe: bool
@@ -204,7 +211,7 @@ class BoundOperand:
             known: What the state says; None for a recipe without state.
             observe: Whether the amax is needed for the state.
         """
-        home = self.first.home(x)
+        home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
         if observe and self._casts_before_amax:
             cast, in_branch = storing(cast), True
@@ -215,7 +222,7 @@ class BoundOperand:
         saturated, marked = self.first.quantize(home, amax, known, cast)
         first = saturated if self._in_forward else marked
         if not self.is_shared:
-            home = self.second.home(x)
+            home = self._home(x, self.second.quantization)
             _, marked = self.second.quantize(home, amax, known, cast)
         return QuantizedForBoth(first, marked, amax.known if observe else None)
 
@@ -260,7 +267,8 @@ class OperandInBothLayouts(BoundOperand):
         """See `BoundOperand.quantize`."""
         if not self.is_in_both_layouts(x):
             return super().quantize(x, known, observe)
-        home = Quantized(self.first.home(x), None, self._quantization)
+        home = self._home(x, self.first.quantization)
+        home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
         history: Any = known
         how = self._quantization, self._rule, history, observe

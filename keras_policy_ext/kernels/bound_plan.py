@@ -9,14 +9,13 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.bound_matmuls import bind_matmul
 from keras_policy_ext.kernels.bound_operands import (
     BoundOperand,
     Selections,
     bind_operand,
 )
-from keras_policy_ext.kernels.contract import Engine, Shapes
+from keras_policy_ext.kernels.contract import Engine, Shapes, StateKernels
 from keras_policy_ext.kernels.devices import Device
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.residuals import Residuals, settled
@@ -93,7 +92,9 @@ class BoundPlan:
         outputs = self._forward.add(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
         saved = self.saved_kernel.save(kernel, w.second)
-        return outputs, Residuals(x.second, saved, history, amaxes, shapes)
+        return outputs, Residuals(
+            x.second, saved, history, amaxes, shapes, self.engine
+        )
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
         """See `Plan.residuals`."""
@@ -103,7 +104,7 @@ class BoundPlan:
         w = quantized.of_leaves(found, kept["kernel"])
         known, rest = self._source.known_of(list(found))
         amaxes = (rest[0], rest[1]) if rest else None
-        return Residuals(x, w, known, amaxes, shapes)
+        return Residuals(x, w, known, amaxes, shapes, self.engine)
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
@@ -158,7 +159,7 @@ class BoundPlan:
         """What the state says before the step; None where there is none."""
         if not state:
             return None
-        states = engines.states_for(self._source, *state)
+        states = self._states_for(*state)
         if states is not None:
             return states.history_scales(self._source, *state)
         found: Known = self._source.history_scales(*state)
@@ -184,9 +185,16 @@ class BoundPlan:
         )
         return self._observation(numbers, state)
 
+    def _states_for(self, state: Tensor) -> StateKernels | None:
+        """The kernels for a state of the source; None for `keras.ops`."""
+        for states in self.engine.states:
+            if states.supports(self._source, state) is None:
+                return states
+        return None
+
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
         """The gradient of the state of these numbers, one for each row."""
-        states = engines.states_for(self._source, state)
+        states = self._states_for(state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
         # A kernel may have found an amax for each part of an operand.

@@ -19,7 +19,7 @@ from keras_policy_ext.kernels.contract import (
     Request,
     Shapes,
 )
-from keras_policy_ext.kernels.forms import Form, form_of
+from keras_policy_ext.kernels.forms import Form, axes_alone, form_of
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
@@ -69,11 +69,12 @@ class Einsum:
         that what is moved to make a matrix of it is narrow.
         """
         form = self.form
-        if form.alone(name):
+        if axes_alone(form, name):
             is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
             dtype = "float64" if asked is None and is_wide else "float32"
             x = form.summed(name, x, dtype)
-        return x if in_one_scale(asked) else form.matrix(name, x)
+        in_axes = asked is None or asked.keeps_axes
+        return x if in_axes else form.matrix(name, x)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
         """See `Contraction.kernel_axes`."""

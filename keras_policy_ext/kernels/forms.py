@@ -63,12 +63,8 @@ class Form(NamedTuple):
             x: The operand, an axis for each letter of its term.
             dtype: In which they are summed.
         """
-        alone = self.alone(operand)
+        alone = axes_alone(self, operand)
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
-
-    def alone(self, operand: str) -> tuple[int, ...]:
-        """The axes of an operand that no other term has."""
-        return _axes_alone(self, operand)
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """The home matrix of an operand.
@@ -81,11 +77,12 @@ class Form(NamedTuple):
             (B, R, K), (B, C, K) or (B, R, C).
         """
         axes, groups = _home_axes(self, operand)
-        sizes = shape_of(x)
+        sizes, shape = shape_of(x), []
+        for group in groups:
+            shape.append(math.prod(map(sizes.__getitem__, group)))
         framework = frameworks.current()
         if axes is not None:
             x = framework.permute(x, axes)
-        shape = [math.prod(map(sizes.__getitem__, group)) for group in groups]
         return framework.reshape(x, shape)
 
     def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
@@ -177,7 +174,7 @@ def form_of(equation: str) -> Form:
 
 
 @functools.lru_cache(maxsize=4096)
-def _axes_alone(form: Form, operand: str) -> tuple[int, ...]:
+def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
     """The axes of an operand that no other term has."""
     term, *groups = form._home(operand)
     order = "".join((form.batch, *groups))

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import engines
-from keras_policy_ext.kernels.contract import Shapes
+from keras_policy_ext.kernels.contract import Engine, Shapes
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales, Known
 
@@ -27,6 +26,7 @@ class Residuals:
         amaxes: Of inputs and kernel, float32 scalars; None if not observed.
         shapes: Of the inputs and the kernel; scalars for sizes that a graph
             of TensorFlow does not know.
+        engine: The kernels of the framework.
     """
 
     inputs: Quantized
@@ -34,6 +34,7 @@ class Residuals:
     known: Known | None
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
+    engine: Engine
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
         """The tensors, in the order in which `Plan.residuals` takes them.
@@ -43,15 +44,17 @@ class Residuals:
         """
         operands: tuple[Quantized, ...] = (self.inputs, self.kernel)
         if narrow:
-            operands = _narrowed(*operands)
-        kept = [leaf for operand in operands for leaf in operand.leaves()]
+            operands = _narrowed(self.engine, *operands)
+        kept = []
+        for operand in operands:
+            kept += operand.leaves()
         known = [] if self.known is None else self.known.leaves()
         return [*kept, *known, *(self.amaxes or ())]
 
 
-def _narrowed(*operands: Quantized) -> tuple[Quantized, ...]:
+def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
     """Operands in the dtypes in which the framework saves them."""
-    framework, encode = frameworks.current(), engines.engine().encode
+    framework, encode = frameworks.current(), engine.encode
     found = []
     for operand in operands:
         if operand.quantization is not None:

@@ -185,9 +185,11 @@ def times_scales(
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
     """Two factors which a product of `unscaled` operands is multiplied by."""
+    of_a, of_b = a.quantization, b.quantization
+    if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
+        return a.scale, b.scale
     rows, columns = _scale_of_product(a), _scale_of_product(b)
-    quantization = b.quantization
-    if quantization is not None and not quantization.has_one_scale:
+    if of_b is not None and not of_b.has_one_scale:
         columns = ops.swapaxes(columns, 1, 2)
     if a.tensor_scale is None and b.tensor_scale is None:
         return rows, columns

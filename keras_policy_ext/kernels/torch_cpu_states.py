@@ -26,7 +26,7 @@ from keras_policy_ext.numerics.observations import (
 )
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import DelayedSource
-from keras_policy_ext.numerics.scaling import inverted_of_number, with_margin
+from keras_policy_ext.numerics.scaling import inverted_of_number
 from keras_policy_ext.recipes import OPERANDS
 
 Tensor = Any
@@ -55,7 +55,8 @@ class CpuStates:
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
         """See `StateKernels.history_scales`."""
         before = _before(source, state.detach().numpy())
-        scales = np.array([scale for _, scale in before], np.float32)
+        _, scales_before = zip(*before, strict=True)
+        scales = np.array(scales_before, np.float32)
         unseen = scales == 0.0 if source.starts_from_current else None
         return HistoryScales(
             torch.from_numpy(scales),
@@ -99,25 +100,19 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
     newest_only = source.recipe.amax_compute == "most_recent"
     amaxes = history[:, 0].tolist() if newest_only else largest
     heads = state[:, :FIRST].tolist()
-    intact = list(map(_is_intact, heads, largest))
-    rows = zip(heads, intact, amaxes, source.limits, strict=True)
-    return [(row[1], _scale_before(source, *row)) for row in rows]
-
-
-def _is_intact(head: list[float], largest: float) -> bool:
-    """See `Layout.is_intact`; of the start of a row and its largest amax."""
-    return head[0] == SEALED and not any(head[1:-1]) and largest < math.inf
-
-
-def _scale_before(
-    source: Any, head: list[float], intact: bool, amax: float, limit: float
-) -> float:
-    """The scale of an operand, of the start of its row and its amax."""
-    if intact and amax > 0.0:
-        return inverted_of_number(amax, with_margin(limit, source.rule.margin))
-    stored = head[-1] if intact else 0.0
     initial: float = source.initial
-    return stored if stored > 0.0 else initial
+    found = []
+    for head, most, amax, limit in zip(
+        heads, largest, amaxes, source.limits_with_margin, strict=True
+    ):
+        first, *slots, stored = head
+        is_intact = first == SEALED and not any(slots) and most < math.inf
+        if is_intact and amax > 0.0:
+            scale = inverted_of_number(amax, limit)
+        else:
+            scale = stored if is_intact and stored > 0.0 else initial
+        found.append((is_intact, scale))
+    return found
 
 
 def _is_observation(numbers: list[float]) -> bool:

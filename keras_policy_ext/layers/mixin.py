@@ -357,8 +357,9 @@ class Float8Mixin(
             training = calls.training_of_call()
         training = static_flag(training)
         framework = frameworks.current()
+        compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
-        state, slot = self._state_of(kernel, value, training)
+        state, slot = self._state_of(kernel, value, training, compiling)
         plan = kernels.make_plan(
             contraction,
             policy.recipe,
@@ -370,7 +371,7 @@ class Float8Mixin(
             self._has_stored_gradient,
         )
         self.float8_state.last_call.plan = plan
-        if not framework.is_compiling() and contraction_hooks.are_set():
+        if not compiling and contraction_hooks.are_set():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
         return kernels.run(plan, inputs, value, *state, bias=bias)
 
@@ -396,7 +397,11 @@ class Float8Mixin(
         return False
 
     def _state_of(
-        self, kernel: Any, value: Tensor, training: bool | None
+        self,
+        kernel: Any,
+        value: Tensor,
+        training: bool | None,
+        compiling: bool,
     ) -> tuple[tuple[Tensor, ...], int]:
         if not self._has_state:
             return (), 0
@@ -404,7 +409,7 @@ class Float8Mixin(
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         framework = frameworks.current()
-        if not framework.is_compiling():
+        if not compiling:
             variable.look_at(value)
         matrix = variable.matrix()
         variable.warn_if_moved()

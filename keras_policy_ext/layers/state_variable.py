@@ -300,7 +300,7 @@ class StateVariable(
             ValueError: If a module of PyTorch has cast it, as
                 `model.to(torch.bfloat16)` does.
         """
-        value = variable_values.value_without_autocast(self)
+        value = self.value
         dtype = keras.backend.standardize_dtype(value.dtype)
         if dtype != self.dtype:
             raise ValueError(_cast(self.path, dtype))

@@ -88,7 +88,7 @@ class StockCalls(_bases.MixedInto):
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Keras calls for a layer with a quantization mode."""
-        if self.float8_policy is None and stock_float8.is_quantized(self):
+        if self._float8_policy is None and stock_float8.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
 

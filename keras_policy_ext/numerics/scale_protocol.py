@@ -33,7 +33,9 @@ class HistoryScales:
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in a fixed order."""
-        return [x for x in (self.scales, self.unseen) if x is not None]
+        if self.unseen is None:
+            return [self.scales]
+        return [self.scales, self.unseen]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,6 +101,9 @@ class DelayedSource:
         self.limits = [
             formats.get(recipe.format_of(operand)).max for operand in OPERANDS
         ]
+        self.limits_with_margin = [
+            scaling.with_margin(limit, recipe.margin) for limit in self.limits
+        ]
 
     def scale(
         self,

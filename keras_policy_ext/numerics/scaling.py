@@ -44,7 +44,7 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
     if keras.backend.backend() == "torch":
         # Without memory for the magnitudes it takes a quarter of the time,
         # and half of that where both are found at once (torch 2.13, CPU).
-        if axis is None and not keepdims and _is_floating(x):
+        if axis is None and not keepdims and x.dtype.is_floating_point:
             smallest, largest = x.aminmax()
             return largest.abs().maximum(smallest.abs()).float()
         largest = ops.max(x, axis=axis, keepdims=keepdims)
@@ -190,10 +190,6 @@ def inverted_of_number(amax: float, divisor: float) -> float:
     multiplier = divisor / max(amax, SMALLEST_SCALE)
     multiplier = min(max(multiplier, SMALLEST_SCALE), 1.0 / SMALLEST_SCALE)
     return float(np.float32(1.0 / float(np.float32(multiplier))))
-
-
-def _is_floating(x: Tensor) -> bool:
-    return "float" in keras.backend.standardize_dtype(x.dtype)
 
 
 def with_margin(limit: Any, margin: int) -> Any:
