@@ -59,12 +59,41 @@ def pytest_report_header(config):
     ]
 
 
+# First, since `-m` goes by the marks that a test has by then.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    mark_all_except_named_cases(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not visible_gpus():
         reason = f"no GPU that {os.environ['KERAS_BACKEND']} can see"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def mark_all_except_named_cases(config, items):
+    """Mark cases `full`, unless `full_except` of their test names them.
+
+    Raises:
+        pytest.UsageError: Of whole files, no case has a name that is given.
+    """
+    absent = {}
+    for item in items:
+        marker = item.get_closest_marker("full_except")
+        if not marker:
+            continue
+        case = item.callspec.id
+        if case not in marker.args:
+            item.add_marker(pytest.mark.full)
+        test = item.nodeid.removesuffix(f"[{case}]")
+        absent.setdefault(test, set(marker.args)).discard(case)
+    of_whole_files = not any("::" in argument for argument in config.args)
+    for test, names in absent.items():
+        if names and of_whole_files:
+            raise pytest.UsageError(
+                f"full_except names cases that are not there. "
+                f"Received: {sorted(names)} in {test}. "
+                f"Allowed: ids that `pytest --collect-only` lists."
+            )
 
 
 def pytest_collection_finish(session):
