@@ -78,6 +78,7 @@ def compiled_call(layer):
     return compiled(lambda x: layer(x, training=False), FASTEST)
 
 
+@pytest.mark.full_except("eager")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_inference_with_a_delayed_recipe_computes_no_amax(amaxes, how):
     layer, x = counted_layer()

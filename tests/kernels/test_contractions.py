@@ -153,6 +153,7 @@ MIXIN = [
 ]
 
 
+@pytest.mark.full_except("ab,ab->ab", "ab,cb->ac", "abcd,bdce->eab")
 @pytest.mark.parametrize(
     ("equation", "shape", "kernel"), MIXIN, ids=[case[0] for case in MIXIN]
 )
@@ -282,6 +283,7 @@ def test_a_compiler_leaves_no_rounding_out(dtype, way):
     same_bits(run(rounded, way, x, scale), expected)
 
 
+@pytest.mark.full_except("matmul")
 @pytest.mark.parametrize(
     ("equation", "shape", "kernel", "source"),
     [

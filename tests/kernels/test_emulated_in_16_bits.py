@@ -116,6 +116,7 @@ def dtypes_of_products(monkeypatch):
     return seen
 
 
+@pytest.mark.full_except("MX-t4", "blocks-t4")
 @pytest.mark.parametrize("device", NARROW)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_products_are_those_of_float32(monkeypatch, pair, device):

@@ -114,6 +114,7 @@ def run_layer(layer, x, g):
     return [numpy(ops.cast(each, "float32")) for each in (y, dx, grads[0])]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["emulated", "native"])
 @pytest.mark.parametrize("recipe", [PerRow(), WideKernelGrad()], ids=repr)
 @pytest.mark.parametrize(("equation", "inputs", "kernel"), EQUATIONS)
@@ -138,6 +139,7 @@ def test_a_scale_per_row_is_right_in_all_three_matmuls(
         assert error <= 2.0**-20 * np.abs(exact).max()
 
 
+@pytest.mark.full
 def test_a_model_learns_with_a_scale_per_row():
     """As well as in float32, where one scale for a tensor would not do."""
     rng = np.random.default_rng(0)

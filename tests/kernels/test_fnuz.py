@@ -165,6 +165,7 @@ def test_what_tensorflow_has_xla_compile_gives_the_emulated_numbers():
     np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [HYBRID, DELAYED])
 def test_a_model_trains_and_its_operands_are_kept_in_one_byte(
     policy, monkeypatch
@@ -201,6 +202,7 @@ def words(caught):
     return {str(each.message) for each in caught if "fnuz" in str(each.message)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load", [kpe.load_model, keras.saving.load_model])
 @pytest.mark.parametrize(
     ("policy", "elsewhere"),

@@ -77,6 +77,7 @@ def exact():
     return dict(zip(MATMULS, (x @ w, g @ w.T, x.T @ g), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     mostly(RECIPES, RECIPES[2], RECIPES[5]),
@@ -178,6 +179,7 @@ def test_gradients_are_central_differences(name):
 # The forward pass alone in float8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     mostly(RECIPES, RECIPES[5]),

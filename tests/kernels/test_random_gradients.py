@@ -145,6 +145,7 @@ class OneMatmul(kpe.layers.Float8Mixin, keras.layers.Layer):
         return sum(found) if states is None else (sum(found), states)
 
 
+@pytest.mark.full
 def test_uses_of_a_kernel_in_a_step_get_other_bits():
     x, found = normal(0, 8, 16), {}
     for times in (1, 2):
@@ -306,6 +307,7 @@ def trained(seed=0, rounding=True, **options):
 MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": COMPILED}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode",
     [

@@ -125,6 +125,7 @@ def numbers(shape, seed):
     return normal(*shape, seed=seed)
 
 
+@pytest.mark.full_except("convolution")
 @pytest.mark.parametrize(
     "name", mostly(CONTRACTIONS, "matrices", "batch", "convolution")
 )
@@ -174,6 +175,7 @@ FINER = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe", mostly(FINER, FINER[0], recipes.NVFP4Scaling()), ids=str
 )
@@ -203,6 +205,7 @@ def test_in_half_precision_they_are_rounded_to_it(dtype):
         assert 0.0 < error < 0.03
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["matrices", "convolution"])
 @pytest.mark.parametrize("recipe", mostly(["delayed", "nvfp4"], "delayed"))
 def test_a_gradient_that_is_differentiated_has_the_same_bits(name, recipe):

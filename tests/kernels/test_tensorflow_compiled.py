@@ -32,6 +32,11 @@ def same_bits(one, other):
         np.testing.assert_array_equal(np.signbit(one), np.signbit(other))
 
 
+@pytest.mark.full_except(
+    "False-shape1-bfloat16-float8_e5m2",
+    "True-shape0-bfloat16-float8_e5m2",
+    "True-shape1-bfloat16-float8_e5m2",
+)
 @pytest.mark.parametrize("format_name", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [LARGE, SMALL])
@@ -77,6 +82,7 @@ def test_codes_are_kept_of_large_operands_in_training(training, dtype):
     assert inputs.dtype == kernel.dtype == dtype
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_a_model_trains_to_the_same_weights(monkeypatch, recipe):
     def trained():
