@@ -96,6 +96,9 @@ def on_a_cpu(monkeypatch):
     return here
 
 
+@pytest.mark.full_except(
+    "gelu-float32-as it is", "mish-float32-compiled", "silu-bfloat16-compiled"
+)
 @pytest.mark.parametrize("way", ["as it is", "compiled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RECOMPUTED)
@@ -152,6 +155,7 @@ def test_on_a_cpu_a_gelu_in_16_bits_keeps_its_inputs(on_a_cpu, dtype, name):
     assert (kept == x.nbytes) == is_known
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND == "torch", reason="PyTorch keeps its inputs")
 @pytest.mark.skipif(
     not frameworks.current().on_cpu(ops.ones(1)),

@@ -237,6 +237,7 @@ def projections(layer):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, source, recipe, attention",
     [
@@ -295,6 +296,7 @@ class SelfAttention(keras.layers.Layer):
         return self.layer(query=inputs, value=inputs, use_causal_mask=True)
 
 
+@pytest.mark.full
 def test_rematerialization_changes_no_gradient():
     found = []
     for scope in (keras.RematScope(mode=None), keras.RematScope(mode="full")):
@@ -314,6 +316,7 @@ def test_rematerialization_changes_no_gradient():
         np.testing.assert_allclose(rematerialized, plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full_except("True")
 @pytest.mark.parametrize("masked", [False, True])
 def test_scores_beyond_float16_give_the_outputs_of_float32(masked):
     """Of 400 to 150,000: softmax chooses one key."""

@@ -244,6 +244,7 @@ def test_a_rule_takes_a_layer_out_by_its_path():
 # In files, and in place
 
 
+@pytest.mark.full_except("True")
 @TIES
 def test_models_and_weights_are_saved_and_loaded(tied, tmp_path):
     options = {"tie_weights": tied}

@@ -39,6 +39,7 @@ def test_two_uses_in_a_step_observe_the_larger_amax():
     assert observed["kernel"][1][0] == 3.0
 
 
+@pytest.mark.full
 def test_a_shared_layer_is_stable_for_many_steps():
     layer = dense()
     layer.kernel.assign(np.eye(8, dtype="float32"))
@@ -74,6 +75,7 @@ class Cell(keras.layers.Layer):
         return h, [h]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unroll", [False, True])
 def test_a_recurrent_cell_is_stable_for_many_steps(unroll):
     cell = Cell(8, dtype=policy())

@@ -143,6 +143,7 @@ def test_fit_of_a_trainable_backbone_called_without_training():
 # Optimizers that are not handed the states
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [True, None])
 def test_an_optimizer_that_is_handed_kernels_alone_cuts_nothing(training):
     model, optimizer = converted(), keras.optimizers.SGD(1.0)
@@ -176,6 +177,7 @@ def test_a_state_that_another_optimizer_has_is_that_of_one_for_all():
     np.testing.assert_array_equal(together, apart)
 
 
+@pytest.mark.full_except("False")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="graphs of TensorFlow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_graph_whose_optimizer_is_handed_kernels_alone_cuts_nothing(jit):

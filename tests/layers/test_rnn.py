@@ -68,6 +68,7 @@ class Flat(keras.Model):
 # Under any other policy
 
 
+@pytest.mark.full_except("SimpleRNN")
 @pytest.mark.parametrize("name", LAYERS)
 def test_under_a_plain_policy_a_layer_is_the_stock_one(name):
     options = {"dropout": 0.3, "recurrent_dropout": 0.3}
@@ -124,6 +125,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_layer_computes_what_its_cell_does_step_by_step(kind):
     name, options = LOOPS[kind]
@@ -160,6 +162,7 @@ def test_a_layer_computes_what_its_cell_does_step_by_step(kind):
 # What a loop observes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "jit",
     {"jax": [True], "tensorflow": [True, False], "torch": [False]}[
@@ -207,6 +210,7 @@ def test_amaxes_of_a_loop_are_bounded_for_any_number_of_steps(jit):
     assert abs(growth - 1) < 0.01
 
 
+@pytest.mark.full
 def test_a_stateful_layer_goes_on_where_it_was():
     whole = made("LSTM", float8(), return_sequences=True)
     half = made("LSTM", float8(), stateful=True)
@@ -259,6 +263,7 @@ def test_a_layer_used_twice_observes_the_larger_inputs():
     assert observed(Twice(), layer.cell, x, training=True) == (2, largest)
 
 
+@pytest.mark.full
 def test_a_frozen_layer_keeps_its_state_and_passes_gradients_on():
     layer = made("SimpleRNN", float8(), unroll=True)
     randomized(keras.Sequential([keras.Input((STEPS, FEATURES)), layer]))
@@ -278,6 +283,7 @@ def cells(model):
     return [x for x in found if isinstance(x, kpe.layers.Float8Mixin)]
 
 
+@pytest.mark.full
 def test_stock_wrappers_of_float8_cells_train_in_float8():
     layers = kpe.layers
     with kpe.policy_scope(float8("mixed_bfloat16")):

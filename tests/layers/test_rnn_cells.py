@@ -125,6 +125,7 @@ def emulated(name, x, states, weights, g, reset_after=True):
     return y, x_grad, [x_q.T @ e5m2(dz), recurrent_grad, bias_grad]
 
 
+@pytest.mark.full_except("SimpleRNNCell-options3")
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -176,6 +177,7 @@ def test_a_step_in_bfloat16_is_that_in_float32_but_for_roundings():
         assert error <= 0.25 * np.linalg.norm(numpy(other))
 
 
+@pytest.mark.full_except("dropout-SimpleRNNCell-options2")
 @pytest.mark.parametrize(
     "name, options",
     [

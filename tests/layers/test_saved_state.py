@@ -42,6 +42,7 @@ CONTAINERS = ["sequential", "functional", "convolutional", "subclassed"]
 # Float32 files and float8 models
 
 
+@pytest.mark.full_except("subclassed")
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_paths_in_a_file_are_those_of_the_stock_model(kind, tmp_path):
     found = []
@@ -56,6 +57,7 @@ def test_paths_in_a_file_are_those_of_the_stock_model(kind, tmp_path):
     assert stock != ours
 
 
+@pytest.mark.full_except("functional-keras", "sequential-weights.h5")
 @pytest.mark.parametrize("suffix", ["weights.h5", "keras"])
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_a_float32_file_loads_into_a_float8_model(kind, suffix, tmp_path):
@@ -122,6 +124,7 @@ def test_another_history_length_keeps_the_newest(saved, length, tmp_path):
         np.testing.assert_array_equal(aged(history), factor * expected)
 
 
+@pytest.mark.full_except("1-4", "16-4")
 @pytest.mark.parametrize("saved, length", [(4, 16), (16, 4), (4, 1), (1, 4)])
 def test_training_goes_on_with_another_history_length(saved, length, tmp_path):
     model = dense_with_state(saved)

@@ -139,6 +139,9 @@ ROUTES = {
 WRITTEN = ["keras", "weights", "get_weights", "json"]
 
 
+@pytest.mark.full_except(
+    "get_weights-functional", "json-functional", "weights-user_layer"
+)
 @pytest.mark.parametrize(
     "route, kind",
     [(route, kind) for route in WRITTEN for kind in BUILDERS]
@@ -154,6 +157,7 @@ def test_a_model_comes_back_as_it_was(route, kind, tmp_path):
     assert_same(model, ROUTES[route](model, tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["functional", "user_layer"])
 def test_training_goes_on_after_saving_as_without_it(kind, tmp_path):
     model = fresh(kind)
@@ -239,6 +243,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.full
 def test_a_fresh_process_loads_with_two_imports(tmp_path):
     expected, paths = [], []
     for kind in ("sequential",):
@@ -322,6 +327,7 @@ def test_a_file_has_the_adapters_merged_as_in_stock_keras(route, tmp_path):
     assert np.all(np.abs(predictions(model) - predictions(other)) <= bound)
 
 
+@pytest.mark.full
 def test_a_merged_kernel_is_not_scaled_by_the_amax_of_the_old_one(tmp_path):
     dtype = kpe.Float8DTypePolicy("float32", amax_history_length=8)
     layer = kpe.layers.Dense(64, use_bias=False, dtype=dtype)

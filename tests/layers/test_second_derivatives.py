@@ -70,6 +70,7 @@ def gradients_of_weights(make, shape, policy):
     return np.concatenate([numpy(g).ravel() for g in weights])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", mostly(LAYERS, "relu", "convolution"))
 def test_a_penalty_has_nearly_the_gradients_of_float32(name):
     found, expected = (
@@ -81,6 +82,7 @@ def test_a_penalty_has_nearly_the_gradients_of_float32(name):
     assert relative_rms(found, expected) < 0.3
 
 
+@pytest.mark.full
 def test_a_stored_kernel_is_differentiated_by_its_inputs():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
     kpe.freeze(model)
@@ -152,6 +154,7 @@ def apply(optimizer, gradients, model):
         optimizer.apply(gradients, model.trainable_variables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", mostly(["delayed", "current"], "delayed"))
 def test_a_critic_with_a_penalty_trains_as_in_float32(recipe):
     policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
@@ -193,6 +196,7 @@ def penalty_of(model, x):
     return loss_and_gradients(model, steepness)(ops.convert_to_tensor(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unroll", [True, False])
 def test_loops_are_differentiated_twice_where_the_framework_lets_them(unroll):
     layer = kpe.layers.SimpleRNN(3, unroll=unroll, dtype=CURRENT)
@@ -230,6 +234,7 @@ def test_where_tensorflow_does_not_tell_of_tapes_it_is_refused(monkeypatch):
         penalty_of(layer, normal(2, 5))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of its barriers")
 def test_what_xla_computes_again_is_differentiated_twice(monkeypatch):
     import tensorflow as tf
@@ -253,6 +258,7 @@ def test_what_xla_computes_again_is_differentiated_twice(monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of its trainer")
 def test_fit_of_a_model_that_penalizes_its_own_gradients():
     import tensorflow as tf
@@ -300,6 +306,7 @@ FORWARD_MODE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["float8_from_float32", "float32"])
 def test_forward_mode_is_refused_and_not_wrong(policy):
     layer = kpe.layers.Dense(4, use_bias=False, dtype=policy)
@@ -313,6 +320,7 @@ def test_forward_mode_is_refused_and_not_wrong(policy):
         forward_mode(layer, x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["full", None])
 def test_first_derivatives_go_through_loops_and_rematerialization(mode):
     # Models and loops, which stock Keras cannot do again on TensorFlow, are

@@ -87,6 +87,7 @@ def fit(model, optimizer=None, batches=3, bad=()):
 # What a step is
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", mostly([1, 5, 12], 12))
 def test_a_step_counts_once_however_often_a_kernel_is_used(times):
     model = keras.Sequential([keras.Input((4,)), Uses(times)])
@@ -94,6 +95,7 @@ def test_a_step_counts_once_however_often_a_kernel_is_used(times):
     assert counts(fit(model)) == [3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unroll", mostly([False, True], False))
 def test_the_steps_of_a_loop_count_once(unroll):
     layer = kpe.layers.SimpleRNN(4, dtype=NVFP4, unroll=unroll)
@@ -101,6 +103,7 @@ def test_the_steps_of_a_loop_count_once(unroll):
     assert counts(fit(model)) == [3, 3]
 
 
+@pytest.mark.full
 def test_micro_batches_count_once():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     assert counts(fit(dense(), optimizer, batches=6)) == [3]
@@ -113,6 +116,7 @@ def test_a_skipped_step_does_not_count():
     assert counts(model) == [2]
 
 
+@pytest.mark.full
 def test_frozen_layers_and_passes_without_training_do_not_count():
     last = kpe.layers.Dense(2, dtype=NVFP4, name="last")
     model = keras.Sequential([*dense().layers, last])
@@ -174,6 +178,7 @@ def test_reports_calibration_and_conversion_leave_it_alone():
     assert [id(v) for v in counters(model)] == [id(v) for v in variables]
 
 
+@pytest.mark.full
 def test_optimizers_and_averages_leave_it_alone():
     optimizer = keras.optimizers.Adam(
         0.01, use_ema=True, ema_overwrite_frequency=2

@@ -54,6 +54,7 @@ def assert_same_state(model, other):
 # fit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize(
     "options",
@@ -118,6 +119,7 @@ SWAPS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("frequency", mostly([None, 2], 2))
 @pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS)
 def test_moving_averages_never_see_the_state(frequency, swap):
@@ -138,6 +140,7 @@ def test_moving_averages_never_see_the_state(frequency, swap):
     assert_same_state(averaged, plain)
 
 
+@pytest.mark.full
 def test_averaged_models_are_copied_with_their_optimizers():
     model = network()
     model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
@@ -146,6 +149,7 @@ def test_averaged_models_are_copied_with_their_optimizers():
         assert_same_state(model, other)
 
 
+@pytest.mark.full
 def test_moving_averages_of_the_weights_still_happen():
     model = network()
     optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
@@ -162,6 +166,7 @@ def test_moving_averages_of_the_weights_still_happen():
 # Rematerialization
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "source", mostly(["float32", "mixed_bfloat16"], "mixed_bfloat16")
 )
@@ -229,6 +234,7 @@ KINDS = mostly(
 )
 
 
+@pytest.mark.full_except("einsum contracting the last axis")
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_add_what_stock_adapters_add(kind):
     layer, shape = lora_layers()[kind]
@@ -261,6 +267,7 @@ def stock_weights(layer):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_and_the_kernel_does_not(kind):
     layer, shape = lora_layers()[kind]
@@ -364,6 +371,7 @@ def apply_scaled(scaler, grads, variables):
 # Replicas
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     BACKEND != "tensorflow", reason="MirroredStrategy is TensorFlow's"
 )

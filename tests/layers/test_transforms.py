@@ -78,6 +78,7 @@ def same(found, expected):
     )
 
 
+@pytest.mark.full_except("relu-delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_mapped_layer_is_called_on_one_example_after_another(kind, recipe):
@@ -131,6 +132,7 @@ DERIVATIVES = (
 )
 
 
+@pytest.mark.full
 @torch_only
 @pytest.mark.parametrize("name", DERIVATIVES)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -251,6 +253,7 @@ def test_a_third_derivative_is_refused():
         thrice(xs[0])
 
 
+@pytest.mark.full
 @torch_only
 @needs_whole_graphs
 def test_a_transform_is_refused_by_the_compiler():
@@ -307,6 +310,7 @@ def test_gradients_of_vectorized_loops_are_refused_and_not_wrong(kind, way):
         function(layer, xs)
 
 
+@pytest.mark.full_except("delayed")
 @tensorflow_only
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_of_loops_of_tensorflow_are_those_of_calls(recipe):
@@ -324,6 +328,7 @@ def test_gradients_of_loops_of_tensorflow_are_those_of_calls(recipe):
         same(one, other)
 
 
+@pytest.mark.full_except("current")
 @tensorflow_only
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_jacobian_of_a_tape_has_a_row_for_each_output(recipe):
