@@ -78,6 +78,7 @@ def test_results_are_written_with_the_device_and_versions(tmp_path, capsys):
 # What is measured
 
 
+@pytest.mark.full
 def test_a_step_updates_the_weights(monkeypatch):
     monkeypatch.setattr(
         "steps_of_layers.sgd", lambda: keras.optimizers.SGD(1.0)
@@ -111,6 +112,7 @@ def test_all_variants_have_the_same_weights_and_compute_what_they_say():
     assert kinds["float8 delayed"] == ours
 
 
+@pytest.mark.full
 def test_every_way_of_a_layer_has_its_time_and_its_quality():
     rows = [*layer.matmul_rows(32, 2), *layer.layer_rows(32, 2, False)]
     found = {row["case"]: [] for row in rows}

@@ -216,6 +216,7 @@ def test_first_installed_backend_is_taken_without_the_variable(monkeypatch):
     assert keras_policy_ext_cli.choose_backend(None) == BACKEND
 
 
+@pytest.mark.full
 def test_the_command_needs_no_variable():
     """Keras alone would take TensorFlow, installed or not."""
     environment = dict(os.environ)
@@ -293,6 +294,7 @@ def test_unknown_backend_in_the_environment_is_told_without_traceback():
     assert "unknown backend 'abacus' in KERAS_BACKEND" in process.stderr
 
 
+@pytest.mark.full
 def test_argument_wins_over_the_environment():
     process = in_a_process(
         "doctor", "--backend", BACKEND, KERAS_BACKEND="abacus"
@@ -302,6 +304,7 @@ def test_argument_wins_over_the_environment():
     assert BACKEND in process.stdout
 
 
+@pytest.mark.full
 def test_inspect_prints_one_screen_and_in_full_every_layer(
     tmp_path, capsys, monkeypatch
 ):

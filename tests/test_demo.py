@@ -66,6 +66,7 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.full
 def test_table_has_a_row_for_each_precision(small):
     outcome, printed = small
 
@@ -135,6 +136,7 @@ def test_the_last_sentence_says_what_was_seen(small):
     assert " ".join(printed.split()).endswith(said)
 
 
+@pytest.mark.full
 @pytest.mark.any_backend
 def test_of_several_recipes_the_best_and_the_worst_are_named(compared):
     outcome, printed, _ = compared
@@ -233,6 +235,7 @@ def test_plot_is_a_png(small):
     assert small[0].plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_one_seed_gives_the_same_numbers_twice(small):
     before = small[0].runs[-1]
     prepared = demo.prepare(small_settings(small[0].csv.parent))

@@ -24,6 +24,7 @@ CHEAP = [check.__name__ for check in device_checks.CHEAP]
 OTHERS = ["other_layers", "memory_of_a_step"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", mostly([*CHEAP, *OTHERS], *CHEAP))
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`")

@@ -85,6 +85,7 @@ def run(code, folder):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_the_first_lines_of_the_readme_run_and_choose_the_backend(tmp_path):
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     first, *_ = re.findall("```python\n(.*?)```", text, re.S)
@@ -98,6 +99,7 @@ def test_the_first_lines_of_the_readme_run_and_choose_the_backend(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_the_recipe_of_one_s_own_trains_and_loads_in_another_process(tmp_path):
     text = (DOCS / "recipes" / "index.md").read_text(encoding="utf-8")
     _, section = text.split("## Your own recipe\n")

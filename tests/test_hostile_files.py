@@ -190,6 +190,7 @@ IN_HDF5 = {
 }
 
 
+@pytest.mark.full_except("a type", "links in a loop", "storage outside")
 @pytest.mark.parametrize("case", IN_HDF5)
 def test_weights(case, members, tmp_path):
     path = tmp_path / WEIGHTS

@@ -313,6 +313,7 @@ def test_kernels_may_grow_where_a_loop_clips_all_gradients():
     assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 def test_a_step_counts_though_its_observation_was_scaled():
     model = network("nvfp4")
     before = states_of(model)

@@ -143,6 +143,7 @@ def averaged_by_arrays(model, average, part):
     average.set_weights([(1 - part) * w + part * v for v, w in pairs])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "averaged", [averaged_by_variables, averaged_by_arrays]
 )

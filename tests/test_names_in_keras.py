@@ -101,6 +101,7 @@ def test_a_stock_layer_under_a_name_is_as_with_the_policy_object():
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [KERAS_S, *OURS[:3]])
 def test_forwarded_layers_take_every_name_and_train(name):
     layers = kpe.layers

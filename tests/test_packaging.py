@@ -57,6 +57,7 @@ def test_console_script_points_at_a_callable():
     assert callable(script.load())
 
 
+@pytest.mark.full
 def test_module_can_be_run():
     process = subprocess.run(
         [sys.executable, "-m", "keras_policy_ext", "doctor", "--help"],
@@ -88,6 +89,7 @@ def test_every_public_name_exists():
     assert missing == []
 
 
+@pytest.mark.full
 def test_package_imports_no_framework_but_the_backend():
     """Keras itself imports jax where it is installed: that is not ours."""
     backend = os.environ["KERAS_BACKEND"]

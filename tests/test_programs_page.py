@@ -51,6 +51,7 @@ def line_of(code):
 SECTIONS = sections()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", SECTIONS)
 def test_the_program_of_a_section_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

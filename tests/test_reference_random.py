@@ -151,6 +151,7 @@ def test_the_index_runs_over_the_transformed_and_padded_matrices():
 # Rounding
 
 
+@pytest.mark.full_except("float4_e2m1fn", "float8_e5m2")
 @narrow
 @given(data=st.data())
 def test_over_all_bits_the_mean_is_the_number(dtype, data):
@@ -165,6 +166,7 @@ def test_over_all_bits_the_mean_is_the_number(dtype, data):
     assert abs(found.mean() - x) <= gap * 2.0**-16 * 1.01
 
 
+@pytest.mark.full_except("float8_e5m2")
 @narrow
 def test_numbers_of_the_format_stay_as_they_are(dtype):
     values = finite_values(dtype)

@@ -315,6 +315,7 @@ def same(first, second):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 def test_models_converted_and_trained_at_once_get_what_each_gets_alone():
     kinds = ["emulated", "auto" if BACKEND == "tensorflow" else "native"]
 
@@ -336,6 +337,7 @@ def test_models_converted_and_trained_at_once_get_what_each_gets_alone():
         same(values, wanted)
 
 
+@pytest.mark.full
 def test_one_model_is_calibrated_while_another_trains():
     x, _ = data(2)
     models = [model(seed) for seed in (0, 0, 0, 1, 1)]
@@ -364,6 +366,7 @@ def test_one_model_is_calibrated_while_another_trains():
     same(numbers(learner), numbers(expected))
 
 
+@pytest.mark.full
 def test_models_loaded_at_once_come_back_and_leave_warnings_as_they_were(
     tmp_path,
 ):

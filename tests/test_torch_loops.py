@@ -47,6 +47,7 @@ def assert_observed_and_as_exact(model, loop, make):
     assert forward_error(model) <= 1.2 * error_with_kpe_loops(loop, make)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loop", "make"), [(plain, adamw), (clipped, momentum), (scaled, adam)]
 )
@@ -55,6 +56,7 @@ def test_after_1000_steps_float8_is_as_exact_as_with_kpe_loops(loop, make):
     assert_observed_and_as_exact(found, loop, make)
 
 
+@pytest.mark.full
 def test_after_1000_compiled_steps_float8_is_as_exact():
     import torch
 

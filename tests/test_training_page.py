@@ -111,6 +111,7 @@ def test_variants_of_four_bits_are_compared_with_four_bits(tmp_path):
     assert "| `nvfp4; unrounded: kernel` | +2.00 |" in table
 
 
+@pytest.mark.full
 @pytest.mark.any_backend
 def test_a_run_is_appended_when_it_is_over_and_never_repeated(
     tmp_path, monkeypatch

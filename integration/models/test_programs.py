@@ -145,6 +145,7 @@ def refused_by_keras(program):
     return pytest.raises((NotImplementedError, TypeError, ValueError))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases())
 def test_a_program_trains_as_it_is_and_in_float8_and_comes_back(name, tmp_path):
     program = program_of(name)

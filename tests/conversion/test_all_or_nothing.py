@@ -189,6 +189,7 @@ def weights(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
     victim, twin = trained(), trained()
     changes = {
@@ -202,6 +203,7 @@ def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
     check_goes_on(victim, twin)
 
 
+@pytest.mark.full
 def test_loading_that_is_interrupted_leaves_a_stock_model_as_it_was(weights):
     victim = trained()
     kpe.convert(victim, POLICY)
@@ -213,6 +215,7 @@ def test_loading_that_is_interrupted_leaves_a_stock_model_as_it_was(weights):
     check_interrupted(victim, load, "load")
 
 
+@pytest.mark.full
 def test_what_is_interrupted_leaves_a_converted_model_as_it_was(weights):
     victim, twin = converted(), converted()
     x, _ = data()
@@ -250,6 +253,7 @@ def layers_of(model):
     return [(x, type(x), x.dtype_policy) for x in layers_within(model)]
 
 
+@pytest.mark.full
 def test_flash_attention_is_reported_by_convert_and_the_rest_is_converted():
     report = kpe.convert(flash_model(True), POLICY, attention="float8")
     converted = [entry.path for entry in report.converted]

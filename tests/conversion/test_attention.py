@@ -17,6 +17,7 @@ def attending(flash_attention=None):
     return keras.Model(inputs, layer(inputs, inputs)), layer
 
 
+@pytest.mark.full
 def test_scores_and_weighted_sums_are_converted_on_request():
     model, layer = attending()
     x = normal(2, 4, 6)

@@ -21,6 +21,7 @@ def model():
     )
 
 
+@pytest.mark.full
 def test_amaxes_of_each_batch_enter_the_histories():
     stack = model()
     kpe.convert(stack, POLICY)
@@ -158,6 +159,7 @@ def test_what_may_be_inputs_and_batches_is_refused():
     assert not state_of(layer)["inputs"][1].any()
 
 
+@pytest.mark.full
 def test_recurrent_layers_are_seen_step_by_step():
     stack = keras.Sequential(
         [keras.Input((5, 3)), kpe.layers.SimpleRNN(4, dtype=POLICY)]

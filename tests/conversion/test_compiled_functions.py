@@ -84,6 +84,7 @@ def model():
     return model
 
 
+@pytest.mark.full
 def test_functions_that_a_model_keeps_follow_each_change(model):
     before = numpy(ops.stop_gradient(model(X)))
     changes = [

@@ -63,6 +63,7 @@ def values(optimizer):
     return [numpy(v) for v in optimizer.variables]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_conversion_and_back_leave_no_trace_in_training(name):
     plain, converted = trained(OPTIMIZERS[name]), trained(OPTIMIZERS[name])
@@ -82,6 +83,7 @@ def test_conversion_and_back_leave_no_trace_in_training(name):
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_converted_model_goes_on_with_its_slots(name):
     """As with an optimizer that was made for it and got the same numbers."""

@@ -54,6 +54,7 @@ def model_and_count(request):
 # There and back
 
 
+@pytest.mark.full_except("functional", "subclassed")
 def test_every_contraction_is_converted_and_its_weights_stay_in_place(
     model_and_count,
 ):
@@ -296,6 +297,7 @@ def test_bad_arguments_change_nothing(arguments, error, message):
     assert not any("amax" in v.path for v in model.variables)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"),
     reason=f"Keras {keras.__version__} has no MultiOptimizer",
@@ -336,6 +338,7 @@ def test_only_built_keras_models_are_converted():
         kpe.convert(lambda x: x)
 
 
+@pytest.mark.full
 def test_a_second_conversion_changes_nothing_or_the_recipe_alone():
     model = sequential()
     x, y = normal(8, 4, 6), normal(8, 2, 2, seed=1)

@@ -133,6 +133,7 @@ MODELS = {
 }
 
 
+@pytest.mark.full_except("positions", "tied head")
 @pytest.mark.filterwarnings("ignore:.* of the multiplications")
 @pytest.mark.parametrize("case", MODELS)
 def test_what_is_multiplied_is_counted_where_it_is(case):
@@ -205,6 +206,7 @@ class Noted(keras.layers.Layer):
         return x
 
 
+@pytest.mark.full
 def test_nothing_changes_where_multiplications_are_counted():
     model = keras.Sequential([keras.Input((8, WIDTH)), Noted()])
     layer = model.layers[0]

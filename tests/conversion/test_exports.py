@@ -79,6 +79,7 @@ def assert_same(found, expected, policy):
 # What can be exported
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     "tf_saved_model" not in exports.FORMATS[BACKEND],
     reason="Keras writes a SavedModel from PyTorch by torch_xla alone",
@@ -101,6 +102,7 @@ def test_a_saved_model_computes_the_same(kind, policy, tmp_path):
     assert_same(found, expected, policy)
 
 
+@pytest.mark.full_except("dense-current-True")
 @needs_torch
 @pytest.mark.parametrize(
     "kind, policy, observed",
@@ -140,6 +142,7 @@ def test_what_torch_export_traces_is_rounded_to_float8():
     assert np.abs(found - kept).max() < np.abs(predicted(model) - kept).max()
 
 
+@pytest.mark.full
 @needs_torch
 @pytest.mark.skipif(
     "torch" not in inspect.getsource(keras.Model.export.__wrapped__),

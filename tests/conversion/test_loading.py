@@ -98,6 +98,7 @@ def weighty_layers(model):
 # Plain Keras, and kpe.load_model
 
 
+@pytest.mark.full_except("blocks")
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_plain_keras_loads_every_weight_and_slot(kind, saved):
     model, folder = saved(kind)
@@ -106,6 +107,7 @@ def test_plain_keras_loads_every_weight_and_slot(kind, saved):
     assert_equal(model.optimizer.variables, loaded.optimizer.variables)
 
 
+@pytest.mark.full_except("mixed", "subclassed")
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_kpe_brings_every_layer_back_as_it_was(kind, saved, tmp_path):
     model, folder = saved(kind)
@@ -214,6 +216,7 @@ def test_float32_weights_load_into_a_converted_model_and_back(saved, tmp_path):
     assert_equal(plain.weights, float_weights(model))
 
 
+@pytest.mark.full_except("8")
 @pytest.mark.parametrize("length", [2, 8])
 def test_a_history_of_another_length_keeps_the_newest(length, saved):
     saved_model, folder = saved("blocks")
@@ -315,6 +318,7 @@ def live():
     return stock("blocks", 1), converted("blocks", 1)
 
 
+@pytest.mark.full_except("another architecture")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_file_is_refused_and_the_live_model_unchanged(
     wrong, saved, live, tmp_path

@@ -91,6 +91,7 @@ class Attentive(keras.layers.Layer):
         return self.attention(x, x)
 
 
+@pytest.mark.full_except("a subclass", "as saved")
 @pytest.mark.parametrize("kind", ["a block's", "a subclass", "as saved"])
 def test_attention_computes_its_products_as_it_did(kind, tmp_path):
     inputs = keras.Input((5, 4))
@@ -129,6 +130,7 @@ def attention_layers(model):
 LOADERS = {"keras": keras.saving.load_model, "kpe": kpe.load_model}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, loader",
     [("layers", "keras"), ("layers", "kpe"), ("converted", "kpe")],

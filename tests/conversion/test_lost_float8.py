@@ -43,6 +43,7 @@ def saved(tmp_path_factory):
     return model, folder
 
 
+@pytest.mark.full_except("model")
 @pytest.mark.parametrize("name", ["model.keras", "model"])
 def test_lost_layers_are_counted_once_with_the_way_to_keep_them(name, saved):
     model, folder = saved
@@ -67,6 +68,7 @@ def test_what_is_loaded_is_what_keras_loads(saved):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full_except("deepcopy")
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )
@@ -80,6 +82,7 @@ def test_a_copy_in_memory_loses_nothing(copied, saved):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full_except("mixed")
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_kpe_loses_nothing_and_says_nothing(kind, tmp_path):
     converted(kind).save(tmp_path / "model.keras")

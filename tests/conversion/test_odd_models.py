@@ -322,6 +322,7 @@ def sparse(x):
     return jax_sparse.BCOO.fromdense(x)
 
 
+@pytest.mark.full_except("True")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no sparse tensors")
 @pytest.mark.parametrize("adapters", [False, True])
 def test_sparse_inputs_are_multiplied_as_dense_ones(adapters):

@@ -193,6 +193,7 @@ def test_nothing_to_convert_is_refused_as_before():
         kpe.convert(keras.layers.Dense(2))
 
 
+@pytest.mark.full
 def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
     some, others = gan(), gan()
     for model in (some, others):
@@ -236,6 +237,7 @@ def test_a_model_without_a_call_says_how_it_is_calibrated():
         np.testing.assert_array_equal(now, then)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     BEFORE_3_15,
     reason=f"Keras {keras.__version__} saves no optimizer in a list in a dict",
@@ -318,6 +320,7 @@ def twins():
     return network, ema
 
 
+@pytest.mark.full_except("False-ema", "True-model")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["model", "ema"])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_model_and_its_copy_are_converted_in_either_order(order, together):

@@ -72,6 +72,7 @@ def test_a_copy_of_a_converted_model_has_its_policies():
     assert policies_of(copy.deepcopy(model)) == policies_of(model)
 
 
+@pytest.mark.full
 def test_keras_alone_loads_the_file(tmp_path):
     with kpe.policy_scope("mixed_bfloat16"):
         model = nested()

@@ -79,6 +79,7 @@ def killed(tmp_path_factory):
     return folder, at
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_with_the_losses_of_one_never_killed(killed):
     folder, at = killed
     reference = model_in_float8()

@@ -21,6 +21,7 @@ def compiled(policy):
     return model
 
 
+@pytest.mark.full_except("float32-False")
 @pytest.mark.parametrize("convert", [False, True])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_the_scaler_is_as_it_was_under_any_policy(policy, convert, tmp_path):

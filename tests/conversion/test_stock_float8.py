@@ -24,6 +24,7 @@ def in_stock_float8(policy=None):
     return model, dense
 
 
+@pytest.mark.full_except("quantized when built")
 @pytest.mark.parametrize(
     "policy",
     [

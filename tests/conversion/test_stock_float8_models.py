@@ -118,6 +118,7 @@ def assert_taken_over(stock_model, model):
         assert layer.float8_policy.amax_history_length == length
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["model.keras", "model", "packed.keras"])
 def test_a_stock_model_comes_back_in_this_float8(name, stock, tmp_path):
     theirs, folder = stock
@@ -137,6 +138,7 @@ def test_a_stock_model_comes_back_in_this_float8(name, stock, tmp_path):
     assert_taken_over(theirs, kpe.load_model(tmp_path / "again.keras"))
 
 
+@pytest.mark.full
 def test_a_stock_model_trains_on_and_is_reverted(stock):
     model = kpe.load_model(stock[1] / "model.keras")
     x, y = inputs_for(model), normal(8, 6, 2)

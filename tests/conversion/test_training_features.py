@@ -99,6 +99,7 @@ _NOT_ON_TORCH = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", WITH_STATE)
 @pytest.mark.parametrize(
     "feature",
@@ -129,6 +130,7 @@ def test_a_converted_model_learns_with(feature, recipe):
     assert_state_is_sane(network, recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", WITH_STATE)
 def test_layers_frozen_and_thawed_train_and_stay_sane(recipe):
     network = converted(recipe)
@@ -151,6 +153,7 @@ def two_layers():
     return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(2)])
 
 
+@pytest.mark.full_except("after")
 @pytest.mark.parametrize("when", ["before", "after", "when made"])
 def test_a_frozen_layer_has_a_frozen_state(when):
     network = two_layers()
@@ -178,6 +181,7 @@ def test_a_frozen_layer_has_a_frozen_state(when):
     assert not np.array_equal(numpy(state), before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", WITH_STATE)
 def test_adapters_train_beside_a_converted_kernel(recipe):
     network = converted(recipe)
@@ -191,6 +195,7 @@ def test_adapters_train_beside_a_converted_kernel(recipe):
     assert np.any(numpy(first.lora_kernel_b))
 
 
+@pytest.mark.full
 def test_a_recurrent_model_learns():
     network = keras.Sequential(
         [keras.Input((3, 6)), keras.layers.GRU(5), keras.layers.Dense(2)]
@@ -209,6 +214,7 @@ def test_a_recurrent_model_learns():
 # A thousand steps
 
 
+@pytest.mark.full
 def test_a_thousand_steps_in_float16_stay_finite():
     """Of shared layers, whose losses have weights of 1, 1e-3 and 1e-6."""
     with kpe.policy_scope("mixed_float16"):
@@ -244,6 +250,7 @@ def test_a_thousand_steps_in_float16_stay_finite():
 # Batches that are no numbers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("poison", mostly([np.nan, np.inf], np.inf))
 def test_a_poisoned_batch_is_skipped_and_forgotten(recipe, poison):
@@ -260,6 +267,7 @@ def test_a_poisoned_batch_is_skipped_and_forgotten(recipe, poison):
     assert_state_is_sane(network, recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", WITH_STATE)
 def test_without_a_scaler_a_nan_is_seen_in_the_loss(recipe):
     network = converted(recipe)
@@ -272,6 +280,7 @@ def test_without_a_scaler_a_nan_is_seen_in_the_loss(recipe):
             assert np.all(np.isfinite(numpy(variable)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", mostly(["delayed", "nvfp4"], "delayed"))
 def test_averages_leave_accumulated_observations_for_the_step(recipe):
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])

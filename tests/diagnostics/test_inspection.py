@@ -97,6 +97,7 @@ def test_columns_without_content_are_left_out():
     assert "kernel  " not in text and "saturation" not in text
 
 
+@pytest.mark.full_except("60")
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_tables_are_as_wide_as_the_terminal(width, monkeypatch):
     model, _ = trained()

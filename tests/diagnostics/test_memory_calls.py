@@ -41,6 +41,7 @@ def test_a_model_of_ones_own_and_a_model_in_it(subclassed):
     assert nested == kpe.memory(mlp(), BATCH, ()).forms[0].kept
 
 
+@pytest.mark.full_except("False")
 @pytest.mark.parametrize("built", [True, False])
 def test_the_model_stays_as_it_is(subclassed, built):
     subclassed.compile("adam", "mse")

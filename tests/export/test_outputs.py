@@ -114,6 +114,7 @@ def test_what_was_there_is_put_back(failures, tmp_path, monkeypatch):
         assert kept.read_text() == "old"
 
 
+@pytest.mark.full
 def test_a_killed_process_leaves_nothing_under_the_name(tmp_path):
     path = tmp_path / "out"
     write(path, "old")

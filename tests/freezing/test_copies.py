@@ -70,6 +70,9 @@ def assert_alike(model, other):
     np.testing.assert_array_equal(outputs_of(model, x), outputs_of(other, x))
 
 
+@pytest.mark.full_except(
+    "functional-deepcopy", "functional-folder", "functional-load_model"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [blocks, functional, subclassed])
 def test_layers_that_a_class_makes_anew_are_frozen_again(tmp_path, build, way):
@@ -85,6 +88,7 @@ def test_a_layer_that_makes_layers_is_copied(tmp_path, way):
     assert_alike(block, WAYS[way](block, tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("way", [*WAYS, "kpe.load_model"])
 def test_frozen_in_part_and_converted_in_part(tmp_path, way):
@@ -113,6 +117,7 @@ def test_a_copy_is_a_model_of_its_own():
     np.testing.assert_array_equal(outputs_of(model, normal(2, *SHAPE)), before)
 
 
+@pytest.mark.full
 def test_without_its_optimizer(tmp_path):
     model = blocks()
     model.compile("adam", "mse")

@@ -74,6 +74,7 @@ def floats_in(path):
     return shapes
 
 
+@pytest.mark.full_except("channel-None")
 @pytest.mark.parametrize("activations", [None, "dynamic", "static"])
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 def test_a_model_comes_back_whole(tmp_path, granularity, activations):
@@ -95,6 +96,7 @@ def test_a_model_comes_back_whole(tmp_path, granularity, activations):
         np.testing.assert_allclose(numpy(one), numpy(other), rtol=1e-5)
 
 
+@pytest.mark.full_except("mixed", "subclassed")
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_models_of_every_sort_come_back(tmp_path, kind):
     model, _ = BUILDERS[kind]()
@@ -149,6 +151,7 @@ def test_weights_load_into_a_model_that_is_frozen_alike(tmp_path):
         assert_same(model, other, normal(4, 6))
 
 
+@pytest.mark.full
 def test_as_saved_freezes_a_float_model(tmp_path):
     model, path = trained(granularity="block"), tmp_path / "model.weights.h5"
     model.save_weights(path)

@@ -110,6 +110,7 @@ def slow(claim):
     return claim
 
 
+@pytest.mark.full
 @slow
 def test_the_file_has_a_quarter_of_the_size(measured):
     assert measured["frozen"]["file"] <= 0.27 * measured["float32"]["file"]
@@ -152,6 +153,7 @@ def held(reference):
     return 0 if found is None else int(np.prod(found.shape))
 
 
+@pytest.mark.full_except("False")
 @pytest.mark.parametrize("converted", [False, True])
 def test_nothing_keeps_the_floats_of_a_trained_model(converted):
     """Nor the optimizer's slots: no step, graph, state, or list of Keras."""

@@ -38,6 +38,7 @@ def test_models_in_models_are_frozen_too():
     assert inner.layers[0].is_frozen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_models_of_every_sort_are_frozen_and_thawed(kind):
     model, _ = BUILDERS[kind]()
@@ -62,6 +63,7 @@ def test_models_of_every_sort_are_frozen_and_thawed(kind):
     model.train_on_batch(x, y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_converted_models_are_frozen(kind):
     model, conversions = BUILDERS[kind]()

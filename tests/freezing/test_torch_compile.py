@@ -35,6 +35,7 @@ def gradients(model, call, x):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activations", [None, "dynamic"])
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 @pytest.mark.parametrize("name", MODELS)

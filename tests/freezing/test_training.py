@@ -142,6 +142,7 @@ def test_trainable_stays_off_for_codes():
     model.fit(normal(8, 6, 4), normal(8, 3), verbose=0)
 
 
+@pytest.mark.full
 def test_the_optimizer_of_a_trained_model_lets_its_slots_go():
     model = compiled(tower())
     x, y = normal(16, 6, 4), normal(16, 3)
@@ -203,6 +204,7 @@ def test_a_thawed_kernel_is_the_rounded_one():
     )
 
 
+@pytest.mark.full
 def test_a_model_trained_in_float8_is_frozen_with_its_scales():
     model = compiled(tower())
     kpe.convert(model, DELAYED)
@@ -225,6 +227,7 @@ def test_a_model_trained_in_float8_is_frozen_with_its_scales():
     assert not any("amax" in v.path for v in model.variables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", [2])
 def test_gradient_accumulation_goes_on_over_a_frozen_base(rate):
     model = tower()
@@ -235,6 +238,7 @@ def test_gradient_accumulation_goes_on_over_a_frozen_base(rate):
     model.fit(normal(8, 6, 4), normal(8, 3), batch_size=4, verbose=0)
 
 
+@pytest.mark.full
 def test_averages_of_weights_start_at_thawed_kernels():
     model = tower()
     optimizer = keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.5)
@@ -252,6 +256,7 @@ def test_averages_of_weights_start_at_thawed_kernels():
     model.train_on_batch(x, y)
 
 
+@pytest.mark.full
 def test_an_optimizer_with_loss_scaling_goes_on_over_a_frozen_base():
     keras.config.set_dtype_policy("mixed_float16")
     model = tower()

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("padding", ["same", "valid"])
 def test_float8_keeps_the_outputs_that_keras_keeps(padding):
     """Of numbers that float8 holds exactly."""

@@ -71,6 +71,7 @@ def test_the_package_and_its_pages_name_the_same_versions():
         assert minor in versions.HUB
 
 
+@pytest.mark.full
 def test_an_import_under_a_newer_keras_warns_once_and_goes_on():
     code = (
         "import warnings, keras; keras.__version__ = '3.99.0'\n"

@@ -34,6 +34,7 @@ def scaler(inner=None, initial=2.0, growth=2, **kwargs):
 # How the scale moves
 
 
+@pytest.mark.full
 @COMPILED
 def test_the_scale_follows_the_gradients(compiled):
     chosen = SEQUENCES[1:2] if compiled and not QUICKLY else SEQUENCES

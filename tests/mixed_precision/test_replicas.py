@@ -42,6 +42,7 @@ print(same, kept, still, scale, moves, yet)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow",
     reason="MirroredStrategy is TensorFlow's",

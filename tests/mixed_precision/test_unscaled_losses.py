@@ -86,6 +86,7 @@ class OwnScaledStep(LossScaleMixin, OwnStep):
     pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loop_that_never_scales_the_loss_is_told_once(compiled):
     optimizer = LossScaleOptimizer(sgd())
@@ -145,6 +146,7 @@ def test_a_scale_that_was_read_before_the_loop_only_is_not_taken_for_used():
             optimizer.apply(tensors(1.0), [variable])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", ["scale_loss", "get_scaled_loss"])
 def test_a_loop_that_scales_the_loss_is_told_nothing(way, compiled):

@@ -321,6 +321,7 @@ def test_numbers_held_in_float32_are_those_of_the_float8_codes(dtype, way):
         same_bits(run(function, way, x, scale), expected)
 
 
+@pytest.mark.full
 @both
 @COMPILERS
 def test_the_compiler_gives_the_same_codes(dtype, way):

@@ -77,6 +77,7 @@ def numbers(kind):
     return x.astype(ml_dtypes.bfloat16).astype("float32")
 
 
+@pytest.mark.full
 @each_form
 @pytest.mark.parametrize("name", ASKED)
 def test_a_million_codes_are_those_of_the_reference(name, form):
@@ -109,6 +110,7 @@ def test_a_million_scales_are_those_of_the_reference(form):
     scales_are_those_of_the_reference(form)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "torch", reason="the others compile above")
 @COMPILERS
 def test_what_inductor_divides_is_divided_as_the_reference_does(way):

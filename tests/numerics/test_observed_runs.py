@@ -62,6 +62,7 @@ class Simulated:
         self.history = reference.update_history(self.history, amax)
 
 
+@pytest.mark.full_except("max-2")
 @LENGTHS
 @pytest.mark.parametrize("amax_compute", ["max", "most_recent"])
 @settings(max_examples=40)

@@ -149,6 +149,7 @@ def test_scale_of_multiplier_has_the_bits_of_the_reference(dtype, way):
         same_bits(result, expected)
 
 
+@pytest.mark.full
 @both
 @COMPILERS
 def test_the_compiler_leaves_both_divisions_as_they_are(dtype, way):
