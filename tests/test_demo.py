@@ -76,6 +76,7 @@ def test_table_has_a_row_for_each_precision(small):
     assert all(name in printed for name in PRECISIONS)
 
 
+@pytest.mark.full
 def test_gap_to_bfloat16_is_finite(small):
     runs = {run.precision: run for run in small[0].runs}
 
@@ -84,6 +85,7 @@ def test_gap_to_bfloat16_is_finite(small):
     assert math.isfinite(gap)
 
 
+@pytest.mark.full
 def test_float8_runs_in_every_matmul_but_the_logits_and_says_why(small):
     runs = {run.precision: run for run in small[0].runs}
 
@@ -95,6 +97,7 @@ def test_float8_runs_in_every_matmul_but_the_logits_and_says_why(small):
     assert runs["float32"].matmuls == runs["mixed_bfloat16"].matmuls == ()
 
 
+@pytest.mark.full
 def test_precisions_start_from_the_same_weights(small):
     start = {run.precision: run.validation[0] for run in small[0].runs}
 
@@ -104,6 +107,7 @@ def test_precisions_start_from_the_same_weights(small):
     assert start["float8"] == pytest.approx(start["float32"], rel=2**-5)
 
 
+@pytest.mark.full
 def test_without_a_terminal_progress_is_lines(small):
     lines = small[1].splitlines()
     for name in PRECISIONS:
@@ -124,6 +128,7 @@ def test_long_runs_have_ten_lines_each():
     assert lines[-1].startswith("float8: step 300 of 300, loss 1.000, ")
 
 
+@pytest.mark.full
 def test_the_last_sentence_says_what_was_seen(small):
     outcome, printed = small
     runs = {run.precision: run for run in outcome.runs}
@@ -218,6 +223,7 @@ def test_the_plot_leaves_no_point_out(monkeypatch, tmp_path):
             )
 
 
+@pytest.mark.full
 def test_csv_has_every_step_of_every_precision(small):
     lines = read_csv(small[0].csv)
 
@@ -231,6 +237,7 @@ def test_csv_has_every_step_of_every_precision(small):
         assert float(own[-1]["validation_loss"]) == run.validation_loss
 
 
+@pytest.mark.full
 def test_plot_is_a_png(small):
     assert small[0].plot.read_bytes().startswith(b"\x89PNG")
 
@@ -273,6 +280,7 @@ def test_recipe_is_that_of_the_float8_policy():
     assert compared["float8"].recipe.name == "current"
 
 
+@pytest.mark.full
 @pytest.mark.any_backend
 def test_several_recipes_train_on_every_seed_and_have_a_row_each(compared):
     outcome, printed, _ = compared
@@ -289,6 +297,7 @@ def test_several_recipes_train_on_every_seed_and_have_a_row_each(compared):
     assert outcome.plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.any_backend
 def test_gaps_are_those_between_runs_of_one_seed(compared):
     outcome, _, numbers = compared
@@ -320,6 +329,7 @@ def test_the_table_has_mean_and_spread_of_the_seeds():
     assert float8[1:3] == ("1.5350", "+2.00 %\n+1.00 … +3.00")
 
 
+@pytest.mark.full
 @pytest.mark.any_backend
 def test_the_size_of_the_state_is_that_of_the_recipe(compared):
     sizes = {run.precision: run.state_bytes for run in compared[0].runs}

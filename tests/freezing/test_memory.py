@@ -116,11 +116,13 @@ def test_the_file_has_a_quarter_of_the_size(measured):
     assert measured["frozen"]["file"] <= 0.27 * measured["float32"]["file"]
 
 
+@pytest.mark.full
 @slow
 def test_loading_never_holds_the_float_form(measured):
     assert measured["frozen"]["peak"] <= 0.45 * measured["float32"]["peak"]
 
 
+@pytest.mark.full
 @slow
 def test_a_model_that_is_frozen_lets_its_floats_go(measured):
     weights = 4 * LAYERS * UNITS * (UNITS + 1) / 1e6
