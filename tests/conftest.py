@@ -173,4 +173,7 @@ def keras_session_ends_with_the_module():
     yield
     if "keras" in sys.modules:
         sys.modules["keras"].utils.clear_session(free_memory=False)
+    if "jax" in sys.modules:
+        # The programs of a whole run are some gigabytes.
+        sys.modules["jax"].clear_caches()
     pass_over_what_lives()
