@@ -78,7 +78,7 @@ def compiled_call(layer):
     return compiled(lambda x: layer(x, training=False), FASTEST)
 
 
-@pytest.mark.full_except("eager")
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_inference_with_a_delayed_recipe_computes_no_amax(amaxes, how):
     layer, x = counted_layer()
@@ -99,6 +99,7 @@ def test_inference_with_a_delayed_recipe_computes_no_amax(amaxes, how):
     assert amaxes.taken() == 0
 
 
+@pytest.mark.full
 def test_a_gradient_without_training_computes_one_amax_that_of_the_kernel(
     amaxes,
 ):

@@ -259,9 +259,7 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.full_except(
-    "1d padding of outputs", "2d same, even kernel", "2d strides of two sizes"
-)
+@pytest.mark.full_except("1d padding of outputs")
 @pytest.mark.parametrize(
     ("rank", "spatial", "kwargs"), TRANSPOSED.values(), ids=TRANSPOSED
 )
@@ -317,6 +315,7 @@ def layer_shape(layer, shape):
     return (shape[0], shape[-1], *shape[1:-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [1, 2])
 def test_of_a_separable_convolution_the_second_is_in_float8(rank):
     policy = kpe.Float8DTypePolicy("float32", recipe=RECIPE)

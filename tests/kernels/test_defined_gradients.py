@@ -18,6 +18,7 @@ from keras_policy_ext.recipes import DelayedScaling
 from steps import normal, numpy, relative_rms, state_of
 
 
+@pytest.mark.full
 def test_no_gradient_is_taken_of_a_cast():
     """Where every input saturates, the gradient of a clip would be zero."""
     recipe = DelayedScaling(amax_history_length=1)

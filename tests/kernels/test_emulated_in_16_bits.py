@@ -116,7 +116,7 @@ def dtypes_of_products(monkeypatch):
     return seen
 
 
-@pytest.mark.full_except("MX-t4", "blocks-t4")
+@pytest.mark.full
 @pytest.mark.parametrize("device", NARROW)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_products_are_those_of_float32(monkeypatch, pair, device):
@@ -151,6 +151,7 @@ def test_products_with_a_batch_are_too(device):
     assert found.shape == (3, 64, 48)
 
 
+@pytest.mark.full
 def test_scales_that_are_no_powers_of_two_stay_in_float32():
     x = ops.convert_to_tensor(matrix(4, 256, 0))
     folded = scaled_products.folded(quantize(x, NEAREST)[0], across=False)

@@ -133,6 +133,7 @@ def batch(units=5):
     return rng.normal(size=(8, 8)), rng.normal(size=(8, units))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "jax", reason="JAX multiplies them on a CPU")
 def test_native_matmuls_of_them_give_the_emulated_numbers():
     layer = kpe.layers.Dense(5, dtype=HYBRID + "_from_float32")
@@ -232,6 +233,7 @@ def test_a_model_loads_where_other_formats_are_native_with_a_word(
     assert recipe == model.layers[0].float8_policy.recipe
 
 
+@pytest.mark.full
 def test_what_the_word_says_keeps_the_histories(files):
     _, folder = files(DELAYED)
     with devices.pretend("mi350"), warnings.catch_warnings(record=True) as w:

@@ -89,6 +89,7 @@ def matrices(form, **operands):
     ]
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(equations())
 def test_three_products_of_matrices_are_the_einsum_and_its_gradients(case):

@@ -31,6 +31,7 @@ def inputs_of(model):
     return jnp.zeros((2, *model.input_shape[1:]), "bfloat16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_moves_are_not_taken_past_what_follows(recipe, tmp_path):
     """Each round goes over the whole program; XLA stops after 25."""

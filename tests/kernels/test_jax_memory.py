@@ -40,6 +40,7 @@ def planned_bytes(activation):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_a_program_keeps_codes_and_not_what_they_stand_for(
     activation, monkeypatch
@@ -53,6 +54,7 @@ def test_a_program_keeps_codes_and_not_what_they_stand_for(
     assert wide - found > 2 * numbers
 
 
+@pytest.mark.full
 def test_a_rectifier_keeps_less_than_its_outputs():
     assert planned_bytes(jax.nn.relu) - planned_bytes("relu") > (
         BLOCKS * ROWS * WIDE
@@ -74,6 +76,7 @@ def test_what_is_kept_is_the_same_after_the_loop(first, size):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_the_size_of_a_batch_may_be_open(activation):
     """What is exported with its gradient, as `model.export` does."""

@@ -88,6 +88,7 @@ def test_xla_compiles_the_same_program_as_without_links(monkeypatch):
     assert lines[0] == lines[1]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow's graphs")
 def test_graphs_of_tensorflow_are_the_same_as_without_links(monkeypatch):
     import tensorflow as tf

@@ -219,6 +219,7 @@ def test_two_equal_layers_that_are_called_alone_get_other_bits():
     np.testing.assert_array_equal(found[0], found[2])
 
 
+@pytest.mark.full
 def test_steps_of_a_scan_get_other_bits():
     """The gradient of each is twice that of the one before."""
     layer = keras.layers.RNN(OneMatmul(), return_sequences=True)
@@ -257,6 +258,7 @@ def dequantized(matrix, asked):
 DRAWS, STEPS = 512, 8
 
 
+@pytest.mark.full
 @each
 def test_gradients_are_right_on_average(recipe):
     """4096 draws: equal matrices of a batch, in eight steps."""

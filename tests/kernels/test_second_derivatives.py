@@ -139,6 +139,7 @@ def test_where_nothing_is_rounded_they_are_those_of_float32(name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", mostly(SUMMED_WITH_OTHERS, "heads", "transposed")
 )
@@ -234,6 +235,7 @@ def test_a_gradient_that_is_differentiated_has_the_same_bits(name, recipe):
         np.testing.assert_array_equal(array(one), array(other))
 
 
+@pytest.mark.full
 def test_a_third_derivative_is_refused():
     contraction, tensors = operands("matrices", numbers)
     call = contracted(contraction, recipes.CurrentScaling())

@@ -69,7 +69,7 @@ def unordered(nodes):
     ]
 
 
-@pytest.mark.full_except("None")
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["full", "activations", None])
 def test_no_kernel_is_updated_before_it_was_read_for_its_gradient(mode):
     policy = kpe.Float8DTypePolicy("float32", amax_history_length=4)
@@ -158,6 +158,7 @@ def test_gradients_of_a_compiled_call_are_taken_outside_it():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_without_xla_every_matmul_is_emulated():
     layer = LAYERS["dense"]()
     x = tf.ones((4, 8))
@@ -193,6 +194,7 @@ def test_xla_does_not_compile_for_each_value_of_the_inputs():
     assert all(x.op.type == "StridedSlice" for x in sizes)
 
 
+@pytest.mark.full_except("float8/current")
 @pytest.mark.parametrize("policy", ["float8/4", "float8/current"])
 def test_layers_of_a_size_are_traced_once(policy):
     """Tracing took as long as compiling, in a model of twelve blocks."""

@@ -106,6 +106,7 @@ def test_a_model_trains_to_the_same_weights(monkeypatch, recipe):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 def test_a_model_of_large_layers_is_exported_without_compiled_parts(tmp_path):
     policy = kpe.Float8DTypePolicy("float32", recipe="current")
     model = keras.Sequential(
