@@ -180,6 +180,7 @@ def through_json(model, folder):
     return other
 
 
+@pytest.mark.full_except("through_json", "through_weights")
 @pytest.mark.parametrize(
     "route", [through_keras, through_weights, through_json]
 )
@@ -202,6 +203,7 @@ def keys_of(path):
     return keys
 
 
+@pytest.mark.full_except(".weights.h5")
 @pytest.mark.parametrize("ending", [".weights.h5", ".keras"])
 def test_stock_files_load_here_and_ours_in_stock_layers(ending, tmp_path):
     ours = randomized(attention_model(kpe.layers, policy()), seed=1)
@@ -265,6 +267,7 @@ def test_a_layer_that_is_used_twice_learns(kind, source, recipe, attention):
             assert np.max(amaxes) < 100  # not the sum over all uses
 
 
+@pytest.mark.full
 def test_without_a_word_on_training_a_gradient_observes():
     layer = mha(policy())
     model = keras.Sequential([keras.Input((5, 8)), SelfAttention(layer)])

@@ -141,7 +141,7 @@ def test_the_optimizer_has_no_slots_for_state():
     assert len(optimizer.variables) == len(plain.variables)
 
 
-@pytest.mark.full_except("clipnorm", "clipvalue", "global_clipnorm")
+@pytest.mark.full_except("global_clipnorm")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -237,6 +237,7 @@ def test_the_bias_is_not_rounded_to_bfloat16():
 # Layers that are called by their `call`
 
 
+@pytest.mark.full
 def test_time_distributed_runs_float8():
     layer = kpe.layers.Dense(8, dtype=policy())
     model = keras.Sequential(
@@ -259,7 +260,7 @@ def test_a_layer_as_the_whole_model_trains_in_float8():
     assert state_of(layer)["outputs_grad"][1][0] > 0
 
 
-@pytest.mark.full_except("float32", "mixed_bfloat16")
+@pytest.mark.full_except("float32")
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_subclassed_model_without_a_training_argument_observes(source):
     class Net(keras.Model):

@@ -97,6 +97,7 @@ def test_a_recurrent_cell_is_stable_for_many_steps(unroll):
     assert states["inputs"][1].max() <= bound * np.abs(x).max() * 1.001
 
 
+@pytest.mark.full
 def test_more_than_eight_uses_stay_bounded():
     layer = dense()
     layer.kernel.assign(np.eye(8, dtype="float32"))
@@ -122,6 +123,7 @@ def trained_dense(**kwargs):
     return layer, optimizer
 
 
+@pytest.mark.full
 def test_a_gradient_without_training_leaves_the_state_as_it_was():
     layer, optimizer = trained_dense()
     before = state_of(layer)
@@ -151,6 +153,7 @@ class OneOfTwo(keras.Model):
         return self.used(x, training=training)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_layer_outside_the_loss_keeps_its_state():
     model = OneOfTwo(dense(), trained_dense()[0])
@@ -209,6 +212,7 @@ def test_a_non_finite_input_never_enters_the_history(poison):
     assert np.all(np.isfinite(y))
 
 
+@pytest.mark.full
 def test_a_spike_is_forgotten_after_the_history_has_passed():
     layer, _ = trained_dense(dtype=policy(length=4))
     step(layer, keras.optimizers.SGD(0.0), normal(4, 8) * 1e30, mean_square)

@@ -51,6 +51,7 @@ def public(made):
 NAMES = ["dense", "einsum", "conv", "embedding", "reversible"]
 
 
+@pytest.mark.full_except("dense-tensor", "einsum-channel", "einsum-tensor")
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frozen_layer_shows_numbers_and_not_codes(name, granularity):

@@ -238,12 +238,14 @@ def observed(model, cell, x, training=None):
     return row[0] / UNIT, row[1:9].max() / UNIT
 
 
+@pytest.mark.full
 def test_training_that_is_not_said_observes_where_a_gradient_is_taken():
     layer, x = made("SimpleRNN", float8()), sequences()
     model = keras.Sequential([keras.Input((STEPS, FEATURES)), layer])
     assert observed(model, layer.cell, x) == (1, np.abs(x).max())
 
 
+@pytest.mark.full
 def test_a_layer_used_twice_observes_the_larger_inputs():
     layer, x = made("SimpleRNN", float8()), sequences()
 
@@ -386,6 +388,7 @@ def test_weights_go_to_stock_layers_and_back(tmp_path):
 # Layers that exist already
 
 
+@pytest.mark.full
 def test_an_adopted_layer_is_one_that_was_made_in_float8():
     layer = made("LSTM", "mixed_bfloat16", keras.layers)
     x = sequences()

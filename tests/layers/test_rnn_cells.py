@@ -154,6 +154,7 @@ def test_a_step_is_that_of_quantized_kernels_inputs_and_states(name, options):
     assert_close(grads, expected_grads)
 
 
+@pytest.mark.full
 def test_a_step_in_bfloat16_is_that_in_float32_but_for_roundings():
     x = normal(BATCH, FEATURES + 2 * UNITS, seed=1)
     x = numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))

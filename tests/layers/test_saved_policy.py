@@ -132,6 +132,7 @@ def test_a_policy_set_on_a_built_layer_decides_how_observations_settle():
     assert layer.float8_state.matrices[0].recipe == given.recipe
 
 
+@pytest.mark.full
 def test_stock_quantize_leaves_a_float8_layer_as_it_is():
     model = observed("sequential")
     before = model.get_weights()

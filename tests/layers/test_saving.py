@@ -212,6 +212,7 @@ def test_a_built_layer_comes_back_with_its_weights_and_state(tmp_path):
     assert_equal(layer.weights, again.weights)
 
 
+@pytest.mark.full
 def test_a_float16_model_keeps_weights_state_and_policy(tmp_path):
     with kpe.policy_scope(float8("mixed_float16")):
         model = randomized(fresh("sequential", float8("mixed_float16")))

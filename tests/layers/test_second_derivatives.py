@@ -210,6 +210,7 @@ def test_loops_are_differentiated_twice_where_the_framework_lets_them(unroll):
     assert all(np.any(numpy(g)) for g in gradients[:2])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of its functions")
 def test_a_function_of_tensorflow_is_refused_inside_of_the_tapes():
     import tensorflow as tf

@@ -109,6 +109,7 @@ def test_micro_batches_count_once():
     assert counts(fit(dense(), optimizer, batches=6)) == [3]
 
 
+@pytest.mark.full
 def test_a_skipped_step_does_not_count():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
     model = fit(dense(), optimizer, batches=5, bad=[1, 3, 4])
@@ -144,6 +145,7 @@ def test_the_count_starts_anew_where_float32_ends(times):
     assert counts(fit(model, batches=2)) == [1]
 
 
+@pytest.mark.full
 def test_the_count_of_many_uses_is_exact():
     """Their sum is beyond what float32 holds exactly."""
     source = source_of(recipes.NVFP4Scaling())
@@ -281,6 +283,7 @@ def test_a_file_of_amaxes_and_one_of_steps_load_into_each_other(tmp_path):
     assert not numpy(state)[:, 1:].any()
 
 
+@pytest.mark.full
 def test_the_number_of_steps_goes_on_after_loading(tmp_path):
     model = counting(41)
     fit(model, batches=2)
