@@ -59,6 +59,7 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"keras-policy-ext {__version__}\n"
 
 
+@pytest.mark.full
 def test_doctor_tells_backend_and_a_reason_for_every_contraction(capsys):
     assert cli.main(["doctor"]) == 0
 
@@ -231,6 +232,7 @@ def test_the_command_needs_no_variable():
     assert process.stdout == f"keras-policy-ext {__version__}\n"
 
 
+@pytest.mark.full
 def test_a_package_without_a_backend_says_what_to_set():
     process = subprocess.run(
         [sys.executable, "-c", "import keras_policy_ext"],

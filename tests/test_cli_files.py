@@ -14,6 +14,7 @@ from keras_policy_ext.stored_kernels import StoredKernel
 pytestmark = pytest.mark.usefixtures("environment_is_restored")
 
 
+@pytest.mark.full
 def test_memory_compares_a_saved_model_with_policies(tmp_path, capsys):
     projection = keras.layers.Dense(4, name="projection")
     model = keras.Sequential([keras.Input((None, 8)), projection])
@@ -136,6 +137,7 @@ def test_shrink_loads_freezes_and_saves(tmp_path, capsys):
     assert sizes[1] < 0.4 * sizes[0]
 
 
+@pytest.mark.full
 def test_shrink_takes_static_scales_from_the_file(tmp_path, capsys):
     import keras_policy_ext as kpe
 

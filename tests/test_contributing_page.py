@@ -35,6 +35,7 @@ def test_to_add_something_takes_forty_lines_to_read(what):
     assert 10 < len(section(f"Add a {what}").strip().splitlines()) <= 40
 
 
+@pytest.mark.full
 def test_add_a_recipe(registry, tmp_path):
     recipe = names_of("Add a recipe")["PerRow"]()
     policy = kpe.Float8DTypePolicy("mixed_bfloat16", recipe="per_row")

@@ -49,6 +49,7 @@ def examples(page):
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.full_except("autocasting.md")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_give_what_it_states(page):
     test = doctest.DocTestParser().get_doctest(

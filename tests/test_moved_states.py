@@ -59,6 +59,7 @@ def without_state(model):
     return fresh
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The float8 state of a layer was changed")
 def test_a_state_that_was_moved_counts_as_never_observed():
     model = moved(trained_by_keras([16 * x for x in batches()]))
@@ -115,6 +116,7 @@ def test_arrays_of_a_state_that_was_moved_are_refused():
     assert_same_bits(values_of(model), before)
 
 
+@pytest.mark.full
 def test_an_average_of_two_states_is_a_state():
     """`zip(net.weights, ema.weights)`, as moving averages are written."""
     model, average = trained_by_keras(batches()), trained_by_keras(batches(1))

@@ -114,6 +114,9 @@ def first_amaxes(stack):
     return state_of(dense)["inputs"][1]
 
 
+@pytest.mark.full_except(
+    "Called-pairs", "functional-pairs", "functional-tuple of pairs"
+)
 @pytest.mark.parametrize("form", ["inputs", "pairs", "tuple of pairs"])
 @pytest.mark.parametrize("make", [in_float8, functional, Called])
 def test_a_list_of_batches_is_not_taken_for_inputs(make, form):

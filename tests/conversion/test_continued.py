@@ -115,6 +115,7 @@ def test_the_optimizer_equals_one_that_was_built_in_float8():
     ]
 
 
+@pytest.mark.full
 def test_layers_frozen_since_keep_their_slots():
     model = trained()
     model.layers[0].trainable = False
@@ -130,6 +131,7 @@ def test_an_optimizer_that_has_not_trained_is_built_by_training():
     assert np.isfinite(fit(model)).all()
 
 
+@pytest.mark.full
 def test_evaluation_and_prediction_are_traced_anew():
     model = trained()
     x, y = data()

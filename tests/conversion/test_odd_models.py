@@ -108,6 +108,7 @@ def test_the_first_and_the_last_layer_are_so_in_nested_models_too():
 # Arguments
 
 
+@pytest.mark.full
 def test_numpy_bools_and_ints_are_bools_and_ints():
     model = stack(keras.layers.Dense(6))
     report = kpe.convert(
@@ -188,6 +189,7 @@ def test_a_conversion_that_fails_changes_nothing():
 # What stays behind
 
 
+@pytest.mark.full
 def test_reverted_layers_keep_no_attribute_of_their_forms():
     inputs = keras.Input((4, 6))
     x = keras.layers.MultiHeadAttention(2, 3)(inputs, inputs)
@@ -233,6 +235,7 @@ def test_models_that_share_an_optimizer_keep_its_states():
     assert known.issuperset(id(v) for v in second.trainable_variables)
 
 
+@pytest.mark.full
 def test_a_model_may_share_its_optimizer_with_one_inside_it():
     inner = stack(keras.layers.Dense(6))
     model = stack(inner, keras.layers.Dense(6))

@@ -79,6 +79,7 @@ def by_path(report):
     return {entry.path: entry.policy for entry in report.converted}
 
 
+@pytest.mark.full
 def test_a_model_that_has_no_call_is_converted_and_reverted():
     model = gan()
     assert not model.built
@@ -143,6 +144,7 @@ def test_parts_that_never_get_weights_need_not_be_built():
     assert len(kpe.convert(model, POLICY).converted) == 6
 
 
+@pytest.mark.full
 def test_a_model_with_a_call_is_converted_once_its_parts_are_built():
     class Net(keras.Model):
         def __init__(self):
@@ -210,6 +212,7 @@ def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_function_gets_batches_as_they_are_and_no_more_than_steps():
     model, seen = gan(), []
     kpe.convert(model, POLICY)
@@ -262,6 +265,7 @@ def test_load_model_brings_back_all_parts_and_all_optimizers(tmp_path, options):
     ]
 
 
+@pytest.mark.full
 def test_weights_load_into_a_model_that_is_not_built_or_change_nothing(
     tmp_path,
 ):

@@ -46,6 +46,7 @@ def modes(stack):
     return [layer.quantization_mode for layer in stack.layers]
 
 
+@pytest.mark.full_except("converted-float8", "made-float8", "made-int8")
 @pytest.mark.parametrize("mode", ["int8", "float8"])
 @pytest.mark.parametrize("how", ["converted", "made"])
 def test_a_layer_in_float8_stays_so_and_says_what_to_do(how, mode):
@@ -80,6 +81,7 @@ def test_a_report_of_keras_has_no_layer_in_float8_among_the_quantized():
     assert [path for path, *_ in report.quantized] == [last.path]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", mostly([1, 2], 2))
 @pytest.mark.parametrize(
     "layers", mostly([keras.layers, kpe.layers], keras.layers)

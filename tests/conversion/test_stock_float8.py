@@ -63,6 +63,7 @@ def test_layers_in_stock_float8_are_taken_over(policy):
     assert len(dense.weights) == 2
 
 
+@pytest.mark.full
 def test_a_model_trained_in_stock_float8_goes_on():
     """Fact A16: Keras raises after `quantize`, unless compiled again."""
     x, y = normal(8, 6), normal(8, 2)

@@ -153,7 +153,7 @@ def two_layers():
     return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(2)])
 
 
-@pytest.mark.full_except("after")
+@pytest.mark.full
 @pytest.mark.parametrize("when", ["before", "after", "when made"])
 def test_a_frozen_layer_has_a_frozen_state(when):
     network = two_layers()

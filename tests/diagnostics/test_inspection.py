@@ -31,6 +31,7 @@ def trained():
     return model, x
 
 
+@pytest.mark.full
 def test_numbers_are_those_of_the_state():
     model, x = trained()
     (body, norm, head) = kpe.inspect(model).layers

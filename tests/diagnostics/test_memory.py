@@ -88,6 +88,7 @@ def kept_dtype():
     return "uint8" if name.startswith("float8") else name
 
 
+@pytest.mark.full
 def test_weights_state_and_optimizer_are_those_of_their_variables():
     model = mlp()
     model.compile("adam", "mse")

@@ -240,6 +240,7 @@ def test_the_report_as_data_and_as_tables():
     assert "<table>" in report._repr_html_()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not keras.__version__.startswith("3.15"), reason="the page is of Keras 3.15"
 )

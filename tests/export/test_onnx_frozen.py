@@ -96,11 +96,7 @@ def sums_of_magnitudes(model, x):
     return keras.ops.convert_to_numpy(model(np.abs(x)))
 
 
-@pytest.mark.full_except(
-    "conv 2d-channel-None",
-    "einsum that turns-block-None",
-    "einsum that turns-channel-dynamic",
-)
+@pytest.mark.full_except("einsum that turns-channel-dynamic")
 @pytest.mark.parametrize("activations", [None, "dynamic", "static"])
 @pytest.mark.parametrize(
     "granularity", mostly(["channel", "tensor", "block"], "channel", "block")
@@ -124,7 +120,7 @@ def test_file_predicts_what_the_frozen_model_does(
         assert np.all(np.abs(outputs - expected) <= allowed)
 
 
-@pytest.mark.full_except("True-2", "True-3")
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_relu_before_static_scales_stays(rank, use_bias, tmp_path):

@@ -208,6 +208,7 @@ OF_FRAMEWORKS = [
 OF_CHANNELS_LAST = ("max 2d first", "transposed 2d first")
 
 
+@pytest.mark.full_except("all average 2d", "all average 3d", "all max 2d")
 @pytest.mark.parametrize("name", mostly(ONE_INPUT, *OF_FRAMEWORKS))
 def test_layer_of_one_input(name, tmp_path):
     make, shape = ONE_INPUT[name]

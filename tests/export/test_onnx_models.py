@@ -146,6 +146,7 @@ def test_layers_that_are_left_out_stay_float32(tmp_path):
     assert {node.name.split("/")[0] for node in casts} == {"last"}
 
 
+@pytest.mark.full
 def test_all_layers_left_out_is_the_model_itself(tmp_path):
     x = keras.Input((6, 6, 3))
     y = layers.Conv2D(4, 3)(x)
@@ -189,6 +190,7 @@ def test_layers_in_float8_are_written(tmp_path):
     assert a == b
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dense", "einsum", "conv", "embedding"])
 def test_adapters_are_added_to_the_kernel(kind, tmp_path):
     made = {

@@ -79,6 +79,9 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(one.scale, kernel.scale)
 
 
+@pytest.mark.full_except(
+    "float8_e4m3fn-block", "float8_e5m2-block", "float8_e5m2-tensor"
+)
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 @pytest.mark.parametrize("weights", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_frozen_model_is_written_with_its_bytes(
@@ -108,6 +111,7 @@ def test_a_float_model_is_quantized_as_freeze_does(granularity, tmp_path):
     assert_same(quantized(path), held(live))
 
 
+@pytest.mark.full
 def test_all_other_weights_are_in_floats_as_they_are(tmp_path):
     live = model("bfloat16")
     path = tmp_path / "model.safetensors"
@@ -185,6 +189,7 @@ def test_adapters_are_merged(frozen, name, tmp_path):
     assert error <= 16 / 448 * 1.01
 
 
+@pytest.mark.full
 def test_static_scales_of_inputs_are_in_the_file(tmp_path):
     live = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     kpe.convert(live)
@@ -197,6 +202,7 @@ def test_static_scales_of_inputs_are_in_the_file(tmp_path):
     assert "static" in str(report)
 
 
+@pytest.mark.full
 def test_embeddings_beside_static_scales_need_none(tmp_path):
     words = keras.layers.Embedding(5, 4, name="words")
     inputs = keras.Input((), dtype="int32")

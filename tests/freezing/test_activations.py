@@ -66,6 +66,7 @@ def test_dynamic_scales_tokens_of_a_kernel_with_a_batch():
     assert_near(outputs_of(model, x), expected)
 
 
+@pytest.mark.full
 def test_dynamic_scales_each_example_of_a_convolution():
     model = sequential((6, 5, 3), LAYERS.Conv2D(4, 2, padding="same"))
     kernel, bias = map(numpy, model.layers[0].weights)
@@ -78,6 +79,7 @@ def test_dynamic_scales_each_example_of_a_convolution():
     assert_near(outputs_of(model, x), numpy(twin) + bias)
 
 
+@pytest.mark.full
 def test_dynamic_scales_logits_of_a_reversible_embedding():
     layer = LAYERS.ReversibleEmbedding(11, 6)
     layer.build((None,))
@@ -93,6 +95,7 @@ def test_dynamic_scales_logits_of_a_reversible_embedding():
     )
 
 
+@pytest.mark.full
 def test_dynamic_scales_inputs_and_states_of_a_recurrent_layer():
     model = sequential((3, 6), LAYERS.SimpleRNN(5, use_bias=False))
     kernel, recurrent = map(numpy, model.layers[0].weights)
@@ -117,6 +120,7 @@ def calibrated(x):
     return model
 
 
+@pytest.mark.full
 def test_static_takes_the_scale_of_calibration():
     seen = normal(8, 4, 6, seed=9)
     model = calibrated(seen)
@@ -130,6 +134,7 @@ def test_static_takes_the_scale_of_calibration():
     assert_near(outputs_of(model, x), expected + bias)
 
 
+@pytest.mark.full
 def test_static_takes_the_largest_amax_of_the_history():
     model = sequential((6,), LAYERS.Dense(5))
     kpe.convert(model, DELAYED)

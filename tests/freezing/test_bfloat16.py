@@ -83,6 +83,7 @@ def assert_floats(model, expected, dtype):
     assert not expected
 
 
+@pytest.mark.full_except("tensor")
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 def test_kernels_are_those_of_the_same_numbers_in_float32(granularity):
     made, expected = frozen(granularity=granularity)
@@ -131,6 +132,7 @@ def test_adapters_are_added_in_float32(rank, tmp_path):
         np.testing.assert_allclose(got[names(each)], value, rtol=2**-20)
 
 
+@pytest.mark.full_except("None")
 @pytest.mark.parametrize("activations", [None, "dynamic"])
 def test_a_saved_model_is_the_same(activations, tmp_path):
     made, _ = frozen(activations=activations)

@@ -70,9 +70,7 @@ def assert_alike(model, other):
     np.testing.assert_array_equal(outputs_of(model, x), outputs_of(other, x))
 
 
-@pytest.mark.full_except(
-    "functional-deepcopy", "functional-folder", "functional-load_model"
-)
+@pytest.mark.full_except("functional-deepcopy", "functional-folder")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [blocks, functional, subclassed])
 def test_layers_that_a_class_makes_anew_are_frozen_again(tmp_path, build, way):

@@ -110,6 +110,7 @@ def one_is(value):
     return make
 
 
+@pytest.mark.full_except("kernel", "kernel.inputs_scale", "kernel.scale")
 @pytest.mark.parametrize("name", ENTRIES[:-1])
 def test_an_entry_that_is_missing(live, saved, tmp_path, name):
     def damage(file):
@@ -223,6 +224,7 @@ def test_truncated_files(live, saved, tmp_path, kind):
         np.testing.assert_array_equal(value, numpy(variable))
 
 
+@pytest.mark.full
 def test_bytes_that_are_flipped_are_told_or_load_as_codes(
     live, saved, tmp_path
 ):

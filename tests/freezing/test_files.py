@@ -96,7 +96,7 @@ def test_a_model_comes_back_whole(tmp_path, granularity, activations):
         np.testing.assert_allclose(numpy(one), numpy(other), rtol=1e-5)
 
 
-@pytest.mark.full_except("mixed", "subclassed")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_models_of_every_sort_come_back(tmp_path, kind):
     model, _ = BUILDERS[kind]()
@@ -112,6 +112,7 @@ def test_a_folder_comes_back(tmp_path):
     assert_same(model, kpe.load_model(tmp_path / "model"), normal(4, 6))
 
 
+@pytest.mark.full
 def test_a_model_frozen_in_part_and_converted_in_part(tmp_path):
     model = stack()
     kpe.freeze(model, include="/a")
@@ -178,6 +179,7 @@ def test_dequantize_loads_what_codes_stand_for(tmp_path, kind):
     assert not frozen_layers(other)
 
 
+@pytest.mark.full
 def test_dequantize_of_layers_of_many_kernels(tmp_path):
     def build():
         x = keras.Input((4,), dtype="int32")
@@ -227,6 +229,7 @@ def test_a_frozen_model_refuses_float_weights_with_the_way_out(tmp_path):
         np.testing.assert_array_equal(value, numpy(variable))
 
 
+@pytest.mark.full
 def test_a_model_frozen_otherwise_refuses_the_file(tmp_path):
     path = tmp_path / "model.weights.h5"
     trained(granularity="tensor").save_weights(path)

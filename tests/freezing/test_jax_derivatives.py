@@ -27,6 +27,7 @@ def functions():
     return [lambda x, each=each: each(x[None])[0] for each in models]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("derivative", ["jacrev", "hessian"])
 def test_reverse_mode_and_what_is_taken_of_it(derivative):
     frozen, thawed = (getattr(jax, derivative)(f)(X) for f in functions())

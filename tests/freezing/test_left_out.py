@@ -79,6 +79,7 @@ def model_of(layer):
     return keras.Sequential([keras.Input((6,)), layer, LAYERS.Dense(3)])
 
 
+@pytest.mark.full_except("freeze-both", "freeze-loads", "freeze-mixin")
 @pytest.mark.parametrize("kind", OWN_FILES)
 @pytest.mark.parametrize("change", [kpe.convert, kpe.freeze])
 def test_a_layer_with_files_of_its_own_comes_back(change, kind, tmp_path):
@@ -209,6 +210,7 @@ def language_model():
     return keras.Model(ids, table(x, reverse=True))
 
 
+@pytest.mark.full_except(".*-None", ".*-dynamic", ".*-static")
 @pytest.mark.parametrize("activations", [None, "dynamic", "static"])
 @pytest.mark.parametrize("include", [None, ".*"])
 def test_what_logits_are_computed_of_stays_where_inputs_are_rounded(
@@ -236,6 +238,7 @@ def test_what_logits_are_computed_of_stays_where_inputs_are_rounded(
         )
 
 
+@pytest.mark.full
 def test_freeze_asks_no_layer_for_its_config():
     class Asked(Exception):
         pass

@@ -210,6 +210,7 @@ def made_variables(monkeypatch):
     return found
 
 
+@pytest.mark.full
 def test_no_float_kernel_is_made_while_loading(tmp_path, monkeypatch):
     layers = [keras.layers.Conv1D(5, 3), keras.layers.GRU(7)]
     model = keras.Sequential(

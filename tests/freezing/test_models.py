@@ -83,6 +83,7 @@ def test_converted_models_are_frozen(kind):
     model.train_on_batch(x, y)
 
 
+@pytest.mark.full
 def test_attention_whose_products_are_float8_stays_so():
     x = keras.Input((5, 8))
     layer = LAYERS.MultiHeadAttention(2, 4, name="attention")
@@ -230,6 +231,7 @@ def test_inspect_says_how_kernels_are_stored():
     assert kpe.inspect(model).as_dict()["layers"][0]["stored"]
 
 
+@pytest.mark.full
 def test_inspect_says_the_scale_of_static_inputs():
     model = sequential((6,), LAYERS.Dense(4))
     kpe.convert(model, "float8/4_from_float32")
@@ -260,6 +262,7 @@ def test_loops_have_what_trains_and_no_codes():
         kpe.loops.settle(model)
 
 
+@pytest.mark.full
 def test_doctor_and_calibrate_pass_frozen_layers_by():
     model = sequential((6,), LAYERS.Dense(4, name="a"), LAYERS.Dense(2))
     kpe.freeze(model, include="/a", activations="dynamic")

@@ -32,11 +32,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.full_except(
-    "dense-tensor-None",
-    "no part divides it-channel-None",
-    "no part divides it-tensor-None",
-)
+@pytest.mark.full_except("dense-tensor-None", "no part divides it-tensor-None")
 @pytest.mark.parametrize("activations", [None, "dynamic"])
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 @pytest.mark.parametrize("name", LAYERS)

@@ -45,6 +45,7 @@ def floats_of_shape(model, shape):
     return held
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_the_thawed_model():
     model = tower()
     kpe.freeze(model)
@@ -72,6 +73,7 @@ def test_gradients_are_those_of_the_thawed_model():
         )
 
 
+@pytest.mark.full
 def test_only_the_rest_trains():
     model = compiled(tower())
     kpe.freeze(model)
@@ -127,6 +129,7 @@ def test_no_float_form_of_a_kernel_is_left():
     assert floats_of_shape(model, shape)
 
 
+@pytest.mark.full
 def test_trainable_stays_off_for_codes():
     model = compiled(tower())
     kpe.freeze(model)

@@ -83,6 +83,7 @@ def test_under_other_policies_too(policy, granularity):
     np.testing.assert_array_equal(outputs_of(model, batch(model, 4)), before)
 
 
+@pytest.mark.full_except("convolution-None", "dense-None", "einsum-None")
 @pytest.mark.parametrize("activations", [None, "dynamic"])
 @pytest.mark.parametrize("build", MODELS)
 def test_no_call_widens_codes(build, activations, monkeypatch):
@@ -99,6 +100,7 @@ def test_no_call_widens_codes(build, activations, monkeypatch):
     model(batch(model, 7))
 
 
+@pytest.mark.full
 def test_gradients_and_adapters_are_those_of_the_frozen_model():
     models = [frozen(dense) for _ in range(2)]
     kpe.widen(models[1])

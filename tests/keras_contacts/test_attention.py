@@ -38,6 +38,7 @@ def test_keras_offers_no_attention_to_override(cls):
     assert set(members_about(cls, *words)) <= {"attention_axes"}
 
 
+@pytest.mark.full_except("GroupedQueryAttention")
 @pytest.mark.parametrize("cls", LAYERS)
 def test_attention_of_two_other_products_is_that_of_keras(cls):
     stock, layer = made(cls), made(cls)

@@ -38,6 +38,7 @@ def backbone():
     )
 
 
+@pytest.mark.full
 def test_the_families_that_are_written():
     assert keras_hub_export.families() == FAMILIES
     assert keras_hub_export.family(backbone()) == "Llama3Backbone"

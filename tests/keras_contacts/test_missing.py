@@ -143,7 +143,7 @@ def cases():
     ]
 
 
-@pytest.mark.full_except("Layer._convert_input_args")
+@pytest.mark.full
 @pytest.mark.parametrize("cls, name", cases())
 def test_models_convert_train_and_revert_without(cls, name, expected):
     with hidden(cls, name):

@@ -43,6 +43,7 @@ def test_float8_keeps_the_outputs_that_keras_keeps(padding):
         np.testing.assert_array_equal(numpy(model(x)), expected, str(more))
 
 
+@pytest.mark.full_except("2-3-valid")
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding"),
     [(3, 2, "same"), (4, 3, "same"), (2, 3, "valid")],

@@ -30,6 +30,7 @@ def error_of(capsys, *arguments):
     return line
 
 
+@pytest.mark.full
 def test_writes_a_file_that_keras_reads(capsys, tmp_path):
     name = "functional_float16.h5"
     out = tmp_path / "new.keras"

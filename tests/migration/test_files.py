@@ -32,6 +32,7 @@ SLOTS = {
 }
 
 
+@pytest.mark.full_except("recurrent.keras", "tensorflow_2_3.h5")
 @pytest.mark.parametrize("name", WITHOUT_CODE)
 def test_predictions_are_those_of_tf_keras(name):
     model = loaded(name)
@@ -119,6 +120,7 @@ def test_iterations_and_slots_are_restored_to_the_bit(name):
     assert restored_slots(optimizer) == saved_slots(name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -249,6 +251,7 @@ def test_file_is_not_touched(name, tmp_path):
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["nested.keras", "recurrent.h5"])
 def test_model_is_one_of_keras_3_from_now_on(name, tmp_path):
     path = tmp_path / "new.keras"

@@ -29,6 +29,7 @@ def counting(*shape):
     return np.arange(np.prod(shape), dtype="float32").reshape(shape) / 8
 
 
+@pytest.mark.full
 def test_arguments_of_a_call_that_are_none_are_left_out(tmp_path):
     # tf_keras writes both next to the states of a Bidirectional.
     nothing = {"initial_state": None, "constants": None}

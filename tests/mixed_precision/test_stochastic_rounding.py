@@ -63,6 +63,7 @@ def standard_errors(update, steps=STEPS, size=SIZE // 2):
 # The weights move
 
 
+@pytest.mark.full
 def test_adam_steps_that_bfloat16_loses_arrive_in_expectation():
     """Adam's update here is the learning rate: 1e-3, a quarter of a gap."""
     wide = moves(fitted("float32", keras.optimizers.Adam(1e-3)))
@@ -98,6 +99,7 @@ def descend(inner, dtype, gradient, steps):
     return values(variable).mean(dtype="float64")
 
 
+@pytest.mark.full
 def test_equal_variables_with_equal_gradients_are_rounded_by_other_bits():
     variables = [
         keras.Variable(np.ones(SIZE), dtype="bfloat16") for _ in range(2)
@@ -140,6 +142,7 @@ def test_float16_weights_move_too():
     assert abs(narrow - (1 - 2.0**-12)) < bound < 2.0**-13
 
 
+@pytest.mark.full
 def test_accumulation_and_averages_act_as_in_float32_when_compiled():
     """Both take other branches of the graph in some steps."""
 
@@ -283,6 +286,7 @@ def test_float16_models_get_a_loss_scaler_around_it():
     assert optimizer.inner_optimizer is inner
 
 
+@pytest.mark.full
 def test_a_model_converted_to_float8_goes_on_training_with_its_averages():
     layers = [
         keras.layers.Dense(n, use_bias=False, dtype="bfloat16") for n in (8, 4)
@@ -349,6 +353,7 @@ def test_learning_rate_and_iterations_are_those_of_the_inner_optimizer():
 # Files
 
 
+@pytest.mark.full
 def test_training_goes_on_after_reloading_as_if_it_had_not_stopped(tmp_path):
     random = np.random.default_rng(0)
     x = random.normal(size=(12, 8)).astype("float32")

@@ -352,7 +352,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.full_except("accumulation")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_scaler_changes_no_number_in_float32(kind):
     # Powers of two scale without rounding, so that nothing may differ.
