@@ -84,10 +84,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     Attributes:
         inner_optimizer: The wrapped optimizer.
-        dynamic, initial_scale, dynamic_growth_steps, multiplier,
-            minimum_scale, maximum_scale, max_skipped_steps: As given,
-            defaults filled in; `dynamic_growth_steps` is None for a fixed
-            scale.
+        dynamic, initial_scale, multiplier: As given, defaults filled in.
+        minimum_scale, maximum_scale, max_skipped_steps: Likewise.
+        dynamic_growth_steps: Likewise; None for a fixed scale.
 
     Raises:
         TypeError: If an argument has the wrong type, `inner_optimizer` is no
