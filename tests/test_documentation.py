@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 
+import page_programs
 from keras_policy_ext import recipes
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
@@ -47,6 +48,15 @@ def examples(page):
             line = ""
         lines.append(line if inside else "")
     return "\n".join(lines) + "\n"
+
+
+PROGRAMS = ["train.md", "serve.md"]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page_programs.run(DOCS / page, keras.backend.backend())
 
 
 @pytest.mark.full_except("autocasting.md")

@@ -18,7 +18,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 def site(tmp_path_factory):
     """The folder of the site, built with every warning an error."""
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    # With `--quiet` no warning would be counted.
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(
         [*build, "--site-dir", str(folder)],
         cwd=ROOT,
@@ -43,6 +44,7 @@ def address(site):
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture(scope="session")
