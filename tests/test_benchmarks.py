@@ -5,6 +5,7 @@ import json
 import benchmark_page
 import bounds
 import break_even
+import charts
 import counts
 import estimates
 import pytest
@@ -31,6 +32,32 @@ def row(variant, moved, large, float8_matmuls, **kwargs):
 
 PLAIN = row("bfloat16", 6.0, 3, 0)
 FLOAT8 = row("float8 delayed", 12.0, 8, 3)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("chart", charts.charts(), ids=lambda c: c.name)
+def test_a_chart_is_that_of_the_committed_results(chart):
+    found = (charts.IMAGES / f"{chart.name}.svg").read_text("utf-8")
+    assert found == charts.svg(chart), (
+        "run python integration/benchmarks/charts.py"
+    )
+    assert f"images/{chart.name}.svg" in benchmark_page.HEAD
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    ("milliseconds", "words"),
+    [
+        (5000, "5 s"),
+        (13700, "13.7 s"),
+        (999.9, "1 s"),
+        (18.6, "18.6 ms"),
+        (0.571, "571 µs"),
+        (0.9999, "1 ms"),
+    ],
+)
+def test_times_are_in_the_unit_that_a_person_says(milliseconds, words):
+    assert benchmark_page.duration(milliseconds) == words
 
 
 def test_the_page_is_that_of_the_committed_results():
