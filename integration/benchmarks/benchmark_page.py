@@ -85,7 +85,7 @@ KERAS_BACKEND=jax python integration/benchmarks/layer.py
 | --- | --- |
 | `layer.py` | matmuls, and training steps of a Dense layer |
 | `llama_block.py` | a block with grouped queries and SwiGLU |
-| `transformer_step.py` | steps of `fit` of twelve such blocks, and the first step, which compiles |
+| `transformer_step.py` | steps of `fit` of twelve such blocks, and the first |
 | `recipes.py` | a layer under each recipe, without an optimizer |
 | `memory.py` | the most memory that a step holds at a time |
 
