@@ -122,6 +122,12 @@ class Operands:
         }
 
 
+@functools.lru_cache(maxsize=1024)
+def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
+    """Return the operands of a contraction; the same object for equal ones."""
+    return Operands(contraction, recipe)
+
+
 def storing(cast: Any) -> Any:
     """A cast whose result is stored: see `Framework.stored`."""
 

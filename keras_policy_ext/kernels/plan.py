@@ -10,7 +10,7 @@ from typing import Any
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.bound_plan import BoundPlan
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
-from keras_policy_ext.kernels.operands import Operands
+from keras_policy_ext.kernels.operands import Operands, operands_of
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.kernels.residuals import Residuals
 from keras_policy_ext.numerics.observations import SLOTS
@@ -78,7 +78,7 @@ class Plan:
     @functools.cached_property
     def operands(self) -> Operands:
         """For each operand: its quantization in each matmul, and its layout."""
-        return Operands(self.contraction, self.recipe)
+        return operands_of(self.contraction, self.recipe)
 
     @functools.cached_property
     def asked(self) -> dict[tuple[str, str], Quantization | None]:

@@ -1,0 +1,138 @@
+"""Counts the calls of functions of the package, and the files they are in.
+
+`python tests/calls_counted.py` prints them for `KERAS_BACKEND`.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+import keras_policy_ext as kpe
+from keras_policy_ext.numerics.observations import SLOTS
+
+ROOT = pathlib.Path(kpe.__file__).parent
+
+
+class Count(NamedTuple):
+    """How many calls there were, and in how many files of the package."""
+
+    calls: int
+    files: int
+
+
+def counted(function):
+    """Call a function; return what it returns, and a `Count`."""
+    root, calls, files = f"{ROOT}/", [0], set()
+
+    def see(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(root):
+            calls[0] += 1
+            files.add(path)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(before)
+    return result, Count(calls[0], len(files))
+
+
+def size_of_package():
+    """Return how many files and lines the package has."""
+    files = list(ROOT.rglob("*.py"))
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    return {"files": len(files), "lines": lines}
+
+
+def steady_step():
+    """Count the parts of a step of a Dense that has been called before."""
+    layer = kpe.layers.Dense(16, dtype="float8_from_float32")
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+    layer.build(x.shape)
+    step = globals()[f"_step_of_{keras.backend.backend()}"](layer, x)
+    # The uses of a kernel between two assignments have plans of their own.
+    for _ in range(SLOTS + 1):
+        found = step()
+    return found
+
+
+def _step_of_torch(layer, x):
+    x = keras.ops.convert_to_tensor(x)
+    variables = layer.trainable_variables
+    optimizer = keras.optimizers.SGD(1e-3)
+    optimizer.build(variables)
+
+    def step():
+        outputs, forward = counted(lambda: layer(x, training=True))
+        _, backward = counted((outputs**2).sum().backward)
+        gradients = [each.value.grad for each in variables]
+        _, update = counted(lambda: optimizer.apply(gradients, variables))
+        layer.zero_grad()
+        return {"forward": forward, "backward": backward, "update": update}
+
+    return step
+
+
+def _step_of_jax(layer, x):
+    import jax
+
+    def loss(weights, others):
+        outputs, _ = layer.stateless_call(weights, others, x, training=True)
+        return (outputs**2).sum()
+
+    values = [v.value for v in layer.trainable_variables], []
+    gradient = jax.grad(loss)
+
+    def step():
+        with jax.disable_jit():  # so that what JAX has compiled counts as well
+            return {"gradient": counted(lambda: gradient(*values))[1]}
+
+    return step
+
+
+def _step_of_tensorflow(layer, x):
+    import tensorflow as tf
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x, training=True) ** 2)
+        return tape.gradient(loss, [v.value for v in layer.trainable_variables])
+
+    def step():
+        tf.config.run_functions_eagerly(True)  # so that graphs count as well
+        try:
+            return {"gradient": counted(gradient)[1]}
+        finally:
+            tf.config.run_functions_eagerly(False)
+
+    return step
+
+
+def programs():
+    """Count `convert` and `load_model`, each called a second time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.keras"
+        for _ in range(2):
+            model = keras.Sequential(
+                [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
+            )
+            _, convert = counted(lambda: kpe.convert(model, "float8"))  # noqa: B023
+            model.save(path)
+            _, load = counted(lambda: kpe.load_model(path))
+    return {"convert": convert, "load_model": load}
+
+
+def all_counts():
+    """Everything that is counted, as JSON types."""
+    return {**size_of_package(), **steady_step(), **programs()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(all_counts()))
