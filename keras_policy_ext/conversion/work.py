@@ -208,8 +208,9 @@ class _Inputs:
         )
 
 
-# In place of a size that is not known. More where the model refuses 1.
-_FILLERS = (1, 32)
+# In place of a size that is not known. More where the model refuses less:
+# layers shorten images, and sound even more.
+_FILLERS = (1, 32, 1024)
 
 
 def _inputs(model: keras.Layer) -> Iterator[_Inputs]:

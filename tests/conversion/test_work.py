@@ -242,6 +242,22 @@ def test_sizes_that_are_none_count_as_one_and_are_said_to(shape):
         assert "not known" in text
 
 
+def test_sound_of_unknown_length_is_long_enough_for_its_convolution():
+    kernel = keras.Variable(np.ones((4, 8), "float32"))
+    model = keras.Sequential(
+        [
+            keras.Input((None, 1)),
+            layers.Conv1D(4, 127, strides=64),
+            layers.Lambda(lambda x: ops.matmul(x, kernel)),
+        ]
+    )
+    totals = kpe.convert(model).totals
+    assert not totals.sizes_known
+    # Of each position 127 numbers, and then 8, make 4.
+    share = totals.multiplications_in_float8 / totals.multiplications
+    assert share == 127 / (127 + 8)
+
+
 def test_layers_whose_shapes_nobody_knows_count_once_and_nothing_fails():
     layer = Failing()
     layer.built = True
