@@ -58,6 +58,7 @@ def test_a_link_of_pytorch_has_memory_for_one_number():
     np.testing.assert_array_equal(leaf.grad, np.full((100, 30), 2.0))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "jax", reason="of JAX's links")
 def test_xla_compiles_the_same_program_as_without_links(monkeypatch):
     """Loops included, in which a link would be stacked."""

@@ -125,7 +125,7 @@ def numbers(shape, seed):
     return normal(*shape, seed=seed)
 
 
-@pytest.mark.full_except("convolution")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", mostly(CONTRACTIONS, "matrices", "batch", "convolution")
 )
