@@ -148,6 +148,7 @@ def test_what_was_not_frozen_stays_in_floats(tmp_path):
     assert "not frozen" in str(report)
 
 
+@pytest.mark.full
 def test_no_state_optimizer_or_adapter_is_in_the_file(tmp_path):
     live = model()
     kpe.convert(live)

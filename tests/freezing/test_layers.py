@@ -251,6 +251,7 @@ def assert_near(found, expected):
         assert error <= 2e-6 * np.linalg.norm(other)
 
 
+@pytest.mark.full_except("abc,bcd->abd", "conv2d groups", "dense", "embedding")
 @pytest.mark.parametrize("kind", mostly(list(CASES), *EVERYWHERE))
 def test_a_frozen_layer_gives_what_its_rounded_weights_give(kind):
     model, summed = made(kind)
