@@ -120,7 +120,7 @@ def test_without_a_terminal_progress_is_lines(small):
 @pytest.mark.any_backend
 def test_long_runs_have_ten_lines_each():
     console = Console(file=io.StringIO(), width=80)
-    with session._progress(console, ["float8"], 300) as advance:
+    with session.show_progress(console, ["float8"], 300) as advance:
         for _ in range(300):
             advance("float8", 1.0)
     lines = console.file.getvalue().splitlines()
@@ -196,7 +196,7 @@ def test_steps_that_are_asked_for_are_taken(asked, monkeypatch, tmp_path):
     )
     console = Console(file=io.StringIO(), width=80)
     corpus = demo.prepare(settings).corpus
-    shown = session._in_time(settings, corpus, console)
+    shown = session.in_time(settings, corpus, console)
     assert (shown.steps < 300) == (asked is None)
     assert "takes 90 times as long" in console.file.getvalue()
 

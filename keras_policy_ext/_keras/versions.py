@@ -13,7 +13,8 @@ OLDEST, NEWEST = (3, 12), (3, 16)
 HUB = "0.32 or 0.33"
 """The minor versions of KerasHub that the tests run on."""
 
-_SAID: set[str] = set()
+WARNED_OF: set[str] = set()
+"""Warnings that were given, each of which comes once in a process."""
 
 
 def tested() -> str:
@@ -89,6 +90,6 @@ def _way_out() -> str:
 
 
 def _warn_once(text: str, stacklevel: int = 3) -> None:
-    if text not in _SAID:
-        _SAID.add(text)
+    if text not in WARNED_OF:
+        WARNED_OF.add(text)
         warnings.warn(text, stacklevel=stacklevel)

@@ -30,10 +30,11 @@ def slowdown() -> float:
 def _seconds(dtype: str) -> float:
     """The time of the fastest of some matmuls, after one to warm up."""
     matrix = ops.ones((SIZE, SIZE), dtype)
-    return min([_timed(matrix) for _ in range(ROUNDS + 1)][1:])
+    return min([timed(matrix) for _ in range(ROUNDS + 1)][1:])
 
 
-def _timed(matrix: Any) -> float:
+def timed(matrix: Any) -> float:
+    """Return the seconds that the product of a matrix with itself takes."""
     began = time.perf_counter()
     product = ops.matmul(matrix, matrix)
     # When one number of it is on the host, the product was computed.

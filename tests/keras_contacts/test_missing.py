@@ -283,7 +283,7 @@ def test_without_autocast_scopes_mixed_layers_are_refused(monkeypatch):
 
 def test_a_mask_that_is_lost_is_said_once(monkeypatch):
     monkeypatch.setattr(calls, "_masking", None)
-    monkeypatch.setattr(versions, "_SAID", set())
+    monkeypatch.setattr(versions, "WARNED_OF", set())
     old, new = (keras.ops.ones((1,), dtype) for dtype in ("float32", "float16"))
     with pytest.warns(UserWarning, match="mask is lost"):
         calls.keep_mask(old, new)
@@ -321,7 +321,7 @@ def test_hooks_that_keras_does_not_have_are_refused():
 
 def test_files_that_cannot_be_watched_are_said(monkeypatch):
     monkeypatch.setattr(saving_hooks, "_saving_lib", None)
-    monkeypatch.setattr(versions, "_SAID", set())
+    monkeypatch.setattr(versions, "WARNED_OF", set())
     with pytest.warns(UserWarning, match="saving_lib") as told:
         saving_hooks.after_loading(None)
         saving_hooks.before_loading(None)

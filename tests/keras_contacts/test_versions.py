@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def said(monkeypatch, version):
     """What is warned of under a version of Keras, asked twice."""
     monkeypatch.setattr(keras, "__version__", version)
-    monkeypatch.setattr(versions, "_SAID", set())
+    monkeypatch.setattr(versions, "WARNED_OF", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         versions.warn_of_a_newer_keras()

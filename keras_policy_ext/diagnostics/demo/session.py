@@ -80,7 +80,7 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     settings, corpus, folder = prepared
     console = console or Console()
     console.print(_introduction(settings, corpus), highlight=False)
-    settings = _in_time(settings, corpus, console)
+    settings = in_time(settings, corpus, console)
     runs = _train_all(settings, corpus, console)
     console.print(report.results(runs))
     console.print(report.matmuls(runs))
@@ -99,8 +99,8 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     return outcome
 
 
-def _in_time(settings: Settings, corpus: Corpus, console: Console) -> Settings:
-    """The settings, with fewer steps where the runs would take long."""
+def in_time(settings: Settings, corpus: Corpus, console: Console) -> Settings:
+    """Return the settings, with fewer steps where the runs would take long."""
     compared = train.policies_compared(*settings.recipes)
     start = train.draw(corpus, settings, settings.seeds[0])
     found = duration.forecast(compared, corpus, settings, start)
@@ -136,7 +136,7 @@ def _train_all(
     compared = train.policies_compared(*settings.recipes)
     total = settings.steps * len(starts)
     runs = []
-    with _progress(console, compared, total) as advance:
+    with show_progress(console, compared, total) as advance:
         for name, policy in compared.items():
             runs += [
                 train.train(
@@ -157,7 +157,7 @@ Advance = Callable[[str, float], None]
 
 
 @contextlib.contextmanager
-def _progress(
+def show_progress(
     console: Console, names: Iterable[str], total: int
 ) -> Iterator[Advance]:
     """Bars in a terminal, and lines elsewhere."""
