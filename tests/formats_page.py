@@ -14,8 +14,9 @@ HEAD = """# Formats
 
 <!-- Written by tests/formats_page.py: do not edit. -->
 
-What the narrow formats are, derived from `ml_dtypes` and from all their codes.
-`kpe.formats.get(name)` has each line as an attribute.
+The range, precision and special values of each narrow number format, computed
+from `ml_dtypes` and from all codes of the format. `kpe.formats.get(name)` has
+each line as an attribute.
 
 """
 
@@ -26,8 +27,8 @@ TAIL = """
   it holds scales.
 - Casts [saturate](numerics.md#casting), so that none makes an infinity. What
   rounds to a negative zero is 0 where there is none.
-- Of the codes of NaN, casts of a NaN without a sign make one. `float4_e2m1fn`
-  has none: what is not finite is told by the scale that gradients read.
+- "made by casts" is the code that a cast of a NaN without a sign gives.
+  `float4_e2m1fn` has no NaN: there the scale is NaN instead.
 - "stored" is the dtype in which a framework holds the numbers: its own, or
   bytes with the codes. Of four bits, two numbers are in a byte, the first in
   the low four bits (`kpe.reference.pack`).

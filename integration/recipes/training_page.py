@@ -50,20 +50,26 @@ HEAD = f"""# How recipes train
 
 <!-- Written by integration/recipes/training_page.py: do not edit. -->
 
-The model of `keras-policy-ext demo`, a decoder-only transformer of two blocks
-that predicts the next character of English text, is trained for {STEPS} steps
-under each recipe, from the same weights on the same batches. The figures are
-validation losses against those of `{BASELINE}` with the same seed, in
+How much loss does each recipe cost? In this test the 8-bit recipes end 0.1 to
+0.6 % above bfloat16, and NVFP4, with four bits, 3 % above.
+
+A decoder-only transformer of two blocks, the model of `keras-policy-ext demo`,
+learns to predict the next character of English text for {STEPS} steps, on a
+CPU, under each recipe from the same weights on the same batches. The tables
+have the validation loss against that of `{BASELINE}` with the same seed, in
 percent: above 0 is worse. The layer of the logits stays in `{BASELINE}`.
+
+Which differences mean something? `{NUDGED}` is the baseline
+with initial weights changed by one part in ten thousand; differences of that
+size are chance. Float8 runs vary more: see "spread". One small model and three
+seeds show which recipe loses more here. They do not tell how much a large model
+loses.
+
+To run it yourself, which appends to the JSON behind this page:
 
 ```
 KERAS_BACKEND=jax python integration/recipes/train.py
 ```
-
-appends them to the JSON that this page is made of. `{NUDGED}` is
-the baseline from weights that differ by one part in ten thousand: differences
-of that size are chance. One small model and three seeds say which recipe loses
-more here, and not how much a large model loses.
 """
 
 
@@ -76,29 +82,30 @@ POWERS = (
 
 OF_POWERS = """### What powers of two cost
 
-Recipes that differ in nothing but the rounding of their scales to powers of
-two, means over the seeds that both have. The products of a single step are as
-exact with one as with the other. What differs over steps: a scale that stays
-the same power of two rounds a weight to the same number until it has moved by
-half a spacing, and one that follows the amax rounds it now up, now down. That
-this is the cause is a guess, and the backends do not agree on the size of it.
+The same recipes with scales as they come, and with scales rounded to powers of
+two; means over the seeds that both have. In a single step the products are
+equally exact. Over many steps there is a difference: while a scale stays the
+same power of two, a weight rounds to the same number until it has moved by
+half a spacing; a scale that follows the amax rounds it up in one step and down
+in another. Whether that is the cause is a guess, and the backends do not agree
+on the size of the effect.
 """
 
 CHANCE = """### Where delayed scaling loses
 
-The same with a matmul in high precision, with another history, margin or
-format, and with an operand that is scaled and `unrounded`. `nudged` is delayed
-scaling itself from weights that differ by one part in ten thousand: with three
-bits of fraction that makes another trajectory, and runs of one seed differ by
-more than in `mixed_bfloat16`. So much is chance. The last column says on how
-many seeds a variant is below every run of delayed scaling, nudged or not, of
-the seeds that have nudged ones.
+Variants of delayed scaling: with one matmul in high precision, with another
+history, margin or format, or with one operand scaled but `unrounded`. `nudged`
+is delayed scaling with initial weights changed by one part in ten thousand.
+With three fraction bits that leads to another trajectory, so runs of one seed
+differ by chance, and by more than in `mixed_bfloat16`. The last column counts
+the seeds for which a variant is below every run of delayed scaling, nudged or
+not; only seeds with nudged runs count.
 """
 
 OF_FOUR_BITS = """### Where NVFP4 loses
 
-The same with a matmul in high precision, and with an operand that is scaled
-and `unrounded`; what is rounded at random is not left unrounded.
+Variants of NVFP4: with one matmul in high precision, or with one operand
+scaled but `unrounded`. Operands with stochastic rounding are always rounded.
 """
 
 
