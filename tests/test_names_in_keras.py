@@ -54,7 +54,7 @@ def test_names_of_keras_mean_what_they_do_in_keras():
         policy = keras.dtype_policies.get(name)
         assert type(policy).__module__.startswith("keras.")
         assert policy.name == name
-    for name in ("float8_e4m3fn", "mixed_float9", "float8_from_banana"):
+    for name in ("float9_e4m3fn", "mixed_float9", "float8_from_banana"):
         with pytest.raises(ValueError):
             keras.dtype_policies.get(name)
     layer = keras.layers.Dense(2, dtype=KERAS_S)
