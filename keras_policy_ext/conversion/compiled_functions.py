@@ -8,67 +8,84 @@ its layers, in lists and dicts there, and methods that their classes compile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import compiled_steps, walking
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.models import leaves
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
+_CONTAINERS = (dict, list, tuple)
 
 
-def forget(model: keras.Layer) -> None:
-    """Have the compiled functions of a model traced anew at their next call."""
+class Compiled(NamedTuple):
+    """A compiled function of a model.
+
+    Attributes:
+        name: The path of a layer, with the attribute.
+        function: The function.
+        layer: For a method the layer that has it, else None.
+    """
+
+    name: str
+    function: Any
+    layer: keras.Layer | None
+
+
+def forget(functions: Iterable[Compiled]) -> None:
+    """Have compiled functions traced anew at their next call."""
     framework = frameworks.current()
-    for _, function, layer in _found(model):
-        framework.forget_traces(function, layer)
+    for each in functions:
+        framework.forget_traces(each.function, each.layer)
 
 
-def names(model: keras.Layer) -> tuple[str, ...]:
-    """The compiled functions of a model: paths of layers, with attributes."""
-    return tuple(name for name, _, _ in _found(model))
-
-
-def _found(model: keras.Layer) -> list[tuple[str, Any, Any]]:
-    """Name, compiled function, and for a method the layer that has it."""
+def found_in(model: keras.Layer) -> list[Compiled]:
+    """Find the compiled functions of a model."""
     is_compiled = frameworks.current().is_compiled
-    found: dict[tuple[int, int], tuple[str, Any, Any]] = {}
+    found: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)
         for name, value in _held(layer):
             function = _within(value)
             if is_compiled(function):
-                found.setdefault(
-                    (id(function), 0), (f"{path}.{name}", function, None)
-                )
+                compiled = Compiled(f"{path}.{name}", function, None)
+                found.setdefault((id(function), 0), compiled)
         for name, value in _of_classes(layer):
             function = _within(value)
             if is_compiled(function):
-                found[id(function), id(layer)] = (
-                    f"{path}.{name}",
-                    function,
-                    layer,
-                )
+                compiled = Compiled(f"{path}.{name}", function, layer)
+                found[id(function), id(layer)] = compiled
     return list(found.values())
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a layer, then the entries of lists and dicts.
+    """Yield what can be called of the attributes of a layer, then of lists.
 
-    TensorFlow has all attributes of a layer in a dict, too.
+    Of lists and dicts last: TensorFlow has all attributes in a dict, too.
     """
-    held = [
-        (name, subscript, each)
-        for name, value in walking.attributes(layer).items()
-        if name not in compiled_steps.STEPS
-        for subscript, each in leaves(value)
-    ]
-    for name, subscript, each in sorted(held, key=lambda x: bool(x[1])):
-        yield name + subscript, each
+    containers = []
+    for name, value in walking.attributes(layer).items():
+        if name in compiled_steps.STEPS:
+            continue
+        if isinstance(value, _CONTAINERS):
+            containers.append((name, value))
+        elif callable(value):
+            yield name, value
+    for name, value in containers:
+        yield from _held_in(value, name)
+
+
+def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what can be called in a list or dict, without layers."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in items:
+        if isinstance(each, _CONTAINERS):
+            yield from _held_in(each, f"{name}[{key!r}]")
+        elif callable(each) and not isinstance(each, keras.Layer):
+            yield f"{name}[{key!r}]", each
 
 
 def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:

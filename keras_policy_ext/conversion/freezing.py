@@ -108,7 +108,7 @@ def freeze(
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
-    with training.changing(model):
+    with training.changing(model) as retraced:
         for number in projecting:
             if reasons[number] is projecting[number]:
                 leave_float8(found[number].layer)
@@ -119,7 +119,7 @@ def freeze(
             composites.enter_float8_with_children(layer)
         composites.declare_policies(model)
         layers = [plan.layer for plan in plans]
-        report = report_of(model, layers, [*left, *skipped])
+        report = report_of(model, layers, [*left, *skipped], retraced=retraced)
     return frozen_report(report, stored)
 
 
@@ -141,12 +141,12 @@ def thaw(model: keras.Layer) -> Report:
     """
     models.check(model)
     frozen = frozen_layers(model)
-    with training.changing(model):
+    with training.changing(model) as retraced:
         for layer in frozen:
             leave_float8(layer)
         for layer in candidates.survey(model).composites:
             composites.leave_with_children(layer, frozen)
-        return thawed_report(report_of(model, frozen, []))
+        return thawed_report(report_of(model, frozen, [], retraced=retraced))
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:

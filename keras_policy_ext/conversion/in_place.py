@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -122,8 +122,8 @@ def convert(
     if decisions:
         training.check_optimizers(model)
     asked = scalers.loss_scale_asked(model)
-    with training.changing(model):
-        report = _convert(model, survey, decisions, left, attention)
+    with training.changing(model) as retraced:
+        report = _convert(model, survey, decisions, left, attention, retraced)
         scalers.warn_of_lost(asked, model)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model)
@@ -182,6 +182,7 @@ def _convert(
     decisions: list[Decision],
     left: list[Unconverted],
     attention: Literal["float8"] | None,
+    retraced: Sequence[str] = (),
 ) -> Report:
     """Change the layers; their states are not known to optimizers yet."""
     for candidate, target in decisions:
@@ -209,6 +210,7 @@ def _convert(
         [*left, *refused, *survey.skipped],
         names_others=True,
         without_effect=idle,
+        retraced=retraced,
     )
 
 
@@ -239,10 +241,11 @@ def revert(model: keras.Layer) -> Report:
     reverted = [layer for layer in in_float8 if id(layer) not in kept]
     if stays and not reverted:
         raise ValueError(_all_frozen(model))
-    with training.changing(model):
+    with training.changing(model) as retraced:
         _revert(model, kept)
         left = [each for each in stays if float8_policy_of(each.layer)]
-        return reverted_report(report_of(model, reverted, left))
+        report = report_of(model, reverted, left, retraced=retraced)
+        return reverted_report(report)
 
 
 @contextlib.contextmanager

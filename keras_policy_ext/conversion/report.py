@@ -12,7 +12,6 @@ import keras
 
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
-    compiled_functions,
     kept_numbers,
     summary,
     tables,
@@ -280,6 +279,7 @@ def report_of(
     left: Sequence[Unconverted],
     names_others: bool = False,
     without_effect: Sequence[str] = (),
+    retraced: Sequence[str] = (),
 ) -> Report:
     """The report of a change that was made, with the work of each layer.
 
@@ -290,6 +290,7 @@ def report_of(
         names_others: Whether layers without kernels of their own that
             multiply nevertheless are among those that do not.
         without_effect: Sentences on arguments that had none.
+        retraced: Names of compiled functions that are traced anew.
     """
     works = work.Works(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
@@ -328,7 +329,7 @@ def report_of(
         tuple(done),
         tuple(rest),
         work.scalars(weights),
-        compiled_functions.names(model),
+        tuple(retraced),
         tuple(without_effect),
     )
 

@@ -60,17 +60,19 @@ class Call(NamedTuple):
     unknown: list[keras.Layer]
 
 
-def trace(layer: keras.Layer, *args: Any, **kwargs: Any) -> Call:
-    """Trace a call; nothing is computed, and nothing changes.
+def trace(
+    layer: keras.Layer, arguments: Iterable[tuple[Any, dict[str, Any]]]
+) -> list[Call]:
+    """Trace calls; nothing is computed, and nothing changes.
 
     Args:
         layer: A layer that is built.
-        *args: As for its call, with a `keras.KerasTensor` for each tensor, of
-            which all sizes are known.
-        **kwargs: Likewise.
+        arguments: For each call the positional ones and those by name, with
+            a `keras.KerasTensor` for each tensor, of which all sizes are
+            known.
 
     Raises:
-        Exception: What the call raises.
+        Exception: What a call raises.
     """
     tracer = _Tracer()
     with contextlib.ExitStack() as stack:
@@ -82,7 +84,7 @@ def trace(layer: keras.Layer, *args: Any, **kwargs: Any) -> Call:
         stack.enter_context(_attributes_kept(layer))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        return tracer.trace(layer, args, kwargs)
+        return [tracer.trace(layer, *each) for each in arguments]
 
 
 @dataclasses.dataclass

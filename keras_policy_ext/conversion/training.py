@@ -26,23 +26,33 @@ from keras_policy_ext.mixed_precision.gradients import is_overwritten
 
 
 @contextlib.contextmanager
-def changing(model: keras.Layer) -> Iterator[None]:
+def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     """Change a model in place: all of it, or on an error nothing.
 
     Variables are made where those of the model were, and what trains the
     model goes on with them.
+
+    Yields:
+        The names of its compiled functions, which are traced anew.
     """
-    with unchanged_on_error(parts(model)), continued(model), replicas(model):
-        yield
+    with (
+        unchanged_on_error(parts(model)),
+        continued(model) as retraced,
+        replicas(model),
+    ):
+        yield retraced
 
 
 @contextlib.contextmanager
-def continued(model: keras.Layer) -> Iterator[None]:
+def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     """Let optimizers and compiled steps follow what the block changes.
 
     Afterwards each optimizer in the model knows the variables that there
     are, with its slots and its iteration; steps are traced anew; PyTorch sees
     the parameters. Not if the block fails: see `layers.transaction`.
+
+    Yields:
+        The names of its compiled functions, which are traced anew.
     """
     models = [
         layer
@@ -52,13 +62,14 @@ def continued(model: keras.Layer) -> Iterator[None]:
     # Kept until then, so that no other variable gets the id of one.
     before = model.variables
     slots = _slots(model)
-    yield
+    compiled = compiled_functions.found_in(model)
+    yield tuple(each.name for each in compiled)
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
     ids = {id(v) for v in before}
     for each in models:
         _update_optimizers(each, ids - present, present - ids)
-    compiled_functions.forget(model)
+    compiled_functions.forget(compiled)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
     frameworks.current().let_go([v for v in gone if not is_state(v)])

@@ -143,10 +143,7 @@ def _traced(model: keras.Layer) -> _Pair | None:
     """Trace a model; None if it cannot be called on shapes alone."""
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
-            small, large = (
-                traced.trace(model, *args, **kwargs)
-                for args, kwargs in map(inputs.of, SAMPLES)
-            )
+            small, large = traced.trace(model, map(inputs.of, SAMPLES))
             products = list(_with_kernels(small.counted, large.counted))
             unknown = [*small.unknown, *large.unknown]
             return _Pair(products, unknown, inputs.are_sizes_known)

@@ -83,12 +83,13 @@ class DelayedScaling(Recipe):
     @property
     def spec(self) -> str:
         """The compact string used in policy names; see `Recipe.spec`."""
-        length = self.amax_history_length
-        if self == DelayedScaling():
+        changed = self._changed_fields
+        if type(self) is not DelayedScaling or changed[1:]:
+            return super().spec
+        if not changed:
             return ""
-        if self == DelayedScaling(amax_history_length=length):
-            return str(length)
-        return super().spec
+        length = changed == ["amax_history_length"]
+        return str(self.amax_history_length) if length else super().spec
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """See `Recipe.quantization`; the same in both matmuls."""

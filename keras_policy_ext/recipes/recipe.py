@@ -202,11 +202,18 @@ class Recipe:
         the fields that differ from their defaults, in field order.
         """
         changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
+            f"{name}={getattr(self, name)!r}" for name in self._changed_fields
+        ]
+        return f"{self.name}({','.join(changed)})" if changed else self.name
+
+    @property
+    def _changed_fields(self) -> list[str]:
+        """Fields that differ from their defaults."""
+        return [
+            field.name
             for field in fields_of(type(self))
             if getattr(self, field.name) != field.default
         ]
-        return f"{self.name}({','.join(changed)})" if changed else self.name
 
 
 def check(recipe: Recipe) -> None:
