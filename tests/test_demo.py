@@ -261,6 +261,7 @@ def test_one_seed_gives_the_same_numbers_twice(small):
     assert again.validation == before.validation
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_weights_and_batches():
     corpus = text.encode("test", "the quick brown fox " * 100)
     settings = demo.Settings(size=SMALL)

@@ -34,6 +34,7 @@ def test_a_promise_holds_on_this_device(name):
     assert json.loads(json.dumps(found)) == found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["codes_in_layers", "matmuls", "odd_shapes", "biases"]
 )
