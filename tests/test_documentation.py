@@ -53,13 +53,14 @@ def examples(page):
 PROGRAMS = ["train.md", "serve.md"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page_programs.run(DOCS / page, keras.backend.backend())
 
 
-@pytest.mark.full_except("autocasting.md")
+@pytest.mark.full
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_give_what_it_states(page):
     test = doctest.DocTestParser().get_doctest(
