@@ -83,6 +83,12 @@ def set_dtype_policy(policy: object) -> None:
 
     Warns:
         UserWarning: If it says float64 and JAX has none (see `get`).
+
+    Examples:
+        >>> kpe.set_dtype_policy("mixed_float8")
+        >>> kpe.layers.Dense(8).quantization_mode
+        'float8'
+        >>> kpe.set_dtype_policy(None)  # as before
     """
     state = _state_of(policy)
     _global.SCOPES.check()
@@ -140,6 +146,12 @@ def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
         ValueError: As for `set_dtype_policy`.
         RuntimeError: If another asyncio task of this thread is inside of a
             scope; at the end, if a scope that was entered later still is.
+
+    Examples:
+        >>> with kpe.policy_scope("mixed_bfloat16"):
+        ...     layer = keras.layers.Dense(8)
+        >>> layer.compute_dtype
+        'bfloat16'
     """
     with _global.SCOPES.opened(_state_of(policy)):
         yield dtype_policy()
@@ -154,6 +166,15 @@ def carry_policy(function: _F) -> _F:
 
     Raises:
         TypeError: If it is a coroutine function, which runs after its call.
+
+    Examples:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> def compute_dtype():
+        ...     return keras.layers.Dense(8).compute_dtype
+        >>> pool = ThreadPoolExecutor(1)
+        >>> with kpe.policy_scope("mixed_bfloat16"):
+        ...     pool.submit(kpe.carry_policy(compute_dtype)).result()
+        'bfloat16'
     """
     if inspect.iscoroutinefunction(function):
         raise TypeError(

@@ -30,6 +30,11 @@ def dtype_policy() -> keras.DTypePolicy:
     Reading it never fixes the floatx. Keras's own read does: it stores the
     policy of the floatx it finds. After `set_dtype_policy(None)` this
     function discards such a stored policy when the floatx has changed.
+
+    Examples:
+        >>> with kpe.policy_scope("mixed_bfloat16"):
+        ...     kpe.dtype_policy().name
+        'mixed_bfloat16'
     """
     stored = global_policy.stored_global_policy()
     if _following.floatx is not None and _is_floatx_of(

@@ -60,6 +60,15 @@ class Float8DTypePolicy(SourceMap):
         TypeError: If an argument has the wrong type.
         ValueError: If a value is not allowed, the source doesn't compute in
             floating point, or name, recipe and history length disagree.
+
+    Examples:
+        >>> policy = kpe.Float8DTypePolicy("mixed_bfloat16", recipe="current")
+        >>> policy.compute_dtype, policy.variable_dtype
+        ('bfloat16', 'float32')
+        >>> policy.full_name
+        'float8/current_from_mixed_bfloat16'
+        >>> kpe.layers.Dense(8, dtype=policy).quantization_mode
+        'float8'
     """
 
     def __init__(
@@ -204,6 +213,12 @@ def get(identifier: object) -> keras.DTypePolicy:
     Warns:
         UserWarning: If the policy says float64 while JAX has none, because
             `jax_enable_x64` is off; not for None.
+
+    Examples:
+        >>> kpe.get("mixed_float8").full_name
+        'float8_from_mixed_bfloat16'
+        >>> kpe.get("float16").compute_dtype
+        'float16'
     """
     if identifier is None:
         return as_float8(_global.dtype_policy())

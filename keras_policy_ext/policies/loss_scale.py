@@ -35,6 +35,11 @@ class LossScaleDTypePolicy(SourceMap):
         TypeError: If the loss scale has the wrong type.
         ValueError: If it has a wrong value, or the policy is not a plain
             floating one.
+
+    Examples:
+        >>> policy = kpe.LossScaleDTypePolicy("mixed_float16", loss_scale=128)
+        >>> policy.compute_dtype, policy.loss_scale
+        ('float16', FixedLossScale(loss_scale_value=128.0))
     """
 
     def __init__(self, name: object = None, loss_scale: object = AUTO) -> None:
