@@ -118,6 +118,10 @@ def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
     Raises:
         ValueError: If there is no such format here. Aliases such as
             `"e4m3"` belong to recipe strings and are refused.
+
+    Examples:
+        >>> kpe.formats.get("float8_e4m3fn").max
+        448.0
     """
     if isinstance(identifier, str) and identifier in _NAMES:
         return _derive(identifier)

@@ -31,6 +31,13 @@ class CurrentScaling(Recipe):
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
+
+    Examples:
+        >>> recipe = kpe.recipes.CurrentScaling(power_of_two=True)
+        >>> recipe.spec
+        'current(power_of_two=True)'
+        >>> recipe.history_length
+        0
     """
 
     name: ClassVar[str] = "current"

@@ -48,6 +48,13 @@ class DelayedScaling(Recipe):
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
+
+    Examples:
+        >>> recipe = kpe.recipes.DelayedScaling(amax_history_length=16)
+        >>> recipe.format_of("outputs_grad")
+        'float8_e5m2'
+        >>> kpe.Float8DTypePolicy("mixed_bfloat16", recipe=recipe).full_name
+        'float8/16_from_mixed_bfloat16'
     """
 
     name: ClassVar[str] = "delayed"

@@ -29,6 +29,13 @@ class RowwiseScaling(Recipe):
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
+
+    Examples:
+        >>> recipe = kpe.recipes.RowwiseScaling(kernel_grad="high_precision")
+        >>> recipe.quantization("inputs", "kernel_grad") is None
+        True
+        >>> recipe.quantization("inputs", "forward").format
+        'float8_e4m3fn'
     """
 
     name: ClassVar[str] = "rowwise"

@@ -34,6 +34,12 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
     Raises:
         TypeError: If the identifier is none of these.
         ValueError: If it names no recipe, or a parameter is wrong.
+
+    Examples:
+        >>> kpe.recipes.get("rowwise") == kpe.recipes.RowwiseScaling()
+        True
+        >>> kpe.recipes.get("delayed(margin=1)").margin
+        1
     """
     if identifier is None:
         return DelayedScaling()
