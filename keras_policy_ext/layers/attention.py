@@ -182,6 +182,13 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
     Raises:
         ValueError: If `attention` is something else, or is `"float8"` with
             `flash_attention=True`.
+
+    Examples:
+        >>> layer = kpe.layers.MultiHeadAttention(
+        ...     2, 16, attention="float8", dtype="mixed_float8"
+        ... )
+        >>> layer.quantization_mode
+        'float8'
     """
 
     def _float8_scores(

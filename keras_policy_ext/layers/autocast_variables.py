@@ -39,6 +39,20 @@ def autocast_scope(dtype: object) -> AbstractContextManager[None]:
         RuntimeError: By the `with` statement, if another asyncio task of this
             thread is inside of a scope; at its end, if a scope that was
             entered later still is.
+
+    Examples:
+        >>> class Counting(kpe.layers.AutocastMixin, keras.layers.Layer):
+        ...     def build(self, shape):
+        ...         self.count = self.add_weight(shape=(), initializer="zeros")
+        ...
+        ...     def call(self, x):
+        ...         with kpe.autocast_scope(None):
+        ...             self.seen = keras.ops.add(self.count, 1.0)
+        ...         return x
+        >>> layer = Counting(dtype="mixed_bfloat16")
+        >>> outputs = layer(np.ones((2, 3)))
+        >>> keras.backend.standardize_dtype(layer.seen.dtype)
+        'float32'
     """
     name = None
     if dtype is not None:

@@ -21,7 +21,14 @@ Tensor = Any
 
 @drop_in
 class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
-    """`keras.layers.Dense` that can follow a float8 policy."""
+    """`keras.layers.Dense` that can follow a float8 policy.
+
+    Examples:
+        >>> layer = kpe.layers.Dense(8, dtype="float8_from_mixed_bfloat16")
+        >>> outputs = layer(np.ones((4, 16), "float32"))
+        >>> layer.quantization_mode, layer.compute_dtype
+        ('float8', 'bfloat16')
+    """
 
     float8_kernels = ("kernel",)
 

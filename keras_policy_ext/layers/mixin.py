@@ -77,6 +77,18 @@ class Float8Mixin(
 
     Raises:
         TypeError: By the `class` statement, if the Keras class comes first.
+
+    Examples:
+        >>> class Square(kpe.layers.Float8Mixin, keras.layers.Layer):
+        ...     def build(self, input_shape):
+        ...         size = input_shape[-1]
+        ...         self.kernel = self.add_weight(shape=(size, size))
+        ...
+        ...     def call(self, inputs):
+        ...         return self.float8_matmul(inputs, self.kernel)
+        >>> layer = Square(dtype="mixed_float8")
+        >>> tuple(layer(np.ones((2, 16))).shape), layer.quantization_mode
+        ((2, 16), 'float8')
     """
 
     float8_replaces: tuple[str, ...] = ("call", "kernel", "convolution_op")
