@@ -76,6 +76,13 @@ def calibrate(
             then unchanged.
         TypeError: If `model` is no Keras layer, `steps` no positive int, or
             `call` no function.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> len(kpe.calibrate(model, np.ones((16, 32), "float32")))
+        1
     """
     _check_steps(steps)
     layers = _layers_with_state(model)

@@ -31,6 +31,13 @@ class Auto:
         last: Whether the last one is, which makes the logits.
         rows: How many rows the inputs of a layer have in a step, such as
             batch times positions; where `smallest` is None.
+
+    Examples:
+        >>> layers = [keras.layers.Dense(64), keras.layers.Dense(8)]
+        >>> model = keras.Sequential([keras.Input((32,)), *layers])
+        >>> report = kpe.convert(model, filter=kpe.filters.Auto(smallest=32))
+        >>> len(report.converted), len(report.skipped)
+        (1, 1)
     """
 
     multiple: int = 16

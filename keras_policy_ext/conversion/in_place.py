@@ -108,6 +108,15 @@ def convert(
             not float8, there is none and earlier conversions gave several,
             `include` matches no layer, or a `MultiOptimizer` has been used.
             The model is then unchanged.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> report.converted[0].policy
+        'float8_from_float32'
+        >>> kpe.convert(model, "current").converted[0].policy  # another recipe
+        'float8/current_from_float32'
     """
     survey, decisions, left = _decided(
         model,
@@ -232,6 +241,14 @@ def revert(model: keras.Layer) -> Report:
     Raises:
         ValueError: If the model or a part of it is not built, or all its
             float8 layers are frozen. The model is then unchanged.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> report = kpe.revert(model)
+        >>> type(model.layers[0]) is keras.layers.Dense
+        True
     """
     models.check(model)
     layers = walking.layers_within(model)

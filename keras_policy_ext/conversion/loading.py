@@ -88,6 +88,14 @@ def load_model(
             by a newer version of this package, or as Keras does.
         OSError: If there is no such file, or the weights in a folder cannot
             be read.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> model.save("model.keras")
+        >>> kpe.load_model("model.keras").layers[0].quantization_mode
+        'float8'
     """
     numbers = files.check_model(path)
     options = {"compile": compile, "safe_mode": safe_mode}
@@ -194,6 +202,16 @@ def load_weights(
         ValueError: If the weights do not load, or the model or a part of it
             is not built. The model is then unchanged.
         FileNotFoundError: If there is no such file.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> model.save_weights("model.weights.h5")
+        >>> report = kpe.revert(model)
+        >>> kpe.load_weights(model, "model.weights.h5", as_saved=True)
+        >>> model.layers[0].quantization_mode
+        'float8'
     """
     files.check_exists(path)
     models.check(model)

@@ -37,6 +37,13 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
         TypeError: If it is no Keras model or layer.
         ValueError: If it is not built, no layer of it is frozen, or it is
             distributed. The model is then unchanged.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.freeze(model)
+        >>> len(kpe.widen(model))
+        1
     """
     models.check(model)
     frozen = freezing.frozen_layers(model)

@@ -79,6 +79,15 @@ def export(
         TypeError: If the model is none for this format.
         OSError: If it cannot be written; FileExistsError if something is at
             `path`.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.export(
+        ...     model, "model.safetensors", format="safetensors"
+        ... )
+        >>> [weight.dtype for weight in report.weights]
+        ['float8_e4m3fn', 'float32']
     """
     exporting = importlib.import_module(f"{__name__}.exporting")
     request = exporting.Request(
