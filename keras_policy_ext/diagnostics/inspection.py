@@ -276,6 +276,16 @@ def inspect(model: keras.Layer) -> Inspection:
 
     Raises:
         TypeError: If `model` is neither.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> inspection = kpe.inspect(model)
+        >>> inspection.parameters
+        264
+        >>> inspection.layers[0].policy
+        'float8_from_float32'
     """
     models.check_is_layer(
         model,
