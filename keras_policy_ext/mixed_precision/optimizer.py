@@ -94,6 +94,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ValueError: If a value is out of range, a fixed scale has no value,
             or `inner_optimizer` scales the loss itself or is in another
             LossScaleOptimizer.
+
+    Examples:
+        >>> optimizer = kpe.mixed_precision.LossScaleOptimizer(
+        ...     keras.optimizers.SGD(1.0), initial_scale=8
+        ... )
+        >>> weight = keras.Variable(0.0)
+        >>> scaled = keras.ops.convert_to_tensor(1.0) * optimizer.loss_scale
+        >>> optimizer.apply([scaled], [weight])
+        >>> float(optimizer.loss_scale), float(weight.numpy())
+        (8.0, -1.0)
     """
 
     def __init__(

@@ -69,6 +69,16 @@ class StochasticRounding(keras.optimizers.Optimizer):
             wrapped, or `seed` is out of range.
         NotImplementedError: By `build`, for narrow variables with replicas
             of `tf.distribute`.
+
+    Examples:
+        >>> weight = keras.Variable(np.ones(1000), dtype="bfloat16")
+        >>> optimizer = kpe.mixed_precision.StochasticRounding(
+        ...     keras.optimizers.SGD(1e-3), seed=1
+        ... )
+        >>> optimizer.apply([keras.ops.ones((1000,), "bfloat16")], [weight])
+        >>> mean = float(keras.ops.mean(keras.ops.cast(weight, "float32")))
+        >>> 0.998 < mean < 1.0  # without it every weight would still be 1
+        True
     """
 
     def __init__(

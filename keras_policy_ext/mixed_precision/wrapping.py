@@ -107,6 +107,13 @@ def compile(
 
     Raises:
         ValueError: If layers ask for different loss scales.
+
+    Examples:
+        >>> layer = keras.layers.Dense(1, dtype="mixed_float16")
+        >>> model = keras.Sequential([keras.Input((3,)), layer])
+        >>> kpe.mixed_precision.compile(model, "adam", "mse")
+        >>> type(model.optimizer).__name__
+        'LossScaleOptimizer'
     """
     compile_by(model.compile, model, optimizer, args, auto_scale_loss, kwargs)
 
