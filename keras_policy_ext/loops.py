@@ -47,6 +47,13 @@ def is_state(variable: object) -> bool:
 
     Returns:
         True for the amax histories and scales of a float8 kernel.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
+        [False, False, True]
     """
     return stored_variable.is_state(variable)
 
@@ -74,6 +81,13 @@ def weights(model: Any) -> list[keras.Variable]:
 
     Raises:
         ValueError: If `model` is none of these.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> len(model.weights), len(kpe.loops.weights(model))
+        (3, 2)
     """
     return [v for v in _variables(model, "weights") if not is_state(v)]
 
@@ -91,6 +105,13 @@ def parameters(model: Any) -> list[Tensor]:
 
     Raises:
         ValueError: If `model` is none of these.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.convert(model)
+        >>> len(model.trainable_variables), len(kpe.loops.parameters(model))
+        (3, 2)
     """
     variables = _trainable(model)
     if isinstance(model, keras.layers.Layer):

@@ -180,6 +180,11 @@ def select(
 
     Raises:
         ValueError: If there is no such contraction, recipe or dtype.
+
+    Examples:
+        >>> kind, reason = kpe.kernels.select("ab,bc->ac", "current")
+        >>> kind in ("native", "emulated")
+        True
     """
     if isinstance(contraction, str):
         einsum.split(contraction)

@@ -39,6 +39,11 @@ def prefer(kind: str) -> Iterator[None]:
 
     Raises:
         ValueError: If `kind` is something else.
+
+    Examples:
+        >>> with kpe.kernels.prefer("emulated"):
+        ...     kpe.kernels.select("ab,bc->ac").kind
+        'emulated'
     """
     if kind not in KINDS:
         raise ValueError(

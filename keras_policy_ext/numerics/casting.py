@@ -44,6 +44,12 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 
     Raises:
         ValueError: If `dtype` is not a float8 format that can be stored.
+
+    Examples:
+        >>> codes = kpe.numerics.cast(np.array([0.1, 1000.0]), "float8_e4m3fn")
+        >>> numbers = keras.ops.cast(codes, "float32")
+        >>> keras.ops.convert_to_numpy(numbers).tolist()
+        [0.1015625, 448.0]
     """
     limit = _limit(dtype)
     return _cast(ops.clip(ops.cast(x, "float32"), -limit, limit), dtype)
@@ -65,6 +71,14 @@ def quantize(
 
     Raises:
         ValueError: If `dtype` is not a float8 format that can be stored.
+
+    Examples:
+        >>> codes = kpe.numerics.quantize(
+        ...     np.array([0.1, 1000.0]), 4.0, "float8_e4m3fn"
+        ... )
+        >>> again = kpe.numerics.dequantize(codes, 4.0)
+        >>> keras.ops.convert_to_numpy(again).tolist()
+        [0.1015625, 1024.0]
     """
     _limit(dtype)
     return _cast(scaled(x, scale, dtype, is_factor), dtype)

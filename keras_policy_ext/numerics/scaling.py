@@ -95,6 +95,10 @@ def scale_from_amax(
 
     Returns:
         Float32 tensor of the shape of `amax`.
+
+    Examples:
+        >>> float(kpe.numerics.scale_from_amax(896.0, "float8_e4m3fn"))
+        2.0
     """
     return scale_for_limit(
         amax, formats.get(dtype).max, margin, power_of_two, previous
