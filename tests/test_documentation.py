@@ -7,11 +7,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 import keras
 import numpy as np
 import pytest
 
+import keras_policy_ext as kpe
 import page_programs
 from keras_policy_ext import recipes
 
@@ -58,6 +60,29 @@ PROGRAMS = ["train.md", "serve.md"]
 def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page_programs.run(DOCS / page, keras.backend.backend())
+
+
+def test_what_finds_and_skips_a_nan_runs_as_the_page_says():
+    """The blocks of its two sections, on a batch with an infinite number."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("### The loss is NaN\n")
+    section, _, _ = section.partition("### The loss is worse")
+    check, by_layer, skipping = (
+        textwrap.dedent(code) for _, code, _ in page_programs.blocks(section)
+    )
+    layers = [keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    kpe.convert(model, "current")
+    x, y = np.ones((8, 4), "float32"), np.zeros((8, 1), "float32")
+    names = {"keras": keras, "kpe": kpe, "np": np, "model": model}
+    exec(check, {**names, "x": x, "y": y})
+    exec(by_layer, {**names, "x": x})
+    x[3, 2] = np.inf
+    with pytest.raises(AssertionError):
+        exec(check, {**names, "x": x, "y": y})
+    exec(skipping, names)
+    model.fit(x, y, verbose=0)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
 @pytest.mark.full
