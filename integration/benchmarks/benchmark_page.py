@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the committed results.
+"""Writes docs/benchmarks.md and its charts from the committed results.
 
     python integration/benchmarks/benchmark_page.py [--check]
 
@@ -13,6 +13,7 @@ import pathlib
 import textwrap
 
 import bounds
+import charts
 import estimates
 from generated import write_or_check
 
@@ -312,8 +313,8 @@ def _not_measured(results):
 
 
 def main():
-    text = page()
-    write_or_check(PAGE, text)
+    write_or_check(PAGE, page())
+    charts.main()
 
 
 if __name__ == "__main__":
