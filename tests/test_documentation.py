@@ -52,7 +52,7 @@ def examples(page):
     return "\n".join(lines) + "\n"
 
 
-PROGRAMS = ["train.md", "serve.md"]
+PROGRAMS = ["index.md", "train.md", "serve.md"]
 
 
 @pytest.mark.full
