@@ -232,10 +232,11 @@ def table(heads, rows):
 def _estimated(counts):
     yield "### Estimated\n"
     text = (
-        "What XLA and PyTorch make of a step for a GPU can be counted without "
-        "one (`integration/lowering`). From the counts a time is estimated: "
+        "The kernels of a step on a GPU, and the bytes that they move, can be "
+        "[counted without a GPU](lowering.md). From the counts a time is "
+        "estimated: "
         f"{estimates.MODEL}. The time that eager PyTorch needs on the host is "
-        "not in it. Estimates rank designs; they are no measurements."
+        "not in it. Estimates rank designs; they are not measurements."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     if not counts:
@@ -266,9 +267,9 @@ def _counted(row):
 def _break_even(rows):
     yield "## From which size on it pays\n"
     yield (
-        '`convert(model, filter="auto")` goes by this table, and '
-        "`keras-policy-ext doctor`\nshows it with the row of the machine. "
-        "`any` stands for what has no row of its own.\n"
+        '`convert(model, filter="auto")` leaves out products below these '
+        "sizes, and\n`keras-policy-ext doctor` shows the row of the machine. "
+        "`any` is for all others.\n"
     )
     yield table(
         ["framework", "device", "size", "source"],
@@ -300,14 +301,14 @@ def _not_measured(results):
     if missing:
         yield (
             f"- {', '.join(missing)} on a GPU: no run of these benchmarks "
-            "has been there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
+            "has been made there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
             "`gpu-torch`) on a machine with one takes ten\n  minutes, and "
             "writes a page that can be sent in."
         )
     else:
         yield "- GPUs that are not above."
     yield (
-        "- Memory of a step on a CPU with TensorFlow, which does not say it.\n"
+        "- Memory of a step on a CPU with TensorFlow, which does not report it.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"
     )
 
