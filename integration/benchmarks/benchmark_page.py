@@ -301,14 +301,14 @@ def _not_measured(results):
     if missing:
         yield (
             f"- {', '.join(missing)} on a GPU: no run of these benchmarks "
-            "has been made there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
+            "was made there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
             "`gpu-torch`) on a machine with one takes ten\n  minutes, and "
             "writes a page that can be sent in."
         )
     else:
         yield "- GPUs that are not above."
     yield (
-        "- Memory of a step on a CPU with TensorFlow, which does not report it.\n"
+        "- Memory of a step on a CPU with TensorFlow, which does not tell.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"
     )
 

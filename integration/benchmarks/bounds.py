@@ -71,8 +71,8 @@ so too, which are then read again for the bias, GELU and SwiGLU took 0.98 and
 ReLU 1.03. It is not in this package.
 
 The products and the softmax inside of attention take 26% of the estimated time
-of the `block` in bfloat16, and they are not in float8. If a float8 step moved no
-more bytes than a bfloat16 step, the block would be 1.36 times as fast.
+of the `block` in bfloat16, and they are not in float8. If a float8 step moved
+no more bytes than a bfloat16 step, the block would be 1.36 times as fast.
 """
 
 
