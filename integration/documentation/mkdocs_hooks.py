@@ -2,7 +2,8 @@
 
 - `::: kpe.convert` on an API page is the docstring of that public name, read
   from the source: nothing is imported.
-- A notebook of docs/notebooks is a page, with the outputs that are kept in it.
+- A notebook of docs/notebooks is a page, with the outputs that are kept in it;
+  links of other pages to the notebook lead to that page.
 """
 
 import html
@@ -13,6 +14,7 @@ import re
 from mkdocs.structure.files import File
 
 PUBLIC_NAME = re.compile(r"^::: kpe\.([\w.]+)$", re.MULTILINE)
+NOTEBOOK = re.compile(r"\]\(((?:\.\./)?notebooks/\w+)\.ipynb\)")
 BLOCK = """::: keras_policy_ext.{name}
     options:
       heading: "kpe.{name}"
@@ -21,7 +23,8 @@ BLOCK = """::: keras_policy_ext.{name}
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Replace the short form of a public name by a block of mkdocstrings."""
+    """Replace short forms of public names, and links to notebooks."""
+    markdown = NOTEBOOK.sub(r"](\1.md)", markdown)
     return PUBLIC_NAME.sub(as_block, markdown)
 
 
