@@ -88,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "prepare"):
+        parser.error(
+            "a command is missing. `keras-policy-ext --help` lists them."
+        )
     try:
         _check_backend(getattr(arguments, "backend", None))
         run = arguments.prepare(arguments)
@@ -120,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"%(prog)s {__version__}"
     )
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True
+        title="commands", metavar="COMMAND", required=False
     )
     _add_demo(commands)
     here = "whether float8 is faster on this machine, and why"

@@ -81,7 +81,7 @@ def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "required: COMMAND"),
+        ([], "a command is missing. `keras-policy-ext --help`"),
         (["train"], "invalid choice: 'train'"),
         (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
         (["doctor", "--device", "h300"], "Did you mean h800 or h200 or h100?"),

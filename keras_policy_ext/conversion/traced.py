@@ -148,6 +148,7 @@ class _Tracer:
     ) -> Call:
         try:
             return self._traced(layer, args, kwargs)
+        # The code is the user's, and may raise anything.
         except Exception:
             if not _says_its_outputs(layer):
                 raise

@@ -56,6 +56,8 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
     """
     try:
         return _trace(function, inputs, "meta")
+    # What an operation raises that lacks a kernel for "meta" differs from one
+    # to the next. What fails for another reason fails again.
     except Exception:
         return _trace(function, inputs, None)
 

@@ -166,8 +166,10 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         """Whether these are the numbers that it has already."""
         try:
             asked = np.asarray(ops.convert_to_numpy(value))
+        # Each framework raises another error for a tensor of a compiled
+        # function, which has no numbers yet.
         except Exception:
-            return False  # They are computed in a compiled function.
+            return False
         return np.array_equal(asked, ops.convert_to_numpy(self.value))
 
     @property
