@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext import recipes
-from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNSEEN
+from keras_policy_ext.numerics.observations import SLOTS, UNSEEN, VALID_MARK
 
 SOURCES = [
     recipes.DelayedScaling(),
@@ -21,7 +21,7 @@ def states_of(source, rng):
     state = torch.zeros(rows, width)
     state[:, 0] = UNSEEN
     yield state.clone()
-    state[:, 0] = SEALED
+    state[:, 0] = VALID_MARK
     yield state.clone()
     history = rng.random((rows, width - 2 - SLOTS)).astype("float32")
     history[2] = 0.0
@@ -29,7 +29,7 @@ def states_of(source, rng):
     yield state.clone()
     state[0, 1 + SLOTS] = 0.37
     yield state.clone()
-    state[1, 0] = 1.5 * SEALED
+    state[1, 0] = 1.5 * VALID_MARK
     yield state
 
 

@@ -5,10 +5,10 @@ import pytest
 from keras import ops
 
 from keras_policy_ext.numerics.observations import (
-    SEALED,
     SLOTS,
     UNIT,
     UNSEEN,
+    VALID_MARK,
 )
 from keras_policy_ext.numerics.scale_protocol import Amax
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -33,7 +33,7 @@ def fresh(rule):
 def settled(rule, scale, history):
     """A state with these scales (3,) and histories (3, length)."""
     state = fresh(rule)
-    state[:, 0] = SEALED
+    state[:, 0] = VALID_MARK
     rule.layout.scale(state)[:] = scale
     rule.layout.history(state)[:] = history
     return state

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext.numerics.observations import SEALED, UNSEEN
+from keras_policy_ext.numerics.observations import UNSEEN, VALID_MARK
 
 
 def numpy(x):
@@ -138,7 +138,7 @@ def state_of(layer):
     (variable,) = layer.float8_state.matrices
     layout = source_of(variable.recipe).layout
     matrix = numpy(variable)
-    is_settled = np.isin(matrix[:, 0], (SEALED, UNSEEN))
+    is_settled = np.isin(matrix[:, 0], (VALID_MARK, UNSEEN))
     assert is_settled.all(), "the state is not settled"
     pairs = zip(layout.scale(matrix), layout.history(matrix), strict=True)
     return dict(zip(OPERANDS, pairs, strict=True))

@@ -19,7 +19,7 @@ from foreign_loops import (
     update_weights,
     values_of,
 )
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from steps import no_grad, normal, numpy, state_of
 
 
@@ -128,7 +128,7 @@ def test_an_average_of_two_states_is_a_state():
                 other.assign(0.99 * other.value + 0.01 * variable.value)
         average(batches(1)[0])
     for state in states_of(average):
-        np.testing.assert_array_equal(state[:, 0], SEALED)
+        np.testing.assert_array_equal(state[:, 0], VALID_MARK)
     first = state_of(average.layers[0])["inputs"][1]
     ends = [state_of(m.layers[0])["inputs"][1] for m in (model, average)]
     assert np.all(first <= np.maximum(*ends))

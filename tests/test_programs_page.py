@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import SEALED, SLOTS, UNSEEN
+from keras_policy_ext.numerics.observations import SLOTS, UNSEEN, VALID_MARK
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "programs.md"
 BACKENDS = {"jax", "tensorflow", "torch"}
@@ -73,7 +73,7 @@ def assert_states_are_whole(model):
     """No optimizer has moved a state, nor has an average."""
     for variable in filter(kpe.loops.is_state, model.variables):
         state = keras.ops.convert_to_numpy(variable.value)
-        assert np.all((state[:, 0] >= UNSEEN) & (state[:, 0] <= SEALED))
+        assert np.all((state[:, 0] >= UNSEEN) & (state[:, 0] <= VALID_MARK))
         assert not state[:, 1 : SLOTS + 1].any()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import states_of
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from steps import numpy
 from torch_loops import (
     OPTIMIZERS,
@@ -42,7 +42,7 @@ def test_a_loop_over_all_parameters_has_the_bits_of_kpe_loops(loop, make):
 def assert_observed_and_as_exact(model, loop, make):
     for state in states_of(model):
         matrix = numpy(state)
-        assert np.all(matrix[:, 0] == SEALED)
+        assert np.all(matrix[:, 0] == VALID_MARK)
         assert np.all(matrix[:, 10:] > 0.0), "the whole history is observed"
     assert forward_error(model) <= 1.2 * error_with_kpe_loops(loop, make)
 
@@ -233,5 +233,7 @@ def test_lbfgs_leaves_settled_states():
     model = closures(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
     for state in states_of(model):
         matrix = numpy(state)
-        np.testing.assert_array_equal(matrix[:, :9], [[SEALED] + [0.0] * 8] * 3)
+        np.testing.assert_array_equal(
+            matrix[:, :9], [[VALID_MARK] + [0.0] * 8] * 3
+        )
         assert np.all(matrix[:, 9] > 0.0)

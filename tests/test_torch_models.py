@@ -10,7 +10,7 @@ import pytest
 import keras_policy_ext as kpe
 from cases import BEFORE_3_15
 from converted_models import states_of
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from steps import numpy
 from torch_loops import (
     adam,
@@ -89,7 +89,7 @@ def test_an_averaged_model_follows():
     found = numpy(average(torch.tensor(x)))
     assert np.all(np.isfinite(found))
     for state in states_of(average.module):
-        np.testing.assert_array_equal(numpy(state)[:, 0], SEALED)
+        np.testing.assert_array_equal(numpy(state)[:, 0], VALID_MARK)
 
 
 def test_an_averaged_module_follows_a_layer_in_it():
@@ -169,7 +169,7 @@ def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
     plain(model, adam(model.parameters()), None, *next(batches(1)))
     for state in states_of(model):
         assert state.value.dtype == torch.float32
-        np.testing.assert_array_equal(numpy(state)[:, 0], SEALED)
+        np.testing.assert_array_equal(numpy(state)[:, 0], VALID_MARK)
 
 
 @pytest.mark.skipif(

@@ -33,10 +33,10 @@ from keras_policy_ext.kernels import (
     torch_triton_casts,
     torch_triton_scales,
 )
-from keras_policy_ext.kernels.both_layouts import Known
+from keras_policy_ext.kernels.both_layouts import ScaleHint
 from keras_policy_ext.kernels.torch_fused import TritonCasts, TritonStates
 from keras_policy_ext.numerics import casting, scaling
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_protocol import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
 
@@ -75,7 +75,7 @@ def quantized(x, scale, format_name=FORMATS[0], unseen=None, seen_lately=False):
     if unseen is not None:
         unseen = torch.tensor(unseen)
     rule = ScaleRule(inverted=True)
-    known = Known(torch.tensor(scale), unseen, rule, seen_lately)
+    known = ScaleHint(torch.tensor(scale), unseen, rule, seen_lately)
     asked = recipes.Quantization(format=format_name)
     return torch_triton_casts.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
@@ -140,7 +140,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
     x = torch.zeros(5, 6)
     x[2, 3] = amax
     asked = recipes.Quantization(format=FORMATS[1], scale_rounding=rounding)
-    known = Known(None, None, ScaleRule(inverted=False))
+    known = ScaleHint(None, None, ScaleRule(inverted=False))
     found = torch_triton_casts.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
     )
@@ -223,7 +223,7 @@ def test_a_step_has_the_bits_of_separate_casts(
     if recipe.history_length:
         shape = source_of(recipe).state_shape
         matrix = torch.zeros(shape)
-        matrix[:, 0] = SEALED
+        matrix[:, 0] = VALID_MARK
         if seen:
             matrix[:, 10] = torch.tensor([3.0, 0.5, 7.0])
         state = (matrix,)

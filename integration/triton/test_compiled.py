@@ -24,13 +24,13 @@ from triton.compiler import ASTSource, compile
 
 from keras_policy_ext import recipes
 from keras_policy_ext.kernels import torch_triton_casts, torch_triton_scales
-from keras_policy_ext.kernels.both_layouts import Known
+from keras_policy_ext.kernels.both_layouts import ScaleHint
 from keras_policy_ext.numerics.scale_protocol import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
 
 capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
 asked = recipes.Quantization(format=format_name)
-known = Known("a scale", "a flag", ScaleRule(inverted=True))
+known = ScaleHint("a scale", "a flag", ScaleRule(inverted=True))
 block = {"ROWS": torch_triton_casts.ROWS, "COLUMNS": torch_triton_casts.COLUMNS}
 cast = {
     **torch_triton_casts.constants(asked, known),

@@ -10,7 +10,7 @@ from keras_policy_ext._keras.around import put_around
 Tensor = Any
 
 
-class _StandIn(keras.Variable):
+class _AverageStandIn(keras.Variable):
     """Stands where an optimizer keeps the moving average of a variable.
 
     It ignores what is assigned. It holds zeros, which leave the variable as it
@@ -61,12 +61,12 @@ class NotAveraged:
     as it is.
     """
 
-    _stand_in: _StandIn | None = None
+    _stand_in: _AverageStandIn | None = None
 
     def stand_in(self) -> keras.Variable:
         """What optimizers get in the place of an average."""
         if self._stand_in is None:
-            self._stand_in = _StandIn(self)
+            self._stand_in = _AverageStandIn(self)
         return self._stand_in
 
     def is_stand_in(self, value: Any) -> bool:

@@ -31,7 +31,7 @@ class Symbols:
         Layers and lists of layers in it are stand-ins too. Kernels and
         embeddings are those without the adapters of LoRA.
         """
-        return _StandIn(layer, self)
+        return _SymbolicStandIn(layer, self)
 
     def tensor(self, variable: keras.Variable) -> Any:
         """The symbolic tensor for a variable, the same one each time."""
@@ -95,7 +95,7 @@ def sources(tensor: Any) -> list[Any]:
     return list(found.values())
 
 
-class _StandIn:
+class _SymbolicStandIn:
     """See `Symbols.stand_in`. It has no attributes of its own."""
 
     __slots__ = ("__layer", "__symbols")

@@ -15,7 +15,7 @@ from keras_policy_ext import policies
 from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -40,7 +40,7 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     if len(distinct) != 1 or None in distinct:
         return False
     held = policies.as_float8(layer.dtype_policy)
-    enter_float8(layer, held if _says(held, followed) else distinct.pop())
+    to_float8_class(layer, held if _says(held, followed) else distinct.pop())
     return True
 
 
@@ -54,7 +54,7 @@ def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
     within = walking.layers_within(layer)[1:]
     none_stays = not any(float8_policy_of(each) is not None for each in within)
     if none_stays and any(each is one for each in within for one in left):
-        leave_float8(layer)
+        to_stock_class(layer)
 
 
 def declare_policies(model: keras.Layer) -> None:

@@ -29,7 +29,7 @@ from keras_policy_ext.conversion.frozen_report import (
 from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_variable import held
@@ -119,10 +119,10 @@ def freeze(
     with training.changing(model) as retraced:
         for number in projecting:
             if reasons[number] is projecting[number]:
-                leave_float8(found[number].layer)
+                to_stock_class(found[number].layer)
         for plan in plans:
             kernels = list(plan.kernels(stored))
-            enter_float8(plan.layer, plan.policy, kernels)
+            to_float8_class(plan.layer, plan.policy, kernels)
         for layer in candidates.survey(model).composites:
             composites.enter_float8_with_children(layer)
         composites.declare_policies(model)
@@ -159,7 +159,7 @@ def thaw(model: keras.Layer) -> Report:
     frozen = frozen_layers(model)
     with training.changing(model) as retraced:
         for layer in frozen:
-            leave_float8(layer)
+            to_stock_class(layer)
         for layer in candidates.survey(model).composites:
             composites.leave_with_children(layer, frozen)
         return thawed_report(report_of(model, frozen, [], retraced=retraced))

@@ -35,7 +35,7 @@ from keras_policy_ext.conversion import (
 )
 from keras_policy_ext.conversion.weight_files import PathLike, Source
 from keras_policy_ext.layers import stored_files, stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -101,7 +101,7 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
             _enter_composite(layer)
         elif stored_weights.kernels_to_store(layer, form):
             source = source_policy_of(layer).name
-            enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
+            to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
 
     with (
         while_building.after_each_build(freeze),
@@ -202,11 +202,11 @@ def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
     if held == recipe:
         return
     if held is not None:
-        leave_float8(layer)
+        to_stock_class(layer)
     if recipe is None:
         return
     source = source_policy_of(layer).name
-    enter_float8(layer, Float8DTypePolicy(source, recipe=recipe))
+    to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
 
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:

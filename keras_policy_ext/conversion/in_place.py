@@ -41,7 +41,7 @@ from keras_policy_ext.conversion.requested import (
     warn_of_plain,
 )
 from keras_policy_ext.conversion.selection import Selection
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
 from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -195,7 +195,7 @@ def _convert(
 ) -> Report:
     """Change the layers; their states are not known to optimizers yet."""
     for candidate, target in decisions:
-        enter_float8(candidate.layer, target.policy)
+        to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
         state.given = target.given
         state.observe(candidate.layer.float8_contracted)
@@ -287,7 +287,7 @@ def _revert(model: keras.Layer, kept: Container[int]) -> None:
             or _holds_float8(layer)
             or float8_policy_of(layer) is not None
         ):
-            leave_float8(layer)
+            to_stock_class(layer)
     composites.declare_policies(model)
 
 

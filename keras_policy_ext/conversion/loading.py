@@ -36,7 +36,7 @@ from keras_policy_ext.conversion import (
 from keras_policy_ext.conversion.candidates import Candidate, path_of
 from keras_policy_ext.conversion.weight_files import PathLike
 from keras_policy_ext.layers import other_formats, stock_state
-from keras_policy_ext.layers.class_swap import enter_float8
+from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_files import (
@@ -275,7 +275,7 @@ def _load_as_saved(
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
         for each in found:
-            _enter_as_saved(each)
+            _restore_float8(each)
         for layer in candidates.survey(model).composites:
             composites.enter_float8_with_children(layer)
         composites.declare_policies(model)
@@ -317,13 +317,13 @@ def _handing_on(
 ) -> Iterator[None]:
     """Have the state of a layer hand on its entries; make one if need be."""
     if isinstance(layer, Float8Mixin):
-        with layer.float8_state.handing_on(take):
+        with layer.float8_state.capture_entries(take):
             yield
         return
     with built_layers.unlocked(layer):
         layer.float8_state = Float8State()
     try:
-        with layer.float8_state.handing_on(take):
+        with layer.float8_state.capture_entries(take):
             yield
     finally:
         with built_layers.unlocked(layer):
@@ -375,13 +375,13 @@ def _unknown(path: str, what: str, value: str, allowed: str) -> str:
     )
 
 
-def _enter_as_saved(found: _Found) -> None:
+def _restore_float8(found: _Found) -> None:
     """Let a layer follow the policy it was saved under, with its state."""
     layer, policy = found.layer, found.policy
     if policy is not None and policy_of(layer) != policy:
-        enter_float8(layer, policy)
+        to_float8_class(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
-        enter_float8(layer)
+        to_float8_class(layer)
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(found.entries)
         policy = float8_policy_of(layer)

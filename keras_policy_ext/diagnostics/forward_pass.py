@@ -10,14 +10,14 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import calls
-from keras_policy_ext.frameworks.kept import Step
+from keras_policy_ext.frameworks.kept import MeasuredStep
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_variable import held, is_state
 
 Tensor = Any
 
 
-def step_of(model: Any, layers: Sequence[Any], batch: Any) -> Step:
+def step_of(model: Any, layers: Sequence[Any], batch: Any) -> MeasuredStep:
     """A training step of a model.
 
     Args:
@@ -27,7 +27,7 @@ def step_of(model: Any, layers: Sequence[Any], batch: Any) -> Step:
     """
     trained = {id(v) for v in model.trainable_variables}
     weights = {id(held(v)) for v in model.weights if not is_state(v)}
-    return Step(
+    return MeasuredStep(
         call=_Forward(model, layers),
         variables=model.variables,
         trained=[id(v) in trained for v in model.variables],
@@ -46,7 +46,7 @@ def _held(model: Any) -> list[Tensor]:
 
 
 class _Forward:
-    """Calls a model on values for its variables; see `Step.call`."""
+    """Calls a model on values for its variables; see `MeasuredStep.call`."""
 
     def __init__(self, model: Any, layers: Sequence[Any]):
         self._model = model

@@ -31,7 +31,7 @@ from keras_policy_ext.diagnostics.memory_report import (
     ModelMemory,
 )
 from keras_policy_ext.frameworks.kept import Measured
-from keras_policy_ext.layers.class_swap import leave_float8
+from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_variable import held, is_state
 from keras_policy_ext.layers.transaction import undone
@@ -205,7 +205,7 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
         for layer in layers:
             if isinstance(layer, Float8State):
                 continue
-            leave_float8(layer)
+            to_stock_class(layer)
             if keras.backend.is_float_dtype(layer.compute_dtype or "int32"):
                 # Not by its setter, which would write into a map of Keras.
                 global_policy.replace_layer_policy(layer, policy)

@@ -19,13 +19,13 @@ from keras_policy_ext.export import (
     readers,
     shards,
 )
-from keras_policy_ext.export.kernels import Kernel, Scheme
+from keras_policy_ext.export.kernels import ExportedKernel, Scheme
 from keras_policy_ext.export.readers import Reader
 from keras_policy_ext.export.report import ExportReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class ExportRequest:
     """The arguments of `export`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
     options: dict[str, Any]
 
 
-def run(model: Any, request: Request, formats: Sequence[str]) -> Any:
+def run(model: Any, request: ExportRequest, formats: Sequence[str]) -> Any:
     """Do what `export` was asked for; `formats` are those that there are."""
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
@@ -57,7 +57,7 @@ def run(model: Any, request: Request, formats: Sequence[str]) -> Any:
     return _to_folder(model, request)
 
 
-def _to_onnx(model: Any, request: Request) -> Any:
+def _to_onnx(model: Any, request: ExportRequest) -> Any:
     write = importlib.import_module("keras_policy_ext.export.onnx").write
     weights, granularity, activations = request.asked
     return write(
@@ -73,7 +73,7 @@ def _to_onnx(model: Any, request: Request) -> Any:
     )
 
 
-def _to_file(model: Any, request: Request) -> ExportReport:
+def _to_file(model: Any, request: ExportRequest) -> ExportReport:
     found = kernels.of_model(model, request.include, request.exclude)
     scheme = kernels.scheme_of(found.values(), *request.asked, kernels.USUAL)
     _check_static(found.values(), scheme)
@@ -85,7 +85,7 @@ def _to_file(model: Any, request: Request) -> ExportReport:
     return ExportReport.of(request.path, request.format, scheme, written)
 
 
-def _to_folder(model: Any, request: Request) -> ExportReport:
+def _to_folder(model: Any, request: ExportRequest) -> ExportReport:
     size = shards.size_of(request.max_shard_size)
     backbone, tokenizer = language_models.parts(model, request.format)
     found = kernels.of_model(backbone, request.include, request.exclude)
@@ -125,7 +125,7 @@ def _check_format(
         )
 
 
-def _check_static(found: Iterable[Kernel], scheme: Scheme) -> None:
+def _check_static(found: Iterable[ExportedKernel], scheme: Scheme) -> None:
     """Raise if inputs have no scale that was observed."""
     if scheme.activations != "static":
         return

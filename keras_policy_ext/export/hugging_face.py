@@ -16,7 +16,7 @@ from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext._version import __version__
 from keras_policy_ext.export import hugging_face_configs as configs
 from keras_policy_ext.export import kernels, shards
-from keras_policy_ext.export.kernels import Kernel
+from keras_policy_ext.export.kernels import ExportedKernel
 from keras_policy_ext.export.lazily import OneAtATime
 from keras_policy_ext.export.readers import Reader
 from keras_policy_ext.export.report import Written
@@ -49,7 +49,7 @@ class Entry:
     name: str
     result: Any
     variables: tuple[Any, ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[ExportedKernel, ...]
     reason: str
 
     @property
@@ -73,7 +73,10 @@ class Folder:
     """
 
     def __init__(
-        self, backbone: keras.Layer, found: dict[int, Kernel], reader: Reader
+        self,
+        backbone: keras.Layer,
+        found: dict[int, ExportedKernel],
+        reader: Reader,
     ) -> None:
         self._backbone, self._found, self._reader = backbone, found, reader
         self._symbols = Symbols()
@@ -152,7 +155,7 @@ class Folder:
         found = () if reason else tuple(self._kernel(v) for v in variables)
         return Entry(name, result, variables, found, reason or "")
 
-    def _kernel(self, variable: Any) -> Kernel:
+    def _kernel(self, variable: Any) -> ExportedKernel:
         return self._found[id(variable)]
 
     def _reason(self, result: Any, variables: Sequence[Any]) -> str | None:

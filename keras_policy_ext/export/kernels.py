@@ -49,7 +49,7 @@ USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class ExportedKernel:
     """A weight that is multiplied, and what becomes of it.
 
     Attributes:
@@ -115,7 +115,7 @@ class Kernel:
 
 def of_model(
     model: keras.Layer, include: object, exclude: object
-) -> dict[int, Kernel]:
+) -> dict[int, ExportedKernel]:
     """All kernels of a model, by the `id` of their variables.
 
     Where some are frozen, the others were left in floats, and stay so.
@@ -132,7 +132,7 @@ def of_model(
         form: Any = candidate.form
         for variable in _kernels_of(candidate.layer, form):
             axes = form.float8_axes(candidate.layer, variable)
-            found[id(variable)] = Kernel(
+            found[id(variable)] = ExportedKernel(
                 candidate.layer, variable, axes, reasons.get(number)
             )
     return found
@@ -144,7 +144,7 @@ def _kernels_of(layer: keras.Layer, form: Any) -> list[Any]:
 
 
 def scheme_of(
-    kernels: Iterable[Kernel],
+    kernels: Iterable[ExportedKernel],
     weights: str | None,
     granularity: str | None,
     activations: str | None,

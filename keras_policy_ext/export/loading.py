@@ -24,7 +24,7 @@ from keras_policy_ext.export import quantized_folders, shards
 from keras_policy_ext.export.quantized_folders import QuantizedFolder
 from keras_policy_ext.export.safetensors_files import Slot
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.stored_variable import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
@@ -52,7 +52,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
         if form and stored_weights.kernels_to_store(layer, form):
             source = source_policy_of(layer).name
             policy = Float8DTypePolicy(source, recipe=folder.recipe)
-            enter_float8(layer, policy)
+            to_float8_class(layer, policy)
 
     numbers = sum(math.prod(slot.shape) for slot in slots.values())
     with (
@@ -97,7 +97,7 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
         before = {v.name: id(v) for v in stored_weights.stored_in(layer)}
         if wide.isdisjoint(before.values()):
             continue
-        leave_float8(layer)
+        to_stock_class(layer)
         own = {v.name: v for v in walking.own_weights(layer)}
         found.update({place: own[name] for name, place in before.items()})
     for layer in candidates.survey(backbone).composites:

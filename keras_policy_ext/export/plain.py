@@ -17,7 +17,7 @@ import numpy as np
 from keras_policy_ext import _input_files, formats, loops, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.export import kernels, safetensors_files
-from keras_policy_ext.export.kernels import Kernel, Scheme
+from keras_policy_ext.export.kernels import ExportedKernel, Scheme
 from keras_policy_ext.export.lazily import OneAtATime
 from keras_policy_ext.export.report import Written
 from keras_policy_ext.export.safetensors_files import DTYPES, Tensor
@@ -37,7 +37,7 @@ _CODES = {str(dtype): code for code, dtype in DTYPES.items()}
 def write(
     model: keras.Layer,
     path: str | os.PathLike[str],
-    found: dict[int, Kernel],
+    found: dict[int, ExportedKernel],
     scheme: Scheme,
 ) -> list[Written]:
     """Write a file, and say what is in it."""
@@ -139,7 +139,9 @@ def _float(name: str, layer: Any, variable: Any) -> Tensor:
     return Tensor(name, _CODES[dtype], tuple(variable.shape), make)
 
 
-def _quantized(name: str, kernel: Kernel, scheme: Scheme) -> list[Tensor]:
+def _quantized(
+    name: str, kernel: ExportedKernel, scheme: Scheme
+) -> list[Tensor]:
     one = OneAtATime(lambda: kernel.stored(scheme))
     kept = kernel.variable if kernel.frozen else scheme
     shape = tuple(kernel.variable.shape)
@@ -155,7 +157,7 @@ def _quantized(name: str, kernel: Kernel, scheme: Scheme) -> list[Tensor]:
     return made
 
 
-def _about(kernel: Kernel, scheme: Scheme) -> dict[str, Any]:
+def _about(kernel: ExportedKernel, scheme: Scheme) -> dict[str, Any]:
     kept = kernel.variable if kernel.frozen else scheme
     return {
         "weights": kept.weights,

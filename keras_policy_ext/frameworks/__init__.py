@@ -11,9 +11,9 @@ import importlib
 import keras
 
 from keras_policy_ext.frameworks.base import Framework
-from keras_policy_ext.frameworks.operations import Operation, Residuals
+from keras_policy_ext.frameworks.operations import Operation, SavedTensors
 
-__all__ = ["NAMES", "Framework", "Operation", "Residuals", "current"]
+__all__ = ["NAMES", "Framework", "Operation", "SavedTensors", "current"]
 
 NAMES = ("tensorflow", "jax", "torch")
 

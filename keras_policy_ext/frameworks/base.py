@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext.frameworks.code_tables import numbers_of_codes
-from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.kept import Measured, MeasuredStep
 from keras_policy_ext.frameworks.operations import (
     FrozenOperation,
     Operation,
@@ -212,7 +212,7 @@ class Framework:
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
 
-    def at_once(self, *scalars: Tensor) -> tuple[Tensor, ...]:
+    def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
         """The same scalars, which a compiler knows when it knows all of them.
 
         What is computed from one of them it then does not take for what was
@@ -377,14 +377,14 @@ class Framework:
 
     # Memory of a training step
 
-    def kept(self, step: Step) -> Measured:
+    def kept(self, step: MeasuredStep) -> Measured:
         """What the backward pass reads of the forward pass.
 
         Nothing is run where that is possible.
         """
         raise NotImplementedError(_needs_a_framework(self.name))
 
-    def planned_bytes(self, step: Step) -> int:
+    def planned_bytes(self, step: MeasuredStep) -> int:
         """What a compiler plans for both passes, beside their results.
 
         Raises:

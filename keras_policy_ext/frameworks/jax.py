@@ -20,7 +20,7 @@ from keras_policy_ext.frameworks import (
 )
 from keras_policy_ext.frameworks.base import Framework
 from keras_policy_ext.frameworks.code_tables import HALVES
-from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.kept import Measured, MeasuredStep
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.products import Traced
 
@@ -99,8 +99,8 @@ class JaxFramework(Framework):
             default=super().divisor,
         )
 
-    def at_once(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """See `Framework.at_once`: by a barrier."""
+    def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
+        """See `Framework.known_together`: by a barrier."""
         return tuple(lax.optimization_barrier(scalars))
 
     def stored(self, x: Tensor) -> Tensor:
@@ -161,11 +161,11 @@ class JaxFramework(Framework):
         codes = self.on_cpu(x)
         return "uint8" if codes else super().kept_dtype(x, format_name)
 
-    def kept(self, step: Step) -> Measured:
+    def kept(self, step: MeasuredStep) -> Measured:
         """See `Framework.kept`."""
         return jax_kept.kept(step)
 
-    def planned_bytes(self, step: Step) -> int:
+    def planned_bytes(self, step: MeasuredStep) -> int:
         """See `Framework.planned_bytes`: XLA."""
         return jax_kept.planned(step)
 

@@ -32,7 +32,7 @@ _OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
 
 
 @jax.tree_util.register_pytree_node_class
-class _Saved:
+class _SavedLeaves:
     """Residuals as JAX hands them on: the tensors, and static shapes."""
 
     def __init__(self, leaves: Sequence[Tensor], shapes: Any):
@@ -43,7 +43,9 @@ class _Saved:
         return self.leaves, self.shapes
 
     @classmethod
-    def tree_unflatten(cls, shapes: Any, leaves: Sequence[Tensor]) -> _Saved:
+    def tree_unflatten(
+        cls, shapes: Any, leaves: Sequence[Tensor]
+    ) -> _SavedLeaves:
         return cls(leaves, shapes)
 
 
@@ -69,12 +71,12 @@ def _forward(
     inputs: Tensor,
     kernel: Tensor,
     state: State,
-) -> tuple[Tensor, _Saved]:
+) -> tuple[Tensor, _SavedLeaves]:
     outputs, residuals = operation.forward(inputs, kernel, state, observe)
     if not observe:
         residuals = operation.observed(residuals, inputs, kernel)
     outputs = _simplified_apart(outputs)
-    return outputs, _Saved(residuals.leaves(), residuals.shapes)
+    return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -97,7 +99,7 @@ def run(
 
 def _run_forward(
     operation: Operation, inputs: Any, kernel: Any, state: tuple[Any, ...]
-) -> tuple[Tensor, tuple[_Saved, State, Links]]:
+) -> tuple[Tensor, tuple[_SavedLeaves, State, Links]]:
     """The outputs and what is kept.
 
     Linked where gradients are differentiated. What is kept is then computed
@@ -121,7 +123,7 @@ def _run_forward(
 
 def _run_backward(
     operation: Operation,
-    kept: tuple[_Saved, State, Links],
+    kept: tuple[_SavedLeaves, State, Links],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State]:
     if isinstance(outputs_grad, SymbolicZero):
@@ -162,7 +164,7 @@ _link.defvjp(lambda x: (_link(x), None), lambda _, gradient: (gradient,))
 def _linked(
     operation: Operation,
     outputs: Tensor,
-    saved: _Saved,
+    saved: _SavedLeaves,
     state: State,
     links: Links,
 ) -> Tensor:
@@ -229,7 +231,7 @@ def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
     operation: Operation,
-    saved: _Saved,
+    saved: _SavedLeaves,
     state: State,
     links: Links,
     outputs_grad: Tensor,
@@ -267,7 +269,7 @@ _backward = jax.jit(_gradients, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _last(
     operation: Operation,
-    saved: _Saved,
+    saved: _SavedLeaves,
     outputs_grad: Tensor,
     inputs_grad_grad: Tensor,
     kernel_grad_grad: Tensor,
@@ -308,13 +310,13 @@ def run_frozen(
 
 def _run_frozen_forward(
     operation: FrozenOperation, inputs: Tensor, constants: State
-) -> tuple[Tensor, _Saved]:
+) -> tuple[Tensor, _SavedLeaves]:
     outputs = _frozen_outputs(operation, inputs, constants)
-    return outputs, _Saved(constants, inputs.shape)
+    return outputs, _SavedLeaves(constants, inputs.shape)
 
 
 def _run_frozen_backward(
-    operation: FrozenOperation, saved: _Saved, outputs_grad: Tensor
+    operation: FrozenOperation, saved: _SavedLeaves, outputs_grad: Tensor
 ) -> tuple[Tensor, State]:
     constants = tuple(saved.leaves)
     inputs_grad = operation.inputs_grad(outputs_grad, constants, saved.shapes)

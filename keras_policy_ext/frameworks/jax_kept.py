@@ -11,8 +11,8 @@ import keras
 from keras_policy_ext.frameworks.kept import (
     Kept,
     Measured,
+    MeasuredStep,
     Origin,
-    Step,
     kept_of,
     layer_of,
     scope_name,
@@ -51,7 +51,7 @@ _CALLS = frozenset(
 """Primitives that compute one program with their operands as its inputs."""
 
 
-def kept(step: Step) -> Measured:
+def kept(step: MeasuredStep) -> Measured:
     """What a compiled backward pass reads of the forward pass, each once.
 
     XLA may keep less: it computes again what is cheap.
@@ -74,7 +74,7 @@ def kept(step: Step) -> Measured:
     return Measured(list(found.values()), "residuals of jax.vjp, not run")
 
 
-def planned(step: Step) -> int:
+def planned(step: MeasuredStep) -> int:
     """Bytes that XLA plans for what a step computes and does not return."""
 
     def gradients(values: Any, batch: Any, outputs_grad: Any) -> Any:
@@ -89,7 +89,7 @@ def planned(step: Step) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def _programs(step: Step) -> tuple[Jaxpr, Jaxpr, int]:
+def _programs(step: MeasuredStep) -> tuple[Jaxpr, Jaxpr, int]:
     """Programs of both passes, and how many results are the outputs."""
     structures = []
 
@@ -107,7 +107,7 @@ def _programs(step: Step) -> tuple[Jaxpr, Jaxpr, int]:
     return traced, jax.make_jaxpr(backward)(leaves, outputs), len(outputs)
 
 
-def _vjp(step: Step, values: Any, batch: Any) -> Any:
+def _vjp(step: MeasuredStep, values: Any, batch: Any) -> Any:
     def outputs(trained: Any) -> Any:
         found = iter(trained)
         every = [
@@ -124,7 +124,7 @@ def _inside(number: int) -> Any:
     return jax.named_scope(scope_name(number))
 
 
-def _shapes(step: Step) -> tuple[Any, Any]:
+def _shapes(step: MeasuredStep) -> tuple[Any, Any]:
     def shape(x: Any) -> Any:
         dtype = keras.backend.standardize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
@@ -133,7 +133,7 @@ def _shapes(step: Step) -> tuple[Any, Any]:
     return values, keras.tree.map_structure(shape, step.batch)
 
 
-def _inputs(step: Step, jaxpr: Jaxpr) -> list[Origin]:
+def _inputs(step: MeasuredStep, jaxpr: Jaxpr) -> list[Origin]:
     sources = [source_of_variable(is_weight) for is_weight in step.weights]
     sources += ["batch"] * (len(jaxpr.invars) - len(sources))
     return [

@@ -36,7 +36,7 @@ class Measured(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A forward pass as a function, of which gradients are taken.
 
     Attributes:

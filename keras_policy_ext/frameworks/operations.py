@@ -17,7 +17,7 @@ of two, so that amaxes from 2^-102 on lose nothing; smaller ones may count as 0.
 """
 
 
-class Residuals(Protocol):
+class SavedTensors(Protocol):
     """What a backward pass needs of the forward pass.
 
     Attributes:

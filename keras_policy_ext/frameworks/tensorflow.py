@@ -20,12 +20,12 @@ from keras_policy_ext.frameworks import (
 )
 from keras_policy_ext.frameworks.base import Framework
 from keras_policy_ext.frameworks.code_tables import HALVES
-from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.kept import Measured, MeasuredStep
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.products import Traced
 from keras_policy_ext.frameworks.tensorflow_gradients import (
     Backward,
-    Graph,
+    CompiledPass,
     refuse_vectorized,
     sizes_of,
 )
@@ -230,7 +230,7 @@ class TensorFlowFramework(Framework):
             value = function(point)
         return tape.gradient(value, point, output_gradients=cotangent)
 
-    def kept(self, step: Step) -> Measured:
+    def kept(self, step: MeasuredStep) -> Measured:
         """See `Framework.kept`."""
         return tensorflow_kept.kept(step)
 
@@ -364,7 +364,7 @@ def _in_a_loop() -> bool:
 @functools.lru_cache(maxsize=1024)
 def _shared_forward(
     operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
-) -> Graph:
+) -> CompiledPass:
     """The outputs, and the leaves of the residuals.
 
     What the graph was made for is part of the key: shapes, and whether its
@@ -377,7 +377,7 @@ def _shared_forward(
         leaves = residuals.leaves(_narrows(operation, inputs, kernel))
         return [outputs, *leaves]
 
-    return Graph(forward)
+    return CompiledPass(forward)
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
@@ -392,8 +392,8 @@ def _narrows(operation: Operation, *operands: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shared_settle(settle: Any, shapes: Any) -> Graph:
-    return Graph(settle)
+def _shared_settle(settle: Any, shapes: Any) -> CompiledPass:
+    return CompiledPass(settle)
 
 
 @tf.function(jit_compile=True, autograph=False)

@@ -188,7 +188,7 @@ def sizes_of(x: Tensor) -> tuple[Any, ...]:
     )
 
 
-class Graph:
+class CompiledPass:
     """A pass as one graph, made at the first call.
 
     Eagerly a pass is some thirty operations of which most are on scalars; so
@@ -211,7 +211,7 @@ class Graph:
 @functools.lru_cache(maxsize=1024)
 def _shared_backward(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> Graph:
+) -> CompiledPass:
     """The gradients, of leaves of these dtypes and the sizes not in shapes."""
 
     def backward(
@@ -223,20 +223,20 @@ def _shared_backward(
         )
         return [inputs_grad, kernel_grad, *state_grad]
 
-    return Graph(backward)
+    return CompiledPass(backward)
 
 
 @functools.lru_cache(maxsize=1024)
 def _shared_second(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> Graph:
+) -> CompiledPass:
     """Those of the gradients, likewise."""
 
     def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
         residuals = operation.residuals(leaves, _whole(shapes, unknown))
         return operation.second_derivatives(residuals, *gradients)
 
-    return Graph(second)
+    return CompiledPass(second)
 
 
 def _whole(shapes: tuple[Any, ...], unknown: Any) -> tuple[Any, Any]:

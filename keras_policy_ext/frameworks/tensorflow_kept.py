@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras_policy_ext.frameworks.kept import (
     Kept,
     Measured,
+    MeasuredStep,
     Origin,
-    Step,
     kept_of,
     layer_of,
     scope_name,
@@ -41,7 +41,7 @@ _OF_SHAPES = frozenset(["Rank", "Shape", "ShapeN", "Size", "ZerosLike"])
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 
 
-def kept(step: Step) -> Measured:
+def kept(step: MeasuredStep) -> Measured:
     """What operations of gradients read of others, each memory once."""
     graph, given, gradients, count = _traced(step)
     operations = graph.get_operations()
@@ -68,7 +68,9 @@ def kept(step: Step) -> Measured:
     )
 
 
-def _traced(step: Step) -> tuple[Any, dict[str, Origin], list[Tensor], int]:
+def _traced(
+    step: MeasuredStep,
+) -> tuple[Any, dict[str, Origin], list[Tensor], int]:
     """A graph of both passes.
 
     Returns:
@@ -106,7 +108,7 @@ def _inside(number: int) -> Any:
     return tf.name_scope(scope_name(number))
 
 
-def _given(step: Step, values: Any, batch: Any) -> dict[str, Origin]:
+def _given(step: MeasuredStep, values: Any, batch: Any) -> dict[str, Origin]:
     sources = [source_of_variable(is_weight) for is_weight in step.weights]
     tensors = [*values, *keras.tree.flatten(batch)]
     sources += ["batch"] * (len(tensors) - len(sources))

@@ -16,7 +16,7 @@ from keras_policy_ext.frameworks import (
 )
 from keras_policy_ext.frameworks.base import Framework, Settle, saved_dtype
 from keras_policy_ext.frameworks.code_tables import HALVES, numbers_of_codes
-from keras_policy_ext.frameworks.kept import Measured, Step
+from keras_policy_ext.frameworks.kept import Measured, MeasuredStep
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.products import Traced
 from keras_policy_ext.frameworks.torch_by_example import (
@@ -210,7 +210,7 @@ class TorchFramework(Framework):
         """See `Framework.may_take_gradients`."""
         return bool(torch.is_grad_enabled())
 
-    def kept(self, step: Step) -> Measured:
+    def kept(self, step: MeasuredStep) -> Measured:
         """See `Framework.kept`."""
         # Here, because it loads what a training step does not need.
         from keras_policy_ext.frameworks import torch_kept

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_policy_ext.frameworks.kept import (
     Kept,
     Measured,
+    MeasuredStep,
     Origin,
-    Step,
     kept_of,
     source_of_variable,
 )
@@ -35,7 +35,7 @@ _ORIGIN = "keras_policy_ext_origin"
 """The attribute by which a memory keeps its `Origin`."""
 
 
-def kept(step: Step) -> Measured:
+def kept(step: MeasuredStep) -> Measured:
     """What autograd saves in the forward pass, each memory once.
 
     Where a layer cannot be called on tensors without numbers, it is called
@@ -45,7 +45,7 @@ def kept(step: Step) -> Measured:
         return _kept(step)
 
 
-def _kept(step: Step) -> Measured:
+def _kept(step: MeasuredStep) -> Measured:
     if FakeTensorMode is not None:
         # A layer may do anything with its tensors, and fail in any way.
         with contextlib.suppress(Exception):
@@ -72,7 +72,7 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _saved(step: Step, taken: Any) -> list[Kept]:
+def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
     """Call the model on its variables, as `taken` hands them out, and zeros."""
     for tensor in step.held:
         _given(tensor, "weights")
@@ -85,7 +85,7 @@ def _saved(step: Step, taken: Any) -> list[Kept]:
     for value, trained in zip(values, step.trained, strict=True):
         value.requires_grad_(trained)
     batch = keras.tree.map_structure(_zeros, step.batch)
-    saved = _Saved()
+    saved = _SavedByAutograd()
     try:
         with _Sources(), saved.hooks(), torch.enable_grad():
             step.call(values, batch, saved.inside)
@@ -95,7 +95,7 @@ def _saved(step: Step, taken: Any) -> list[Kept]:
     return list(saved.kept.values())
 
 
-class _Saved:
+class _SavedByAutograd:
     """What autograd saves, and in the call of which layer."""
 
     def __init__(self) -> None:

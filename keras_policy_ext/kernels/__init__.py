@@ -84,7 +84,7 @@ def make_plan(
     training: bool | None = None,
     slot: int = 0,
     gathering: Any = None,
-    one_pass: bool = False,
+    cast_before_amax: bool = False,
 ) -> Plan:
     """The plan of a contraction that is called here and now.
 
@@ -95,7 +95,7 @@ def make_plan(
     if framework.is_compiling():
         return Plan(*known, prefer=None)
     here = preferred(), framework.traces_for_xla()
-    return plan_of(*known, *here, gathering, one_pass)
+    return plan_of(*known, *here, gathering, cast_before_amax)
 
 
 def run(
@@ -136,7 +136,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
     source = state_source_of(recipe)
 
     def settle(value: Any, previous: Any) -> Any:
-        states = engines.states_for(source, previous)
+        states = engines.state_kernels_for(source, previous)
         # An observation of several replicas is wider.
         if states is None or value.shape != previous.shape:
             return source.settle(value, previous)

@@ -13,7 +13,7 @@ from keras_policy_ext.recipes import OPERANDS, Quantization
 Tensor = Any
 
 
-class Known(NamedTuple):
+class ScaleHint(NamedTuple):
     """What is known of the scale of an operand, on its device.
 
     Attributes:
@@ -62,7 +62,11 @@ class BothLayouts(Protocol):
         """
 
     def quantize(
-        self, matrix: Tensor, asked: Quantization, known: Known, observe: bool
+        self,
+        matrix: Tensor,
+        asked: Quantization,
+        known: ScaleHint,
+        observe: bool,
     ) -> Both:
         """Quantize a matrix, with one scale.
 
@@ -110,12 +114,12 @@ def read_both(
         history: What the state says; None for a source without state.
         observe: Whether the amax is needed for the state.
     """
-    known = Known(None, None, rule)
+    known = ScaleHint(None, None, rule)
     if history is not None:
         index, unseen = OPERANDS.index(operand), history.unseen
         flag = None if unseen is None else unseen[index]
         lately = history.seen_lately
-        known = Known(history.scales[index], flag, rule, lately)
+        known = ScaleHint(history.scales[index], flag, rule, lately)
     stateless = history is None
     found = both.quantize(matrix[0], asked, known, observe or stateless)
     scale = ops.reshape(found.scale, (1, 1, 1))

@@ -16,7 +16,7 @@ from keras_policy_ext.kernels.gathering import gathered
 from keras_policy_ext.kernels.operands import amax_of, storing
 from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_protocol import Amax, Known
+from keras_policy_ext.numerics.scale_protocol import Amax, StateReading
 from keras_policy_ext.recipes import matmuls_of
 
 Tensor = Any
@@ -53,14 +53,14 @@ class OperandUse:
         self.operand, self.matmul = operand, matmul
         self.contraction, self.source = plan.contraction, plan.source
         self.slot, self.inputs_dtype = plan.slot, plan.inputs_dtype
-        self.quantization = plan.asked[operand, matmul]
+        self.quantization = plan.quantizations[operand, matmul]
         self.native = selections[matmul][1].native
-        self.reads_transpose = operands.is_across(operand, matmul)
+        self.reads_transpose = operands.reads_transpose(operand, matmul)
         self.amax_of = amax_of(operand)
         self._as_stored = (
             operands.quantized_as(operand, matmul) or self.quantization
         )
-        self._stored_transposed = operands.turned[operand, matmul]
+        self._stored_transposed = operands.stored_transposed[operand, matmul]
         self.is_stochastic = (
             self.quantization is not None
             and self.quantization.rounding == "stochastic"
@@ -82,7 +82,7 @@ class OperandUse:
             )
 
     def quantize(
-        self, home: Tensor, amax: Amax, known: Known | None, cast: Any
+        self, home: Tensor, amax: Amax, known: StateReading | None, cast: Any
     ) -> tuple[Quantized, Quantized]:
         """Quantize an operand: for the outputs, and for gradients.
 
@@ -97,7 +97,7 @@ class OperandUse:
 
         Returns:
             The same numbers twice, as they lie in memory: see
-            `Operands.turned`.
+            `Operands.stored_transposed`.
         """
         if self.quantization is None:
             plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
@@ -188,7 +188,7 @@ class BoundOperand:
             for matmul in matmuls_of(operand)
         )
         self.first, self.second = uses
-        self.is_shared = plan.operands.read_once[operand]
+        self.is_shared = plan.operands.shares_quantization[operand]
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = frameworks.current()
@@ -202,7 +202,7 @@ class BoundOperand:
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(
-        self, x: Tensor, known: Known | None, observe: bool
+        self, x: Tensor, known: StateReading | None, observe: bool
     ) -> QuantizedForBoth:
         """Quantize an operand for both of its matmuls.
 
@@ -243,7 +243,7 @@ class OperandInBothLayouts(BoundOperand):
     ):
         super().__init__(plan, operand, engine, selections)
         self._both: Any = engine.both_layouts
-        self._quantization: Any = plan.operands.in_one_cast[operand]
+        self._quantization: Any = plan.operands.cast_for_both[operand]
         self._rule: Any = plan.source.rule
         is_kernel = operand == "kernel"
         self._dtype = plan.kernel_dtype if is_kernel else plan.inputs_dtype
@@ -262,7 +262,7 @@ class OperandInBothLayouts(BoundOperand):
         return self._both.supports(*how) is None
 
     def quantize(
-        self, x: Tensor, known: Known | None, observe: bool
+        self, x: Tensor, known: StateReading | None, observe: bool
     ) -> QuantizedForBoth:
         """See `BoundOperand.quantize`."""
         if not self.is_in_both_layouts(x):
@@ -286,20 +286,20 @@ def bind_operand(
         engine: The kernels of the framework.
         selections: The kernel of each matmul, and the reason for it.
     """
-    in_one_cast = (
+    cast_for_both = (
         engine.both_layouts is not None
-        and plan.operands.in_one_cast[operand] is not None
+        and plan.operands.cast_for_both[operand] is not None
         and plan.source.rule is not None
         and all(selections[m][1].native for m in matmuls_of(operand))
     )
-    kind = OperandInBothLayouts if in_one_cast else BoundOperand
+    kind = OperandInBothLayouts if cast_for_both else BoundOperand
     return kind(plan, operand, engine, selections)
 
 
 def _cast_of(
     plan: Any, engine: Engine, first: OperandUse, second: OperandUse
 ) -> Any:
-    """The cast of an operand, to a float8 dtype if a matmul reads one."""
+    """Return the cast of an operand, to a float8 dtype if a matmul reads it."""
     if first.native or second.native:
         return engine.narrow_cast
     return engine.cast_in_training if plan.training else engine.cast
@@ -308,7 +308,7 @@ def _cast_of(
 def _casts_before_amax(
     plan: Any, operand: BoundOperand, engine: Engine
 ) -> bool:
-    """Whether an operand is cast while its amax is found.
+    """Return True if an operand is cast while its amax is found.
 
     XLA takes no amax into a kernel that transposes. Codes that are stored
     first and then transposed make 5 bytes for a number of bfloat16, where
@@ -316,10 +316,10 @@ def _casts_before_amax(
     Blackwell, which wants one layout (JAX 0.10).
     """
     return (
-        plan.one_pass
+        plan.cast_before_amax
         and operand.operand == "outputs_grad"
         and operand.is_shared
         and operand.first.native
         and operand.second.native
-        and engine.casts_in_one_pass()
+        and engine.casts_before_amax()
     )

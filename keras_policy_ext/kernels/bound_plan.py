@@ -23,7 +23,7 @@ from keras_policy_ext.kernels.saved_kernels import bind_saved_kernel
 from keras_policy_ext.kernels.second_derivatives import gradients
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.observations import of_kernel_alone
-from keras_policy_ext.numerics.scale_protocol import Known
+from keras_policy_ext.numerics.scale_protocol import StateReading
 from keras_policy_ext.recipes import MATMULS, OPERANDS
 
 Tensor = Any
@@ -155,20 +155,20 @@ class BoundPlan:
         """See `second_derivatives.gradients`."""
         return gradients(self, *arguments)
 
-    def _state_reading(self, state: tuple[Tensor, ...]) -> Known | None:
+    def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
         """What the state says before the step; None where there is none."""
         if not state:
             return None
-        states = self._states_for(*state)
+        states = self._state_kernels_for(*state)
         if states is not None:
             return states.history_scales(self._source, *state)
-        found: Known = self._source.history_scales(*state)
+        found: StateReading = self._source.history_scales(*state)
         return found
 
     def _state_grad(
         self,
         residuals: Residuals,
-        known: Known | None,
+        known: StateReading | None,
         outputs_grad_amax: Tensor | None,
         state: Tensor,
     ) -> Tensor:
@@ -185,7 +185,7 @@ class BoundPlan:
         )
         return self._observation(numbers, state)
 
-    def _states_for(self, state: Tensor) -> StateKernels | None:
+    def _state_kernels_for(self, state: Tensor) -> StateKernels | None:
         """The kernels for a state of the source; None for `keras.ops`."""
         for states in self.engine.states:
             if states.supports(self._source, state) is None:
@@ -194,7 +194,7 @@ class BoundPlan:
 
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
         """The gradient of the state of these numbers, one for each row."""
-        states = self._states_for(state)
+        states = self._state_kernels_for(state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
         # A kernel may have found an amax for each part of an operand.
@@ -218,7 +218,7 @@ def _select(plan: Any, engine: Engine) -> Selections:
         matmul: plan.contraction.choose(
             engine,
             matmul,
-            *(plan.asked[operand, matmul] for operand in operands),
+            *(plan.quantizations[operand, matmul] for operand in operands),
             **how,
         )
         for matmul, operands in MATMULS.items()

@@ -185,10 +185,10 @@ class Engine:
         encode: Takes numbers of a format in float32 and its name; returns
             their codes.
         decode: Takes codes and the name of a format; returns the numbers.
-        casts_in_one_pass: Whether a compiler takes into one kernel the cast
+        casts_before_amax: Whether a compiler takes into one kernel the cast
             and the amax of a tensor, if its scale does not wait.
-        casts_again: Whether kernels are cast again for the backward pass,
-            and their codes not kept: see `saved_kernels`.
+        requantizes_kernels: Whether kernels are quantized again in the
+            backward pass, and their codes not saved: see `saved_kernels`.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """
@@ -205,8 +205,8 @@ class Engine:
     training_cast: Cast | None = None
     encode: Callable[[Tensor, str], Tensor] = codes.encode
     decode: Callable[[Tensor, str], Tensor] = codes.decode
-    casts_in_one_pass: Callable[[], bool] = lambda: False
-    casts_again: Callable[[], bool] = lambda: False
+    casts_before_amax: Callable[[], bool] = lambda: False
+    requantizes_kernels: Callable[[], bool] = lambda: False
     states: tuple[StateKernels, ...] = ()
 
     @property

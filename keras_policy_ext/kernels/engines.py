@@ -25,7 +25,7 @@ def engine() -> Engine:
     return _loaded[name]
 
 
-def states_for(source: Any, state: Any) -> StateKernels | None:
+def state_kernels_for(source: Any, state: Any) -> StateKernels | None:
     """The first kernels that support a state of a source; None if none do."""
     for states in engine().states:
         if states.supports(source, state) is None:

@@ -175,7 +175,7 @@ def form_of(equation: str) -> Form:
 
 @functools.lru_cache(maxsize=4096)
 def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
-    """The axes of an operand that no other term has."""
+    """Return the axes of an operand that no other term has."""
     term, *groups = form._home(operand)
     order = "".join((form.batch, *groups))
     return tuple(i for i, letter in enumerate(term) if letter not in order)

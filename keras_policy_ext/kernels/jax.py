@@ -189,7 +189,7 @@ def _dequantized_product(
     return _product(first, second, precision, jnp.dtype(dtype))
 
 
-def _casts_in_one_pass() -> bool:
+def _casts_before_amax() -> bool:
     """XLA for CUDA does; a CPU may be where a program for CUDA is made.
 
     Not where there are several devices: the amax in the branch of a first step
@@ -199,7 +199,7 @@ def _casts_in_one_pass() -> bool:
     return maker in ("nvidia", "cpu") and jax.device_count() == 1
 
 
-def _casts_again() -> bool:
+def _requantizes_kernels() -> bool:
     """Whether XLA makes one layout where two matmuls read one each.
 
     With several devices a kernel of which they have parts could be gathered
@@ -222,6 +222,6 @@ ENGINE = Engine(
     cast=casting.quantize_float32,
     narrow_cast=casting.quantize,
     widen=casting.widen,
-    casts_in_one_pass=_casts_in_one_pass,
-    casts_again=_casts_again,
+    casts_before_amax=_casts_before_amax,
+    requantizes_kernels=_requantizes_kernels,
 )

@@ -1,4 +1,4 @@
-"""What becomes of each operand of a contraction, and how it lies in memory."""
+"""For each operand: its quantization in each matmul and its memory layout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Operands:
     recipe: Recipe
 
     @functools.cached_property
-    def asked(self) -> dict[tuple[str, str], Quantization | None]:
-        """What becomes of each operand in each matmul."""
+    def quantizations(self) -> dict[tuple[str, str], Quantization | None]:
+        """Return the quantization of each operand in each matmul."""
         return {
             (operand, matmul): self.contraction.quantization(
                 self.recipe.quantization(operand, matmul)
@@ -43,38 +43,38 @@ class Operands:
         }
 
     @functools.cached_property
-    def read_once(self) -> dict[str, bool]:
-        """Whether both matmuls read an operand that is quantized once."""
+    def shares_quantization(self) -> dict[str, bool]:
+        """True for an operand that is quantized once for both matmuls."""
         return {
             operand: read_transposed(
-                *(self.asked[operand, m] for m in matmuls_of(operand))
+                *(self.quantizations[operand, m] for m in matmuls_of(operand))
             )
             for operand in OPERANDS
         }
 
     @functools.cached_property
-    def in_one_cast(self) -> dict[str, Quantization | None]:
-        """What becomes of an operand of which one cast could write matrices.
+    def cast_for_both(self) -> dict[str, Quantization | None]:
+        """Return the quantization that one cast can write for both matmuls.
 
         None unless both matmuls read the same numbers, with one scale.
         """
         found = {}
         for operand in OPERANDS:
-            asked = self.asked[operand, matmuls_of(operand)[0]]
+            asked = self.quantizations[operand, matmuls_of(operand)[0]]
             can = asked is not None and asked.keeps_axes
-            can = can and self.read_once[operand]
+            can = can and self.shares_quantization[operand]
             is_read = self.contraction.reads_what_is_quantized
             found[operand] = asked if can and is_read else None
         return found
 
     def is_stochastic(self, operand: str) -> bool:
-        """Whether a matmul reads an operand that is rounded at random."""
-        asked = (self.asked[operand, m] for m in matmuls_of(operand))
+        """Return True if a matmul reads the operand rounded at random."""
+        asked = (self.quantizations[operand, m] for m in matmuls_of(operand))
         return any(q is not None and q.rounding == "stochastic" for q in asked)
 
     @functools.cached_property
-    def turned(self) -> dict[tuple[str, str], bool]:
-        """Whether a matmul's operand is quantized as the transposed matrix.
+    def stored_transposed(self) -> dict[tuple[str, str], bool]:
+        """True if an operand is quantized as the transpose of its matrix.
 
         So it is where that is how it lies in memory, as most kernels do: a
         compiler that scales and transposes at once reads against the order of
@@ -84,38 +84,38 @@ class Operands:
             (operand, matmul): asked is not None
             and not asked.keeps_axes
             and self.contraction.lies_across(operand)
-            for (operand, matmul), asked in self.asked.items()
+            for (operand, matmul), asked in self.quantizations.items()
         }
 
-    def is_across(self, operand: str, matmul: str) -> bool:
-        """Whether a matmul reads the transpose of what was quantized."""
+    def reads_transpose(self, operand: str, matmul: str) -> bool:
+        """Return True if a matmul reads the transpose of what is quantized."""
         is_second = matmul != matmuls_of(operand)[0]
-        return is_second != self.turned[operand, matmul]
+        return is_second != self.stored_transposed[operand, matmul]
 
     def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
-        """What becomes of an operand of a matmul, as it lies in memory."""
-        asked = self.asked[operand, matmul]
-        if asked is None or not self.is_across(operand, matmul):
+        """Return the quantization of an operand as it lies in memory."""
+        asked = self.quantizations[operand, matmul]
+        if asked is None or not self.reads_transpose(operand, matmul):
             return asked
         return asked.transposed
 
     def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
-        """What is said of the axes of a kernel, of those that are quantized.
+        """Return an entry for each axis of a kernel as it is quantized.
 
         Args:
             axes: See `Contraction.kernel_axes`.
             matmul: Which one reads it.
         """
-        asked = self.asked["kernel", matmul]
+        asked = self.quantizations["kernel", matmul]
         found = self.contraction.kernel_axes(axes, asked)
-        if not self.turned["kernel", matmul]:
+        if not self.stored_transposed["kernel", matmul]:
             return found
         batch, rows, columns = found
         return batch, columns, rows
 
     @functools.cached_property
     def kept(self) -> dict[str, Quantization | None]:
-        """What became of the operands that the backward pass reads."""
+        """Return the quantization of each operand that is saved."""
         return {
             operand: self.quantized_as(operand, matmuls_of(operand)[1])
             for operand in ("inputs", "kernel")
@@ -129,7 +129,7 @@ def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
 
 
 def storing(cast: Any) -> Any:
-    """A cast whose result is stored: see `Framework.stored`."""
+    """Return a cast whose result is written: see `Framework.stored`."""
 
     def casting(*how: Any) -> Any:
         return frameworks.current().stored(cast(*how))
@@ -138,7 +138,7 @@ def storing(cast: Any) -> Any:
 
 
 def amax_of(operand: str) -> Any:
-    """What computes the amax of an operand.
+    """Return the function that computes the amax of an operand.
 
     A layer adds up the columns of its output gradient for its bias.
     """

@@ -40,8 +40,8 @@ class Plan:
         for_xla: Whether XLA is going to compile it, where a kernel asks.
         gathering: How the kernel is gathered, where devices have parts of
             it: see `Framework.gathering_of`.
-        one_pass: Whether JAX may cast the output gradient while its amax is
-            found: see `bound_operands`.
+        cast_before_amax: Whether JAX may cast the output gradient while its
+            amax is found: see `bound_operands`.
     """
 
     contraction: Contraction
@@ -53,7 +53,7 @@ class Plan:
     prefer: str | None = "auto"
     for_xla: bool = False
     gathering: Any = None
-    one_pass: bool = False
+    cast_before_amax: bool = False
 
     @functools.cached_property
     def first_use(self) -> Plan:
@@ -81,9 +81,9 @@ class Plan:
         return operands_of(self.contraction, self.recipe)
 
     @functools.cached_property
-    def asked(self) -> dict[tuple[str, str], Quantization | None]:
+    def quantizations(self) -> dict[tuple[str, str], Quantization | None]:
         """The quantization of each operand in each matmul."""
-        return self.operands.asked
+        return self.operands.quantizations
 
     @property
     def bound(self) -> BoundPlan:

@@ -8,7 +8,7 @@ from typing import Any
 from keras_policy_ext import frameworks
 from keras_policy_ext.kernels.contract import Engine, Shapes
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_protocol import HistoryScales, Known
+from keras_policy_ext.numerics.scale_protocol import HistoryScales, StateReading
 
 Tensor = Any
 
@@ -31,7 +31,7 @@ class Residuals:
 
     inputs: Quantized
     kernel: Quantized
-    known: Known | None
+    known: StateReading | None
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
     engine: Engine
@@ -66,8 +66,8 @@ def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
 
 
 def settled(
-    known: Known | None, state: tuple[Tensor, ...] = ()
-) -> Known | None:
+    known: StateReading | None, state: tuple[Tensor, ...] = ()
+) -> StateReading | None:
     """What the state says, or less where a choice is already made."""
     if not isinstance(known, HistoryScales) or known.unseen is None:
         return known

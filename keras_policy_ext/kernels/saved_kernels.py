@@ -72,7 +72,7 @@ class RequantizedKernel(SavedKernel):
         """
         quantization: Any = saved.quantization
         scales = (ops.reshape(x.scale, ()) for x in (saved, outputs_grad))
-        scale, other = frameworks.current().at_once(*scales)
+        scale, other = frameworks.current().known_together(*scales)
         home = self._contraction.operand("kernel", saved.values, quantization)
         values = self._engine.narrow_cast(
             home, scale, quantization.format, False
@@ -93,11 +93,11 @@ def bind_saved_kernel(
         engine: The kernels of the framework.
         selections: The kernel of each matmul, and the reason for it.
     """
-    quantization = plan.asked["kernel", "forward"]
+    quantization = plan.quantizations["kernel", "forward"]
     requantizes = (
-        engine.casts_again()
+        engine.requantizes_kernels()
         and plan.gathering is None
-        and plan.operands.read_once["kernel"]
+        and plan.operands.shares_quantization["kernel"]
         and quantization is not None
         and quantization.keeps_axes
         and quantization.rounding == "nearest"

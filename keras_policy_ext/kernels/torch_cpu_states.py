@@ -20,9 +20,9 @@ from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
-    SEALED,
     SLOTS,
     UNSEEN,
+    VALID_MARK,
 )
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import DelayedSource
@@ -106,7 +106,7 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
         heads, largest, amaxes, source.limits_with_margin, strict=True
     ):
         first, *slots, stored = head
-        is_intact = first == SEALED and not any(slots) and most < math.inf
+        is_intact = first == VALID_MARK and not any(slots) and most < math.inf
         if is_intact and amax > 0.0:
             scale = inverted_of_number(amax, limit)
         else:
@@ -146,8 +146,8 @@ def _rounded(number: float) -> float:
 def _give(row: Array, value: Array) -> None:
     """A state into a settled row: sealed if it is as good as sealed."""
     row[:] = value
-    if abs(float(value[0]) - SEALED) <= ROUNDING:
-        row[0] = SEALED
+    if abs(float(value[0]) - VALID_MARK) <= ROUNDING:
+        row[0] = VALID_MARK
 
 
 def _enter(
@@ -157,7 +157,7 @@ def _enter(
     if not intact:
         row[FIRST:] = 0.0
     row[:FIRST] = 0.0
-    row[0], row[FIRST - 1] = SEALED, scale
+    row[0], row[FIRST - 1] = VALID_MARK, scale
     if newest is not None:
         first = row[FIRST]
         row[FIRST:-1] = row[FIRST + 1 :]

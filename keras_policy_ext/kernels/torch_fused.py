@@ -15,7 +15,7 @@ from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_casts
-from keras_policy_ext.kernels.both_layouts import Both, Known
+from keras_policy_ext.kernels.both_layouts import Both, ScaleHint
 from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
 from keras_policy_ext.numerics.scale_sources import DelayedSource
 from keras_policy_ext.recipes import DelayedScaling, Quantization
@@ -49,7 +49,11 @@ class TritonCasts:
         return _refusal(like, self.interpreted)
 
     def quantize(
-        self, matrix: Tensor, asked: Quantization, known: Known, observe: bool
+        self,
+        matrix: Tensor,
+        asked: Quantization,
+        known: ScaleHint,
+        observe: bool,
     ) -> Both:
         """See `BothLayouts.quantize`."""
         if is_real(matrix):
@@ -180,7 +184,7 @@ def _gives_our_codes() -> bool:
     for name in FAMILIES["ocp"]:
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(torch_casts.narrow_cast(x, scale, name))
-            known = Known(scale, None, ScaleRule(inverted=True))
+            known = ScaleHint(scale, None, ScaleRule(inverted=True))
             asked = Quantization(format=name)
             both = torch_triton_casts.quantize_both_ways(x, asked, known, True)
             found, across = _bits(both.values), _bits(both.across)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from keras_policy_ext import formats
-from keras_policy_ext.kernels.both_layouts import Both, Known
+from keras_policy_ext.kernels.both_layouts import Both, ScaleHint
 from keras_policy_ext.kernels.torch_triton_scales import largest_of, scale_of
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.recipes import Quantization
@@ -34,7 +34,7 @@ _TRITON_DTYPES = {
 def quantize_both_ways(
     x: Tensor,
     asked: Quantization,
-    known: Known,
+    known: ScaleHint,
     observe: bool,
     by_integers: bool = False,
 ) -> Both:
@@ -105,7 +105,7 @@ def _zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int32, device=x.device)
 
 
-def constants(asked: Quantization, known: Known) -> dict[str, Any]:
+def constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
     """What the cast knows when it is compiled."""
     found = formats.get(asked.format)
     lowest, shift = casting.grid_constants(asked.format)
@@ -224,7 +224,7 @@ def _own_amax(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The amax of what was never observed; see `Known.seen_lately`."""
+    """The amax of what was never observed; see `ScaleHint.seen_lately`."""
     if FOUND_BEFORE:
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, ROWS * COLUMNS)

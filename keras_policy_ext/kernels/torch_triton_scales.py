@@ -15,9 +15,9 @@ import triton.language as tl
 from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
-    SEALED,
     SLOTS,
     UNSEEN,
+    VALID_MARK,
 )
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import OPERANDS
@@ -25,7 +25,7 @@ from keras_policy_ext.recipes import OPERANDS
 Tensor = Any
 
 _ROUNDING = tl.constexpr(ROUNDING)
-_SEALED = tl.constexpr(SEALED)
+_SEALED = tl.constexpr(VALID_MARK)
 _UNSEEN = tl.constexpr(UNSEEN)
 _UNIT = tl.constexpr(UNIT)
 _UNITS = tl.constexpr(1.0 / UNIT)

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, walking
-from keras_policy_ext.layers.class_swap import enter_float8
+from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state_files import ATTENTION_KEY
@@ -73,7 +73,7 @@ class _Float8Attention(Float8Mixin):
             return
         for layer in made:
             if type(layer) in drop_ins():
-                enter_float8(layer)
+                to_float8_class(layer)
             else:
                 calls.rematerialize_with_outer(layer)
 

@@ -29,7 +29,7 @@ _OF_FORMS = (
 )
 
 
-def enter_float8(
+def to_float8_class(
     layer: Any, policy: Any = None, frozen: Iterable[Frozen] | None = None
 ) -> None:
     """Turn a built layer into its float8 form, in place.
@@ -66,8 +66,8 @@ def enter_float8(
         built_layers.track_again([layer])
 
 
-def leave_float8(layer: Any) -> None:
-    """Undo `enter_float8`: the stock class, the source policy, no float8 state.
+def to_stock_class(layer: Any) -> None:
+    """Undo `to_float8_class`: stock class, source policy, no float8 state.
 
     A layer of a class that has no original, such as a user's own with the
     mixin, keeps the class. Weights stay bit for bit as they are; kernels that

@@ -404,7 +404,8 @@ class Float8Mixin(
     def _has_stored_gradient(self) -> bool:
         """Whether XLA stores the gradient of what is contracted.
 
-        Or has reason to, as several kernels read it: see `Plan.one_pass`.
+        Or has reason to, as several kernels read it: see
+        `Plan.cast_before_amax`.
         """
         return False
 

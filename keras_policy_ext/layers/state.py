@@ -223,7 +223,7 @@ class Float8State(keras.layers.Layer):
         self._assign(matrices, entries)
 
     @contextlib.contextmanager
-    def handing_on(self, take: _Take) -> Iterator[None]:
+    def capture_entries(self, take: _Take) -> Iterator[None]:
         """Hand on what a file has for this state, instead of reading it.
 
         Args:

@@ -48,8 +48,8 @@ from keras_policy_ext.layers.state_variable import (
 from keras_policy_ext.numerics.observations import (
     MOST_STEPS,
     ROUNDING,
-    SEALED,
     UNSEEN,
+    VALID_MARK,
 )
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
@@ -205,7 +205,7 @@ def _matrix(
 
 def _looks(row: np.ndarray) -> float:
     """The first column of a row as its other numbers let one expect it."""
-    return SEALED if row[1:].any() else UNSEEN
+    return VALID_MARK if row[1:].any() else UNSEEN
 
 
 def _part_in(

@@ -15,10 +15,10 @@ from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
-    SEALED,
     SLOTS,
     UNSEEN,
-    Layout,
+    VALID_MARK,
+    StateLayout,
 )
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
@@ -351,7 +351,7 @@ class StateVariable(
         layout = self.rows_layout
         if matrix[row, 0] == UNSEEN and np.isfinite(amax):
             # What settling comes to, without its thirty operations.
-            matrix[row, 0] = SEALED
+            matrix[row, 0] = VALID_MARK
             layout.history(matrix)[row, 0] = amax
         else:
             matrix[row] = 0.0
@@ -359,7 +359,7 @@ class StateVariable(
         self.enter(matrix)
 
     @property
-    def rows_layout(self) -> Layout:
+    def rows_layout(self) -> StateLayout:
         """Where things are in a row of this state."""
         return state_source_of(self.recipe).layout
 
@@ -477,7 +477,7 @@ def newest_first(ring: np.ndarray) -> np.ndarray:
 
 def _is_sealed(first: np.ndarray) -> np.ndarray:
     """Which rows are believed, by their first column."""
-    return np.abs(first - SEALED) <= ROUNDING
+    return np.abs(first - VALID_MARK) <= ROUNDING
 
 
 def _moved_rows(matrix: np.ndarray) -> np.ndarray:
@@ -489,13 +489,13 @@ def _moved_rows(matrix: np.ndarray) -> np.ndarray:
 
 def _is_state(first: np.ndarray) -> np.ndarray:
     """Which rows are states or averages of states, by their first column."""
-    return (first >= UNSEEN - ROUNDING) & (first <= SEALED + ROUNDING)
+    return (first >= UNSEEN - ROUNDING) & (first <= VALID_MARK + ROUNDING)
 
 
 def _sealed(value: np.ndarray) -> np.ndarray:
     """A settled state whose rows are sealed exactly, not within rounding."""
     value = np.array(value)
-    value[_is_sealed(value[:, 0]), 0] = SEALED
+    value[_is_sealed(value[:, 0]), 0] = VALID_MARK
     return value
 
 

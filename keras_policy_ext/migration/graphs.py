@@ -28,7 +28,7 @@ def is_functional(fields: object) -> bool:
 
 def functional(rewriter: Rewriting, fields: Config) -> dict[str, Any]:
     """The Keras 3 config of a functional model."""
-    graph = Graph(rewriter, fields["layers"])
+    graph = SavedGraph(rewriter, fields["layers"])
     rewriter.problems.notes.extend(graph.masks.notes())
     others = {
         key: rewriter.rewrite(value)
@@ -69,7 +69,7 @@ def sequential(
     }
 
 
-class Graph:
+class SavedGraph:
     """The graph of these layers, being rewritten."""
 
     def __init__(self, rewriter: Rewriting, layers: list[Config]):

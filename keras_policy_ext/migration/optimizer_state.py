@@ -15,7 +15,7 @@ from keras_policy_ext.migration import files
 from keras_policy_ext.migration.problems import Config
 
 
-class Layout(NamedTuple):
+class SlotLayout(NamedTuple):
     """Slots in the order of the file.
 
     Slots of one tuple take turns variable by variable; the next tuple comes
@@ -29,32 +29,34 @@ class Layout(NamedTuple):
 
 _AMSGRAD = {"velocity_hat": "amsgrad"}
 _RMS = {"momentum": "momentum", "average_gradient": "centered"}
-_MOMENTS = Layout((("momentum", "velocity"), ("velocity_hat",)), _AMSGRAD)
+_MOMENTS = SlotLayout((("momentum", "velocity"), ("velocity_hat",)), _AMSGRAD)
 _ACCUMULATED = ("accumulated_grad", "accumulated_delta_var")
 
 # Read off the files that tf_keras 2.21 writes; `legacy` is OptimizerV2, which
 # was tf.keras.optimizers until TensorFlow 2.10.
 LAYOUTS = {
-    "Adadelta": Layout((_ACCUMULATED,)),
-    "Adagrad": Layout((("accumulator",),)),
+    "Adadelta": SlotLayout((_ACCUMULATED,)),
+    "Adagrad": SlotLayout((("accumulator",),)),
     "Adam": _MOMENTS,
     "AdamW": _MOMENTS,
-    "Adamax": Layout((("momentum", "norm"),)),
-    "Ftrl": Layout((("accumulator", "linear"),)),
-    "Lion": Layout((("momentum",),)),
-    "RMSprop": Layout(
+    "Adamax": SlotLayout((("momentum", "norm"),)),
+    "Ftrl": SlotLayout((("accumulator", "linear"),)),
+    "Lion": SlotLayout((("momentum",),)),
+    "RMSprop": SlotLayout(
         (("velocity",), ("momentum",), ("average_gradient",)), _RMS
     ),
-    "SGD": Layout((("momentum",),)),
+    "SGD": SlotLayout((("momentum",),)),
 }
 LEGACY_LAYOUTS = {
-    "Adadelta": Layout(tuple((name,) for name in _ACCUMULATED)),
+    "Adadelta": SlotLayout(tuple((name,) for name in _ACCUMULATED)),
     "Adagrad": LAYOUTS["Adagrad"],
-    "Adam": Layout((("momentum",), ("velocity",), ("velocity_hat",)), _AMSGRAD),
-    "Adamax": Layout((("momentum",), ("norm",))),
+    "Adam": SlotLayout(
+        (("momentum",), ("velocity",), ("velocity_hat",)), _AMSGRAD
+    ),
+    "Adamax": SlotLayout((("momentum",), ("norm",))),
     "Ftrl": LAYOUTS["Ftrl"],
     "RMSprop": LAYOUTS["RMSprop"],
-    "SGD": Layout((("momentum",),), {"momentum": "momentum"}),
+    "SGD": SlotLayout((("momentum",),), {"momentum": "momentum"}),
 }
 
 

@@ -24,7 +24,7 @@ from keras_policy_ext.policies.loss_scales import (
 SMALLEST = 2.0**-126
 
 
-class Settings(NamedTuple):
+class ScalerSettings(NamedTuple):
     """All arguments of a `LossScaleOptimizer` but the wrapped optimizer."""
 
     dynamic: bool = True
@@ -65,7 +65,7 @@ def variables_of(
     return variables
 
 
-def checked(given: Settings) -> Settings:
+def checked(given: ScalerSettings) -> ScalerSettings:
     """The settings with defaults filled in.
 
     Raises:
@@ -83,7 +83,7 @@ def checked(given: Settings) -> Settings:
     limit = given.max_skipped_steps
     if limit is not None:
         limit = step_count(limit, "max_skipped_steps")
-    return Settings(
+    return ScalerSettings(
         dynamic=given.dynamic,
         initial_scale=_initial(given, least, most),
         dynamic_growth_steps=_growth_steps(given),
@@ -210,7 +210,7 @@ def _range(minimum: object, maximum: object) -> tuple[float, float]:
     return least, most
 
 
-def _initial(given: Settings, least: float, most: float) -> float:
+def _initial(given: ScalerSettings, least: float, most: float) -> float:
     value = given.initial_scale
     if value is None:
         if not given.dynamic:
@@ -232,7 +232,7 @@ def _initial(given: Settings, least: float, most: float) -> float:
     return value
 
 
-def _growth_steps(given: Settings) -> int | None:
+def _growth_steps(given: ScalerSettings) -> int | None:
     steps = given.dynamic_growth_steps
     if given.dynamic:
         if steps is None:

@@ -121,7 +121,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         _arguments.check_inner(inner_optimizer)
         settings = _arguments.checked(
-            _arguments.Settings(
+            _arguments.ScalerSettings(
                 dynamic,
                 initial_scale,
                 dynamic_growth_steps,
@@ -366,7 +366,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {
             "name": self.name,
             "inner_optimizer": with_public_class(inner, self.inner_optimizer),
-            **{f: getattr(self, f) for f in _arguments.Settings._fields},
+            **{f: getattr(self, f) for f in _arguments.ScalerSettings._fields},
         }
 
     @classmethod

@@ -56,7 +56,7 @@ MOST_STEPS = 2.0**23
 _FIRST = 2 + SLOTS
 """Where the history starts."""
 
-SEALED = -1.0
+VALID_MARK = -1.0
 """The first column of a row that nothing but an assignment has changed."""
 
 UNSEEN = -2.0
@@ -72,7 +72,7 @@ weights moves it by more in its first step.
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """Where things are in a row of the state.
 
     Attributes:
@@ -128,7 +128,7 @@ class Layout:
         Both in one reduction, which compilers make a kernel of.
         """
         columns = self._columns()
-        seal = ops.where(columns == 0, SEALED, 0.0)
+        seal = ops.where(columns == 0, VALID_MARK, 0.0)
         is_seal = columns < _FIRST - 1
         moved = ops.logical_and(is_seal, ops.not_equal(state, seal))
         amaxes = ops.where(columns < _FIRST, 0.0, state)
@@ -160,14 +160,14 @@ class Layout:
         """
         first, entries = value[:, :1], self._entries(value)
         uses, columns = first / UNIT, self._columns()
-        is_rounded = ops.less_equal(ops.abs(first - SEALED), ROUNDING)
-        seal = ops.where(is_rounded, SEALED, first)
+        is_rounded = ops.less_equal(ops.abs(first - VALID_MARK), ROUNDING)
+        seal = ops.where(is_rounded, VALID_MARK, first)
         given = ops.where(columns == 0, seal, value[:, : self.width])
         kept = ops.where(ops.less(uses, 0.0), given, previous)
 
         unseen = ops.where(columns == 0, self.unseen, 0.0)
         kept = ops.where(ops.greater(uses, 0.0), unseen, kept)
-        sealed = ops.where(columns == 0, SEALED, 0.0)
+        sealed = ops.where(columns == 0, VALID_MARK, 0.0)
         scale = ops.expand_dims(used, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
         history = self._entered(uses, entries, previous)
@@ -246,7 +246,7 @@ def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
     return ops.where(ops.logical_and(is_kernel, flag), observation, 0.0)
 
 
-class Counting(Layout):
+class Counting(StateLayout):
     """A row whose history is one number, that of the step.
 
     An observation says that there was a use. What it says of the number is
@@ -259,7 +259,7 @@ class Counting(Layout):
     has 0 there.
     """
 
-    unseen: ClassVar[float] = SEALED
+    unseen: ClassVar[float] = VALID_MARK
 
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
         return ops.greater(uses, 0.0)

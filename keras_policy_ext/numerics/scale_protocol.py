@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from keras_policy_ext.numerics import scaling
-from keras_policy_ext.numerics.observations import Layout
+from keras_policy_ext.numerics.observations import StateLayout
 from keras_policy_ext.recipes import Quantization
 
 Tensor = Any
@@ -39,7 +39,7 @@ class HistoryScales:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepCount:
     """What the state of a recipe that rounds at random says.
 
     Attributes:
@@ -57,7 +57,7 @@ class Step:
         return [self.number, self.kernel]
 
 
-Known = HistoryScales | Step
+StateReading = HistoryScales | StepCount
 """What a state says before the step."""
 
 
@@ -123,10 +123,12 @@ class ScaleSource(Protocol):
     rule: ScaleRule | None
     observes_amaxes: bool
 
-    def history_scales(self, state: Tensor) -> Known:
+    def history_scales(self, state: Tensor) -> StateReading:
         """What a state says before the step."""
 
-    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+    def known_of(
+        self, leaves: Sequence[Tensor]
+    ) -> tuple[StateReading | None, Any]:
         """What a state said, from tensors that start with its leaves.
 
         Returns:
@@ -138,7 +140,7 @@ class ScaleSource(Protocol):
         operand: str,
         quantization: Quantization,
         amax: Amax,
-        known: Known | None,
+        known: StateReading | None,
     ) -> Tensor | None:
         """The scale of an operand.
 
@@ -170,7 +172,7 @@ class StateSource(ScaleSource, Protocol):
     """
 
     state_shape: tuple[int, int]
-    layout: Layout
+    layout: StateLayout
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
         """The gradient of the state: see `observations`.

@@ -20,7 +20,7 @@ from keras_policy_ext import formats
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     Counting,
-    Layout,
+    StateLayout,
     following,
     of_kernel_alone,
 )
@@ -28,11 +28,11 @@ from keras_policy_ext.numerics.random_bits import key_of_matmul, key_of_use
 from keras_policy_ext.numerics.scale_protocol import (
     Amax,
     HistoryScales,
-    Known,
     ScaleRule,
     ScaleSource,
+    StateReading,
     StateSource,
-    Step,
+    StepCount,
 )
 from keras_policy_ext.recipes import (
     MATMULS,
@@ -57,7 +57,9 @@ class CurrentSource:
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
-    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+    def known_of(
+        self, leaves: Sequence[Tensor]
+    ) -> tuple[StateReading | None, Any]:
         """See `ScaleSource.known_of`."""
         return None, leaves
 
@@ -65,7 +67,7 @@ class CurrentSource:
         """See `ScaleSource.observed`; nothing, without a state."""
         return []
 
-    def history_scales(self, state: Tensor) -> Known:
+    def history_scales(self, state: Tensor) -> StateReading:
         """There is no state to ask."""
         raise ValueError(
             f"Recipe {self.recipe!r} has no state. Received: one. Allowed: "
@@ -90,7 +92,7 @@ class DelayedSource:
 
     def __init__(self, recipe: Any):
         self.recipe = recipe
-        self.layout = Layout(recipe.history_length)
+        self.layout = StateLayout(recipe.history_length)
         self.state_shape: tuple[int, int] | None = (
             len(OPERANDS),
             self.layout.width,
@@ -137,7 +139,9 @@ class DelayedSource:
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
 
-    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+    def known_of(
+        self, leaves: Sequence[Tensor]
+    ) -> tuple[StateReading | None, Any]:
         """See `ScaleSource.known_of`.
 
         The amaxes that follow are two or none: of an even number of tensors
@@ -217,15 +221,17 @@ class CountingSource(CurrentSource):
         self.state_shape = (1, self.layout.width)
         self.seed = int(getattr(recipe, "seed", 0))
 
-    def history_scales(self, state: Tensor) -> Step:
+    def history_scales(self, state: Tensor) -> StepCount:
         """See `ScaleSource.history_scales`."""
         steps = self.layout.history(state)[:, 0]
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
-        return Step(steps[0], self.layout.scale(state)[0])
+        return StepCount(steps[0], self.layout.scale(state)[0])
 
-    def known_of(self, leaves: Sequence[Tensor]) -> tuple[Known | None, Any]:
+    def known_of(
+        self, leaves: Sequence[Tensor]
+    ) -> tuple[StateReading | None, Any]:
         """See `ScaleSource.known_of`."""
-        return Step(leaves[0], leaves[1]), leaves[2:]
+        return StepCount(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
         """By what an operand is rounded at random in a matmul.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext.reference.equations import (
-    Form,
+    AxisGroups,
     form_of,
     from_matrices,
     home_matrices,
@@ -228,7 +228,7 @@ def _float64(each: Array | Quantized) -> Array:
 
 
 def _of_tensors(
-    read: Read, form: Form, sizes: dict[str, int]
+    read: Read, form: AxisGroups, sizes: dict[str, int]
 ) -> dict[str, tuple[Array, Array]]:
     """Codes and scale of the operands that have one scale for the tensor."""
     found: dict[str, tuple[Array, Array]] = {}

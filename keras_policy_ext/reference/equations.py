@@ -16,7 +16,7 @@ from keras_policy_ext.reference.casting import float32
 Array = np.ndarray[Any, Any]
 
 
-class Form(NamedTuple):
+class AxisGroups(NamedTuple):
     """The letters of an equation, by operand and by group.
 
     Rows and contracted letters are in the order of the inputs, batch and
@@ -46,7 +46,7 @@ class Form(NamedTuple):
         return self.batch, *two[operand]
 
 
-def form_of(equation: str) -> Form:
+def form_of(equation: str) -> AxisGroups:
     """The form of an equation such as `"abc,cd->abd"`.
 
     Raises:
@@ -63,7 +63,7 @@ def form_of(equation: str) -> Form:
         )
     first, second, result = parts
     shared = set(first) & set(second)
-    return Form(
+    return AxisGroups(
         *(first, second, result),
         batch="".join(c for c in result if c in shared),
         rows="".join(c for c in first if c in result and c not in second),
@@ -72,7 +72,9 @@ def form_of(equation: str) -> Form:
     )
 
 
-def sizes_of(form: Form, operands: dict[str, ArrayLike]) -> dict[str, int]:
+def sizes_of(
+    form: AxisGroups, operands: dict[str, ArrayLike]
+) -> dict[str, int]:
     """The size of each letter.
 
     Raises:
@@ -93,7 +95,7 @@ def sizes_of(form: Form, operands: dict[str, ArrayLike]) -> dict[str, int]:
     return sizes
 
 
-def home_matrices(form: Form, operand: str, value: ArrayLike) -> Array:
+def home_matrices(form: AxisGroups, operand: str, value: ArrayLike) -> Array:
     """`(batch, rows, columns)` of an operand, as its first matmul reads it.
 
     An axis that no other operand has is summed, exactly, and the sum is
@@ -112,7 +114,7 @@ def home_matrices(form: Form, operand: str, value: ArrayLike) -> Array:
 
 
 def from_matrices(
-    form: Form, operand: str, matrices: Array, sizes: dict[str, int]
+    form: AxisGroups, operand: str, matrices: Array, sizes: dict[str, int]
 ) -> Array:
     """An operand, or its gradient, of its home matrices.
 

@@ -15,7 +15,7 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import Scaled
 from keras_policy_ext.conversion import training
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from steps import numpy
 
@@ -194,7 +194,7 @@ def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
     victim, twin = trained(), trained()
     changes = {
         "convert": lambda: kpe.convert(victim, POLICY, attention="float8"),
-        "enter_float8": lambda: enter_float8(
+        "to_float8_class": lambda: to_float8_class(
             victim.get_layer("scaled"), POLICY
         ),
     }
@@ -223,7 +223,7 @@ def test_what_is_interrupted_leaves_a_converted_model_as_it_was(weights):
         "convert": lambda: kpe.convert(victim, "float8/8_from_float32"),
         "revert": lambda: kpe.revert(victim),
         "calibrate": lambda: kpe.calibrate(victim, x),
-        "leave_float8": lambda: leave_float8(victim.get_layer("scaled")),
+        "to_stock_class": lambda: to_stock_class(victim.get_layer("scaled")),
         "load": lambda: kpe.load_weights(victim, weights),
         "load as saved": lambda: kpe.load_weights(
             victim, weights, as_saved=True

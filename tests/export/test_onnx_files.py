@@ -308,7 +308,7 @@ def test_one_kernel_is_quantized_at_a_time(tmp_path, monkeypatch):
 
 def test_equal_bytes_of_other_dtypes_are_other_initializers(tmp_path):
     numbers = initializers.Initializers(tmp_path / "data")
-    made = graph.Graph(numbers)
+    made = graph.OnnxGraph(numbers)
     codes = np.zeros(400, "uint8")
     names = [
         made.constant(codes.view("float32")).name,

@@ -230,7 +230,7 @@ def test_a_layer_that_nothing_unlocks_is_refused():
     layer.build((None, 1))
     tracker = vars(layer).pop("_tracker")
     with pytest.raises(ImportError) as error:
-        kpe.layers.class_swap.enter_float8(
+        kpe.layers.class_swap.to_float8_class(
             layer, kpe.Float8DTypePolicy("float32")
         )
     vars(layer)["_tracker"] = tracker

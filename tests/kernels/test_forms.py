@@ -97,12 +97,12 @@ def test_three_products_of_matrices_are_the_einsum_and_its_gradients(case):
     form = form_of(equation)
     home = matrices(form, inputs=x, kernel=w, outputs_grad=g)
     a, b, c = home
-    turned = [matrix.transpose(0, 2, 1) for matrix in home]
+    stored_transposed = [matrix.transpose(0, 2, 1) for matrix in home]
     sizes = form.sizes(x.shape, w.shape)
     products = (
-        (form.outputs, a @ turned[1]),
+        (form.outputs, a @ stored_transposed[1]),
         (form.inputs_grad, c @ b),
-        (form.kernel_grad, turned[0] @ c),
+        (form.kernel_grad, stored_transposed[0] @ c),
     )
     expected = (
         np.einsum(equation, x, w),
@@ -146,7 +146,7 @@ def test_a_tensor_with_one_scale_has_the_axes_that_are_not_summed():
 def test_a_kernel_that_is_turned_has_its_axes_turned():
     operands = Operands(Einsum("ab,bc->ac"), RowwiseScaling())
     for matmul in ("forward", "inputs_grad"):
-        assert operands.turned["kernel", matmul]
+        assert operands.stored_transposed["kernel", matmul]
         assert operands.kernel_axes((X, Y), matmul) == (WHOLE, X, Y)
 
 

@@ -11,7 +11,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import kernels, recipes
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import MATMULS, Tile
 from steps import gradients, no_grad, numpy
@@ -56,7 +56,7 @@ def products(recipe):
     state, shape = [], source_of(recipe).state_shape
     if shape is not None:
         state = [np.zeros(shape, "float32")]
-        state[0][:, 0] = SEALED
+        state[0][:, 0] = VALID_MARK
 
     def run(x, w, g, *state):
         y, residuals = plan.forward(x, w, state, observe=True)

@@ -28,7 +28,7 @@ def random():
     return rng.normal(size=(16, 32)), rng.normal(size=(32, 64))
 
 
-def gradients(recipe, one_pass, grads, operands, prefer="native"):
+def gradients(recipe, cast_before_amax, grads, operands, prefer="native"):
     """Bits of the gradients of each step, and of the state after it."""
     source = source_of(recipe)
     with kernels.prefer(prefer):
@@ -38,7 +38,7 @@ def gradients(recipe, one_pass, grads, operands, prefer="native"):
             "bfloat16",
             "float32",
             True,
-            one_pass=one_pass,
+            cast_before_amax=cast_before_amax,
         )
     x, w = (
         jnp.asarray(each, dtype)

@@ -17,7 +17,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import formats, kernels, recipes, reference
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.random_bits import key_of_use
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.reference.tiles import spread
@@ -58,7 +58,7 @@ def counted(recipe, steps):
     """A state after some steps."""
     source = source_of(recipe)
     matrix = np.zeros(source.state_shape, "float32")
-    matrix[0, 0], matrix[0, -1] = SEALED, steps
+    matrix[0, 0], matrix[0, -1] = VALID_MARK, steps
     return matrix
 
 

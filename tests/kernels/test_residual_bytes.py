@@ -10,7 +10,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import frameworks, kernels, recipes
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from ways import BACKEND, array
 
@@ -48,7 +48,7 @@ def kept(name, size):
     state, shape = (), source_of(recipe).state_shape
     if shape is not None:
         matrix = np.zeros(shape, "float32")
-        matrix[:, 0] = SEALED
+        matrix[:, 0] = VALID_MARK
         state = (ops.convert_to_tensor(matrix),)
     rng = np.random.default_rng(0)
     x, w = (

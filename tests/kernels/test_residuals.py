@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import formats, frameworks, kernels, recipes
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from ways import BACKEND, array, compiled
 
@@ -62,7 +62,7 @@ def forward(contraction, recipe, x, w, observe=True):
     shape = source_of(recipe).state_shape
     if shape is not None:
         matrix = np.zeros(shape, "float32")
-        matrix[:, 0] = SEALED
+        matrix[:, 0] = VALID_MARK
         state = (ops.convert_to_tensor(matrix),)
     return plan, *plan.forward(x, w, state, observe), state
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keras.backend import standardize_dtype
 
 from keras_policy_ext import kernels
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 
 if keras.backend.backend() != "torch":
     pytest.skip(
@@ -189,7 +189,7 @@ def test_other_results_are_not_computed_in_bfloat16():
 def test_scales_are_chosen_only_while_an_operand_was_not_seen():
     source = source_of(DelayedScaling())
     state = torch.zeros(source.state_shape)
-    state[:, 0] = SEALED
+    state[:, 0] = VALID_MARK
 
     def unseen():
         known = settled(source.history_scales(state))

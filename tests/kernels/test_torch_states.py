@@ -21,16 +21,16 @@ from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.torch_cpu_states import FIRST, CpuStates
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
-    SEALED,
     SLOTS,
     UNSEEN,
+    VALID_MARK,
 )
 from keras_policy_ext.numerics.scale_sources import CurrentSource, source_of
 
 ODD = [
     *(0.0, 0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38),
-    *(UNIT, 2.0 * UNIT, 0.5 * UNIT, 1e-3 * UNIT, SEALED, UNSEEN),
-    *(SEALED + ROUNDING / 2.0, SEALED + 2.0 * ROUNDING),
+    *(UNIT, 2.0 * UNIT, 0.5 * UNIT, 1e-3 * UNIT, VALID_MARK, UNSEEN),
+    *(VALID_MARK + ROUNDING / 2.0, VALID_MARK + 2.0 * ROUNDING),
 ]
 """What a number of a state may be that a loop or a mistake has changed."""
 
@@ -45,7 +45,7 @@ def test_states_settle_as_in_the_source(recipe):
 def test_amaxes_of_many_uses_are_added_up_in_the_same_order(uses):
     source = source_of(recipes.DelayedScaling(amax_history_length=2))
     previous = torch.zeros(source.state_shape)
-    previous[:, 0] = SEALED
+    previous[:, 0] = VALID_MARK
     for amax in np.random.default_rng(0).random(200).astype("float32"):
         amaxes = [torch.tensor(amax)] * 3
         value = sum(source.observation(amaxes, i) for i in range(uses))
@@ -82,7 +82,9 @@ def _any_value(source, rng):
 def _any_state(source, rng):
     rows, width = source.state_shape
     state = torch.zeros(rows, width)
-    state[:, 0] = torch.tensor(rng.choice([SEALED, SEALED, UNSEEN, 0.3], rows))
+    state[:, 0] = torch.tensor(
+        rng.choice([VALID_MARK, VALID_MARK, UNSEEN, 0.3], rows)
+    )
     state[:, FIRST - 1] = torch.tensor(rng.choice([0.0, 0.25], rows))
     state[:, FIRST:] = torch.tensor(rng.random((rows, width - FIRST)))
     return _with_odd_numbers(state, rng)
@@ -107,7 +109,7 @@ def test_an_observation_is_that_of_the_source(slot):
 def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
     source = source_of(recipes.DelayedScaling(amax_history_length=2))
     state = torch.zeros(source.state_shape)
-    state[:, 0], state[:, -1] = SEALED, amax
+    state[:, 0], state[:, -1] = VALID_MARK, amax
     found = CpuStates().history_scales(source, state)
     expected = source.history_scales(state)
     np.testing.assert_array_equal(found.scales, expected.scales)
@@ -117,8 +119,8 @@ def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
 def test_it_is_chosen_for_float32_on_a_cpu():
     source = source_of(recipes.DelayedScaling())
     state = torch.zeros(source.state_shape)
-    assert isinstance(engines.states_for(source, state), CpuStates)
-    assert engines.states_for(source, state.bfloat16()) is None
-    assert engines.states_for(source, state.to("meta").float()) is None
+    assert isinstance(engines.state_kernels_for(source, state), CpuStates)
+    assert engines.state_kernels_for(source, state.bfloat16()) is None
+    assert engines.state_kernels_for(source, state.to("meta").float()) is None
     current = CurrentSource(recipes.CurrentScaling())
-    assert engines.states_for(current, state) is None
+    assert engines.state_kernels_for(current, state) is None

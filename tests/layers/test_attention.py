@@ -127,9 +127,11 @@ def test_a_layer_becomes_stock_and_float8_again():
     layer = mha(policy(rules=PRODUCTS_ONLY), attention="float8")
     layer.build(X.shape, X.shape)
     found = []
-    for change in (None, class_swap.leave_float8, class_swap.enter_float8):
+    for change in (None, class_swap.to_stock_class, class_swap.to_float8_class):
         for part in (layer, *projections(layer)) if change else ():
-            arguments = (policy(),) if change is class_swap.enter_float8 else ()
+            arguments = (
+                (policy(),) if change is class_swap.to_float8_class else ()
+            )
             change(part, *arguments)
         found.append((type(layer), layer.quantization_mode))
     assert found == [

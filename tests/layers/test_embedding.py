@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from saving_models import JIT, assert_equal, float8, own_weights
 from steps import gradients, mean_square, normal, numpy, state_of, step
 
@@ -284,7 +284,7 @@ def test_an_adopted_layer_is_one_that_was_made_in_float8(cls, tied):
     layer.build()
     x = normal(2, 3, SIZE)
     before = project(layer, x)
-    enter_float8(layer, float8())
+    to_float8_class(layer, float8())
     twin = made(float8(), tie_weights=tied)
     assert isinstance(layer, kpe.layers.ReversibleEmbedding)
     assert [v.path for v in layer.weights] == [v.path for v in twin.weights]
@@ -293,6 +293,6 @@ def test_an_adopted_layer_is_one_that_was_made_in_float8(cls, tied):
         for each in (layer, twin)
     )
     assert_equal([*some[:2], *some[2]], [*others[:2], *others[2]])
-    leave_float8(layer)
+    to_stock_class(layer)
     assert type(layer) is cls
     np.testing.assert_array_equal(project(layer, x), before)

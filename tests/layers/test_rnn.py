@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.frameworks.operations import UNIT
-from keras_policy_ext.layers.class_swap import enter_float8, leave_float8
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 from recurrent import BATCH, FEATURES, STEPS, UNITS, assert_close
@@ -394,7 +394,7 @@ def test_an_adopted_layer_is_one_that_was_made_in_float8():
     x = sequences()
     before = numpy(layer(x))
     for each in (layer, layer.cell):
-        enter_float8(each, float8("mixed_bfloat16"))
+        to_float8_class(each, float8("mixed_bfloat16"))
     twin = made("LSTM", float8("mixed_bfloat16"))
     assert type(layer) is type(twin)
     assert type(layer.cell) is type(twin.cell)
@@ -403,6 +403,6 @@ def test_an_adopted_layer_is_one_that_was_made_in_float8():
     twin.set_weights(layer.get_weights())  # amaxes of the kernels included
     np.testing.assert_array_equal(numpy(layer(x)), numpy(twin(x)))
     for each in (layer, layer.cell):
-        leave_float8(each)
+        to_stock_class(each)
     assert type(layer.cell) is keras.layers.LSTMCell
     np.testing.assert_array_equal(numpy(layer(x)), before)

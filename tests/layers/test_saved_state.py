@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.recipes import OPERANDS
 from refusals import refused
 from saving_models import (
@@ -169,14 +169,14 @@ def test_averages_with_what_was_never_observed_are_saved(suffix, tmp_path):
     parts = np.float32([-1.995, -1.7, np.nextafter(np.float32(-2), -3)])
     with_first_columns(model, *[parts] * len(matrices(model)))
     state = numpy(matrices(model)[0])
-    state[0], state[1:, 1:] = np.eye(state.shape[1])[0] * SEALED, 0
+    state[0], state[1:, 1:] = np.eye(state.shape[1])[0] * VALID_MARK, 0
     matrices(model)[0].assign(state)
     save(model, path)
     other = fresh("sequential")
     other.load_weights(path)
     assert_equal(matrices(model), matrices(other))
     first = numpy(matrices(other)[0])[:, 0]
-    np.testing.assert_array_equal(first, [SEALED, *parts[1:]])
+    np.testing.assert_array_equal(first, [VALID_MARK, *parts[1:]])
 
 
 def test_a_state_as_it_looks_needs_no_entry_for_that(tmp_path):

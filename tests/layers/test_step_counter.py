@@ -10,7 +10,7 @@ import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import recipes
 from keras_policy_ext.mixed_precision import LossScaleOptimizer
-from keras_policy_ext.numerics.observations import MOST_STEPS, SEALED, UNIT
+from keras_policy_ext.numerics.observations import MOST_STEPS, UNIT, VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from steps import gradients, mean_square, no_grad, normal, numpy
 
@@ -40,14 +40,14 @@ def counts(model):
     found = [numpy(each) for each in counters(model)]
     for matrix in found:
         assert matrix.shape == (1, 11)
-        assert matrix[0, 0] == SEALED
+        assert matrix[0, 0] == VALID_MARK
         assert not matrix[0, 1:-1].any()
     return [float(matrix[0, -1]) for matrix in found]
 
 
 def set_count(variable, steps):
     matrix = np.zeros(tuple(variable.shape), "float32")
-    matrix[0, 0], matrix[0, -1] = SEALED, steps
+    matrix[0, 0], matrix[0, -1] = VALID_MARK, steps
     with no_grad():
         variable.assign(matrix)
 
@@ -150,7 +150,7 @@ def test_the_count_of_many_uses_is_exact():
     """Their sum is beyond what float32 holds exactly."""
     source = source_of(recipes.NVFP4Scaling())
     previous = np.zeros(source.state_shape, "float32")
-    previous[0, 0] = SEALED
+    previous[0, 0] = VALID_MARK
     observation = np.zeros_like(previous)
     for uses in (3, 50, 1000):
         for steps in (1234567, 4000001, 8388605):

@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_policy_ext import kernels, recipes, reference
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.observations import SEALED
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import Quantization, Tile
 from ways import BACKEND, FASTEST, array, compiled, same_bits
@@ -80,7 +80,7 @@ def test_all_of_them_in_a_matmul(prefer):
 
     x = ops.cast(ops.convert_to_tensor(finite), "bfloat16")
     state = np.zeros((3, 11), "float32")
-    state[:, 0] = SEALED
+    state[:, 0] = VALID_MARK
     w = ops.convert_to_tensor(np.eye(256, dtype="float32"))
     found = run_by_xla(both)(x, w, ops.convert_to_tensor(state))
     assert kinds == {prefer}

@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_policy_ext import reference
 from keras_policy_ext.numerics import quantized
-from keras_policy_ext.numerics.observations import SLOTS, Layout
+from keras_policy_ext.numerics.observations import SLOTS, StateLayout
 from keras_policy_ext.numerics.scale_sources import DelayedSource, source_of
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 from observing import (
@@ -173,7 +173,7 @@ def test_the_ring_turns_as_in_the_reference(length, way):
 
 
 def test_the_columns_are_uses_slots_scale_history():
-    layout = Layout(4)
+    layout = StateLayout(4)
     assert layout.width == 1 + SLOTS + 1 + 4
     row = np.arange(layout.width, dtype="float32")[None]
     assert layout.scale(row).tolist() == [1 + SLOTS]

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer, operation
 
@@ -19,18 +19,18 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 def _operator(kind: str, **attributes: Any) -> Callable[..., Value]:
     """What one operator of ONNX computes."""
 
-    def write(graph: Graph, x: Value) -> Value:
+    def write(graph: OnnxGraph, x: Value) -> Value:
         return graph.op(kind, x, **attributes)
 
     return write
 
 
-def _linear(graph: Graph, x: Value) -> Value:
+def _linear(graph: OnnxGraph, x: Value) -> Value:
     return x
 
 
 def _relu(
-    graph: Graph,
+    graph: OnnxGraph,
     x: Value,
     negative_slope: float = 0.0,
     max_value: float | None = None,
@@ -50,32 +50,34 @@ def _relu(
     return y if max_value is None else graph.op("Min", y, float(max_value))
 
 
-def _relu6(graph: Graph, x: Value) -> Value:
+def _relu6(graph: OnnxGraph, x: Value) -> Value:
     return _relu(graph, x, max_value=6.0)
 
 
-def _leaky_relu(graph: Graph, x: Value, negative_slope: float = 0.2) -> Value:
+def _leaky_relu(
+    graph: OnnxGraph, x: Value, negative_slope: float = 0.2
+) -> Value:
     return graph.op("LeakyRelu", x, alpha=float(negative_slope))
 
 
-def _elu(graph: Graph, x: Value, alpha: float = 1.0) -> Value:
+def _elu(graph: OnnxGraph, x: Value, alpha: float = 1.0) -> Value:
     return graph.op("Elu", x, alpha=float(alpha))
 
 
-def _celu(graph: Graph, x: Value, alpha: float = 1.0) -> Value:
+def _celu(graph: OnnxGraph, x: Value, alpha: float = 1.0) -> Value:
     return graph.op("Celu", x, alpha=float(alpha))
 
 
-def _selu(graph: Graph, x: Value) -> Value:
+def _selu(graph: OnnxGraph, x: Value) -> Value:
     # The constants of ONNX, which it rounds to float32, as Keras does.
     return graph.op("Selu", x)
 
 
-def _silu(graph: Graph, x: Value) -> Value:
+def _silu(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("Mul", x, graph.op("Sigmoid", x))
 
 
-def _gelu(graph: Graph, x: Value, approximate: bool = False) -> Value:
+def _gelu(graph: OnnxGraph, x: Value, approximate: bool = False) -> Value:
     """GELU without the operator `Gelu`, which opset 19 lacks."""
     if approximate:
         cube = graph.op("Mul", graph.op("Mul", x, x), x)
@@ -87,24 +89,24 @@ def _gelu(graph: Graph, x: Value, approximate: bool = False) -> Value:
     return graph.op("Mul", half, graph.op("Add", bent, 1.0))
 
 
-def _hard_sigmoid(graph: Graph, x: Value) -> Value:
+def _hard_sigmoid(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("HardSigmoid", x, alpha=1 / 6, beta=0.5)
 
 
-def _hard_silu(graph: Graph, x: Value) -> Value:
+def _hard_silu(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("Mul", x, _hard_sigmoid(graph, x))
 
 
-def _hard_tanh(graph: Graph, x: Value) -> Value:
+def _hard_tanh(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("Clip", x, -1.0, 1.0)
 
 
-def _log_sigmoid(graph: Graph, x: Value) -> Value:
+def _log_sigmoid(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("Neg", graph.op("Softplus", graph.op("Neg", x)))
 
 
 def _softmax(kind: str) -> Callable[..., Value]:
-    def write(graph: Graph, x: Value, axis: Any = -1) -> Value:
+    def write(graph: OnnxGraph, x: Value, axis: Any = -1) -> Value:
         axes = list(axis) if isinstance(axis, (list, tuple)) else [axis]
         if len(axes) != 1:
             raise Refused(f"it has several axes: {axis}", "one axis")
@@ -113,7 +115,7 @@ def _softmax(kind: str) -> Callable[..., Value]:
     return write
 
 
-def _glu(graph: Graph, x: Value, axis: int = -1) -> Value:
+def _glu(graph: OnnxGraph, x: Value, axis: int = -1) -> Value:
     """The first half of an axis, as far as the second lets it pass."""
     size = _size(graph, x, axis)
     half = graph.op("Div", size, np.asarray(2))
@@ -123,15 +125,15 @@ def _glu(graph: Graph, x: Value, axis: int = -1) -> Value:
     return graph.op("Mul", first, graph.op("Sigmoid", second))
 
 
-def _hard_shrink(graph: Graph, x: Value, threshold: float = 0.5) -> Value:
+def _hard_shrink(graph: OnnxGraph, x: Value, threshold: float = 0.5) -> Value:
     return graph.op("Shrink", x, lambd=float(threshold), bias=0.0)
 
 
-def _soft_shrink(graph: Graph, x: Value, threshold: float = 0.5) -> Value:
+def _soft_shrink(graph: OnnxGraph, x: Value, threshold: float = 0.5) -> Value:
     return graph.op("Shrink", x, lambd=float(threshold), bias=float(threshold))
 
 
-def _sparse_plus(graph: Graph, x: Value) -> Value:
+def _sparse_plus(graph: OnnxGraph, x: Value) -> Value:
     """0 below -1, `x` above 1, and a parabola between."""
     low = graph.op("Relu", graph.op("Add", x, 1.0))
     parabola = graph.op("Mul", graph.op("Mul", low, low), 0.25)
@@ -139,11 +141,11 @@ def _sparse_plus(graph: Graph, x: Value) -> Value:
     return graph.op("Where", is_below, parabola, x, dtype="float32")
 
 
-def _sparse_sigmoid(graph: Graph, x: Value) -> Value:
+def _sparse_sigmoid(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("HardSigmoid", x, alpha=0.5, beta=0.5)
 
 
-def _sparsemax(graph: Graph, x: Value, axis: int = -1) -> Value:
+def _sparsemax(graph: OnnxGraph, x: Value, axis: int = -1) -> Value:
     """Sparsemax as in the Keras that is installed."""
     size = _size(graph, x, axis)
     along = np.asarray(axis)
@@ -173,18 +175,18 @@ def _sparsemax_is_a_projection() -> bool:
     return bool(np.sum(keras.ops.convert_to_numpy(found)) > 0.5)
 
 
-def _size(graph: Graph, x: Value, axis: int) -> Value:
+def _size(graph: OnnxGraph, x: Value, axis: int) -> Value:
     """The size of an axis, (1,), where no one may know it before."""
     end = {} if axis == -1 else {"end": axis + 1}
     return graph.op("Shape", x, dtype="int64", start=axis, **end)
 
 
-def _squareplus(graph: Graph, x: Value, b: float = 4.0) -> Value:
+def _squareplus(graph: OnnxGraph, x: Value, b: float = 4.0) -> Value:
     root = graph.op("Sqrt", graph.op("Add", graph.op("Mul", x, x), float(b)))
     return graph.op("Mul", graph.op("Add", x, root), 0.5)
 
 
-def _tanh_shrink(graph: Graph, x: Value) -> Value:
+def _tanh_shrink(graph: OnnxGraph, x: Value) -> Value:
     return graph.op("Sub", x, graph.op("Tanh", x))
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer
 
 
-def channels_first(graph: Graph, x: Value, data_format: str) -> Value:
+def channels_first(graph: OnnxGraph, x: Value, data_format: str) -> Value:
     """Inputs in float32 as (batch, channels, *window axes)."""
     rank = x.rank
     x = graph.cast(x, "float32")
@@ -21,7 +21,7 @@ def channels_first(graph: Graph, x: Value, data_format: str) -> Value:
     return graph.transpose(x, (0, rank - 1, *range(1, rank - 1)))
 
 
-def put_back(graph: Graph, x: Value, data_format: str, rank: int) -> Value:
+def put_back(graph: OnnxGraph, x: Value, data_format: str, rank: int) -> Value:
     """Outputs of this rank in the format of the layer."""
     if data_format == "channels_first":
         return x

@@ -13,7 +13,7 @@ from keras_policy_ext.export.onnx.channels import (
     put_back,
 )
 from keras_policy_ext.export.onnx.graph import Value
-from keras_policy_ext.export.onnx.kernels import Kernel
+from keras_policy_ext.export.onnx.kernels import OnnxKernel
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer
 from keras_policy_ext.kernels import einsum
@@ -81,7 +81,7 @@ def _convolution(context: Context, layer: Any, x: Value) -> Value:
 def _embedding(context: Context, layer: Any, x: Value) -> Value:
     if layer.mask_zero:
         raise Refused("it makes a mask", "mask_zero=False")
-    kernel: Kernel = context.kernels.of(layer)
+    kernel: OnnxKernel = context.kernels.of(layer)
     if x.dtype not in ("int32", "int64"):
         x = context.graph.cast(x, "int32")
     return stored.rows_of_table(context.graph, kernel, x)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.normalizations import of_length_one
 from keras_policy_ext.export.onnx.registry import Context, layer
 
@@ -109,7 +109,7 @@ def _permute(context: Context, layer: Any, x: Value) -> Value:
     return context.graph.transpose(x, (0, *layer.dims))
 
 
-def _alike(graph: Graph, values: list[Value]) -> list[Value]:
+def _alike(graph: OnnxGraph, values: list[Value]) -> list[Value]:
     """Values of one dtype and rank; Keras puts new axes after the first."""
     rank = max(each.rank for each in values)
     return [
@@ -120,7 +120,7 @@ def _alike(graph: Graph, values: list[Value]) -> list[Value]:
     ]
 
 
-def _of_one_dtype(graph: Graph, values: list[Value]) -> list[Value]:
+def _of_one_dtype(graph: OnnxGraph, values: list[Value]) -> list[Value]:
     if len({each.dtype for each in values}) == 1:
         return values
     return [graph.cast(each, "float32") for each in values]

@@ -45,7 +45,7 @@ class Value:
 Operand = Value | Array | float
 
 
-class Graph:
+class OnnxGraph:
     """Nodes and initializers, in the order in which they are added."""
 
     def __init__(self, initializers: Initializers):

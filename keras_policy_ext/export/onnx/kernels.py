@@ -23,7 +23,7 @@ _NOT_FOUND = "its layer cannot be frozen"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class OnnxKernel:
     """The kernel of a layer, and what becomes of the inputs of the layer.
 
     Attributes:
@@ -56,11 +56,11 @@ class Kernels:
         written: An entry for each weight that was read, by its `id`.
     """
 
-    found: dict[int, kernels.Kernel]
+    found: dict[int, kernels.ExportedKernel]
     scheme: Scheme
     written: dict[int, Written] = dataclasses.field(default_factory=dict)
 
-    def of(self, layer: Any) -> Kernel:
+    def of(self, layer: Any) -> OnnxKernel:
         """The kernel of a layer, read and quantized anew at each call.
 
         Raises:
@@ -81,7 +81,7 @@ class Kernels:
                 "the model is written, or activations='dynamic'",
             )
         self._note(variable, stored.weights, "", stored.nbytes)
-        return Kernel(stored, stored.axes, activations, scale)
+        return OnnxKernel(stored, stored.axes, activations, scale)
 
     def weight(
         self, variable: keras.Variable, reason: str = kernels.NO_KERNEL
@@ -93,8 +93,8 @@ class Kernels:
         return values
 
     def _float(
-        self, layer: Any, variable: Any, found: kernels.Kernel | None
-    ) -> Kernel:
+        self, layer: Any, variable: Any, found: kernels.ExportedKernel | None
+    ) -> OnnxKernel:
         """A kernel that stays float32."""
         frozen = kernels.is_frozen(variable)
         if not frozen and not keras.backend.is_float_dtype(variable.dtype):
@@ -106,7 +106,7 @@ class Kernels:
         reason = getattr(found, "left_out", None) or _NOT_FOUND
         self._note(variable, "float32", reason, values.nbytes)
         form = drop_in_of(type(layer))
-        return Kernel(values, form.float8_axes(layer, variable))
+        return OnnxKernel(values, form.float8_axes(layer, variable))
 
     def _note(self, variable: Any, dtype: str, reason: str, size: int) -> None:
         path = variable.path

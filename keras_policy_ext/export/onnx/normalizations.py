@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer
 
@@ -113,7 +113,10 @@ def _rescaling(context: Context, layer: Any, x: Value) -> Value:
 
 
 def of_length_one(
-    graph: Graph, x: Value, axes: Sequence[int] | Array, epsilon: float = 1e-12
+    graph: OnnxGraph,
+    x: Value,
+    axes: Sequence[int] | Array,
+    epsilon: float = 1e-12,
 ) -> Value:
     """`x / sqrt(sum(x²))`; where that is near zero, `x / epsilon`."""
     x = graph.cast(x, "float32")
@@ -123,7 +126,9 @@ def of_length_one(
     return graph.op("Mul", x, graph.op("Min", factor, 1 / epsilon))
 
 
-def _of_unit_size(graph: Graph, x: Value, axes: Array, epsilon: float) -> Value:
+def _of_unit_size(
+    graph: OnnxGraph, x: Value, axes: Array, epsilon: float
+) -> Value:
     """`x / sqrt(mean(x²) + epsilon)`."""
     square = graph.op("ReduceMean", graph.op("Mul", x, x), axes, keepdims=1)
     size = graph.op("Sqrt", graph.op("Add", square, float(epsilon)))

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.normalizations import of_length_one
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, operation
@@ -327,7 +327,7 @@ def _get_item(context: Context, operation: Any, x: Value, key: Any) -> Value:
     return graph.op("Squeeze", x, np.asarray(dropped, "int64"))
 
 
-def _cut(graph: Graph, x: Value, axis: int, entry: int | slice) -> Value:
+def _cut(graph: OnnxGraph, x: Value, axis: int, entry: int | slice) -> Value:
     """A part of one axis, which stays."""
     if entry == slice(None):
         return x
@@ -342,7 +342,7 @@ def _cut(graph: Graph, x: Value, axis: int, entry: int | slice) -> Value:
     return graph.op("Slice", x, *bounds)
 
 
-def _promoted(graph: Graph, operands: Any, floating: bool) -> list[Value]:
+def _promoted(graph: OnnxGraph, operands: Any, floating: bool) -> list[Value]:
     """Operands in one dtype: float32 if one of them, or the result, is."""
     values = graph.values(operands)
     dtypes = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.export.onnx.graph import Graph, Value
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.kernels import Kernels
 
 LAYERS: dict[type, Callable[..., Value]] = {}
@@ -28,7 +28,7 @@ class Context:
         call: Writes another layer or operation: `call(layer, *inputs)`.
     """
 
-    graph: Graph
+    graph: OnnxGraph
     kernels: Kernels
     call: Callable[..., Value]
 

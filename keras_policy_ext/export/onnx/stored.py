@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import formats
-from keras_policy_ext.export.onnx.graph import Graph, Value, onnx_type
-from keras_policy_ext.export.onnx.kernels import Kernel
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value, onnx_type
+from keras_policy_ext.export.onnx.kernels import OnnxKernel
 from keras_policy_ext.stored_kernels import (
     BLOCK,
     StoredKernel,
@@ -25,7 +25,7 @@ INPUTS = "float8_e4m3fn"
 """The format that inputs are rounded to."""
 
 
-def matrix(graph: Graph, kernel: Kernel) -> Value:
+def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
     """A kernel in float32, its summed axes first, then the others.
 
     It lies in the file as a matrix of summed by kept axes: there is one axis
@@ -43,7 +43,7 @@ def matrix(graph: Graph, kernel: Kernel) -> Value:
     return dequantized if is_matrix else graph.reshape(dequantized, sizes)
 
 
-def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
+def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
     """A kernel (*window, in, out) in float32, as (out, in, *window).
 
     One of a transposed convolution, (*window, out, in), as (in, out, *window).
@@ -68,7 +68,9 @@ def convolution_kernel(graph: Graph, kernel: Kernel) -> Value:
     return graph.transpose(whole, (*ends, *range(1, rank - 1)))
 
 
-def rows_of_table(graph: Graph, kernel: Kernel, indices: Value) -> Value:
+def rows_of_table(
+    graph: OnnxGraph, kernel: OnnxKernel, indices: Value
+) -> Value:
     """The rows of embeddings (rows, columns) that integers name, float32.
 
     `Gather` takes no float8, and to dequantize a table for a few of its rows
@@ -89,7 +91,7 @@ def rows_of_table(graph: Graph, kernel: Kernel, indices: Value) -> Value:
 
 
 def rounded(
-    graph: Graph, x: Value, kernel: Kernel, axes: Sequence[int]
+    graph: OnnxGraph, x: Value, kernel: OnnxKernel, axes: Sequence[int]
 ) -> Value:
     """Inputs, rounded to float8 as the layer of this kernel does it.
 
@@ -118,7 +120,7 @@ def rounded(
     return graph.op("Mul", graph.cast(codes, "float32"), scale)
 
 
-def _dynamic_scale(graph: Graph, x: Value, axes: Sequence[int]) -> Value:
+def _dynamic_scale(graph: OnnxGraph, x: Value, axes: Sequence[int]) -> Value:
     """`amax / 448`, at least the smallest normal number: 0 divides nothing."""
     over = np.asarray(axes, "int64")
     magnitude = graph.op("Abs", x)
@@ -132,7 +134,7 @@ def _dynamic_scale(graph: Graph, x: Value, axes: Sequence[int]) -> Value:
 
 
 def _dequantized(
-    graph: Graph, codes: Value, stored: StoredKernel, kept: int
+    graph: OnnxGraph, codes: Value, stored: StoredKernel, kept: int
 ) -> Value:
     """Codes times their scales; `kept` is the axis that is not summed."""
     scale, axes = _scales(stored, kept)
@@ -152,7 +154,9 @@ def _scales(stored: StoredKernel, kept: int) -> tuple[Array, dict[str, int]]:
     return scale, {"axis": 1 - kept, "block_size": BLOCK}
 
 
-def _row_scales(graph: Graph, stored: StoredKernel, indices: Value) -> Value:
+def _row_scales(
+    graph: OnnxGraph, stored: StoredKernel, indices: Value
+) -> Value:
     """The scales of looked-up rows, or that of the table."""
     if stored.granularity == "tensor":
         return graph.constant(stored.scale.reshape(()), "embeddings_scale")

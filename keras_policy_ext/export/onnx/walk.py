@@ -19,7 +19,7 @@ from keras_policy_ext.export.onnx import (  # noqa: F401  they register
     normalizations,
     operations,
 )
-from keras_policy_ext.export.onnx.graph import Graph, Value, onnx_type
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Value, onnx_type
 from keras_policy_ext.export.onnx.kernels import Kernels
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import LAYERS, OPERATIONS, Context
@@ -61,7 +61,7 @@ def check(model: Any) -> None:
 class Walk:
     """Writes one model into one graph."""
 
-    def __init__(self, graph: Graph, kernels: Kernels):
+    def __init__(self, graph: OnnxGraph, kernels: Kernels):
         self._graph = graph
         self._context = Context(graph, kernels, self.call)
 

@@ -14,7 +14,7 @@ from onnx import helper
 
 from keras_policy_ext._version import __version__
 from keras_policy_ext.export import outputs
-from keras_policy_ext.export.onnx.graph import Graph
+from keras_policy_ext.export.onnx.graph import OnnxGraph
 from keras_policy_ext.export.onnx.initializers import Initializers
 from keras_policy_ext.export.onnx.kernels import Kernels
 from keras_policy_ext.export.onnx.walk import Walk
@@ -54,7 +54,7 @@ def _write(
 ) -> None:
     """Write a file, and one of numbers beside it if they are too many."""
     with contextlib.closing(Initializers(data)) as initializers:
-        graph = Graph(initializers)
+        graph = OnnxGraph(initializers)
         inputs, results = Walk(graph, kernels).model(model)
         initializers.finish()
         opsets = [helper.make_opsetid("", opset)]
