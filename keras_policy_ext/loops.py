@@ -40,7 +40,7 @@ __all__ = [
 
 
 def is_state(variable: object) -> bool:
-    """Whether a variable is float8 state, and not for an optimizer.
+    """Return True if a variable is float8 state, and not for an optimizer.
 
     Args:
         variable: A variable of a model.

@@ -40,7 +40,7 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Whether a string is meant as a float8 policy name.
+    """Return True if a string is meant as a float8 policy name.
 
     `"float8_e4m3fn"` is a dtype and `"float8"` a mode: neither is meant.
     """
@@ -52,7 +52,7 @@ def is_full_name(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a string is a float8 policy name, and none of Keras's own.
+    """Return True if a string is a float8 policy name, and none of Keras's own.
 
     `"float8_from_<source>"` is a name in both.
     """

@@ -12,7 +12,7 @@ Tensor = Any
 
 
 def has_flash_attention(layer: keras.Layer) -> bool:
-    """Whether a layer was made with `flash_attention=True`.
+    """Return True if a layer was made with `flash_attention=True`.
 
     Its config does not say it (`_flash_attention`, keras 3.7 to 3.15). Where
     that is gone, False: scores are then not computed by flash attention.
@@ -21,7 +21,7 @@ def has_flash_attention(layer: keras.Layer) -> bool:
 
 
 def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
-    """Whether a subclass of `mixin` computes attention otherwise than Keras."""
+    """True if a subclass of `mixin` computes attention otherwise than Keras."""
     cls, name = type(layer), "_compute_attention"
     stock = getattr(super(mixin, cls), name, None)
     return getattr(cls, name, None) is not stock

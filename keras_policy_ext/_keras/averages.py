@@ -70,7 +70,7 @@ class NotAveraged:
         return self._stand_in
 
     def is_stand_in(self, value: Any) -> bool:
-        """Whether a value is what this variable gave out for its average."""
+        """True if a value is what this variable gave out for its average."""
         return value is not None and value is self._stand_in
 
     def assign(self, value: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def root_of_call() -> Any:
 
 
 def are_shapes_alone_wanted() -> bool:
-    """Whether Keras computes outputs to see their shapes and dtypes.
+    """Return True if Keras computes outputs to see their shapes and dtypes.
 
     As it does of ones before the first step of `fit` on PyTorch, where a
     model has attention in 16 bits (keras 3.0 to 3.15). The scope it does so
@@ -92,7 +92,7 @@ def are_shapes_alone_wanted() -> bool:
 
 
 def is_in_a_call() -> bool:
-    """Whether the call of a layer is under way on this thread.
+    """Return True if the call of a layer is under way on this thread.
 
     From the same context as `training_of_call`; where that is gone, True.
     Expires with a public way to ask.
@@ -192,7 +192,7 @@ class OwnArgumentConversion:
 
     @property
     def converts_arguments(self) -> bool:
-        """Whether arguments are to be converted at all."""
+        """Return True if arguments are to be converted at all."""
         return bool(self.__dict__.get("_converts_arguments", True))
 
     @property

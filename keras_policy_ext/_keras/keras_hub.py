@@ -27,7 +27,7 @@ def count_adapted_layers_again(model: keras.Model) -> None:
 
 
 def writes_map_of_quantized_layers(model: keras.Model) -> bool:
-    """Whether a model's config names a policy for each quantized layer.
+    """Return True if a model's config names a policy for each quantized layer.
 
     KerasHub's backbones do (keras_hub 0.32): once a layer reports a
     `quantization_mode`, the config has a map of those layers in place of the

@@ -22,7 +22,7 @@ _EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
 
 
 def is_hub_model(model: object) -> bool:
-    """Whether a model is a backbone or a task of KerasHub."""
+    """Return True if a model is a backbone or a task of KerasHub."""
     hub = sys.modules.get("keras_hub")
     return hub is not None and isinstance(
         model, (hub.models.Backbone, hub.models.Task)
@@ -30,7 +30,7 @@ def is_hub_model(model: object) -> bool:
 
 
 def is_causal_language_model(model: object) -> bool:
-    """Whether a task of KerasHub predicts tokens with its backbone alone."""
+    """True if a task of KerasHub predicts tokens with its backbone alone."""
     hub = sys.modules["keras_hub"]
     return isinstance(model, hub.models.CausalLM)
 

@@ -95,7 +95,7 @@ def retarget_optimizer(
 
 
 def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
-    """Whether variables with slots are in one of two lists only."""
+    """Return True if variables with slots are in one of two lists only."""
     ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
     changed = [v for v in old if id(v) not in new_ids]
     changed += [v for v in new if id(v) not in ids]
@@ -186,7 +186,7 @@ _AVERAGES = "_model_variables_moving_average"
 
 
 def _are_slots(candidate: object, before: dict[int, int]) -> bool:
-    """Whether this is a list with a slot, or None, for each variable."""
+    """Return True if this is a list with a slot, or None, for each variable."""
     if not isinstance(candidate, list) or len(candidate) != len(before):
         return False
     return all(

@@ -206,7 +206,7 @@ def serialize_as(cls: type, original: type) -> None:
 
 
 def is_default(method: object) -> bool:
-    """Whether a method is marked as one that Keras's base classes have.
+    """Return True if a method is marked as one that Keras's base classes have.
 
     `_is_default`, keras 3.0 to 3.15. A marked `get_config` is answered by
     the arguments of the constructor. Where the mark is gone, False.

@@ -9,7 +9,7 @@ from keras_policy_ext._keras import built_layers
 
 
 def is_quantized(layer: keras.Layer) -> bool:
-    """Whether Keras has quantized a layer, in whatever mode.
+    """Return True if Keras has quantized a layer, in whatever mode.
 
     `quantization_mode` also says so of a layer that follows a policy with a
     mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to

@@ -21,7 +21,7 @@ _NEW = "compute_conv_transpose_output_crops_for_torch"
 
 
 def are_own() -> bool:
-    """Whether PyTorch has other outputs than JAX and TensorFlow."""
+    """Return True if PyTorch has other outputs than JAX and TensorFlow."""
     on_torch = keras.backend.backend() == "torch"
     return on_torch and hasattr(_utils, _OLD) and not hasattr(_utils, _NEW)
 

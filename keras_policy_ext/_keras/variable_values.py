@@ -43,7 +43,7 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
 
 
 def autocasts(variable: keras.Variable) -> bool:
-    """Whether a variable says that it is cast where it is read in a scope.
+    """True if a variable says that it is cast where it is read in a scope.
 
     `autocast=` is an argument of `keras.Variable` and cannot be read back
     publicly (`_autocast`, keras 3.0 to 3.15). Where it is gone, True, which
@@ -63,7 +63,7 @@ def set_autocasts(variable: keras.Variable, value: bool) -> None:
 
 
 def has_value(variable: keras.Variable) -> bool:
-    """Whether a variable can be read now.
+    """Return True if a variable can be read now.
 
     The JAX trainer empties the variables while it trains, or leaves buffers
     in them which the training step has deleted (`train_on_batch`; both seen
@@ -106,7 +106,7 @@ def let_wait_no_longer(variable: keras.Variable) -> None:
 
 
 def _is_deleted(value: Tensor) -> bool:
-    """Whether JAX has donated this array, or a part of it, to a computation.
+    """True if JAX has donated this array, or a part of it, to a computation.
 
     On several devices the array passes for a whole one if NumPy has a view
     of its first buffer, which then stays; to read it ends the process

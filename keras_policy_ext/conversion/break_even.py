@@ -34,7 +34,7 @@ class BreakEven:
     origin: str
 
     def is_for(self, backend: str, device: str) -> bool:
-        """Whether it is about this framework on this device."""
+        """Return True if it is about this framework on this device."""
         return self.backend in ("any", backend) and (
             self.device == "any" or self.device.lower() in device.lower()
         )

@@ -235,7 +235,7 @@ def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
 
 
 def _is_inputs(data: object, structure: Any) -> bool:
-    """Whether these are inputs, and not batches.
+    """Return True if these are inputs, and not batches.
 
     Raises:
         ValueError: If that cannot be told.
@@ -262,7 +262,7 @@ def _is_structure_of_arrays(data: object) -> bool:
 
 
 def _alike(data: object, structure: Any) -> bool:
-    """Whether data have a structure, where lists are as good as tuples."""
+    """True if data have a structure, where lists are as good as tuples."""
     if structure is None:
         return False
     try:

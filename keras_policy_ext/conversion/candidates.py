@@ -113,7 +113,7 @@ def path_of(layer: keras.Layer) -> str:
 
 
 def quantized_by_keras(layer: keras.Layer) -> bool:
-    """Whether a layer is quantized, and not in the float8 of this package."""
+    """True if a layer is quantized, and not in the float8 of this package."""
     return layer.quantization_mode is not None and not isinstance(
         layer, Float8Mixin
     )

@@ -92,7 +92,7 @@ def _followed(composite: keras.Layer) -> Followed:
 
 
 def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
-    """Whether a policy says of all these paths what is followed there."""
+    """True if a policy says of all these paths what is followed there."""
     for path, wanted in followed:
         said = policies.as_float8(of_path(policy, path))
         if isinstance(said, Float8DTypePolicy):

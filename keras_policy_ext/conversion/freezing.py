@@ -218,7 +218,7 @@ def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
 
 
 def shares_stored_kernels(model: keras.Layer) -> bool:
-    """Whether more than one layer of a model holds a stored kernel."""
+    """Return True if more than one layer of a model holds a stored kernel."""
     layers = walking.layers_within(model)
     holders = _holders(layers)
     stored = [each for x in layers for each in stored_weights.stored_in(x)]

@@ -48,7 +48,7 @@ _ASSETS = "assets"
 
 
 def has_frozen_layers(path: Source) -> bool:
-    """Whether layers of a file are frozen; False if it cannot be read."""
+    """True if layers of a file are frozen; False if it cannot be read."""
     return bool(weight_files.count(path, _is_frozen))
 
 
@@ -177,7 +177,7 @@ def _dequantize(group: h5py.Group) -> None:
 
 
 def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
-    """Whether a weight that a layer adds is frozen once it is built."""
+    """Return True if a weight that a layer adds is frozen once it is built."""
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
         return False

@@ -410,7 +410,7 @@ def _places(model: keras.Layer) -> list[Candidate]:
 
 
 def _is_as_in_file(layer: keras.Layer) -> bool:
-    """Whether a layer of a model just loaded is what it was when saved."""
+    """True if a layer of a model just loaded is what it was when saved."""
     if not isinstance(layer, Float8Mixin):
         return False
     state, policy = layer.float8_state, policy_of(layer)

@@ -64,7 +64,7 @@ def saved_in(source: Source) -> int:
 
 
 def _is_state(group: h5py.Group) -> bool:
-    """Whether this is the state of a layer that has weights itself.
+    """Return True if this is the state of a layer that has weights itself.
 
     A composite, such as attention, has a state too, to say what it is; and
     where it is frozen, a header that names no weight.

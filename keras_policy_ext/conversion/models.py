@@ -57,7 +57,7 @@ def check_is_layer(model: object, purpose: str, also: str = "") -> None:
 
 
 def has_call(model: keras.Layer) -> bool:
-    """Whether a model or layer has a `call`, and not only parts that do."""
+    """True if a model or layer has a `call`, and not only parts that do."""
     return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
@@ -95,7 +95,7 @@ def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
 
 
 def _would_get_weights(layer: keras.Layer) -> bool:
-    """Whether a layer is going to make weights itself when it is built."""
+    """True if a layer is going to make weights itself when it is built."""
     if layer.built or type(layer) in _WITHOUT_WEIGHTS:
         return False
     if isinstance(layer, keras.Model) and layer.layers:

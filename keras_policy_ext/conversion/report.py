@@ -84,7 +84,7 @@ class Converted(Work):
 
     @property
     def in_float8(self) -> bool:
-        """Whether the policy is a float8 policy."""
+        """Return True if the policy is a float8 policy."""
         return self.policy.startswith("float8")
 
     @property
@@ -116,7 +116,7 @@ class Skipped(Work):
 
     @property
     def in_float8(self) -> bool:
-        """Whether it follows a float8 policy as before."""
+        """Return True if it follows a float8 policy as before."""
         return self.policy is not None
 
     @property
@@ -411,7 +411,7 @@ def _float8_policy(layer: keras.Layer) -> str | None:
 
 
 def _per_tensor(layer: keras.Layer) -> bool:
-    """Whether a layer is scaled per tensor, and its recipe is finer."""
+    """Return True if a layer is scaled per tensor, and its recipe is finer."""
     policy = float8_policy_of(layer)
     if policy is None or policy.recipe.granularity == "tensorwise":
         return False

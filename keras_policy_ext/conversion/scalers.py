@@ -22,7 +22,7 @@ _GROUP = "optimizer/inner_optimizer"
 
 
 def may_differ(model: keras.Model) -> bool:
-    """Whether Keras may have wrapped the optimizer of one of two models."""
+    """True if Keras may have wrapped the optimizer of one of two models."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return False
@@ -85,7 +85,7 @@ def restore(model: keras.Model, weights: str) -> bool:
 
 
 def _has_scaler(weights: str) -> bool | None:
-    """Whether a file has a scaler; None if it has no optimizer."""
+    """Return True if a file has a scaler; None if it has no optimizer."""
     try:
         with h5py.File(weights, "r") as file:
             return _GROUP in file if "optimizer" in file else None

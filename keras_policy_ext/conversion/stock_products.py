@@ -124,7 +124,7 @@ def convolution(
 
 
 def runs_stock_call(layer: keras.Layer) -> bool:
-    """Whether the `call` of a layer is Keras's, or the float8 form of it."""
+    """True if the `call` of a layer is Keras's, or the float8 form of it."""
     owner = next(base for base in type(layer).__mro__ if "call" in vars(base))
     room = owner.__module__.partition(".")[0]
     return room in ("keras", "keras_policy_ext")

@@ -174,7 +174,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _stands_in(
     model: keras.Model, known: list[keras.Variable], gone: set[int]
 ) -> bool:
-    """Whether an optimizer has none of the weights of a model."""
+    """Return True if an optimizer has none of the weights of a model."""
     ids = {id(v) for v in known}
     return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
@@ -184,7 +184,7 @@ def _has_all(
     known: list[keras.Variable] | None,
     come: set[int],
 ) -> bool:
-    """Whether an optimizer has all trainable weights of a model.
+    """Return True if an optimizer has all trainable weights of a model.
 
     Those that have come since it was built do not count.
 

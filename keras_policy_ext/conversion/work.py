@@ -196,7 +196,7 @@ class _Inputs:
 
     @property
     def are_sizes_known(self) -> bool:
-        """Whether no size is unknown but that of the batch."""
+        """Return True if no size is unknown but that of the batch."""
         given = keras.tree.flatten((self.args, self.kwargs))
         return not any(
             None in x.shape[1:]
@@ -312,7 +312,7 @@ def _kernels(
 
 
 def _looks_up(layer: Any, kernel: keras.Variable) -> bool:
-    """Whether a kernel is stored in float8, and not multiplied with."""
+    """Return True if a kernel is stored in float8, and not multiplied with."""
     stored = layer.is_stored_kernel(layer, kernel)
     return stored and not layer.is_float8_kernel(layer, kernel)
 

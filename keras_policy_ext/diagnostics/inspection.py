@@ -134,7 +134,7 @@ class Inspected(Work):
 
     @property
     def in_float8(self) -> bool:
-        """Whether it computes in float8."""
+        """Return True if it computes in float8."""
         return self.recipe is not None
 
     @property

@@ -61,7 +61,7 @@ def _distribution_of(package: str) -> str | None:
 
 
 def _same_name(distribution: str, package: str) -> bool:
-    """Whether an index takes the two names for one."""
+    """Return True if an index takes the two names for one."""
     first, second = (
         re.sub("[-_.]+", "-", name).lower() for name in (distribution, package)
     )

@@ -155,7 +155,7 @@ def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
 
 
 def _trains_in_float8(model: keras.Layer) -> bool:
-    """Whether a layer is in float8 and has a form without it."""
+    """Return True if a layer is in float8 and has a form without it."""
     return not all(map(is_frozen, layers_in_float8(model)))
 
 

@@ -255,7 +255,7 @@ class Folder:
 
 
 def _quantizes_inputs(layer: Any) -> bool:
-    """Whether a layer computes logits of quantized inputs."""
+    """Return True if a layer computes logits of quantized inputs."""
     policy = getattr(layer, "float8_policy", None)
     if policy is None or not isinstance(
         layer, keras.layers.ReversibleEmbedding

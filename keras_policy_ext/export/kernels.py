@@ -71,12 +71,12 @@ class ExportedKernel:
 
     @property
     def frozen(self) -> bool:
-        """Whether its bytes are in the model already."""
+        """Return True if its bytes are in the model already."""
         return is_frozen(self.variable)
 
     @property
     def adapted(self) -> bool:
-        """Whether it has adapters, which are merged."""
+        """Return True if it has adapters, which are merged."""
         return _adapters(self.layer, self.variable) is not None
 
     def float_value(self) -> Array:
@@ -99,7 +99,7 @@ class ExportedKernel:
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether it is frozen, and rows are taken of it and nothing else."""
+        """True if it is frozen, and rows are taken of it and nothing else."""
         form: Any = type(self.layer)
         return self.frozen and not form.is_float8_kernel(
             self.layer, self.variable
@@ -199,7 +199,7 @@ def _check_alike(name: str, values: set[Any]) -> None:
 
 
 def is_frozen(variable: Any) -> bool:
-    """Whether a variable holds the bytes of a frozen kernel."""
+    """Return True if a variable holds the bytes of a frozen kernel."""
     return isinstance(variable, StoredVariable)
 
 

@@ -81,7 +81,7 @@ def _form(layer: Any) -> Any:
 
 
 def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
-    """Whether a weight that a layer adds is frozen once it is built."""
+    """Return True if a weight that a layer adds is frozen once it is built."""
     return name in (getattr(_form(layer), "float8_kernels", None) or ())
 
 

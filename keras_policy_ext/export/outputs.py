@@ -86,7 +86,7 @@ def check(target: pathlib.Path, *, folder: bool, overwrite: bool) -> None:
 
 
 def _is_export(target: pathlib.Path) -> bool:
-    """Whether a folder is empty, or looks like that of a model."""
+    """Return True if a folder is empty, or looks like that of a model."""
     if not target.is_dir() or target.is_symlink():
         return False
     within = list(target.iterdir())

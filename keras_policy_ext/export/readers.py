@@ -48,7 +48,7 @@ class Reader:
 
     @property
     def transposed(self) -> bool:
-        """Whether matrices are (in, out)."""
+        """Return True if matrices are (in, out)."""
         return self.family in CONV1D
 
     @property

@@ -37,7 +37,7 @@ class Written:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is in float8."""
+        """Return True if it is in float8."""
         return not self.reason
 
 

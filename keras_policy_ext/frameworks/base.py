@@ -68,21 +68,21 @@ class Framework:
         raise NotImplementedError
 
     def is_compiling(self) -> bool:
-        """Whether a compiler that cannot read context variables traces.
+        """Return True if a compiler that cannot read context variables traces.
 
         JAX and TensorFlow trace Python as it is.
         """
         return False
 
     def is_traced(self, x: Tensor) -> bool:
-        """Whether Python runs once for many steps here, by a tensor of a step.
+        """True if Python runs once for many steps here, by a tensor of a step.
 
         Also where several threads make a step, one for each replica.
         """
         return self.is_compiling()
 
     def traces_for_xla(self) -> bool:
-        """Whether XLA compiles what is called now, if kernels ask that."""
+        """True if XLA compiles what is called now, if kernels ask that."""
         return False
 
     def step_by_step(self) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class Framework:
         return nullcontext()
 
     def runs_now(self) -> bool:
-        """Whether what is called in such blocks is run and not traced."""
+        """True if what is called in such blocks is run and not traced."""
         return True
 
     def known_integer(self, x: Tensor) -> int | None:
@@ -109,14 +109,14 @@ class Framework:
         return None
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
-        """Whether products of these scales are known to be normal numbers.
+        """True if products of these scales are known to be normal numbers.
 
         False where a compiler fuses what is done about others.
         """
         return False
 
     def known_any(self, flags: Tensor) -> bool | None:
-        """Whether any flag holds; None where to read it would mean waiting."""
+        """True if any flag holds; None where to read it would mean waiting."""
         return None
 
     def seen_lately(self, state: Tensor) -> bool:
@@ -188,7 +188,7 @@ class Framework:
         return product(codes, scale)
 
     def cuts(self, numbers: int) -> bool:
-        """Whether `in_parts` cuts kernels of so many numbers."""
+        """Return True if `in_parts` cuts kernels of so many numbers."""
         return False
 
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
@@ -295,11 +295,11 @@ class Framework:
     # Gradients
 
     def may_take_gradients(self) -> bool:
-        """Whether a gradient may be taken of what is called now."""
+        """Return True if a gradient may be taken of what is called now."""
         return True
 
     def on_cpu(self, x: Tensor) -> bool:
-        """Whether a tensor is on a CPU, as far as the framework tells."""
+        """True if a tensor is on a CPU, as far as the framework tells."""
         raise NotImplementedError(_needs_a_framework(self.name))
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
@@ -440,7 +440,7 @@ class Framework:
         """
 
     def is_compiled(self, function: Any) -> bool:
-        """Whether a function was compiled, and goes on as it was traced.
+        """Return True if a function was compiled, and goes on as it was traced.
 
         Args:
             function: Any object.

@@ -139,7 +139,7 @@ def _values(primals: tuple[Any, ...]) -> State:
 
 
 def _are_differentiated(*tensors: Any) -> bool:
-    """Whether JAX differentiates around the gradient that is being taken.
+    """True if JAX differentiates around the gradient that is being taken.
 
     Not what it has made a program of before, as of the body of a loop: that
     would hold links.
@@ -193,7 +193,7 @@ _LARGE = 1 << 16
 
 
 def _is_large(x: Tensor) -> bool:
-    """Whether a tensor has many numbers.
+    """Return True if a tensor has many numbers.
 
     Not one whose size an export leaves open, which is a formula.
     """

@@ -122,7 +122,7 @@ class FrozenOperation(Hashable, Protocol):
 
     @property
     def only_widens(self) -> bool:
-        """Whether nothing is rounded, so that a compiler may look into it."""
+        """True if nothing is rounded, so that a compiler may look into it."""
 
     def resolved(self) -> FrozenOperation:
         """This operation, when what it leaves open can be known."""

@@ -338,7 +338,7 @@ _UNKNOWN = 256
 
 
 def compiles_parts(x: Tensor) -> bool:
-    """Whether XLA compiles what is done with each number of a tensor.
+    """Return True if XLA compiles what is done with each number of a tensor.
 
     On a CPU, for large tensors, in what it does not compile as a whole.
     """
@@ -381,7 +381,7 @@ def _shared_forward(
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
-    """Whether what is kept is made narrow.
+    """Return True if what is kept is made narrow.
 
     Not where nothing is trained and gradients are the exception; nor, where
     that is not known, with parts for XLA, which an export would write down.

@@ -121,7 +121,7 @@ class Backward:
 
 
 def is_recorded(*tensors: Tensor) -> bool:
-    """Whether a tape differentiates what is computed of tensors now.
+    """Return True if a tape differentiates what is computed of tensors now.
 
     Not in the graph of a gradient that TensorFlow makes beside theirs, as of a
     function or of the body of a loop. Nor in forward mode, in which no tape
@@ -149,7 +149,7 @@ def refuse_vectorized(*tensors: Tensor) -> None:
 
 
 def _is_vectorized() -> bool:
-    """Whether a loop is traced of which TensorFlow makes one operation."""
+    """True if a loop is traced of which TensorFlow makes one operation."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()

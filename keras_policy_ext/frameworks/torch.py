@@ -302,7 +302,7 @@ _TABLES = _tables()
 
 
 def is_real(x: Tensor) -> bool:
-    """Whether there are numbers in a tensor.
+    """Return True if there are numbers in a tensor.
 
     Tensors of other types stand for numbers that are not there yet.
     """
@@ -310,7 +310,7 @@ def is_real(x: Tensor) -> bool:
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether a number can be read without waiting for a device."""
+    """Return True if a number can be read without waiting for a device."""
     return type(x) is torch.Tensor and x.device.type == "cpu"
 
 

@@ -18,7 +18,7 @@ FORWARD_MODE = (
 
 
 def are_transforms_active() -> bool:
-    """Whether this is called inside of a transform of `torch.func`.
+    """Return True if this is called inside of a transform of `torch.func`.
 
     `torch.autograd.Function` asks for the same, to refuse those functions that
     were not made for transforms. There is no public way to ask (torch 2.13).

@@ -221,7 +221,7 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 
 
 def seen_lately(parameter: Tensor) -> bool:
-    """Whether a GPU has told that all operands of a state were observed."""
+    """True if a GPU has told that all operands of a state were observed."""
     state = _STATES.get(id(parameter))
     unseen = None if state is None else _TOLD.get(state.observed)
     return unseen is not None and not unseen.numpy().any()

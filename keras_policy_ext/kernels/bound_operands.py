@@ -257,7 +257,7 @@ class OperandInBothLayouts(BoundOperand):
         return super().matrix(operand)
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
-        """Whether a quantized operand lies in memory in both layouts."""
+        """Return True if a quantized operand lies in memory in both layouts."""
         how = values, self._dtype, self._quantization.format
         return self._both.supports(*how) is None
 

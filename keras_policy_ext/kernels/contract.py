@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
     @property
     def native(self) -> bool:
-        """Whether the kind is `"native"`."""
+        """Return True if the kind is `"native"`."""
         return self.kind == "native"
 
 
@@ -64,12 +64,12 @@ class Request(NamedTuple):
 
     @property
     def of_whole_tensors(self) -> bool:
-        """Whether each operand has one scale."""
+        """Return True if each operand has one scale."""
         return self.tiles == (Tile(), Tile())
 
     @property
     def of_rows(self) -> bool:
-        """Whether an operand has a scale for each row, the other one or so."""
+        """True if an operand has a scale for each row, the other one or so."""
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
 
     @property
@@ -94,7 +94,7 @@ class MatmulKernel(Protocol):
 
     @property
     def native(self) -> bool:
-        """Whether it reads float8 operands."""
+        """Return True if it reads float8 operands."""
 
     def supports(self, request: Request) -> str | None:
         """Why this kernel is not the one for a matmul; None if it is."""
@@ -244,7 +244,7 @@ class Contraction(Hashable, Protocol):
 
     @property
     def reads_what_is_quantized(self) -> bool:
-        """Whether a matrix is quantized and nothing is cut from it after."""
+        """True if a matrix is quantized and nothing is cut from it after."""
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
@@ -282,7 +282,7 @@ class Contraction(Hashable, Protocol):
         """
 
     def lies_across(self, name: str) -> bool:
-        """Whether an operand lies in memory as the transpose of its matrix."""
+        """True if an operand lies in memory as the transpose of its matrix."""
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """What the first matmul reads of what was quantized."""

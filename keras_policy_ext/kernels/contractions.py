@@ -296,7 +296,7 @@ class ConvTranspose(Conv):
 
 
 def in_one_scale(asked: Quantization | None) -> bool:
-    """Whether an operand is quantized without regard to its axes."""
+    """Return True if an operand is quantized without regard to its axes."""
     return asked is None or asked.keeps_axes
 
 

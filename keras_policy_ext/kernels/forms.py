@@ -103,7 +103,7 @@ class Form(NamedTuple):
         )
 
     def lies_across(self, operand: str) -> bool:
-        """Whether an operand lies in memory as the transpose of its matrix.
+        """True if an operand lies in memory as the transpose of its matrix.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.

@@ -58,7 +58,7 @@ class FrozenPlan:
 
     @property
     def only_widens(self) -> bool:
-        """Whether inputs are not rounded."""
+        """Return True if inputs are not rounded."""
         return self.recipe.activations is None
 
     @property
@@ -129,7 +129,7 @@ class FrozenPlan:
 
     @property
     def _is_einsum(self) -> bool:
-        """Whether one einsum of the kernel as it lies does it.
+        """Return True if one einsum of the kernel as it lies does it.
 
         A matrix made of it would be read against the order of memory: for
         one row XLA takes twice as long (JAX 0.10, CPU).
@@ -184,7 +184,7 @@ class FrozenPlan:
 
     @functools.cached_property
     def _has_matrix(self) -> bool:
-        """Whether the scales of the kernel are those of its home matrix."""
+        """True if the scales of the kernel are those of its home matrix."""
         if not self._is_einsum:
             return False
         form = self.contraction.form
@@ -196,7 +196,7 @@ class FrozenPlan:
         return set(summed) == set(form.contracted) and not form.batch
 
     def _runs_natively(self, codes: Tensor) -> bool:
-        """Whether a matmul reads the codes, and they are not widened yet."""
+        """True if a matmul reads the codes, and they are not widened yet."""
         native = self._has_matrix and self._chosen[1].native
         return native and not _is_wide(codes)
 
@@ -294,7 +294,7 @@ def dequantized(
 
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:
-    """Whether matmuls of this device read codes that are stored so."""
+    """Return True if matmuls of this device read codes that are stored so."""
     a, b = (
         recipe.quantization(operand, "forward")
         for operand in ("inputs", "kernel")

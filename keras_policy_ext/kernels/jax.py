@@ -200,7 +200,7 @@ def _casts_before_amax() -> bool:
 
 
 def _requantizes_kernels() -> bool:
-    """Whether XLA makes one layout where two matmuls read one each.
+    """Return True if XLA makes one layout where two matmuls read one each.
 
     With several devices a kernel of which they have parts could be gathered
     twice.

@@ -89,7 +89,7 @@ def failing() -> str | None:
 
 
 def _gives_our_numbers() -> bool:
-    """Whether a product is right in which each block has its own scale."""
+    """True if a product is right in which each block has its own scale."""
     rng = np.random.default_rng(0)
     operands, exact = [], []
     for rows in (136, 72):

@@ -141,7 +141,7 @@ class Folded(Quantized):
 
 
 def exact_in(dtype: str, *operands: Quantized) -> bool:
-    """Whether what is multiplied are numbers of a dtype of 16 bits.
+    """Return True if what is multiplied are numbers of a dtype of 16 bits.
 
     All numbers of the narrow formats are, in bfloat16 also times a power of
     two or a scale of eight bits.
@@ -227,13 +227,13 @@ def _ones() -> Tensor:
 
 
 def are_powers_of_two(*operands: Quantized) -> bool:
-    """Whether all scales are, so that multiplying by them rounds nothing."""
+    """True if all scales are, so that multiplying by them rounds nothing."""
     asked = [each.quantization for each in operands]
     return all(q is not None and q.scale_rounding != "nearest" for q in asked)
 
 
 def have_vector(a: Quantized, b: Quantized) -> bool:
-    """Whether an operand is a vector.
+    """Return True if an operand is a vector.
 
     XLA makes no matmul of one: it adds up in the dtype that it writes.
     """

@@ -102,7 +102,7 @@ ENGINE = Engine(
 
 
 def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
-    """Whether a matmul in bfloat16 gives the same and is the faster one.
+    """Return True if a matmul in bfloat16 gives the same and is the faster one.
 
     Numbers of every float8 format are numbers of bfloat16, also times a power
     of two. 256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in
@@ -118,7 +118,7 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
 
 
 def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
-    """Whether a GPU multiplies 16 bits faster, exactly, and adds in float32.
+    """True if a GPU multiplies 16 bits faster, exactly, and adds in float32.
 
     Not asked of tensors without data, of which nothing is computed.
     """

@@ -36,7 +36,7 @@ def lacking(*formats: str) -> str | None:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Whether `scaled_mm` takes scales of rows, for a result in bfloat16."""
+    """True if `scaled_mm` takes scales of rows, for a result in bfloat16."""
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
     return sys.platform != "win32" and "rows" in here().scales
@@ -71,7 +71,7 @@ def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
 
 
 def casts_to_float8(device: torch.device) -> bool:
-    """Whether there are casts to float8 dtypes.
+    """Return True if there are casts to float8 dtypes.
 
     On Apple's GPUs they raise TypeError (all releases up to September 2026).
     """
@@ -83,12 +83,12 @@ def casts_to_float8(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether matmuls on this CPU read bfloat16, and are faster so."""
+    """Return True if matmuls on this CPU read bfloat16, and are faster so."""
     return here() is devices.KNOWN["cpu_bf16"]
 
 
 def sums_in_float32(dtype: str) -> bool:
-    """Whether a matmul of 16 bits writes its sums in float32 on this GPU."""
+    """True if a matmul of 16 bits writes its sums in float32 on this GPU."""
     halves = getattr(
         torch.backends.cuda.matmul, "allow_fp16_accumulation", False
     )
@@ -126,7 +126,7 @@ def _found() -> Device:
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, as far as torch can tell."""
+    """True if this CPU has instructions for it, as far as torch can tell."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     checks = [getattr(torch.cpu, name, None) for name in names]
     return any(check is not None and check() for check in checks)

@@ -152,7 +152,7 @@ def _numbers() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def tells_the_host() -> bool:
-    """Whether a kernel writes into pinned memory.
+    """Return True if a kernel writes into pinned memory.
 
     Asked once for a process: where it may not, launching it is an error.
     """

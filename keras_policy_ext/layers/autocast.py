@@ -268,7 +268,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return bool(self.autocast and self.compute_dtype != self.variable_dtype)
 
     def _has_made(self, variable: keras.Variable) -> bool:
-        """Whether a variable that is assigned to an attribute is no other's.
+        """True if a variable that is assigned to an attribute is no other's.
 
         A variable that another layer made has the path of that layer.
         """

@@ -71,7 +71,7 @@ class CastArguments:
         )
 
     def at(self, position: int) -> bool:
-        """Whether a positional argument is cast."""
+        """Return True if a positional argument is cast."""
         known = position < len(self.positional)
         name = self.positional[position] if known else self.rest
         if self.only_first and position > 0:
@@ -79,7 +79,7 @@ class CastArguments:
         return name not in self.excluded
 
     def named(self, name: str) -> bool:
-        """Whether a keyword argument is cast."""
+        """Return True if a keyword argument is cast."""
         if self.only_first and name not in self.positional[:1]:
             return False
         return name not in self.excluded
@@ -147,7 +147,7 @@ def read_add_weight(
 
 
 def _is_legacy(args: tuple[Any, ...]) -> bool:
-    """Whether the name comes first; None is one that Keras is to make up."""
+    """True if the name comes first; None is one that Keras is to make up."""
     first, second = (*args, None, None)[:2]
     unnamed = first is None and isinstance(second, (tuple, list))
     return isinstance(first, str) or unnamed

@@ -130,7 +130,7 @@ def assigned_variables(value: object) -> list[keras.Variable]:
 
 
 def is_autocast_variable(variable: object) -> bool:
-    """Whether a variable is cast where it is read in a mixed layer's call.
+    """True if a variable is cast where it is read in a mixed layer's call.
 
     Args:
         variable: Anything.

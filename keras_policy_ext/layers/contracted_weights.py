@@ -62,7 +62,7 @@ class ContractedWeights(_bases.MixedInto):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether kernels are stored in float8, and not trained."""
+        """Return True if kernels are stored in float8, and not trained."""
         return is_frozen(self)
 
     @property
@@ -73,7 +73,7 @@ class ContractedWeights(_bases.MixedInto):
 
     @classmethod
     def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """Whether a weight is contracted, as far as the class can tell.
+        """Return True if a weight is contracted, as far as the class can tell.
 
         Args:
             layer: A layer of this class, or of the stock class.
@@ -89,7 +89,7 @@ class ContractedWeights(_bases.MixedInto):
 
     @classmethod
     def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """Whether a weight is stored in float8 when the layer is frozen.
+        """Return True if a weight is stored in float8 when the layer is frozen.
 
         Args:
             layer: A layer of this class, or of the stock class.

@@ -33,7 +33,7 @@ def contraction_hook(hook: Hook) -> Iterator[None]:
 
 
 def are_set() -> bool:
-    """Whether there are hooks."""
+    """Return True if there are hooks."""
     return bool(_hooks.get())
 
 

@@ -402,7 +402,7 @@ class Float8Mixin(
 
     @property
     def _has_stored_gradient(self) -> bool:
-        """Whether XLA stores the gradient of what is contracted.
+        """Return True if XLA stores the gradient of what is contracted.
 
         Or has reason to, as several kernels read it: see
         `Plan.cast_before_amax`.

@@ -28,12 +28,12 @@ def no_operands(inputs: Any, kernel: Any) -> str:
 
 
 def is_floating_tensor(x: Any) -> bool:
-    """Whether this is a tensor of a floating dtype."""
+    """Return True if this is a tensor of a floating dtype."""
     return keras.ops.is_tensor(x) and is_floating(x.dtype)
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether a dtype is floating."""
+    """Return True if a dtype is floating."""
     return "float" in keras.backend.standardize_dtype(dtype)
 
 

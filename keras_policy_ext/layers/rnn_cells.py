@@ -84,7 +84,7 @@ class Float8Cell(Float8Mixin):
         raise NotImplementedError
 
     def _drops(self, rate: float) -> bool:
-        """Whether the stock cell drops units at this rate."""
+        """Return True if the stock cell drops units at this rate."""
         return 0.0 < rate < 1.0
 
     def _recurrent(self, state: Tensor, training: bool | None) -> Tensor:

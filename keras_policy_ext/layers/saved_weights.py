@@ -58,7 +58,7 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
 
     @property
     def merges_adapters(self) -> bool:
-        """Whether the kernel in a file has LoRA's adapters merged in."""
+        """Return True if the kernel in a file has LoRA's adapters merged in."""
         return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
 
     def texts_for_file(self) -> dict[str, str]:

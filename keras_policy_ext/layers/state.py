@@ -45,7 +45,7 @@ _Take = Callable[[dict[str, np.ndarray]], None]
 
 
 def has_state(recipe: Recipe) -> bool:
-    """Whether a kernel has a state under a recipe."""
+    """Return True if a kernel has a state under a recipe."""
     return source_of(recipe).state_shape is not None
 
 
@@ -156,7 +156,7 @@ class Float8State(keras.layers.Layer):
         return [getattr(self, name) for name in self._owners.values()]
 
     def fits(self, recipe: Recipe) -> bool:
-        """Whether these matrices can be the state of a recipe."""
+        """Return True if these matrices can be the state of a recipe."""
         shape = source_of(recipe).state_shape
         return shape is None or all(
             tuple(variable.shape) == shape for variable in self.matrices

@@ -365,7 +365,7 @@ class StateVariable(
 
     @property
     def observes_amaxes(self) -> bool:
-        """Whether this state is one of amaxes, and not a count of steps."""
+        """True if this state is one of amaxes, and not a count of steps."""
         return bool(source_of(self.recipe).observes_amaxes)
 
     def rows(self) -> dict[str, tuple[np.float32, np.ndarray]]:
@@ -391,7 +391,7 @@ class StateVariable(
         }
 
     def is_unseen(self, operand: str) -> bool:
-        """Whether an operand was never observed, and its row not moved."""
+        """True if an operand was never observed, and its row not moved."""
         matrix = ops.convert_to_numpy(self.matrix())
         return bool(matrix[OPERANDS.index(operand), 0] == UNSEEN)
 
@@ -500,7 +500,7 @@ def _sealed(value: np.ndarray) -> np.ndarray:
 
 
 def _is_settled(value: Any) -> bool:
-    """Whether an array has no row to settle."""
+    """Return True if an array has no row to settle."""
     return (
         isinstance(value, np.ndarray)
         and value.ndim == 2
@@ -509,5 +509,5 @@ def _is_settled(value: Any) -> bool:
 
 
 def is_amax(values: np.ndarray) -> bool:
-    """Whether all numbers may be amaxes."""
+    """Return True if all numbers may be amaxes."""
     return bool(np.all(np.isfinite(values)) and np.all(values >= 0))

@@ -163,7 +163,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return value
 
     def _has_numbers(self, value: Any) -> bool:
-        """Whether these are the numbers that it has already."""
+        """Return True if these are the numbers that it has already."""
         try:
             asked = np.asarray(ops.convert_to_numpy(value))
         # Each framework raises another error for a tensor of a compiled
@@ -343,7 +343,7 @@ def held(variable: Any) -> Any:
 
 
 def is_state(variable: object) -> bool:
-    """Whether a variable says how numbers are scaled, and is no parameter."""
+    """True if a variable says how numbers are scaled, and is no parameter."""
     return isinstance(variable, (StateVariable, StoredConstant))
 
 

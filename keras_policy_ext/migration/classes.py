@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a class of layers."""
+        """Return True if it is a class of layers."""
         return inspect.isclass(self.cls) and issubclass(self.cls, keras.Layer)
 
 
@@ -78,7 +78,7 @@ def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
 
 
 def is_custom(name: str, custom_objects: Config) -> bool:
-    """Whether a name is one of the caller's, or registered."""
+    """Return True if a name is one of the caller's, or registered."""
     found = keras.saving.get_registered_object(name, custom_objects)
     return found is not None
 

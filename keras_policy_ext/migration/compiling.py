@@ -174,7 +174,7 @@ def _names(outputs: Any) -> list[str]:
 
 
 def _is_tensor(output: object) -> bool:
-    """Whether it is one output: name of a layer, its node, which tensor."""
+    """True if it is one output: name of a layer, its node, which tensor."""
     return (
         isinstance(output, (list, tuple))
         and len(output) == 3

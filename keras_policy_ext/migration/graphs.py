@@ -22,7 +22,7 @@ Tensor = list[Any]
 
 
 def is_functional(fields: object) -> bool:
-    """Whether the config of a model holds a graph of layers."""
+    """Return True if the config of a model holds a graph of layers."""
     return isinstance(fields, Mapping) and fields.keys() >= _GRAPH
 
 
@@ -160,7 +160,7 @@ class SavedGraph:
                 fields["name"] = name
 
     def _takes(self, layer: Config, key: str) -> bool:
-        """Whether a layer can be called with an argument of this name."""
+        """True if a layer can be called with an argument of this name."""
         cls = self._class(layer)
         return cls is None or _accepts(cls.call, key)
 

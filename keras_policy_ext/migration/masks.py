@@ -119,7 +119,7 @@ def _makes_mask(layer: object) -> bool:
 
 
 def _ends_mask(layer: Config) -> bool:
-    """Whether the outputs of a layer have no steps left to mask."""
+    """Return True if the outputs of a layer have no steps left to mask."""
     fields = layer["config"]
     if not isinstance(fields, Mapping):
         return False

@@ -106,7 +106,7 @@ class Unscaling:
         self._scaled = [a for a, b in pairs if a is not b]
 
     def is_done(self, gradients: list[Tensor | None]) -> bool:
-        """Whether these gradients, which are applied now, are unscaled ones."""
+        """True if these gradients, which are applied now, are unscaled ones."""
         scaled = {id(x) for x in self._scaled}
         if any(id(x) in scaled for x in gradients):
             self.start_step()

@@ -23,7 +23,7 @@ def as_accumulated(
 def may_belong(
     grads: list[Tensor | None], variables: list[keras.Variable]
 ) -> bool:
-    """Whether these can be gradients of the variables, in this order."""
+    """Return True if these can be gradients of the variables, in this order."""
     return len(grads) == len(variables) and all(
         grad is None or tuple(grad.shape) == tuple(variable.shape)
         for grad, variable in zip(grads, variables, strict=True)
@@ -31,7 +31,7 @@ def may_belong(
 
 
 def is_overwritten(variable: keras.Variable) -> bool:
-    """Whether an optimizer assigns the gradient of a variable to it."""
+    """Return True if an optimizer assigns the gradient of a variable to it."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 

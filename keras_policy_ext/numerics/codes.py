@@ -106,7 +106,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 
 
 def _cuts_float16(format_name: str) -> bool:
-    """Whether codes are found by cutting bits off those of float16.
+    """Return True if codes are found by cutting bits off those of float16.
 
     That takes less than half the operations, of which XLA makes a program for
     every layer (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned

@@ -184,7 +184,7 @@ def of_leaves(
 
 
 def is_wide(values: Tensor) -> bool:
-    """Whether values are held in float32.
+    """Return True if values are held in float32.
 
     By the name of the dtype: of some, Keras knows none.
     """

@@ -11,7 +11,7 @@ FLOAT_NAMES = ", ".join(map(repr, FLOATS))
 
 
 def is_plain(policy: object) -> bool:
-    """Whether a policy is a plain one: nothing but its name would be lost."""
+    """True if a policy is a plain one: nothing but its name would be lost."""
     return type(policy) in (
         keras.DTypePolicy,
         keras.dtype_policies.FloatDTypePolicy,

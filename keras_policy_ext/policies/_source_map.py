@@ -108,7 +108,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
 
 def is_stock_map(policy: object) -> bool:
-    """Whether a policy is a map of Keras, and none of this package."""
+    """Return True if a policy is a map of Keras, and none of this package."""
     is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
     return is_map and not isinstance(policy, SourceMap)
 

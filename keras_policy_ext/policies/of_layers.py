@@ -82,7 +82,7 @@ def float8_policy_of(layer: keras.Layer) -> Float8DTypePolicy | None:
 
 
 def is_frozen(layer: keras.Layer) -> bool:
-    """Whether the kernels of a layer are stored in float8, and not trained."""
+    """True if the kernels of a layer are stored in float8, and not trained."""
     policy = float8_policy_of(layer)
     return policy is not None and not policy.recipe.trains
 

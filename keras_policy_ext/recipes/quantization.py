@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether one scale is that of the whole tensor."""
+        """Return True if one scale is that of the whole tensor."""
         return self == (None, None)
 
 
@@ -134,32 +134,32 @@ class Quantization:
 
     @functools.cached_property
     def has_one_scale(self) -> bool:
-        """Whether one scale is that of the whole tensor."""
+        """Return True if one scale is that of the whole tensor."""
         return self.tile.is_whole
 
     @functools.cached_property
     def by_place(self) -> bool:
-        """Whether equal numbers of one tile may become different ones."""
+        """True if equal numbers of one tile may become different ones."""
         return self.hadamard is not None or self.rounding == "stochastic"
 
     @functools.cached_property
     def keeps_axes(self) -> bool:
-        """Whether what becomes of a number does not depend on its place."""
+        """True if what becomes of a number does not depend on its place."""
         return self.has_one_scale and not self.by_place
 
     @functools.cached_property
     def has_tensor_scale(self) -> bool:
-        """Whether there is a scale of the tensor above those of the tiles."""
+        """True if there is a scale of the tensor above those of the tiles."""
         return self.scale_format == "float8_e4m3fn"
 
     @functools.cached_property
     def scale_leaves_sum(self) -> bool:
-        """Whether the scale can be applied to the product."""
+        """Return True if the scale can be applied to the product."""
         return self.tile.contracted is None
 
     @functools.cached_property
     def exact_in_bfloat16(self) -> bool:
-        """Whether what is multiplied fits bfloat16 without rounding."""
+        """Return True if what is multiplied fits bfloat16 without rounding."""
         narrow = self.scale_format != "float32"
         return self.scale_leaves_sum or narrow or not self._to_nearest
 
@@ -185,7 +185,7 @@ _WORDS = {
 def read_transposed(
     first: Quantization | None, second: Quantization | None
 ) -> bool:
-    """Whether the second matmul can read the transpose of what the first did.
+    """True if the second matmul can read the transpose of what the first did.
 
     Otherwise the operand is quantized twice, each time from its own numbers.
 

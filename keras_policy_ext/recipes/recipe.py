@@ -75,7 +75,7 @@ class Recipe:
         check(self)
 
     def in_high_precision(self, matmul: str) -> bool:
-        """Whether a field of the recipe takes a matmul out of float8.
+        """Return True if a field of the recipe takes a matmul out of float8.
 
         Args:
             matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
@@ -100,7 +100,7 @@ class Recipe:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether an operand is rounded at random.
+        """Return True if an operand is rounded at random.
 
         The bits come from a field `seed`, 0 without one, and from a counter
         of the steps that is the state of a kernel.

@@ -200,7 +200,7 @@ def _read(
 
 
 def _once(operand: str, recipe: Scaling) -> bool:
-    """Whether the second matmul reads the transpose of what the first did."""
+    """True if the second matmul reads the transpose of what the first did."""
     first, second = (recipe.quantization(operand, m) for m in _readers(operand))
     if first is None or second is None or first.hadamard is not None:
         return False

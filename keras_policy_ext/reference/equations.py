@@ -131,7 +131,7 @@ def from_matrices(
 
 
 def _odd(first: str, second: str, result: str) -> bool:
-    """Whether letters are something else, twice, or from nowhere."""
+    """Return True if letters are something else, twice, or from nowhere."""
     twice = any(len(set(p)) != len(p) for p in (first, second, result))
     others = not (first + second + result).isalpha()
     return twice or others or bool(set(result) - set(first + second))

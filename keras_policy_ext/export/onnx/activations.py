@@ -166,7 +166,7 @@ def _sparsemax(graph: OnnxGraph, x: Value, axis: int = -1) -> Value:
 
 
 def _sparsemax_is_a_projection() -> bool:
-    """Whether sparsemax of (1, 0.5) is (0.75, 0.25), which adds up to 1.
+    """Return True if sparsemax of (1, 0.5) is (0.75, 0.25), which adds up to 1.
 
     Keras up to 3.15 finds (0.25, 0): its threshold comes from a sum of
     cumulative sums.

@@ -31,12 +31,12 @@ _HARMLESS = frozenset(
 
 
 def is_functional(layer: Any) -> bool:
-    """Whether a model is a graph, and computes nothing else."""
+    """Return True if a model is a graph, and computes nothing else."""
     return _is_graph(layer, "operations") and hasattr(layer, "inputs")
 
 
 def is_sequential(layer: Any) -> bool:
-    """Whether a model is a list of layers, and computes nothing else."""
+    """Return True if a model is a list of layers, and computes nothing else."""
     return isinstance(layer, keras.Sequential) and _is_graph(layer, "layers")
 
 
@@ -207,7 +207,7 @@ def _shape(layer: Any, args: Any, kwargs: Any) -> tuple[int | None, ...]:
 
 
 def _is_graph(model: Any, attribute: str) -> bool:
-    """Whether a model has this, and Keras's own `call`."""
+    """Return True if a model has this, and Keras's own `call`."""
     return (
         isinstance(model, keras.Model)
         and hasattr(model, attribute)
