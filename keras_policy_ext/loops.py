@@ -24,9 +24,8 @@ import keras
 
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import walking
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_variable
-
-Tensor = Any
 
 __all__ = [
     "follow_shards",

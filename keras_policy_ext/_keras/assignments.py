@@ -10,8 +10,6 @@ import keras
 
 from keras_policy_ext._keras.around import put_around
 
-Tensor = Any
-
 
 class Companion:
     """Base of an object that is notified when its variable changes.

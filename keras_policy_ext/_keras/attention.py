@@ -1,14 +1,12 @@
 """Attention: what is computed around its two products."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 from keras import ops
 
 from keras_policy_ext._keras import versions
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 
 def has_flash_attention(layer: keras.Layer) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras.around import put_around
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 
 class _AverageStandIn(keras.Variable):

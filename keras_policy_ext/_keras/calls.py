@@ -9,6 +9,7 @@ import keras
 
 from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.while_building import in_place_of
+from keras_policy_ext._types import Tensor
 
 try:
     from keras.src.backend.common import global_state as _global_state
@@ -30,8 +31,6 @@ try:
 except ImportError:  # Keras has moved it: see `keep_mask`.
     _masking = None
 
-
-Tensor = Any
 
 PARTS_OF_LSTM_STEPS = (
     "_compute_carry_and_output",

@@ -5,14 +5,12 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import calls, versions
+from keras_policy_ext._types import Tensor
 
 try:
     from keras.src.backend.common import global_state as _global_state
 except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
-
-
-Tensor = Any
 
 
 def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:

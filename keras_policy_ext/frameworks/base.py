@@ -10,6 +10,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.code_tables import numbers_of_codes
 from keras_policy_ext.frameworks.kept import Measured, MeasuredStep
 from keras_policy_ext.frameworks.operations import (
@@ -27,7 +28,6 @@ DIFFERENTIATED_AGAIN = (
     "mode. Compile around both gradients; set unroll=True in layers."
 )
 
-Tensor = Any
 Settle = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks import (
     jax_gradients,
     jax_kept,
@@ -23,8 +24,6 @@ from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.kept import Measured, MeasuredStep
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.products import Traced
-
-Tensor = Any
 
 
 class JaxFramework(Framework):

@@ -19,10 +19,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import partial_eval
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 
-Tensor = Any
 State = tuple[Tensor, ...]
 Links = tuple[Tensor, Tensor] | None
 

@@ -10,7 +10,8 @@ import keras
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
+
 Names = tuple[str, ...]
 
 

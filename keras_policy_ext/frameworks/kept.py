@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
+
 Inside = Callable[[int], AbstractContextManager[Any]]
 
 _SCOPE = "kpe_layer_"

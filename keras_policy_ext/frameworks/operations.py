@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
+
 Shape = tuple[Any, ...]
 
 UNIT = 2.0**-24

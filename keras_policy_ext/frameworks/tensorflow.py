@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks import (
     tensorflow_activations,
     tensorflow_kept,
@@ -43,8 +44,6 @@ try:
     from tensorflow.python.ops import control_flow_v2_func_graphs as bodies
 except ImportError:
     bodies = None
-
-Tensor = Any
 
 _SWITCH = threading.RLock()
 """Held while functions run eagerly: to turn that off is nobody else's."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.tensorflow_gradients import is_recorded
 
 # Not public; where it is gone, XLA may keep what it could make again.
@@ -15,8 +16,6 @@ try:
     from tensorflow.compiler.tf2xla.python.xla import optimization_barrier
 except ImportError:
     optimization_barrier = None
-
-Tensor = Any
 
 _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 

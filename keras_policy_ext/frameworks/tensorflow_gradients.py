@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import Operation
 
@@ -18,7 +19,6 @@ try:
 except ImportError:
     record = None
 
-Tensor = Any
 Gradients = list[Tensor | None]
 
 VECTORIZED = (

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.kept import (
     Kept,
     Measured,
@@ -20,8 +21,6 @@ from keras_policy_ext.frameworks.kept import (
     scope_name,
     source_of_variable,
 )
-
-Tensor = Any
 
 _VIEWS = frozenset(
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks import (
     torch_observations,
     torch_operators,
@@ -29,8 +30,6 @@ from keras_policy_ext.frameworks.torch_gradients import (
     links_of,
 )
 from keras_policy_ext.frameworks.torch_relu import Relu
-
-Tensor = Any
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 LARGEST = torch.finfo(torch.float32).max

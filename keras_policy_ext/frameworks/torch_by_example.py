@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 FORWARD_MODE = (
     "A layer in float8 has no derivative in forward mode. Received: "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks import torch_operators
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
@@ -22,7 +23,6 @@ from keras_policy_ext.frameworks.torch_by_example import (
     are_transforms_active,
 )
 
-Tensor = Any
 Links = tuple[Tensor | None, Tensor | None]
 
 

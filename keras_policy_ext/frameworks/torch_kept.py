@@ -12,6 +12,7 @@ from keras import ops
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.kept import (
     Kept,
     Measured,
@@ -28,8 +29,6 @@ try:
     from torch._subclasses.fake_tensor import FakeTensorMode
 except ImportError:
     FakeTensorMode = None
-
-Tensor = Any
 
 _ORIGIN = "keras_policy_ext_origin"
 """The attribute by which a memory keeps its `Origin`."""

@@ -26,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keras_policy_ext._keras import assignments
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.operations import UNIT
-
-Tensor = Any
 
 _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """State variables in the order of creation, by the id of their parameter."""

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.base import DIFFERENTIATED_AGAIN
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
-
-Tensor = Any
 
 _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
 """By what is written of them in a graph, which may outlive the process."""

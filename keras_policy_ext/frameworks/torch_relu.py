@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 _FIRST_BITS = 0x0102040810204080
 """Eight bytes of 0 or 1, read as one int64 and multiplied by this, have their

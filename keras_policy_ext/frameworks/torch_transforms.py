@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks import torch_gradients, torch_operators
 from keras_policy_ext.frameworks.operations import FrozenOperation, Operation
 from keras_policy_ext.frameworks.torch_by_example import ByExample
-
-Tensor = Any
 
 
 def run(

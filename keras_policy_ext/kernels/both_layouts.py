@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
 from keras_policy_ext.recipes import OPERANDS, Quantization
-
-Tensor = Any
 
 
 class ScaleHint(NamedTuple):

@@ -6,13 +6,12 @@ from typing import Any
 
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels.bound_operands import BoundOperand
 from keras_policy_ext.kernels.contract import Choice, Shapes
 from keras_policy_ext.kernels.contractions import Einsum
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS
-
-Tensor = Any
 
 
 class BoundMatmul:

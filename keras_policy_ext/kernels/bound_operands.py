@@ -9,6 +9,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import scaled_products
 from keras_policy_ext.kernels.both_layouts import QuantizedForBoth, read_both
 from keras_policy_ext.kernels.contract import Choice, Engine
@@ -19,7 +20,6 @@ from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import Amax, StateReading
 from keras_policy_ext.recipes import matmuls_of
 
-Tensor = Any
 Selections = dict[str, tuple[Any, Choice]]
 
 

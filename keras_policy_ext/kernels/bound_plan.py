@@ -9,6 +9,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels.bound_matmuls import bind_matmul
 from keras_policy_ext.kernels.bound_operands import (
     BoundOperand,
@@ -25,8 +26,6 @@ from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.observations import of_kernel_alone
 from keras_policy_ext.numerics.scale_protocol import StateReading
 from keras_policy_ext.recipes import MATMULS, OPERANDS
-
-Tensor = Any
 
 
 class BoundPlan:

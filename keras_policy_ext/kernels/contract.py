@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels.both_layouts import BothLayouts
 from keras_policy_ext.kernels.devices import Device
 from keras_policy_ext.numerics import codes
@@ -13,7 +14,6 @@ from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.recipes import Quantization, Tile
 
-Tensor = Any
 Shapes = tuple[Any, Any]
 Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
 

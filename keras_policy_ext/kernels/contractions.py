@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import transposed_windows
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import einsum, scaled_products
 from keras_policy_ext.kernels.contract import (
     Choice,
@@ -22,8 +23,6 @@ from keras_policy_ext.kernels.contract import (
 from keras_policy_ext.kernels.forms import Form, axes_alone, form_of
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
-
-Tensor = Any
 
 
 @dataclasses.dataclass(frozen=True)

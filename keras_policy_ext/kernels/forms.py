@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import einsum
 
-Tensor = Any
 Sizes = dict[str, Any]
 
 

@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext import formats, frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import einsum, engines
 from keras_policy_ext.kernels.contract import Choice, Contraction, Request
 from keras_policy_ext.kernels.contractions import Einsum
@@ -20,7 +21,6 @@ from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import FrozenKernels, Quantization
 from keras_policy_ext.stored_kernels import BLOCK, Axes
 
-Tensor = Any
 Constants = tuple[Tensor, ...]
 
 _INPUTS = formats.ALIASES["e4m3"]

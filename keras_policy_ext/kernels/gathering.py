@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.quantized import Quantized
-
-Tensor = Any
 
 
 def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:

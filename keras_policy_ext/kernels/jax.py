@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import jax_devices
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Engine, Request
 from keras_policy_ext.kernels.jax_scaled_dot import ScaledDot
@@ -23,8 +24,6 @@ from keras_policy_ext.kernels.scaled_products import (
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
-
-Tensor = Any
 
 
 def _product(

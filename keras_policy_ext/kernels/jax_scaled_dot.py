@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import jax_devices
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Request
 from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
-
-Tensor = Any
 
 E8M0 = "float8_e8m0fnu"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_policy_ext import frameworks
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 
 class KerasConvolutions:

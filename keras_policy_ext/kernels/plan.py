@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.bound_plan import BoundPlan
 from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
@@ -16,8 +17,6 @@ from keras_policy_ext.kernels.residuals import Residuals
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Quantization, Recipe
-
-Tensor = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,9 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels.contract import Choice, Engine
 from keras_policy_ext.numerics.quantized import Quantized
-
-Tensor = Any
 
 
 class SavedKernel:

@@ -9,12 +9,11 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels.contract import Request
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
-
-Tensor = Any
 
 #: Of float32: the largest number, and the smallest that is normal.
 LARGEST = float(np.finfo("float32").max)

@@ -21,11 +21,11 @@ from typing import Any
 
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import hadamard, quantized
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS, matmuls_of
 
-Tensor = Any
 Needed = tuple[bool, bool, bool]
 
 

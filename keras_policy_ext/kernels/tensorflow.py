@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import tensorflow_compiled, tensorflow_devices
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Engine, Request
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
@@ -29,8 +30,6 @@ try:
     from tensorflow.compiler.tf2xla.python import xla
 except ImportError:
     xla = None
-
-Tensor = Any
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

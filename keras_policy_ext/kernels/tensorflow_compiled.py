@@ -13,10 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.tensorflow import compiles_parts
 from keras_policy_ext.numerics import casting, codes
-
-Tensor = Any
 
 
 def encode(values: Tensor, format_name: str) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.torch import is_known, is_real
 from keras_policy_ext.kernels import (
     torch_casts,
@@ -32,8 +31,6 @@ from keras_policy_ext.kernels.torch_scaled_mm import (
     ScaledMMOfRows,
 )
 from keras_policy_ext.numerics.quantized import Quantized
-
-Tensor = Any
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

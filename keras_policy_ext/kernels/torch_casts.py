@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.kernels import torch_devices
 from keras_policy_ext.numerics import casting
-
-Tensor = Any
 
 
 def narrow_cast(

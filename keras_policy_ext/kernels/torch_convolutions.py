@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels.keras_convolutions import KerasConvolutions
 
-Tensor = Any
 Pads = list[tuple[int, int]]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.frameworks.torch import is_real
 from keras_policy_ext.numerics.observations import (
@@ -29,7 +30,6 @@ from keras_policy_ext.numerics.scale_sources import DelayedSource
 from keras_policy_ext.numerics.scaling import inverted_of_number
 from keras_policy_ext.recipes import OPERANDS
 
-Tensor = Any
 Array = np.ndarray[Any, Any]
 
 FIRST = 2 + SLOTS

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from keras_policy_ext import _user_code
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.frameworks import torch_observations
 from keras_policy_ext.frameworks.torch import is_real
@@ -24,8 +25,6 @@ from keras_policy_ext.recipes import DelayedScaling, Quantization
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
     from keras_policy_ext.kernels import torch_triton_casts, torch_triton_scales
-
-Tensor = Any
 
 
 class TritonCasts:

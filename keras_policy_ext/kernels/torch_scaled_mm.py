@@ -7,19 +7,16 @@ PyTorch's `aten/src/ATen/native/cuda/ScaledBlas.cpp`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import devices, torch_devices, torch_fused
 from keras_policy_ext.kernels.contract import OTHER_SCALES, Request
 from keras_policy_ext.kernels.scaled_products import times_scales
 from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
-
-Tensor = Any
 
 ALIGNMENT = 16
 """`scaled_mm` on CUDA wants sizes that are multiples of this."""

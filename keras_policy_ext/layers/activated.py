@@ -7,8 +7,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import frameworks
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 _RECOMPUTED = (
     keras.activations.gelu,

@@ -19,11 +19,10 @@ from keras_policy_ext._keras import (
     variable_values,
     walking,
 )
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import autocast_arguments, autocast_variables
 
 __all__ = ["AutocastMixin"]
-
-Tensor = Any
 
 
 class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):

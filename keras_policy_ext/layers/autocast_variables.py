@@ -9,9 +9,8 @@ import keras
 
 from keras_policy_ext import _scopes
 from keras_policy_ext._keras import calls, variable_values
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.policies import FLOATS
-
-Tensor = Any
 
 _SCOPES = _scopes.Scopes(
     "autocast_scope", calls.stored_autocast_scope, calls.store_autocast_scope

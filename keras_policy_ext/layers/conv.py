@@ -9,13 +9,12 @@ from keras import ops
 
 from keras_policy_ext import kernels
 from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.stored_kernels import Axes
-
-Tensor = Any
 
 
 class _Convolves(Float8Mixin):

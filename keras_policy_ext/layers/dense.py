@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.activated import activated
@@ -15,8 +16,6 @@ from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stock_state import StockAttributes
 from keras_policy_ext.stored_kernels import Axes
-
-Tensor = Any
 
 
 @drop_in

@@ -8,12 +8,11 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_embedding import look_up
 from keras_policy_ext.stored_kernels import Axes
-
-Tensor = Any
 
 
 @drop_in

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from keras import ops
 
 from keras_policy_ext import kernels
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import einsum
 from keras_policy_ext.kernels.contractions import in_one_scale
-
-Tensor = Any
 
 
 @dataclasses.dataclass(frozen=True)

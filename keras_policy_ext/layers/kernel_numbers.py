@@ -10,15 +10,13 @@ path.
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 from keras import ops
 
 from keras_policy_ext._keras import calls
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.numerics.observations import numbered_row
-
-Tensor = Any
 
 #: Float32 holds all integers below.
 _MOST = 2**24

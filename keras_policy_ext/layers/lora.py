@@ -12,9 +12,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import einsum
-
-Tensor = Any
 
 
 def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:

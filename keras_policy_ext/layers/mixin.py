@@ -16,6 +16,7 @@ from keras_policy_ext._keras import (
     stock_float8,
     variable_values,
 )
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import (
     contraction_hooks,
     kernel_numbers,
@@ -41,8 +42,6 @@ from keras_policy_ext.policies.of_layers import (
     policy_of,
     source_policy_of,
 )
-
-Tensor = Any
 
 
 class Float8Mixin(

@@ -8,11 +8,10 @@ import keras
 
 from keras_policy_ext import _bases, policies
 from keras_policy_ext._keras import built_layers, calls, stock_float8
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import rnn_cells
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
-
-Tensor = Any
 
 
 class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):

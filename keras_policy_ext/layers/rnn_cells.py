@@ -8,11 +8,10 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import calls
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.gates import gates_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-
-Tensor = Any
 
 
 class Float8Cell(Float8Mixin):

@@ -11,10 +11,9 @@ import keras
 
 from keras_policy_ext import _bases, frameworks, kernels
 from keras_policy_ext._keras import stock_float8
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.operands import is_floating_tensor
-
-Tensor = Any
 
 
 class StockCalls(_bases.MixedInto):

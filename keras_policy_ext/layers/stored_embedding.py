@@ -9,11 +9,10 @@ from keras import ops
 
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.stored_kernels import BLOCK, Axes
-
-Tensor = Any
 
 
 @drop_in

@@ -6,8 +6,7 @@ import warnings
 from typing import Any
 
 from keras_policy_ext import _user_code
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 
 class Unscaling:

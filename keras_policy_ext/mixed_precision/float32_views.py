@@ -11,11 +11,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision.gradients import is_overwritten
 from keras_policy_ext.numerics import stochastic_round
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
-
-Tensor = Any
 
 
 def _operators(operation: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:

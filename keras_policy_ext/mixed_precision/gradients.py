@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 
 def as_accumulated(

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_policy_ext import frameworks
 from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision import _arguments, scaling
 from keras_policy_ext.mixed_precision._unscaling import Unscaling
 from keras_policy_ext.mixed_precision.gradients import (
@@ -26,7 +27,6 @@ from keras_policy_ext.mixed_precision.public_classes import (
 from keras_policy_ext.mixed_precision.scaling import Growth, ScaleState
 from keras_policy_ext.policies.loss_scales import LARGEST
 
-Tensor = Any
 #: The variables that hold a `ScaleState`, in its order; also their names in
 #: a file.
 STATE = ("dynamic_scale", "step_counter", "skipped_counter")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
 
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 
 class Growth(NamedTuple):

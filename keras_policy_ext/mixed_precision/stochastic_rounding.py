@@ -11,14 +11,13 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.mixed_precision.float32_views import (
     Float32View,
     Float32Views,
 )
 from keras_policy_ext.mixed_precision.public_classes import with_public_class
-
-Tensor = Any
 
 SEED_KEY = "seed_generator_state"
 """Name of the state of the seed in a file."""

@@ -9,8 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats, frameworks
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
 """Formats for which all three frameworks have a dtype."""

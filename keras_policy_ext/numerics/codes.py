@@ -8,21 +8,18 @@ on E8M0 of 0, TensorFlow lacks it, and only JAX casts to float4.
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats, frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.numerics.casting import (
     EXPONENT_BITS,
     MAGNITUDE_BITS,
     view,
 )
-
-Tensor = Any
 
 MANTISSA = 23
 NAN = 0x7FC00000

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.casting import quantize
 from keras_policy_ext.numerics.scaling import amax
-
-Tensor = Any
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import frameworks
-
-Tensor = Any
+from keras_policy_ext._types import Tensor
 
 SIZE = 16
 

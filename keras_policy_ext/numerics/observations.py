@@ -37,15 +37,14 @@ never observed is below `ROUNDING`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.recipes import OPERANDS
-
-Tensor = Any
 
 SLOTS = 8
 """Uses of a layer in one step whose amaxes are told apart."""

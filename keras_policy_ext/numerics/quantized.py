@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import (
     casting,
     codes,
@@ -20,8 +21,6 @@ from keras_policy_ext.numerics.random_bits import random_bits
 from keras_policy_ext.numerics.stochastic import round_to_neighbour
 from keras_policy_ext.numerics.tile_scales import Scales, scales_of
 from keras_policy_ext.recipes import WHOLE, Quantization, Tile
-
-Tensor = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any
 
 from keras import ops
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.casting import view
 from keras_policy_ext.numerics.codes import shifted_right
-
-Tensor = Any
 
 
 def mix(x: Tensor) -> Tensor:

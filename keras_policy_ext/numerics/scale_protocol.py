@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import StateLayout
 from keras_policy_ext.recipes import Quantization
-
-Tensor = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     Counting,
@@ -43,8 +44,6 @@ from keras_policy_ext.recipes import (
     Recipe,
     check,
 )
-
-Tensor = Any
 
 
 class CurrentSource:

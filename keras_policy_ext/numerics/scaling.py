@@ -10,9 +10,8 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats, frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.casting import EXPONENT_BITS, view
-
-Tensor = Any
 
 SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 """2^-126: the smallest float32 whose reciprocal is finite on every backend."""

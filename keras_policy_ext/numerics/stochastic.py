@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.casting import (
     EXPONENT_BITS,
     MAGNITUDE_BITS,
@@ -15,8 +14,6 @@ from keras_policy_ext.numerics.casting import (
     grid_constants,
     view,
 )
-
-Tensor = Any
 
 ROUNDABLE = ("bfloat16", "float16")
 """Formats that `stochastic_round` knows."""

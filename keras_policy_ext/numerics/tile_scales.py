@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import codes, scaling
 from keras_policy_ext.numerics.casting import round_to_format, view
 from keras_policy_ext.recipes import Quantization
-
-Tensor = Any
 
 _LARGEST = float(np.finfo("float32").max)
 _E4M3 = "float8_e4m3fn"

@@ -12,10 +12,9 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import frameworks
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.recipes import Tile
-
-Tensor = Any
 
 
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:

@@ -8,9 +8,9 @@ import keras
 from keras import ops
 
 from keras_policy_ext import layers, policies
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.diagnostics.demo.settings import Size
 
-Tensor = Any
 register = keras.saving.register_keras_serializable("keras_policy_ext.demo")
 
 
