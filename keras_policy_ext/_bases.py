@@ -1,4 +1,4 @@
-"""What mixins are mixed into, and in which order."""
+"""The order of mixins and Keras classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What files declare, checked before anything of it is read or allocated.
+"""Checks of what files declare, before anything is read or allocated.
 
 A file of a few bytes can declare an array of terabytes, one that lies in
 another file, or text that nests without an end. All readers of this package

@@ -41,7 +41,7 @@ class _AverageStandIn(keras.Variable):
         )
 
     def assign(self, value: Tensor) -> None:
-        """Stay as it is."""
+        """Ignore the assigned value."""
 
     def follow(self, variable: keras.Variable) -> None:
         """Hold what the variable holds now, where that is due."""
@@ -63,7 +63,7 @@ class NotAveraged:
     _stand_in: _AverageStandIn | None = None
 
     def stand_in(self) -> keras.Variable:
-        """What optimizers get in the place of an average."""
+        """Return the stand-in that optimizers get for an average."""
         if self._stand_in is None:
             self._stand_in = _AverageStandIn(self)
         return self._stand_in

@@ -1,4 +1,4 @@
-"""What `model.summary()` counts."""
+"""The parameter counts of `model.summary()`."""
 
 import contextvars
 from collections.abc import Callable, Iterable

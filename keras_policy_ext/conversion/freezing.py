@@ -280,7 +280,7 @@ def _form(layer: keras.Layer) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What becomes of a layer."""
+    """The decision about one layer."""
 
     candidate: Candidate
     recipe: FrozenKernels
@@ -318,7 +318,7 @@ class _Plan:
 def _plan(
     candidate: Candidate, recipe: FrozenKernels, trained_scales: bool
 ) -> _Plan:
-    """What becomes of a layer, once all that is asked for is known."""
+    """Decide what is done with a layer, once all arguments are checked."""
     layer: Any = candidate.layer
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
@@ -338,7 +338,7 @@ def _plan(
 
 
 def _seen(layer: Any, kernel: keras.Variable) -> Any:
-    """What was observed of a kernel and its inputs; nothing without state."""
+    """Return the amaxes of a kernel and its inputs; nothing without state."""
     if not isinstance(layer, Float8Mixin):
         return {}
     variable = layer.float8_state.of(kernel)

@@ -227,9 +227,9 @@ def _convert(
 def revert(model: keras.Layer) -> Report:
     """Undo `convert`: stock layers, with the weights they have.
 
-    Every layer gets back the policy that float8 stood on, and those of the
-    classes of this package become the stock layers of the same name. A layer
-    of your own keeps its class. The optimizer keeps its slots. Layers that are
+    Every layer gets back the source policy of its float8 policy. Layers of
+    this package become the stock layers of the same name; a layer of your own
+    keeps its class. The optimizer keeps its slots. Layers that are
     frozen stay so: `thaw` gives them float weights.
 
     Args:

@@ -85,7 +85,7 @@ def bfloat16_note() -> list[str]:
 
 
 def facts_table() -> Table:
-    """What is installed here."""
+    """List what is installed here."""
     table = Table(title="This machine", show_header=False)
     for name, value in machine.facts().items():
         table.add_row(name, value)
@@ -155,7 +155,7 @@ def _as_there(plan: Any) -> Any:
 
 
 def contraction_table() -> Table:
-    """What runs natively or is emulated, and why."""
+    """Say what runs natively or is emulated, and why."""
     title = f"Float8 contractions on {machine.backend()}"
     table = Table(title=title, show_lines=True)
     for heading in ("contraction", "recipe", "kernel", "why"):

@@ -1,4 +1,4 @@
-"""What each layer of a model computes in, and how its numbers are scaled."""
+"""`inspect`: the precision of each layer, and the scales of its operands."""
 
 from __future__ import annotations
 

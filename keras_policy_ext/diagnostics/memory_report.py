@@ -78,12 +78,12 @@ class ModelMemory:
 
     @property
     def activations(self) -> int:
-        """What all layers keep of the batch."""
+        """Bytes that all layers save of the batch."""
         return sum(layer.activations for layer in self.layers)
 
     @property
     def weight_copies(self) -> int:
-        """What all layers keep of their weights."""
+        """Bytes that all layers save of their weights."""
         return sum(layer.weight_copies for layer in self.layers)
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from keras_policy_ext.conversion.argument_types import PathPatterns
 
 FORMATS = ("compressed-tensors", "fp8", "modelopt", "safetensors", "onnx")
-"""What `export` writes."""
+"""The formats that `export` writes."""
 
 
 def export(

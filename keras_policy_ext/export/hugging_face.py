@@ -115,7 +115,7 @@ class Folder:
         return written
 
     def notes(self) -> tuple[str, ...]:
-        """What the reader computes otherwise than the model."""
+        """List what the reader computes differently from the model."""
         layers = [
             self._owners.get(id(variable))
             for entry in self.entries

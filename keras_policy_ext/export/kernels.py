@@ -45,7 +45,7 @@ class Scheme:
 
 
 USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
-"""What is taken where nothing is frozen and nothing is asked for."""
+"""The default where nothing is frozen and no argument is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def scheme_of(
     activations: str | None,
     usual: Scheme,
 ) -> Scheme:
-    """What was asked for, else what frozen kernels have, else the usual.
+    """Choose the argument, else that of the frozen kernels, else the default.
 
     Raises:
         ValueError: If frozen kernels have something else than is asked, or

@@ -71,7 +71,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
 
 
 def _form(layer: Any) -> Any:
-    """What a layer is frozen as; None if it is not.
+    """Return the recipe that a layer is frozen with; None if it is not.
 
     Not embeddings, which folders have in floats.
     """

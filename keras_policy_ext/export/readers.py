@@ -53,7 +53,7 @@ class Reader:
 
     @property
     def granularity(self) -> str:
-        """What has a scale in the file. Any finer one than that in memory."""
+        """What one scale in the file belongs to."""
         return "channel" if self.transposed else self.scheme.granularity
 
     @property
@@ -63,7 +63,7 @@ class Reader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know about reading the folder."""
+        """Hints for whoever reads the folder."""
         if self.format == FP8:
             return (
                 "fp8 has no form without quantized inputs: on a GPU the "

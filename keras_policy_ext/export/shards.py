@@ -66,7 +66,7 @@ def _parts(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def read(folder: pathlib.Path) -> dict[str, Slot]:
-    """What is in the files of a folder, by name.
+    """List the tensors in the files of a folder, by name.
 
     Raises:
         FileNotFoundError: If a file is missing.

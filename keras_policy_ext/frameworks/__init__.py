@@ -1,4 +1,4 @@
-"""What is not float8 but differs by framework.
+"""What differs by framework, apart from float8 kernels.
 
 Running a branch, gathering replicas, taking gradients, tracing: one class for
 each framework, imported when it is first asked for, over one in `keras.ops`.

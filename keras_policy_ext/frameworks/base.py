@@ -1,4 +1,4 @@
-"""What a framework is asked for, answered in `keras.ops` where that will do."""
+"""The interface of a framework, in `keras.ops` where that is enough."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Framework:
     """Whether compiled steps read variables themselves, out of our sight."""
 
     def device_name(self) -> str:
-        """What it computes on: `"cpu"`, or a name such as `"NVIDIA H200"`."""
+        """Name the device: `"cpu"`, or for instance `"NVIDIA H200"`."""
         return "cpu"
 
     # Tracing
 
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        """What a function returns and multiplies; nothing is computed.
+        """Trace a function: its outputs and matmuls, without computing them.
 
         Args:
             function: Of tensors; it returns a structure of such.
@@ -144,7 +144,7 @@ class Framework:
     # Arithmetic
 
     def magnitude(self, x: Tensor) -> Tensor:
-        """Magnitudes of which the largest is not finite where a number is not.
+        """Absolute values, with infinity where a number is NaN if needed.
 
         Where a maximum loses NaN, infinity is in its place.
         """
@@ -252,7 +252,7 @@ class Framework:
         return flag
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
-        """What all data-parallel replicas observed, where there are any.
+        """Combine the observations of all data-parallel replicas.
 
         Args:
             observation: (rows, width), what this replica observed, or a
@@ -345,7 +345,7 @@ class Framework:
     def run_and_add(
         self, bias: Tensor, operation: Operation, *tensors: Tensor
     ) -> Tensor:
-        """What `run` returns of these tensors, and a bias added to it."""
+        """Add a bias to what `run` returns."""
         return ops.add(self.run(operation, *tensors), bias)
 
     def run_frozen(
@@ -378,14 +378,14 @@ class Framework:
     # Memory of a training step
 
     def kept(self, step: MeasuredStep) -> Measured:
-        """What the backward pass reads of the forward pass.
+        """Measure the tensors that are saved for the backward pass.
 
         Nothing is run where that is possible.
         """
         raise NotImplementedError(_needs_a_framework(self.name))
 
     def planned_bytes(self, step: MeasuredStep) -> int:
-        """What a compiler plans for both passes, beside their results.
+        """Return the bytes that a compiler plans for both passes.
 
         Raises:
             ValueError: If none plans the memory of a whole step.
@@ -399,7 +399,7 @@ class Framework:
     # State that is written by its gradient
 
     def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-        """What a state becomes, on every replica the same.
+        """Compute the new state, the same on every replica.
 
         Args:
             settle: Of the value that is assigned and the state before.
@@ -419,7 +419,7 @@ class Framework:
         return None
 
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
-        """What a state variable becomes when `value` is assigned to it."""
+        """Return the new value of a state variable that is assigned `value`."""
         return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
@@ -471,7 +471,7 @@ class Framework:
         """Put back what `earlier_observation` returned."""
 
     def known_value(self, variable: Any) -> Tensor | None:
-        """What a state variable holds, where that can be read now.
+        """Return the value of a state variable where it can be read now.
 
         Returns:
             Its value; None while it is traced, and where to read it would

@@ -1,4 +1,4 @@
-"""What is asked of a framework about the memory of a training step."""
+"""Types about the memory of a training step, shared by the frameworks."""
 
 from __future__ import annotations
 

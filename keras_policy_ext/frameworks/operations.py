@@ -1,4 +1,4 @@
-"""What a framework runs: functions that say their own gradient."""
+"""Protocols of functions that define their own gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ of two, so that amaxes from 2^-102 on lose nothing; smaller ones may count as 0.
 
 
 class SavedTensors(Protocol):
-    """What a backward pass needs of the forward pass.
+    """The tensors that are saved for the backward pass.
 
     Attributes:
         shapes: Of the inputs and the kernel.

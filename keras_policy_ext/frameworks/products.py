@@ -24,7 +24,7 @@ class Product(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What a function returns, and what it multiplies.
+    """The outputs and the matmuls of a traced function.
 
     Attributes:
         outputs: Its outputs, with a `keras.KerasTensor` for each tensor.

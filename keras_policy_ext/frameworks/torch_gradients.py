@@ -27,7 +27,7 @@ Links = tuple[Tensor | None, Tensor | None]
 
 
 def links_of(inputs: Tensor, kernel: Tensor) -> Links:
-    """What stands for each operand where its gradient is differentiated.
+    """Return a stand-in for each operand, for second derivatives.
 
     A parameter stands for itself. None for what has no gradient, and for
     tensors of other types, of which a gradient is taken once.
@@ -108,7 +108,7 @@ class Differentiable(ReverseMode):
 def _with_amax(
     how: Any, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """What was saved, with the amax of the kernel where that is a parameter.
+    """Add the amax of the kernel to what was saved, if it is a parameter.
 
     Found here and not in the forward pass, of which no gradient may be taken.
 

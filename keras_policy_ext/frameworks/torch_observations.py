@@ -34,7 +34,7 @@ _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Observed:
-    """What was observed of a kernel since its state was last assigned.
+    """The observations of a kernel since its state was last assigned.
 
     Attributes:
         latest: The sum over the uses since the gradient of the state was last

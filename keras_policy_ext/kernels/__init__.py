@@ -126,7 +126,7 @@ def _unrounded(plan: Plan) -> Plan:
 
 @functools.cache
 def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
-    """What makes a state of a recipe of a value that is assigned to it.
+    """Return the function that turns an assigned value into a state.
 
     Returns:
         A function of the value, (rows, width or more): an observation, a
@@ -149,7 +149,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
 def catching_up(
     recipe: Recipe, beyond: float = 1.0
 ) -> Callable[[Any, Any], Any]:
-    """What makes a state large enough for a kernel.
+    """Return the function that raises the scale of a state to fit a kernel.
 
     Args:
         recipe: One that observes amaxes.
@@ -168,7 +168,7 @@ def select(
     recipe: Recipe | str | None = None,
     dtype: str = "float32",
 ) -> Choice:
-    """Which kind of kernel the forward matmul gets, and why.
+    """Select the kernel of the forward matmul; return its kind and the reason.
 
     Args:
         contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.

@@ -13,7 +13,7 @@ from keras_policy_ext.recipes import OPERANDS, Quantization
 
 
 class ScaleHint(NamedTuple):
-    """What is known of the scale of an operand, on its device.
+    """The scale of an operand as far as it is known, on its device.
 
     Attributes:
         scale: Float32 scalar; None for a recipe without state.
@@ -47,7 +47,7 @@ class Both(NamedTuple):
 
 
 class BothLayouts(Protocol):
-    """What quantizes a matrix and writes what both of its matmuls read."""
+    """Quantizes a matrix and writes it in the layout of each matmul."""
 
     def supports(
         self, like: Tensor, dtype: str, format_name: str

@@ -1,4 +1,4 @@
-"""What kernels and contractions are asked for, and what they must answer."""
+"""The protocols of matmul kernels and of contractions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shapes = tuple[Any, Any]
 Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
 
 OTHER_SCALES = "its scales are those of other tiles"
-"""What a kernel says of a matmul with scales that it is not made for."""
+"""Why a kernel refuses a matmul whose scales it does not support."""
 
 ROW = Tile(free=1)
 """A scale for each row of a matrix that a matmul reads."""
@@ -149,7 +149,7 @@ class StateKernels(Protocol):
         """Why this is not for a source and its state; None if it is."""
 
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
-        """What a state says before the step."""
+        """Read the scales of a state, as they are before the step."""
 
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
@@ -157,7 +157,7 @@ class StateKernels(Protocol):
         """One use of a layer; amaxes may be those of parts of an operand."""
 
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
-        """What the state becomes when a value is assigned to it."""
+        """Return the new state when a value is assigned to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Engine:
 
 
 class Contraction(Hashable, Protocol):
-    """What is multiplied, apart from how it is scaled; hashable.
+    """A contraction, without its scaling; hashable.
 
     Its three products are made from reads: the operands as a matmul reads
     them, quantized or, where a recipe says None, as they are.
@@ -249,10 +249,10 @@ class Contraction(Hashable, Protocol):
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Any, Choice]:
-        """What multiplies these quantizations, and why."""
+        """Select the kernel for two quantizations, with the reason."""
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """What becomes of an operand for which a recipe asks this."""
+        """Return the quantization of an operand for that of a recipe."""
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """The axes of inputs of this rank that make one output.
@@ -261,7 +261,7 @@ class Contraction(Hashable, Protocol):
         """
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """What is quantized of an operand, in the axes of its home matrix.
+        """Return the tensor to quantize, in the axes of its home matrix.
 
         Args:
             name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -285,10 +285,10 @@ class Contraction(Hashable, Protocol):
         """True if an operand lies in memory as the transpose of its matrix."""
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """What the first matmul reads of what was quantized."""
+        """Return the matrix that the first matmul reads of an operand."""
 
     def transposed(self, read: Quantized) -> Quantized:
-        """The same as the second matmul reads it."""
+        """Return the matrix that the second matmul reads."""
 
     def product(
         self,
@@ -303,7 +303,7 @@ class Contraction(Hashable, Protocol):
 
 
 def _described(tile: Tile) -> str:
-    """What has a scale, for a user."""
+    """Describe what one scale belongs to."""
     if tile.is_whole:
         return "a scale for a tensor"
     return "scales of rows" if tile == ROW else "scales of blocks"

@@ -99,7 +99,7 @@ class Einsum:
         return read.transposed
 
     def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
-        """What is added to outputs, as a number for each column of a matrix.
+        """Return a bias as one number for each column of the output matrix.
 
         None if it is none, as it differs from row to row, or is the same for
         several columns.

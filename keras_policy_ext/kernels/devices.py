@@ -1,4 +1,4 @@
-"""What devices can do with float8, as data.
+"""The float8 abilities of devices, as data.
 
 The files of the frameworks say which of these is here. What a kernel may run
 is asked of the description, and of no number that a device has.
@@ -18,7 +18,7 @@ from keras_policy_ext.formats import FAMILIES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do.
+    """The float8 abilities of a device.
 
     Attributes:
         title: What it is called in a sentence.
@@ -174,7 +174,7 @@ KNOWN = {
         source="Intel 64 Architectures Software Developer's Manual; measured",
     ),
 }
-"""What is known, by a short name."""
+"""All known devices, by a short name."""
 
 PRODUCTS = {
     "h200": "H100 H200 H800 H20 GH200",

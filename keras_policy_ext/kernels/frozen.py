@@ -176,7 +176,7 @@ class FrozenPlan:
 
     @functools.cached_property
     def _chosen(self) -> tuple[Any, Choice]:
-        """What multiplies operands that are both quantized, and why."""
+        """Select the kernel for two quantized operands, with the reason."""
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
         request = Request("forward", a, b, False, self.prefer, self.for_xla)
@@ -211,7 +211,7 @@ class FrozenPlan:
         )
 
     def _read(self, operand: str, x: Tensor, dtype: str) -> Quantized:
-        """What a matmul reads of an operand that is not quantized."""
+        """Return the matrix of an operand that is not quantized."""
         home = self.contraction.operand(operand, x, None)
         plain = quantized.unquantized(ops.cast(home, dtype))
         return self.contraction.read(operand, plain)
@@ -221,7 +221,7 @@ class FrozenPlan:
         return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
-        """What the quantized inputs stand for, float32, in their own axes."""
+        """Return the dequantized inputs, float32, in their own axes."""
         scale = known[0] if known else self._scale(inputs)
         engine = engines.engine()
         numbers = engine.cast(inputs, scale, _INPUTS, False)
@@ -275,7 +275,7 @@ class FrozenPlan:
 def dequantized(
     recipe: FrozenKernels, axes: Axes, codes: Tensor, scale: Tensor, dtype: str
 ) -> Tensor:
-    """What a stored kernel stands for, in its own axes.
+    """Dequantize a stored kernel, in its own axes.
 
     Args:
         recipe: How it is stored.

@@ -11,7 +11,7 @@ from keras_policy_ext.numerics.quantized import Quantized
 
 
 def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
-    """What matmuls read of a kernel, once every device has what it multiplies.
+    """All-gather the codes of a kernel that devices hold in parts.
 
     It is quantized and narrow before. Scales come from the amax of all parts,
     so that those of the same numbers are the same on every device.

@@ -9,7 +9,7 @@ from keras_policy_ext._types import Tensor
 
 
 class KerasConvolutions:
-    """What Keras has, and the transposes of it that a framework makes.
+    """The convolutions of Keras, and their transposes by the framework.
 
     Args:
         reason: Why they are not of float8 tensors.

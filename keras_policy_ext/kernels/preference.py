@@ -1,4 +1,4 @@
-"""What the user asks of kernel selection."""
+"""The preference of the user for native or emulated matmuls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backward pass needs of the forward pass."""
+"""The tensors that are saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_policy_ext.numerics.scale_protocol import HistoryScales, StateReading
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass needs of the forward pass.
+    """The tensors that are saved for the backward pass.
 
     Attributes:
         inputs: What `kernel_grad` reads, as it was quantized, in the axes of

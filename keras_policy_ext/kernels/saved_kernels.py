@@ -1,4 +1,4 @@
-"""What the backward pass gets of a kernel: its codes, or the weights.
+"""The kernel that is saved for the backward pass: its codes, or the weights.
 
 Where matmuls read an operand in one layout only, a kernel is cast into two:
 one for the forward pass and one for the gradient of the inputs. The second

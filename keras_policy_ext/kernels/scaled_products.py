@@ -86,7 +86,7 @@ def float32(operand: Quantized) -> Tensor:
 
 
 def unscaled(operand: Quantized) -> Tensor:
-    """What is multiplied: values, with the scales that stay in the sum."""
+    """Return the values, times the scales that cannot leave the sum."""
     asked = operand.quantization
     if asked is None or asked.scale_leaves_sum:
         return float32(operand)

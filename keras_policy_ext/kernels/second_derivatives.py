@@ -105,14 +105,14 @@ class _Operands:
         return contraction.product(matmul, kernel, *operands, shapes, dtype)
 
     def plain(self, operand: str, x: Tensor) -> Quantized:
-        """What is not quantized, in its home matrix."""
+        """Return the home matrix of a tensor that is not quantized."""
         plan = self._plan
         home = plan.contraction.operand(operand, x, None)
         plain = quantized.unquantized(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
     def _decoded(self, operand: str, kept: Quantized) -> Quantized:
-        """What a kept operand stands for, in its home matrix."""
+        """Dequantize a saved operand, in its home matrix."""
         bound = getattr(self._bound, operand)
         across = bound.second.reads_transpose
         asked = kept.quantization

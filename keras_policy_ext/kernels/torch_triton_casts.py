@@ -106,7 +106,7 @@ def _zero(x: Tensor) -> Tensor:
 
 
 def constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
-    """What the cast knows when it is compiled."""
+    """The constants of the compiled cast."""
     found = formats.get(asked.format)
     lowest, shift = casting.grid_constants(asked.format)
     return {

@@ -98,7 +98,7 @@ def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
 
 
 def constants(source: Any) -> dict[str, Any]:
-    """What the kernels of states know when they are compiled."""
+    """The constants of the compiled state kernels."""
     width = source.layout.width
     tops = [limit / 2.0**source.rule.margin for limit in source.limits]
     return {

@@ -1,4 +1,4 @@
-"""What comes after a contraction."""
+"""The activation after a contraction."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LayerClass = TypeVar("LayerClass", bound=type)
 
 
 class _Float8Attention(Float8Mixin):
-    """What the layers of attention share.
+    """The common part of the attention layers.
 
     The projections are layers of their own, which `build` turns into float8.
     The layer itself contracts, and follows float8, with `attention="float8"`

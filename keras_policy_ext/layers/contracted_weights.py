@@ -15,7 +15,7 @@ from keras_policy_ext.stored_kernels import Axes
 
 
 class ContractedWeights(_bases.MixedInto):
-    """What `Float8Mixin` knows of the weights that a layer contracts."""
+    """The part of `Float8Mixin` about the weights that a layer contracts."""
 
     float8_policy: Any
     float8_state: Any

@@ -18,7 +18,7 @@ from keras_policy_ext.stored_kernels import Axes
 
 
 class _Convolves(Float8Mixin):
-    """What all convolutions share."""
+    """The common part of all convolutions."""
 
     float8_kernels = ("kernel",)
 
@@ -52,7 +52,7 @@ class _Convolves(Float8Mixin):
 
 
 class _Float8Conv(_Convolves):
-    """What the convolutions of every rank share."""
+    """The common part of convolutions of every rank."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         padding = self.padding
@@ -75,7 +75,7 @@ class _Float8Conv(_Convolves):
 
 
 class _Float8ConvTranspose(_Convolves):
-    """What the transposed convolutions of every rank share."""
+    """The common part of transposed convolutions of every rank."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         contraction = kernels.ConvTranspose(
@@ -95,7 +95,7 @@ class _Float8ConvTranspose(_Convolves):
 
 
 class _Float8SeparableConv(_Convolves):
-    """What the separable convolutions share.
+    """The common part of separable convolutions.
 
     The second of the two is in float8: a product over all channels. The first
     sums over the few numbers of a window.

@@ -74,7 +74,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         reverse: bool = False,
         training: bool | None = None,
     ) -> Tensor:
-        """What Keras calls for a layer with a quantization mode."""
+        """Call the layer: Keras calls this where it has a quantization mode."""
         if self.float8_policy is not None:
             return self.call(inputs, reverse, training)
         stock: Any = keras.layers.ReversibleEmbedding

@@ -17,7 +17,7 @@ from keras_policy_ext.kernels import einsum
 
 
 def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
-    """What the adapters add to `einsum(equation, inputs, kernel)`.
+    """Compute what the adapters add to `einsum(equation, inputs, kernel)`.
 
     Args:
         layer: A layer with LoRA enabled.
@@ -51,7 +51,7 @@ def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
 def conv_adapter(
     layer: Any, inputs: Tensor, arguments: dict[str, Any]
 ) -> Tensor:
-    """What the adapters add to a convolution.
+    """Compute what the adapters add to a convolution.
 
     A convolution with the first factor, then one of size 1 with the second.
     With groups the factors do not split so, and their product is convolved.

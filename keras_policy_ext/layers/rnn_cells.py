@@ -15,7 +15,7 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 
 
 class Float8Cell(Float8Mixin):
-    """What the cells share.
+    """The common part of the cells.
 
     A step is cut in two, so that `LSTM` and its like can multiply the inputs
     of all steps at once: `float8_projection`, then `float8_step`.

@@ -27,7 +27,7 @@ from keras_policy_ext.policies.of_layers import policy_of
 
 
 class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
-    """What `Float8Mixin` changes in how a layer keeps its weights."""
+    """The part of `Float8Mixin` that saves and loads weights."""
 
     float8_state: Any
 
@@ -62,7 +62,7 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
         return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
 
     def texts_for_file(self) -> dict[str, str]:
-        """What a file says of this layer beside its state."""
+        """Return the texts that a file holds about this layer."""
         policy = policy_of(self)
         if not isinstance(policy, Float8DTypePolicy):
             return {}

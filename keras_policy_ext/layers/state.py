@@ -50,7 +50,7 @@ def has_state(recipe: Recipe) -> bool:
 
 
 class LastCall:
-    """What is known of the last contraction of a layer.
+    """The plan of the last contraction of a layer.
 
     An object of its own: torch.compile stops where a call changes the
     attributes of a layer.

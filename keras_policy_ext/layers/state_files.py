@@ -72,7 +72,7 @@ STEPS = "steps"
 def entries_for_file(
     number: int, variable: StateVariable
 ) -> dict[str, np.ndarray]:
-    """What a file gets to know of a state."""
+    """Return the entries of a state for a file."""
     layout = variable.rows_layout
     matrix = variable.trusted()
     if not variable.observes_amaxes:
@@ -89,7 +89,7 @@ def entries_for_file(
 
 
 def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What is in the store of a layer, each entry read once."""
+    """Read the entries in the store of a layer, each once."""
     return {
         key: _input_files.array_in("float8_state", store[key])
         for key in sorted(store.keys())
@@ -97,7 +97,7 @@ def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
-    """What a file says of a layer, such as its policy; "" if nothing.
+    """Return a text that a file holds about a layer; "" if it has none.
 
     Args:
         entries: What was in the file for the state of the layer.

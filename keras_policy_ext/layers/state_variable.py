@@ -466,7 +466,7 @@ def _cast(path: str, dtype: str) -> str:
 
 
 def _kernel_row(value: np.ndarray) -> int:
-    """What tells the row of the kernel from another one."""
+    """Return a hash of the row of the kernel, to see whether it changed."""
     return hash(value[min(1, len(value) - 1)].astype("float32").tobytes())
 
 
@@ -476,7 +476,7 @@ def newest_first(ring: np.ndarray) -> np.ndarray:
 
 
 def _is_sealed(first: np.ndarray) -> np.ndarray:
-    """Which rows are believed, by their first column."""
+    """Mask of the rows whose first column marks them valid."""
     return np.abs(first - VALID_MARK) <= ROUNDING
 
 
@@ -488,7 +488,7 @@ def _moved_rows(matrix: np.ndarray) -> np.ndarray:
 
 
 def _is_state(first: np.ndarray) -> np.ndarray:
-    """Which rows are states or averages of states, by their first column."""
+    """Mask of the rows that are states, or averages of states."""
     return (first >= UNSEEN - ROUNDING) & (first <= VALID_MARK + ROUNDING)
 
 

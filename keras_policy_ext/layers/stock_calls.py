@@ -1,4 +1,4 @@
-"""What Keras calls of a layer beside `call`: quantize, rematerialize."""
+"""Methods that Keras calls beside `call`: quantize, rematerialize."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras_policy_ext.layers.operands import is_floating_tensor
 
 
 class StockCalls(_bases.MixedInto):
-    """What `Float8Mixin` changes in the calls of Keras."""
+    """The part of `Float8Mixin` about those methods."""
 
     def quantize(
         self,
@@ -86,7 +86,7 @@ class StockCalls(_bases.MixedInto):
         stock(mode, type_check=type_check, **kwargs)
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What Keras calls for a layer with a quantization mode."""
+        """Call the layer: Keras calls this where it has a quantization mode."""
         if self._float8_policy is None and stock_float8.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
@@ -94,7 +94,7 @@ class StockCalls(_bases.MixedInto):
     def rematerialized_call(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
-        """Keras's, of a function of the floating tensors and nothing else.
+        """Rematerialize a function of the floating tensors; the rest is bound.
 
         Keras would rematerialize a function of all arguments: JAX then traces
         `training`, and TensorFlow refuses keyword arguments in a graph and

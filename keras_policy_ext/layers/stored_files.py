@@ -306,7 +306,7 @@ def _checked(
     name: str,
     header: dict[str, Any],
 ) -> Any:
-    """What a weight is to hold."""
+    """Return the value that a weight is to hold."""
     is_codes = name in header["summed"]
     if is_codes != isinstance(variable, StoredVariable):
         raise ValueError(damaged(layer.path, f"{name!r} is no weight of it"))

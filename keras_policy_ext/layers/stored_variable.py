@@ -42,7 +42,7 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
 WIDENED = "_widened"
-"""What these variables are called after the name of the kernel."""
+"""The suffix of their names, after the name of the kernel."""
 
 
 class StoredConstant(keras.Variable):

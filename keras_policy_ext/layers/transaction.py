@@ -76,7 +76,7 @@ class _Over(Exception):
 
 
 class _Memory:
-    """What a layer or optimizer holds.
+    """Remember what a layer or optimizer holds.
 
     Args:
         thing: The layer or optimizer.
@@ -118,7 +118,7 @@ class _Memory:
 
 
 def _base(container: Any) -> Any:
-    """What kind of container this is; None if it is none."""
+    """Return the kind of a container; None for another object."""
     # By its type: an `ObjectProxy` says to be what it stands for.
     return next((b for b in _BASES if issubclass(type(container), b)), None)
 

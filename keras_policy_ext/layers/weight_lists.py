@@ -68,7 +68,7 @@ def _set(stock: Any, layer: Any, weights: Sequence[Any]) -> None:
 
 
 def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
-    """What a variable is to hold, if it can."""
+    """Return the value that a variable is to hold; raise if it cannot."""
     value = given[id(variable)]
     if isinstance(variable, StateVariable):
         variable.check(value)

@@ -65,7 +65,7 @@ class LegacyFile:
 
 
 class _WrongFileError(Exception):
-    """What is wrong with a file, as the end of a sentence about it."""
+    """Say what is wrong with a file, as the end of a sentence."""
 
 
 @contextlib.contextmanager
@@ -272,7 +272,7 @@ def _check_version(path: pathlib.Path, version: object) -> None:
 def _wrong_dataset(
     dataset: object, shape: tuple[int, ...] | None
 ) -> str | None:
-    """What is wrong with an array that is not read yet."""
+    """Say what is wrong with an array, before it is read."""
     if not isinstance(dataset, h5py.Dataset):
         return "is missing. The file is damaged."
     if shape is not None and tuple(dataset.shape) != tuple(shape):

@@ -41,7 +41,7 @@ class Masks:
         }
 
     def notes(self) -> Iterator[str]:
-        """What predicts otherwise in Keras 3."""
+        """List the layers that predict differently in Keras 3."""
         for name, layer in self._layers.items():
             if layer["class_name"] == "Concatenate":
                 yield from self._concatenate(name, layer["config"])

@@ -116,7 +116,7 @@ class LossScaleMixin(compiled_steps.OwnReturnedLogs, _bases.MixedInto):
             return {**logs, **log_values(self.optimizer)}, state
 
     def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """What `train_on_batch` returns: the loss and the metrics alone."""
+        """Return the loss and the metrics, as `train_on_batch` does."""
         return without_log_values(logs)
 
 

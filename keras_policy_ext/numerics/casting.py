@@ -133,7 +133,7 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
 
 
 def grid_constants(dtype: str) -> tuple[int, int]:
-    """What `round_to_format` adds to the bits of an exponent.
+    """Return the constants that `round_to_format` adds to exponent bits.
 
     Returns:
         The bits of the exponent of the smallest normal number, and what turns
@@ -174,7 +174,7 @@ def as_dtype(x: Tensor, dtype: str) -> Tensor:
 def quantize_dequantize(
     x: Tensor, scale: Tensor, dtype: str, out_dtype: str = "float32"
 ) -> Tensor:
-    """What of `x` survives float8: `dequantize(quantize(x))`.
+    """Round `x` to float8 and back: `dequantize(quantize(x))`.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
@@ -223,7 +223,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 def scaled(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """What is to be rounded: `x / scale` in float32, within the range.
+    """Scale: `x / scale` in float32, clipped to the range of the format.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.

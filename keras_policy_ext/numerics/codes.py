@@ -179,5 +179,5 @@ def _largest_code(fmt: formats.Format) -> int:
 
 
 def _nan_code(fmt: formats.Format) -> int:
-    """What NaN is cast to; without NaN in the format, its largest code."""
+    """Return the code of NaN; the largest code if the format has no NaN."""
     return _largest_code(fmt) if fmt.nan_code is None else fmt.nan_code

@@ -51,7 +51,7 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
 
 
 def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
-    """What `hadamard` made a matrix of, without what `padded` appended.
+    """Undo `hadamard`, and drop the zeros that `padded` appended.
 
     Args:
         matrix: Float32 (b, m, k), as `hadamard` returns it.

@@ -134,7 +134,7 @@ class Quantized:
         return self._with(values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
-        """What the values stand for, but for the scale of the tensor.
+        """Multiply values and scales, without the scale of the whole tensor.
 
         Args:
             dtype: Of the result.

@@ -1,4 +1,4 @@
-"""What layers and kernels ask of the arithmetic of a recipe."""
+"""The protocol of the arithmetic of a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_policy_ext.recipes import Quantization
 
 @dataclasses.dataclass(frozen=True)
 class HistoryScales:
-    """What the state says before this step.
+    """The scales of the operands, read from the state before the step.
 
     Attributes:
         scales: Float32 (3,), one scale per operand; 0 for one that was never
@@ -39,7 +39,7 @@ class HistoryScales:
 
 @dataclasses.dataclass(frozen=True)
 class StepCount:
-    """What the state of a recipe that rounds at random says.
+    """The count of steps and the kernel number, read from a counting state.
 
     Attributes:
         number: Float32 scalar, how many steps there were.
@@ -57,7 +57,7 @@ class StepCount:
 
 
 StateReading = HistoryScales | StepCount
-"""What a state says before the step."""
+"""What is read from a state before the step."""
 
 
 class Amax:
@@ -108,7 +108,7 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleSource(Protocol):
-    """What layers and kernels ask of the arithmetic of a recipe.
+    """The arithmetic of a recipe.
 
     Attributes:
         recipe: The recipe.
@@ -123,12 +123,12 @@ class ScaleSource(Protocol):
     observes_amaxes: bool
 
     def history_scales(self, state: Tensor) -> StateReading:
-        """What a state says before the step."""
+        """What is read from a state before the step."""
 
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """What a state said, from tensors that start with its leaves.
+        """Rebuild the reading of a state from tensors that start with it.
 
         Returns:
             That, None for a source without state; and the other tensors.
@@ -155,7 +155,7 @@ class ScaleSource(Protocol):
         """
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """What a use of a kernel tells its state, a number for each row.
+        """Return what a use reports to the state, one number for each row.
 
         Args:
             known: What the state said.
@@ -164,7 +164,7 @@ class ScaleSource(Protocol):
 
 
 class StateSource(ScaleSource, Protocol):
-    """What is asked besides of a source whose kernels have a state.
+    """The arithmetic of a recipe whose kernels have a state.
 
     Attributes:
         layout: Where things are in a row of the state.
@@ -212,7 +212,7 @@ class StateSource(ScaleSource, Protocol):
         """
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """What the state becomes when `value` is assigned to it.
+        """Return the new state when `value` is assigned to it.
 
         Args:
             value: (rows, width): an observation, a settled state, or zeros.

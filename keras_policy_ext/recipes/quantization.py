@@ -1,4 +1,4 @@
-"""What becomes of one operand in one matmul, as data."""
+"""The quantization of one operand in one matmul, as data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """What becomes of one operand in one matmul.
+    """The quantization of one operand in one matmul.
 
     Attributes:
         format: The ml_dtypes name of the format of the values.

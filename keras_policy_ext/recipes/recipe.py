@@ -83,7 +83,7 @@ class Recipe:
         return bool(getattr(self, matmul) == HIGH_PRECISION)
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """What becomes of an operand in a matmul.
+        """Return the quantization of an operand in a matmul.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.

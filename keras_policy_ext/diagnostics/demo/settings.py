@@ -1,4 +1,4 @@
-"""What the demo is asked to do."""
+"""The settings of the demo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the demo is asked to do; the defaults are the command's.
+    """The settings of the demo, with the defaults of the command.
 
     Attributes:
         steps: Training steps of each run.

@@ -17,7 +17,7 @@ OPSETS = range(19, 26)
 """Versions of the operators with which what is written was run."""
 
 OPSET = 21
-"""What is taken unless another is asked for: the first that has blocks."""
+"""The default opset: the first that has blocks."""
 
 
 def write(

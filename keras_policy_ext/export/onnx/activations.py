@@ -17,7 +17,7 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 
 
 def _operator(kind: str, **attributes: Any) -> Callable[..., Value]:
-    """What one operator of ONNX computes."""
+    """One operator of ONNX."""
 
     def write(graph: OnnxGraph, x: Value) -> Value:
         return graph.op(kind, x, **attributes)

@@ -117,7 +117,7 @@ class Kernels:
 
 
 def _variable(layer: Any) -> keras.Variable:
-    """What a layer multiplies with or looks up in, without adapters."""
+    """Return the kernel or table of a layer, without adapters."""
     if hasattr(layer, "embeddings"):
         return variable_values.stored_embeddings(layer)
     if hasattr(layer, "pointwise_kernel"):

@@ -1,4 +1,4 @@
-"""What cannot be written to ONNX."""
+"""Refusals: layers that cannot be written to ONNX."""
 
 from __future__ import annotations
 
