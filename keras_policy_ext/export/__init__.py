@@ -90,7 +90,7 @@ def export(
         ['float8_e4m3fn', 'float32']
     """
     exporting = importlib.import_module(f"{__name__}.exporting")
-    request = exporting.Request(
+    request = exporting.ExportRequest(
         path=path,
         format=format,
         asked=(weights, granularity, activations),
