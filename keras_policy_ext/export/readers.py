@@ -53,7 +53,7 @@ class Reader:
 
     @property
     def granularity(self) -> str:
-        """What one scale in the file belongs to."""
+        """Return what one scale in the file belongs to."""
         return "channel" if self.transposed else self.scheme.granularity
 
     @property

@@ -99,7 +99,7 @@ class JaxFramework(Framework):
         )
 
     def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """See `Framework.known_together`: by a barrier."""
+        """Put the scalars behind one barrier of XLA."""
         return tuple(lax.optimization_barrier(scalars))
 
     def stored(self, x: Tensor) -> Tensor:

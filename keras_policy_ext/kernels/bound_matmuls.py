@@ -20,7 +20,7 @@ class BoundMatmul:
     Args:
         plan: A `Plan`.
         matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        kernel: What multiplies.
+        kernel: The kernel that multiplies.
         operands: Both operands, in the order of `MATMULS`.
     """
 
@@ -36,7 +36,7 @@ class BoundMatmul:
         )
 
     def __call__(self, a: Quantized, b: Quantized, shapes: Shapes) -> Tensor:
-        """The product of two quantized operands.
+        """Multiply two quantized operands.
 
         Args:
             a: The first operand, as it was quantized.
@@ -48,13 +48,13 @@ class BoundMatmul:
     def add(
         self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
     ) -> Tensor:
-        """The product, and a bias added to it, in the dtype of that.
+        """Multiply two quantized operands, and add a bias.
 
         Args:
             a: See `__call__`.
             b: See `__call__`.
             shapes: See `__call__`.
-            bias: None for none.
+            bias: In the dtype of the product; None for none.
         """
         product = self(a, b, shapes)
         return product if bias is None else ops.add(product, bias)
@@ -74,7 +74,7 @@ class MatmulWithBias(BoundMatmul):
     def add(
         self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
     ) -> Tensor:
-        """See `BoundMatmul.add`."""
+        """Multiply, and have the kernel add the bias where it can."""
         if bias is not None:
             columns = self._contraction.of_columns(bias, shapes)
             kernel = None if columns is None else self._kernel.adding(columns)
@@ -105,7 +105,7 @@ def bind_matmul(
 
 
 def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
-    """The dtype of a product.
+    """Choose the dtype of a product.
 
     The gradient of a kernel is rounded to the compute dtype. Not to float16,
     in which the gradient of a float32 kernel could overflow; and not where

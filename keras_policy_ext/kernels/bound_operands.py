@@ -86,8 +86,8 @@ class OperandUse:
     ) -> tuple[Quantized, Quantized]:
         """Quantize an operand: for the outputs, and for gradients.
 
-        The outputs are those of saturated operands; where one was not finite
-        and no state tells of it, the gradients do.
+        The outputs use saturated numbers. Where a number was not finite and
+        the recipe has no state to report it, the gradients are NaN.
 
         Args:
             home: From `Contraction.operand`.
@@ -124,9 +124,9 @@ class OperandUse:
         return saturated, marked
 
     def read(self, operand: Quantized) -> Quantized:
-        """An operand as this matmul reads it.
+        """Return the matrix of an operand as this matmul reads it.
 
-        It is moved last: XLA takes a move past one operation at a time.
+        Transpose last: XLA commutes a transpose with one operation per pass.
 
         Args:
             operand: As it was quantized.
@@ -152,7 +152,7 @@ class UseOfBothLayouts(OperandUse):
     is_in_both_layouts: Callable[[Tensor], bool]
 
     def read(self, operand: Quantized) -> Quantized:
-        """See `OperandUse.read`."""
+        """Return the matrix; it is transposed in memory already."""
         if not self.is_in_both_layouts(operand.values):
             return super().read(operand)
         if self.reads_transpose:
@@ -198,7 +198,7 @@ class BoundOperand:
         self._casts_before_amax = _casts_before_amax(plan, self, engine)
 
     def amax(self, x: Tensor) -> Tensor:
-        """The amax of an operand, float32 scalar."""
+        """Compute the amax of an operand, float32 scalar."""
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(
@@ -227,7 +227,7 @@ class BoundOperand:
         return QuantizedForBoth(first, marked, amax.known if observe else None)
 
     def matrix(self, operand: Quantized) -> Quantized:
-        """The home matrix, or what a convolution reads."""
+        """Return the home matrix, or the tensor that a convolution reads."""
         return self.first.contraction.read(self.operand, operand)
 
 
@@ -251,7 +251,7 @@ class OperandInBothLayouts(BoundOperand):
             use.is_in_both_layouts = self.is_in_both_layouts
 
     def matrix(self, operand: Quantized) -> Quantized:
-        """See `BoundOperand.matrix`."""
+        """Return the home matrix, which the cast has made where it ran."""
         if self.is_in_both_layouts(operand.values):
             return operand
         return super().matrix(operand)
@@ -264,7 +264,7 @@ class OperandInBothLayouts(BoundOperand):
     def quantize(
         self, x: Tensor, known: StateReading | None, observe: bool
     ) -> QuantizedForBoth:
-        """See `BoundOperand.quantize`."""
+        """Quantize with the cast for both layouts, where it supports `x`."""
         if not self.is_in_both_layouts(x):
             return super().quantize(x, known, observe)
         home = self._home(x, self.first.quantization)

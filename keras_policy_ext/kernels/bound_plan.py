@@ -44,7 +44,7 @@ class BoundPlan:
         inputs: How the inputs are quantized.
         kernel: How the kernel is quantized.
         outputs_grad: How the gradient of the outputs is quantized.
-        saved_kernel: What the backward pass gets of the kernel.
+        saved_kernel: How the kernel is saved for the backward pass.
     """
 
     def __init__(self, plan: Any, engine: Engine, device: Device):
@@ -155,7 +155,7 @@ class BoundPlan:
         return gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
-        """What the state says before the step; None where there is none."""
+        """Read the state before the step; None for a recipe without state."""
         if not state:
             return None
         states = self._state_kernels_for(*state)
@@ -171,7 +171,7 @@ class BoundPlan:
         outputs_grad_amax: Tensor | None,
         state: Tensor,
     ) -> Tensor:
-        """The gradient of the state: what was observed, or zeros."""
+        """Compute the gradient of the state: the observation, or zeros."""
         amaxes = residuals.amaxes
         if self._observes_kernel_alone:
             if amaxes is None:
@@ -192,7 +192,7 @@ class BoundPlan:
         return None
 
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
-        """The gradient of the state of these numbers, one for each row."""
+        """Compute the gradient of the state from one number for each row."""
         states = self._state_kernels_for(state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
@@ -202,7 +202,7 @@ class BoundPlan:
         return found
 
     def _of_kernel(self, amax: Tensor, known: Any, state: Tensor) -> Tensor:
-        """The gradient of the state if the kernel alone may be observed."""
+        """Compute the gradient of the state from the kernel alone."""
         outgrown = self._source.outgrown(amax, known)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)
@@ -211,7 +211,7 @@ class BoundPlan:
 
 
 def _select(plan: Any, engine: Engine) -> Selections:
-    """The kernel of each matmul of a plan, and the reason for it."""
+    """Select the kernel of each matmul of a plan, with the reason."""
     how = {"prefer": plan.prefer, "for_xla": plan.for_xla}
     return {
         matmul: plan.contraction.choose(

@@ -1,11 +1,11 @@
 """The kernel that is saved for the backward pass: its codes, or the weights.
 
-Where matmuls read an operand in one layout only, a kernel is cast into two:
-one for the forward pass and one for the gradient of the inputs. The second
-would be held from one to the other, a byte for each weight of a model. It is
-made of the same kernel and the same scale when it is needed instead, and has
-the same bits. XLA makes it in the kernel that updates the weights, where a
-step does that at once: it then moves no more bytes (JAX 0.10).
+Where matmuls read an operand in one layout only, a kernel is quantized into
+two: one for the forward pass and one for the gradient of the inputs. To save
+the second would take a byte for each weight of a model. It is computed in the
+backward pass instead, from the same weights and the same scale, with the same
+bits. Where one compiled step computes the gradients and updates the weights,
+XLA fuses this into the update, and moves no more bytes (JAX 0.10).
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class RequantizedKernel(SavedKernel):
         self._contraction, self._engine = contraction, engine
 
     def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
-        """See `SavedKernel.save`."""
+        """Return the weights with the scale of their codes."""
         # With a quantization `narrowed` would make codes of the weights.
         return dataclasses.replace(codes, values=kernel, quantization=None)
 
     def load(
         self, saved: Quantized, outputs_grad: Quantized
     ) -> tuple[Quantized, Quantized]:
-        """See `SavedKernel.load`.
+        """Quantize the weights again, once the scale of the gradient is known.
 
-        The scale of the gradient is known in the backward pass only; that of
-        the kernel is not used before.
+        The two scales are tied together, so that a compiler does not quantize
+        the kernel earlier, in the forward pass.
         """
         quantization: Any = saved.quantization
         scales = (ops.reshape(x.scale, ()) for x in (saved, outputs_grad))

@@ -129,7 +129,7 @@ class Folded(Quantized):
     exact: bool = False
 
     def with_values(self, values: Tensor) -> Folded:
-        """See `Quantized.with_values`."""
+        """Return the same scales of other values."""
         return self._with(values, self.scale, self.quantization)
 
     def _with(

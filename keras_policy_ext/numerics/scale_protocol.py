@@ -57,7 +57,7 @@ class StepCount:
 
 
 StateReading = HistoryScales | StepCount
-"""What is read from a state before the step."""
+"""The reading of a state before the step: scales, or a count of steps."""
 
 
 class Amax:
@@ -123,7 +123,7 @@ class ScaleSource(Protocol):
     observes_amaxes: bool
 
     def history_scales(self, state: Tensor) -> StateReading:
-        """What is read from a state before the step."""
+        """Read a state before the step: scales, or a count of steps."""
 
     def known_of(
         self, leaves: Sequence[Tensor]
