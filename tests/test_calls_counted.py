@@ -5,18 +5,18 @@ import pytest
 
 import calls_counted
 
-FILES, LINES = 303, 48_700
+FILES, LINES = 304, 48_900
 """Of the package. Lower them when it gets smaller."""
 
 STEP = {
-    "torch": {"forward": (200, 42), "backward": (119, 27), "update": (80, 15)},
-    "jax": {"gradient": (427, 38)},
+    "torch": {"forward": (199, 43), "backward": (117, 28), "update": (80, 16)},
+    "jax": {"gradient": (424, 39)},
     "tensorflow": {"gradient": (93, 17)},
 }
 PROGRAMS = {
-    "torch": {"convert": (10_450, 67), "load_model": (3360, 62)},
-    "jax": {"convert": (8660, 65), "load_model": (3360, 61)},
-    "tensorflow": {"convert": (10_700, 66), "load_model": (2930, 59)},
+    "torch": {"convert": (5340, 67), "load_model": (3080, 62)},
+    "jax": {"convert": (4210, 65), "load_model": (3080, 61)},
+    "tensorflow": {"convert": (4770, 66), "load_model": (2650, 59)},
 }
 """Calls of functions of the package, and the files that they are in."""
 

@@ -189,8 +189,8 @@ def _in_float8(x, g, w, bias, recipe):
     plan = kernels.make_plan(
         kernels.Einsum("ab,bc->ac"), recipe, "bfloat16", "float32", True
     )
-    _, residuals = plan.forward(x, w, state, True, bias.bfloat16())
-    _, gradient, observed = plan.backward(residuals, g, state)
+    _, residuals = plan.bound.forward(x, w, state, True, bias.bfloat16())
+    _, gradient, observed = plan.bound.backward(residuals, g, state)
     if state:
         kernels.settling(recipe)(observed[0], state[0])
     return gradient

@@ -203,11 +203,11 @@ def passes(recipe, dtype, state, observe=True):
             kernels.Einsum("abc,cd->abd"), recipe, dtype, "float32", True
         )
     x, g = x.to(getattr(torch, dtype)), g.to(getattr(torch, dtype))
-    outputs, residuals = plan.forward(x, w, state, observe)
+    outputs, residuals = plan.bound.forward(x, w, state, observe)
     leaves = residuals.leaves()
-    residuals = plan.residuals(leaves, residuals.shapes)
-    found = [outputs, *plan.backward(residuals, g, state)[:2]]
-    observed = plan.backward(residuals, g, state)[2]
+    residuals = plan.bound.residuals(leaves, residuals.shapes)
+    found = [outputs, *plan.bound.backward(residuals, g, state)[:2]]
+    observed = plan.bound.backward(residuals, g, state)[2]
     kept = [residuals.inputs.transposed, residuals.kernel.transposed]
     return [*found, *observed], [each.values[0] for each in kept]
 

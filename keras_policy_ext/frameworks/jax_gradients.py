@@ -72,9 +72,9 @@ def _forward(
     kernel: Tensor,
     state: State,
 ) -> tuple[Tensor, _SavedLeaves]:
-    outputs, residuals = operation.forward(inputs, kernel, state, observe)
+    outputs, residuals = operation.bound.forward(inputs, kernel, state, observe)
     if not observe:
-        residuals = operation.observed(residuals, inputs, kernel)
+        residuals = operation.bound.observed(residuals, inputs, kernel)
     outputs = _simplified_apart(outputs)
     return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
 
@@ -83,7 +83,7 @@ def _forward(
 def _outputs(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: State
 ) -> Tensor:
-    return operation.forward(inputs, kernel, state, observe=False)[0]
+    return operation.bound.forward(inputs, kernel, state, observe=False)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,7 +109,7 @@ def _run_forward(
     learns, observes = kernel.perturbed, any(x.perturbed for x in state)
     inputs, kernel, state = inputs.value, kernel.value, _values(state)
     if learns and not observes:
-        state = operation.caught_up(kernel, state)
+        state = operation.bound.caught_up(kernel, state)
     how = operation.first_use, operation.training is not False
     tensors = inputs, kernel, state
     if not _are_differentiated(*tensors):
@@ -238,8 +238,8 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, State]:
     """The gradients of inputs, kernel and state."""
     leaves = _after(outputs_grad, saved.leaves)
-    residuals = operation.residuals(leaves, saved.shapes)
-    *found, observed = operation.backward(residuals, outputs_grad, state)
+    residuals = operation.bound.residuals(leaves, saved.shapes)
+    *found, observed = operation.bound.backward(residuals, outputs_grad, state)
     inputs_grad, kernel_grad = map(_simplified_apart, found)
     return inputs_grad, kernel_grad, observed
 
@@ -275,8 +275,8 @@ def _last(
     kernel_grad_grad: Tensor,
 ) -> tuple[Tensor, ...]:
     """The second derivatives, which cannot be differentiated again."""
-    residuals = operation.residuals(saved.leaves, saved.shapes)
-    return operation.second_derivatives(
+    residuals = operation.bound.residuals(saved.leaves, saved.shapes)
+    return operation.bound.second_derivatives(
         residuals, outputs_grad, inputs_grad_grad, kernel_grad_grad
     )
 

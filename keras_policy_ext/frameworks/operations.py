@@ -36,7 +36,7 @@ class SavedTensors(Protocol):
 
 
 class Operation(Hashable, Protocol):
-    """A function of tensors that says its own gradient; hashable.
+    """A function of tensors that defines its own gradient; hashable data.
 
     Equal operations compute the same, so that what a framework has compiled
     for one serves the other.
@@ -60,6 +60,14 @@ class Operation(Hashable, Protocol):
 
     def resolved(self) -> Operation:
         """This operation, when what it leaves open can be known."""
+
+    @property
+    def bound(self) -> BoundOperation:
+        """This operation with the kernels for the device that is here."""
+
+
+class BoundOperation(Protocol):
+    """The passes of an `Operation`, on a device."""
 
     def forward(
         self,

@@ -277,8 +277,8 @@ class TensorFlowFramework(Framework):
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
                 leaves = kept
                 if operation.training is not True:
-                    seen = operation.residuals(kept, sizes)
-                    seen = operation.observed(seen, inputs, kernel)
+                    seen = operation.bound.residuals(kept, sizes)
+                    seen = operation.bound.observed(seen, inputs, kernel)
                     leaves = seen.leaves(narrow=False)
                 backward = Backward(operation, shapes, sizes, leaves)
                 return backward.gradients(outputs_grad, inputs, kernel, state)
@@ -372,7 +372,9 @@ def _shared_forward(
     observe = operation.training is True
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
-        outputs, residuals = operation.forward(inputs, kernel, state, observe)
+        outputs, residuals = operation.bound.forward(
+            inputs, kernel, state, observe
+        )
         leaves = residuals.leaves(_narrows(operation, inputs, kernel))
         return [outputs, *leaves]
 

@@ -217,8 +217,8 @@ def _shared_backward(
     def backward(
         leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
     ) -> Gradients:
-        residuals = operation.residuals(leaves, _whole(shapes, unknown))
-        inputs_grad, kernel_grad, state_grad = operation.backward(
+        residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
+        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
             residuals, outputs_grad, state
         )
         return [inputs_grad, kernel_grad, *state_grad]
@@ -233,8 +233,8 @@ def _shared_second(
     """Those of the gradients, likewise."""
 
     def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
-        residuals = operation.residuals(leaves, _whole(shapes, unknown))
-        return operation.second_derivatives(residuals, *gradients)
+        residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
+        return operation.bound.second_derivatives(residuals, *gradients)
 
     return CompiledPass(second)
 

@@ -328,7 +328,7 @@ def _run_exported(
             "PyTorch. Received: torch.export.export(..., strict=True). "
             "Allowed: strict=False, which gives the same program."
         )
-    return operation.forward(inputs, kernel, state, observe=True)[0]
+    return operation.bound.forward(inputs, kernel, state, observe=True)[0]
 
 
 def _run(
@@ -358,7 +358,7 @@ def _run(
             return Differentiable.apply(operation, links, bias, *tensors)
         # A bias that is trained alone gets its gradient from an addition.
         alone = bias is not None and torch.is_grad_enabled()
-        outputs, _ = operation.forward(
+        outputs, _ = operation.bound.forward(
             inputs, kernel, state, False, None if alone else bias
         )
         return outputs + bias if alone else outputs

@@ -74,11 +74,11 @@ class Differentiable(ReverseMode):
     ) -> Tensor:
         """The outputs."""
         observe = operation.training is not False
-        outputs, residuals = operation.forward(
+        outputs, residuals = operation.bound.forward(
             inputs, kernel, state, observe, bias
         )
         if not observe and kernel.requires_grad and not _is_parameter(kernel):
-            residuals = operation.observed(residuals, inputs, kernel)
+            residuals = operation.bound.observed(residuals, inputs, kernel)
         ctx.operation, ctx.shapes = operation, residuals.shapes
         ctx.links = links
         ctx.bias_shape = None if bias is None else bias.shape
@@ -120,9 +120,9 @@ def _with_amax(
     if kernel is None or not _is_parameter(kernel):
         return saved
     operation, shapes, *_ = how
-    residuals = operation.residuals(saved[1:], shapes)
+    residuals = operation.bound.residuals(saved[1:], shapes)
     with torch.no_grad():
-        residuals = operation.observed(residuals, kernel, kernel)
+        residuals = operation.bound.observed(residuals, kernel, kernel)
     return *saved[:1], *residuals.leaves(narrow=False)
 
 
@@ -140,8 +140,8 @@ def _gradients(
     operation, shapes, needed, uses_state = how
     state, leaves = saved[:uses_state], saved[uses_state:]
     with torch.no_grad(), torch_operators.no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad = operation.backward(
-            operation.residuals(leaves, shapes),
+        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+            operation.bound.residuals(leaves, shapes),
             outputs_grad,
             state,
             needed=needed,
@@ -200,8 +200,8 @@ class _Gradients(ByExample):
         operation, shapes, _, uses_state = ctx.how
         leaves = saved[uses_state:]
         with torch.no_grad(), torch_operators.no_autocast(outputs_grad):
-            found = operation.second_derivatives(
-                operation.residuals(leaves, shapes),
+            found = operation.bound.second_derivatives(
+                operation.bound.residuals(leaves, shapes),
                 outputs_grad,
                 inputs_grad_grad,
                 kernel_grad_grad,

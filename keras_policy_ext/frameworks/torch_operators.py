@@ -90,11 +90,11 @@ def _forward(
     if keep and state is not None:
         torch_observations.know_replicas_in_graph()
     with no_autocast(inputs):
-        outputs, residuals = operation.forward(
+        outputs, residuals = operation.bound.forward(
             inputs, kernel, _listed(state), observe
         )
         if keep and not observe:
-            residuals = operation.observed(residuals, inputs, kernel)
+            residuals = operation.bound.observed(residuals, inputs, kernel)
     found = [inputs, kernel, *_listed(state)]
     before = len(found)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
@@ -108,7 +108,7 @@ def _(
 ) -> list[Tensor]:
     # Observing needs no branch, which could not be chosen without numbers.
     operation: Any = _OPERATIONS[name]
-    outputs, residuals = operation.forward(
+    outputs, residuals = operation.bound.forward(
         inputs, kernel, _listed(state), observe=True
     )
     if not keep:
@@ -132,9 +132,9 @@ def _backward(
     """
     operation: Any = _OPERATIONS[name]
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
-    residuals = operation.residuals(leaves, sizes)
+    residuals = operation.bound.residuals(leaves, sizes)
     with no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad = operation.backward(
+        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
             residuals, outputs_grad, _listed(state), (needed[0], needed[1])
         )
     found = [outputs_grad, *_listed(state), *leaves]

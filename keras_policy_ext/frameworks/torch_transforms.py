@@ -48,11 +48,11 @@ class _Run(ByExample):
     ) -> tuple[Tensor, ...]:
         observe = operation.training is not False
         with torch_operators.no_autocast(inputs):
-            outputs, residuals = operation.forward(
+            outputs, residuals = operation.bound.forward(
                 inputs, kernel, state, observe
             )
             if not observe:
-                residuals = operation.observed(residuals, inputs, kernel)
+                residuals = operation.bound.observed(residuals, inputs, kernel)
         found = [inputs, kernel, *state]
         before = len(found)
         for tensor in (outputs, *residuals.leaves()):

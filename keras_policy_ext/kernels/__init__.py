@@ -136,7 +136,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
     source = state_source_of(recipe)
 
     def settle(value: Any, previous: Any) -> Any:
-        states = engines.state_kernels_for(source, previous)
+        states = engines.engine().state_kernels_for(source, previous)
         # An observation of several replicas is wider.
         if states is None or value.shape != previous.shape:
             return source.settle(value, previous)

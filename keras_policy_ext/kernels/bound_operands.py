@@ -192,8 +192,10 @@ class BoundOperand:
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = frameworks.current()
-        self._amax_of = amax_of(operand)
-        self._is_stochastic = plan.operands.is_stochastic(operand)
+        self._amax_of = self.first.amax_of
+        self._is_stochastic = any(
+            use.is_stochastic for use in (self.first, self.second)
+        )
         self._cast = _cast_of(plan, engine, self.first, self.second)
         self._casts_before_amax = _casts_before_amax(plan, self, engine)
 

@@ -16,7 +16,7 @@ from keras_policy_ext.kernels.bound_operands import (
     Selections,
     bind_operand,
 )
-from keras_policy_ext.kernels.contract import Engine, Shapes, StateKernels
+from keras_policy_ext.kernels.contract import Engine, Shapes
 from keras_policy_ext.kernels.devices import Device
 from keras_policy_ext.kernels.forms import shape_of
 from keras_policy_ext.kernels.residuals import Residuals, settled
@@ -81,7 +81,18 @@ class BoundPlan:
         observe: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Residuals]:
-        """See `Plan.forward`."""
+        """Compute the outputs, and what is saved for the backward pass.
+
+        Args:
+            inputs: Of dtype `Plan.inputs_dtype`.
+            kernel: Of dtype `Plan.kernel_dtype`.
+            state: The state matrix of the recipe, or nothing.
+            observe: Whether amaxes are needed for the state.
+            bias: To be added, of dtype `Plan.inputs_dtype`; None for none.
+
+        Returns:
+            The outputs, of dtype `Plan.inputs_dtype`, and residuals.
+        """
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         known = settled(history, state)
@@ -96,7 +107,12 @@ class BoundPlan:
         )
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """See `Plan.residuals`."""
+        """Rebuild residuals from the tensors that `Residuals.leaves` lists.
+
+        Args:
+            leaves: The tensors.
+            shapes: Of the inputs and the kernel.
+        """
         found = iter(leaves)
         kept = self.plan.operands.kept
         x = quantized.of_leaves(found, kept["inputs"])
@@ -108,7 +124,10 @@ class BoundPlan:
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """See `Plan.observed`."""
+        """Add the amaxes to residuals of a forward pass that did not observe.
+
+        Without training the amax of the kernel stands for that of the inputs.
+        """
         if not self._observes_amaxes or residuals.known is None:
             return residuals
         x = w = self.kernel.amax(kernel)
@@ -123,7 +142,17 @@ class BoundPlan:
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-        """See `Plan.backward`."""
+        """Compute the gradients of inputs, kernel and state.
+
+        Args:
+            residuals: From `forward`.
+            outputs_grad: Of dtype `Plan.inputs_dtype`.
+            state: As for `forward`.
+            needed: Whether the gradients of inputs and kernel are wanted.
+
+        Returns:
+            The three; None for a gradient that is not needed.
+        """
         known, shapes = settled(residuals.known, state), residuals.shapes
         observe = (
             residuals.amaxes is not None and not self._observes_kernel_alone
@@ -144,21 +173,21 @@ class BoundPlan:
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """See `Plan.caught_up`."""
+        """Return the states, with scales that are large enough for a kernel."""
         if not self._observes_amaxes:
             return state
         amax = scaling.amax(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        """See `second_derivatives.gradients`."""
+        """Compute the gradients of the gradients: see `gradients`."""
         return gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
         """Read the state before the step; None for a recipe without state."""
         if not state:
             return None
-        states = self._state_kernels_for(*state)
+        states = self.engine.state_kernels_for(self._source, *state)
         if states is not None:
             return states.history_scales(self._source, *state)
         found: StateReading = self._source.history_scales(*state)
@@ -184,16 +213,9 @@ class BoundPlan:
         )
         return self._observation(numbers, state)
 
-    def _state_kernels_for(self, state: Tensor) -> StateKernels | None:
-        """The kernels for a state of the source; None for `keras.ops`."""
-        for states in self.engine.states:
-            if states.supports(self._source, state) is None:
-                return states
-        return None
-
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
         """Compute the gradient of the state from one number for each row."""
-        states = self._state_kernels_for(state)
+        states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
         # A kernel may have found an amax for each part of an operand.

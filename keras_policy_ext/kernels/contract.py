@@ -214,6 +214,15 @@ class Engine:
         """See `training_cast`."""
         return self.training_cast or self.cast
 
+    def state_kernels_for(
+        self, source: Any, state: Tensor
+    ) -> StateKernels | None:
+        """Return the first kernels for a state of a source; None if none."""
+        for states in self.states:
+            if states.supports(source, state) is None:
+                return states
+        return None
+
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """The first kernel that supports a matmul, and why it is that one.
 

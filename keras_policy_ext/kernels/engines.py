@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 from keras_policy_ext import frameworks
-from keras_policy_ext.kernels.contract import Engine, StateKernels
+from keras_policy_ext.kernels.contract import Engine
 
 _loaded: dict[str, Engine] = {}
 
@@ -23,11 +22,3 @@ def engine() -> Engine:
         module = importlib.import_module(f"keras_policy_ext.kernels.{name}")
         _loaded[name] = module.ENGINE
     return _loaded[name]
-
-
-def state_kernels_for(source: Any, state: Any) -> StateKernels | None:
-    """The first kernels that support a state of a source; None if none do."""
-    for states in engine().states:
-        if states.supports(source, state) is None:
-            return states
-    return None

@@ -67,11 +67,6 @@ class Operands:
             found[operand] = asked if can and is_read else None
         return found
 
-    def is_stochastic(self, operand: str) -> bool:
-        """Return True if a matmul reads the operand rounded at random."""
-        asked = (self.quantizations[operand, m] for m in matmuls_of(operand))
-        return any(q is not None and q.rounding == "stochastic" for q in asked)
-
     @functools.cached_property
     def stored_transposed(self) -> dict[tuple[str, str], bool]:
         """True if an operand is quantized as the transpose of its matrix.

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-from keras_policy_ext._types import Tensor
 from keras_policy_ext.kernels import engines
 from keras_policy_ext.kernels.bound_plan import BoundPlan
-from keras_policy_ext.kernels.contract import Choice, Contraction, Shapes
+from keras_policy_ext.kernels.contract import Choice, Contraction
 from keras_policy_ext.kernels.operands import Operands, operands_of
 from keras_policy_ext.kernels.preference import preferred
-from keras_policy_ext.kernels.residuals import Residuals
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Quantization, Recipe
@@ -112,76 +109,6 @@ class Plan:
     def choice(self) -> Choice:
         """Which kind of kernel runs the forward pass, and why."""
         return self.choose("forward")[1]
-
-    def forward(
-        self,
-        inputs: Tensor,
-        kernel: Tensor,
-        state: tuple[Tensor, ...],
-        observe: bool,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Residuals]:
-        """The outputs, and what the backward pass needs.
-
-        Args:
-            inputs: Of dtype `inputs_dtype`.
-            kernel: Of dtype `kernel_dtype`.
-            state: The state matrix of the recipe, or nothing.
-            observe: Whether amaxes are needed for the state.
-            bias: To be added, of dtype `inputs_dtype`; None for none.
-
-        Returns:
-            Outputs of dtype `inputs_dtype`, and residuals.
-        """
-        return self.bound.forward(inputs, kernel, state, observe, bias)
-
-    def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Residuals of these tensors, as `Residuals.leaves` lists them.
-
-        Args:
-            leaves: The tensors.
-            shapes: Of the inputs and the kernel.
-        """
-        return self.bound.residuals(leaves, shapes)
-
-    def observed(
-        self, residuals: Residuals, inputs: Tensor, kernel: Tensor
-    ) -> Residuals:
-        """Residuals of a forward pass that did not observe, observed.
-
-        Without training the amax of the kernel stands for that of the inputs.
-        """
-        return self.bound.observed(residuals, inputs, kernel)
-
-    def backward(
-        self,
-        residuals: Residuals,
-        outputs_grad: Tensor,
-        state: tuple[Tensor, ...],
-        needed: tuple[bool, bool] = (True, True),
-    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-        """The gradients of inputs, kernel and state.
-
-        Args:
-            residuals: From `forward`.
-            outputs_grad: Of dtype `inputs_dtype`.
-            state: As for `forward`.
-            needed: Whether the gradients of inputs and kernel are wanted.
-
-        Returns:
-            The three; None for a gradient that is not needed.
-        """
-        return self.bound.backward(residuals, outputs_grad, state, needed)
-
-    def caught_up(
-        self, kernel: Tensor, state: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        """A state that is large enough for the kernel as it is."""
-        return self.bound.caught_up(kernel, state)
-
-    def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        """See `second_derivatives.gradients`."""
-        return self.bound.second_derivatives(*arguments)
 
 
 @functools.lru_cache(maxsize=4096)

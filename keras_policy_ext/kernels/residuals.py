@@ -35,7 +35,7 @@ class Residuals:
     engine: Engine
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """The tensors, in the order in which `Plan.residuals` takes them.
+        """The tensors, in the order in which `BoundPlan.residuals` takes them.
 
         Args:
             narrow: Whether operands are, where the framework says so.

@@ -59,9 +59,9 @@ def gradients(device, recipe, kernel):
     @jax.jit
     def step(x, w, g, *state):
         plan = plan_of(recipe)
-        _, residuals = plan.forward(x, w, state, observe=True)
-        again = plan.residuals(residuals.leaves(), residuals.shapes)
-        return plan.backward(again, g, state)
+        _, residuals = plan.bound.forward(x, w, state, observe=True)
+        again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
+        return plan.bound.backward(again, g, state)
 
     with devices.pretend(device):
         x, g = random(16, 32), random(16, 48)
@@ -86,7 +86,7 @@ def codes_kept(device, recipe):
     """How many tensors of codes are as large as the kernel."""
 
     def kept(x, w, *state):
-        return plan_of(recipe).forward(x, w, state, True)[1].leaves()
+        return plan_of(recipe).bound.forward(x, w, state, True)[1].leaves()
 
     operands = random(16, 32), weights(), *state_of(recipe)
     with devices.pretend(device):

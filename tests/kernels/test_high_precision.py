@@ -59,8 +59,8 @@ def products(recipe):
         state[0][:, 0] = VALID_MARK
 
     def run(x, w, g, *state):
-        y, residuals = plan.forward(x, w, state, observe=True)
-        return (y, *plan.backward(residuals, g, state)[:2])
+        y, residuals = plan.bound.forward(x, w, state, observe=True)
+        return (y, *plan.bound.backward(residuals, g, state)[:2])
 
     arrays = normal(0, 24, 40), normal(1, 40, 20), normal(2, 24, 20)
     found = compiled(run, FASTEST)(

@@ -70,8 +70,8 @@ def differentiated(equation, recipe, slot):
     )
 
     def both(x, w, g, *state):
-        _, residuals = plan.forward(x, w, state, observe=True)
-        return plan.backward(residuals, g, state)[:2]
+        _, residuals = plan.bound.forward(x, w, state, observe=True)
+        return plan.bound.backward(residuals, g, state)[:2]
 
     return compiled(both, "jit" if COMPILED else "eager")
 

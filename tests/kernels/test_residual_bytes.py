@@ -55,7 +55,7 @@ def kept(name, size):
         ops.convert_to_tensor(rng.normal(size=(size, size)).astype("float32"))
         for _ in range(2)
     )
-    return plan, plan.forward(x, w, state, observe=True)[1], state
+    return plan, plan.bound.forward(x, w, state, observe=True)[1], state
 
 
 def bytes_of(leaves):
@@ -65,7 +65,7 @@ def bytes_of(leaves):
 @each
 def test_operands_are_kept_in_as_many_bytes_as_the_pages_say(name):
     plan, residuals, _ = kept(name, SIZE)
-    again = plan.residuals(residuals.leaves(), residuals.shapes)
+    again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
     found = [
         bytes_of(operand.leaves()) / SIZE**2
         for operand in (again.inputs, again.kernel)
@@ -84,7 +84,7 @@ def test_operands_are_kept_in_as_many_bytes_as_the_pages_say(name):
 def test_gradients_are_those_of_float32_residuals(name):
     """Kept in a byte, and kept as they were computed: the same bits."""
     plan, residuals, state = kept(name, 96)
-    again = plan.residuals(residuals.leaves(), residuals.shapes)
+    again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
     widen = kernels.engine().widen
     residuals = dataclasses.replace(
         residuals,
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_float32_residuals(name):
     g = np.random.default_rng(1).normal(size=(96, 96)).astype("float32")
     g = ops.convert_to_tensor(g)
     wide, narrow = (
-        plan.backward(each, g, state)[:2] for each in (residuals, again)
+        plan.bound.backward(each, g, state)[:2] for each in (residuals, again)
     )
     for one, other in zip(wide, narrow, strict=True):
         np.testing.assert_array_equal(array(one), array(other))

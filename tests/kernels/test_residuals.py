@@ -64,7 +64,7 @@ def forward(contraction, recipe, x, w, observe=True):
         matrix = np.zeros(shape, "float32")
         matrix[:, 0] = VALID_MARK
         state = (ops.convert_to_tensor(matrix),)
-    return plan, *plan.forward(x, w, state, observe), state
+    return plan, *plan.bound.forward(x, w, state, observe), state
 
 
 def flat(gradients):
@@ -77,9 +77,9 @@ def backward_twice(contraction, recipe, x, w, shape):
 
     def both(x, w, g):
         plan, _, residuals, state = forward(contraction, recipe, x, w)
-        again = plan.residuals(residuals.leaves(), residuals.shapes)
+        again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
         kept = residuals, again
-        return [flat(plan.backward(each, g, state)) for each in kept]
+        return [flat(plan.bound.backward(each, g, state)) for each in kept]
 
     # One by one JAX compiles some 400 operations.
     way = "jit" if BACKEND == "jax" else "eager"
@@ -220,7 +220,7 @@ def test_what_a_state_says_is_found_again_among_the_leaves(unseen, observe):
     contraction = kernels.Einsum("ab,bc->ac")
     recipe = RECIPES[0] if unseen else RECIPES[1]
     plan, _, residuals, _ = forward(contraction, recipe, x, w, observe)
-    again = plan.residuals(residuals.leaves(), residuals.shapes)
+    again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
     assert (again.known.unseen is not None) == unseen
     assert (again.amaxes is not None) == observe
     np.testing.assert_array_equal(

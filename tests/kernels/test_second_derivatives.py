@@ -267,8 +267,8 @@ def test_what_is_not_quantized_keeps_its_digits():
     contraction, arrays = operands("heads", numbers)
     x, w, g, v, u = (ops.convert_to_tensor(a, "float64") / 3 for a in arrays)
     plan = kernels.make_plan(contraction, ForwardOnly(), *["float64"] * 2, True)
-    residuals = plan.forward(x, w, (), False)[1]
-    found, _, _ = plan.second_derivatives(residuals, g, v, u)
+    residuals = plan.bound.forward(x, w, (), False)[1]
+    found, _, _ = plan.bound.second_derivatives(residuals, g, v, u)
     call = unquantized(contraction)
     expected = array(call(v, w)) + array(call(x, u))
     np.testing.assert_allclose(array(found), expected, rtol=1e-13, atol=1e-13)

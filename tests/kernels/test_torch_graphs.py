@@ -274,7 +274,7 @@ def test_residuals_of_other_shapes_or_dtypes_need_another_name(name):
     dtypes = "bfloat16", "float32"
     plan = kernels.make_plan(contraction, recipe, *dtypes, True)
     x, w = torch.ones(2, 3, 8, dtype=torch.bfloat16), torch.ones(8, 4)
-    _, residuals = plan.forward(x, w, state, True)
+    _, residuals = plan.bound.forward(x, w, state, True)
     found = [f"{x.dtype}{list(x.shape)}" for x in residuals.leaves()]
     written = " ".join(found).replace("torch.", "").replace(", ", ",")
     assert written == KEPT[name], "write it here, and raise _KEPT_AS"

@@ -119,8 +119,9 @@ def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
 def test_it_is_chosen_for_float32_on_a_cpu():
     source = source_of(recipes.DelayedScaling())
     state = torch.zeros(source.state_shape)
-    assert isinstance(engines.state_kernels_for(source, state), CpuStates)
-    assert engines.state_kernels_for(source, state.bfloat16()) is None
-    assert engines.state_kernels_for(source, state.to("meta").float()) is None
+    kernels_for = engines.engine().state_kernels_for
+    assert isinstance(kernels_for(source, state), CpuStates)
+    assert kernels_for(source, state.bfloat16()) is None
+    assert kernels_for(source, state.to("meta").float()) is None
     current = CurrentSource(recipes.CurrentScaling())
-    assert engines.state_kernels_for(current, state) is None
+    assert kernels_for(current, state) is None
