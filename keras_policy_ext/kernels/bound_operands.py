@@ -132,6 +132,7 @@ class OperandUse:
             operand: As it was quantized.
         """
         if self.native:
+            operand = operand.with_float32_scales
             matrix = self.contraction.read(self.operand, operand)
         else:
             engine = self._engine

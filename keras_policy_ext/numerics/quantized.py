@@ -114,11 +114,7 @@ class Quantized:
             decode: Takes codes and the name of a format; returns the numbers.
             compute_dtype: Handed to `widen`.
         """
-        quantization, values, scale = (
-            self.quantization,
-            self.values,
-            self.scale,
-        )
+        quantization, values = self.quantization, self.values
         if quantization is None:
             return self
         # By the name of the dtype: of some, Keras knows none.
@@ -127,11 +123,19 @@ class Quantized:
             values = decode(values, quantization.format)
         elif "float32" not in dtype:
             values = widen(values, compute_dtype)
-        if quantization.scale_format == "float32":
-            return self if values is self.values else self.with_values(values)
-        if _is_code(scale):
-            scale = codes.decode_scales(scale, quantization.scale_format)
-        return self._with(values, scale, quantization)
+        wide = self if values is self.values else self.with_values(values)
+        return wide.with_float32_scales
+
+    @property
+    def with_float32_scales(self) -> Quantized:
+        """The same, with scales in float32 where they are codes."""
+        quantization = self.quantization
+        if quantization is None or quantization.scale_format == "float32":
+            return self
+        if not _is_code(self.scale):
+            return self
+        scale = codes.decode_scales(self.scale, quantization.scale_format)
+        return self._with(self.values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
         """Multiply values and scales, without the scale of the whole tensor.
