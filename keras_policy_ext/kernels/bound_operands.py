@@ -53,7 +53,7 @@ class OperandUse:
         self.operand, self.matmul = operand, matmul
         self.contraction, self.source = plan.contraction, plan.source
         self.slot, self.inputs_dtype = plan.slot, plan.inputs_dtype
-        self.quantization = plan.quantizations[operand, matmul]
+        self.quantization = plan.operands.quantizations[operand, matmul]
         self.native = selections[matmul][1].native
         self.reads_transpose = operands.reads_transpose(operand, matmul)
         self.amax_of = amax_of(operand)

@@ -234,13 +234,15 @@ class BoundPlan:
 
 def _select(plan: Any, engine: Engine) -> Selections:
     """Select the kernel of each matmul of a plan, with the reason."""
+    quantization = plan.operands.quantizations
     how = {"prefer": plan.prefer, "for_xla": plan.for_xla}
     return {
         matmul: plan.contraction.choose(
             engine,
             matmul,
-            *(plan.quantizations[operand, matmul] for operand in operands),
+            quantization[a, matmul],
+            quantization[b, matmul],
             **how,
         )
-        for matmul, operands in MATMULS.items()
+        for matmul, (a, b) in MATMULS.items()
     }

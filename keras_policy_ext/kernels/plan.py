@@ -13,7 +13,7 @@ from keras_policy_ext.kernels.operands import Operands, operands_of
 from keras_policy_ext.kernels.preference import preferred
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import source_of
-from keras_policy_ext.recipes import Quantization, Recipe
+from keras_policy_ext.recipes import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,6 @@ class Plan:
     def operands(self) -> Operands:
         """For each operand: its quantization in each matmul, and its layout."""
         return operands_of(self.contraction, self.recipe)
-
-    @functools.cached_property
-    def quantizations(self) -> dict[tuple[str, str], Quantization | None]:
-        """The quantization of each operand in each matmul."""
-        return self.operands.quantizations
 
     @property
     def bound(self) -> BoundPlan:

@@ -92,7 +92,7 @@ def bind_saved_kernel(
         engine: The kernels of the framework.
         selections: The kernel of each matmul, and the reason for it.
     """
-    quantization = plan.quantizations["kernel", "forward"]
+    quantization = plan.operands.quantizations["kernel", "forward"]
     requantizes = (
         engine.requantizes_kernels()
         and plan.gathering is None
