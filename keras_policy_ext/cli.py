@@ -14,10 +14,10 @@ import keras
 
 from keras_policy_ext import stored_kernels
 from keras_policy_ext._version import __version__
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.devices import KNOWN
 from keras_policy_ext.diagnostics import demo
 from keras_policy_ext.export import FORMATS, export
-from keras_policy_ext.kernels import devices
-from keras_policy_ext.kernels.devices import KNOWN
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_variable
@@ -142,7 +142,7 @@ def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
     if gradients is None:
         states = [v for v in variables if is_state(v)]
         if states:
-            frameworks.current().settle_observed(states)
+            backends.current().settle_observed(states)
         return
     _check(variables, gradients, "gradients")
     for variable, gradient in zip(variables, gradients, strict=True):
@@ -233,7 +233,7 @@ def follow_shards(model: Any) -> None:
     if isinstance(model, keras.layers.Layer):
         layers = walking.layers_within(model)
     variables = _variables(model, "variables")
-    frameworks.current().follow_shards(variables, layers)
+    backends.current().follow_shards(variables, layers)
 
 
 def _settled(
@@ -242,7 +242,7 @@ def _settled(
     if not is_state(variable) or gradient is None:
         return value
     variable.uses = 0
-    return frameworks.current().settle(variable.settling, gradient, value)
+    return backends.current().settle(variable.settling, gradient, value)
 
 
 def _trainable(model: Any) -> list[keras.Variable]:

@@ -4,8 +4,9 @@ import keras
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext import kernels, reference
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext import contractions, reference
+from keras_policy_ext.contractions import einsum
+from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
 
@@ -34,12 +35,12 @@ def quantized(x, operand, recipe):
 
 def whole(values, scale, dtype="float8_e4m3fn"):
     """An operand with one scale, (1, 1, 1), in the axes of its tensor."""
-    return kernels.Quantized(values, scale, Quantization(format=dtype))
+    return Quantized(values, scale, Quantization(format=dtype))
 
 
 def read(equation, operand, quantized, second=False):
     """What the first or the second matmul reads of an operand."""
-    contraction = kernels.Einsum(equation)
+    contraction = contractions.Einsum(equation)
     home = contraction.read(operand, quantized)
     return contraction.transposed(home) if second else home
 
@@ -55,7 +56,7 @@ def three_products(equation, kernel, x, w, g, dtypes):
         g: The quantized output gradient, likewise.
         dtypes: Of the three results.
     """
-    contraction = kernels.Einsum(equation)
+    contraction = contractions.Einsum(equation)
     shapes = tuple(x.values.shape), tuple(w.values.shape)
 
     def product(matmul, a, b, dtype):
@@ -85,7 +86,7 @@ def forward_product(equation, kernel, x, w, dtype):
     """The forward product alone."""
     shapes = tuple(x.values.shape), tuple(w.values.shape)
     a, b = read(equation, "inputs", x), read(equation, "kernel", w)
-    contraction = kernels.Einsum(equation)
+    contraction = contractions.Einsum(equation)
     return contraction.product("forward", kernel, a, b, shapes, dtype)
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.any_backend
 
 FRAMEWORKS = {"jax", "jaxlib", "tensorflow", "torch", "triton"}
 
-# What the files of a framework may import: `torch.py`, `torch_casts.py`.
+# What the files of `backends/<framework>/` may import.
 MODULES = {
     "jax": {"jax", "jaxlib"},
     "tensorflow": {"tensorflow"},
@@ -34,7 +34,7 @@ MODULES = {
 
 
 # Whose classes are Keras's own affair, or a framework's.
-OTHER_CLASSES = ("_keras/", "frameworks/", "kernels/", "__main")
+OTHER_CLASSES = ("_keras/", "backends/", "__main")
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {
@@ -220,16 +220,14 @@ def test_classes_use_no_private_name_of_the_keras_class_below():
 
 
 def foreign_frameworks(name):
-    """Frameworks that a file imports although it is none of their files."""
-    room, _, file = name.partition("/")
-    framework = file.removesuffix(".py").partition("_")[0]
-    in_a_room = room in ("frameworks", "kernels")
-    allowed = MODULES.get(framework, set()) if in_a_room else set()
+    """Frameworks that a file imports although it is not in their folder."""
+    room, framework, *_ = *name.split("/"), ""
+    allowed = MODULES.get(framework, set()) if room == "backends" else set()
     imported = imported_frameworks(parse(name))
     return [n for n in imported if n.split(".")[0] not in allowed]
 
 
-def test_two_rooms_alone_import_a_framework():
+def test_only_the_folder_of_a_framework_imports_it():
     assert offenders(foreign_frameworks) == {}
 
 

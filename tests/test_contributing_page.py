@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import kernels
-from keras_policy_ext.kernels import engines
+from keras_policy_ext import backends, kernels
 from steps import numpy
 
 PAGE = pathlib.Path(__file__).parent.parent / "CONTRIBUTING.md"
@@ -30,7 +29,7 @@ def names_of(title):
     return names
 
 
-@pytest.mark.parametrize("what", ["recipe", "layer", "kernel"])
+@pytest.mark.parametrize("what", ["recipe", "layer", "framework's kernel"])
 def test_to_add_something_takes_forty_lines_to_read(what):
     assert 10 < len(section(f"Add a {what}").strip().splitlines()) <= 40
 
@@ -66,10 +65,10 @@ def test_add_a_layer():
     assert 0 < np.abs(y - exact).max() < 0.2 * exact.max()
 
 
-def test_add_a_kernel(monkeypatch):
+def test_add_a_kernel_of_a_framework(monkeypatch):
     products = []
 
-    class Counted(names_of("Add a kernel")["SmallMatmul"]):
+    class Counted(names_of("Add a framework's kernel")["SmallMatmul"]):
         def multiply(self, a, b, dtype, fast):
             products.append(dtype)
             return super().multiply(a, b, dtype, fast)
@@ -80,9 +79,9 @@ def test_add_a_kernel(monkeypatch):
     layer.build(x.shape)
     with kernels.prefer("emulated"):
         expected = numpy(layer(x))
-    engine = kernels.engine()
+    engine = backends.engine()
     larger = dataclasses.replace(engine, matmuls=(Counted(), *engine.matmuls))
-    monkeypatch.setitem(engines._loaded, engine.name, larger)
+    monkeypatch.setitem(backends._engines, engine.name, larger)
     assert kernels.select("ab,bc->ac").reason == "small sums"
     assert "no batch" in kernels.select("gab,gbc->gac").reason
     # Another number of rows: what was compiled for three has no such kernel.

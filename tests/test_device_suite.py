@@ -16,9 +16,8 @@ import pytest
 import keras_policy_ext as kpe
 from cases import mostly
 from conftest import visible_gpus
-from keras_policy_ext import kernels
+from keras_policy_ext import backends, contractions, kernels
 from keras_policy_ext.conversion import break_even
-from keras_policy_ext.kernels import engines
 
 CHEAP = [check.__name__ for check in device_checks.CHEAP]
 OTHERS = ["other_layers", "memory_of_a_step"]
@@ -64,8 +63,8 @@ def engine(monkeypatch):
     """Replaces parts of the kernels of the backend."""
 
     def replace(**parts):
-        now = dataclasses.replace(kernels.engine(), **parts)
-        monkeypatch.setitem(engines._loaded, now.name, now)
+        now = dataclasses.replace(backends.engine(), **parts)
+        monkeypatch.setitem(backends._engines, now.name, now)
 
     return replace
 
@@ -93,11 +92,11 @@ def test_a_cast_that_does_not_saturate_is_noticed(check, engine):
 
 @pytest.mark.any_backend
 def test_many_codes_that_are_one_off_are_noticed(engine):
-    cast = kernels.engine().cast
+    cast = backends.engine().cast
     # As a division by way of a bad reciprocal would be.
     engine(cast=lambda x, *how: cast(x * 1.0001, *how))
     assert "codes differ, by up to 1 steps" in broken(
-        lambda: arithmetic_checks._scaled_casts(kernels.engine())
+        lambda: arithmetic_checks._scaled_casts(backends.engine())
     )
 
 
@@ -106,7 +105,7 @@ def test_many_codes_that_are_one_off_are_noticed(engine):
 def test_a_product_that_is_off_by_a_hundredth_is_noticed(
     check, engine, monkeypatch
 ):
-    last = kernels.engine().matmuls[-1]
+    last = backends.engine().matmuls[-1]
     monkeypatch.setattr(
         type(last), "multiply", off_by(1.01, type(last).multiply)
     )
@@ -118,12 +117,12 @@ def test_a_product_that_is_off_by_a_hundredth_is_noticed(
 @pytest.mark.any_backend
 @pytest.mark.parametrize("factor", [0.0, 2.0])
 def test_a_bias_that_is_lost_or_added_twice_is_noticed(monkeypatch, factor):
-    run = kernels.run
+    run = contractions.run
 
     def changed(*args, bias):
         return run(*args, bias=bias * factor)
 
-    monkeypatch.setattr(kernels, "run", changed)
+    monkeypatch.setattr(contractions, "run", changed)
     assert "the error is" in broken(device_checks.biases)
 
 
@@ -136,17 +135,17 @@ def test_a_kernel_that_is_not_native_where_it_can_be_is_noticed(monkeypatch):
 
 @pytest.mark.any_backend
 def test_casts_that_are_not_fused_are_noticed_with_the_error(monkeypatch):
-    from keras_policy_ext.kernels import torch_fused
+    from keras_policy_ext.backends.torch import fused
 
     def fails():
         raise OSError("no compiler")
 
     monkeypatch.setattr(measuring, "on_gpu", lambda: True)
-    monkeypatch.setattr(torch_fused, "lacking", lambda: "it casts otherwise")
-    monkeypatch.setattr(torch_fused, "HAS_TRITON", False)
+    monkeypatch.setattr(fused, "lacking", lambda: "it casts otherwise")
+    monkeypatch.setattr(fused, "HAS_TRITON", False)
     assert "it casts otherwise" in broken(device_checks.fused_casts)
-    monkeypatch.setattr(torch_fused, "HAS_TRITON", True)
-    monkeypatch.setattr(torch_fused, "_gives_our_codes", fails)
+    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(fused, "_gives_our_codes", fails)
     found = gpu_suite.outcome(device_checks.fused_casts)
     assert found["verdict"] == "error" and "no compiler" in found["seen"]
 

@@ -9,6 +9,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import kernels, numerics
+from keras_policy_ext.backends import devices
 from keras_policy_ext.mixed_precision import (
     LossScaleOptimizer,
     Policy,
@@ -142,7 +143,7 @@ REFUSED = {
         (ValueError, "different shapes", "(4,)", "equal shapes"),
     ),
     "device": (
-        lambda: kernels.devices.get("h300"),
+        lambda: devices.get("h300"),
         (ValueError, "Did you mean", "'h300'", "h200"),
     ),
 }

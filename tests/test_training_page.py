@@ -10,7 +10,7 @@ import train as recipe_training
 import training_page
 
 import keras_policy_ext as kpe
-from keras_policy_ext import kernels, recipes
+from keras_policy_ext import contractions, recipes
 from keras_policy_ext.diagnostics import demo, machine
 
 SMALL = demo.Settings(
@@ -160,8 +160,8 @@ def test_an_operand_that_is_not_rounded_changes_the_matmuls_that_read_it(
 ):
     random = np.random.default_rng(0)
     x, w, g = (random.normal(size=(8, 8)).astype("float32") for _ in range(3))
-    plan = kernels.make_plan(
-        kernels.Einsum("ab,bc->ac"),
+    plan = contractions.make_plan(
+        contractions.Einsum("ab,bc->ac"),
         recipes.CurrentScaling(),
         "float32",
         "float32",
@@ -202,8 +202,8 @@ def test_what_was_traced_before_is_not_taken_for_unrounded():
 
 
 def test_an_operand_that_is_rounded_at_random_is_not_left_unrounded():
-    plan = kernels.make_plan(
-        kernels.Einsum("ab,bc->ac"),
+    plan = contractions.make_plan(
+        contractions.Einsum("ab,bc->ac"),
         recipes.NVFP4Scaling(),
         "float32",
         "float32",

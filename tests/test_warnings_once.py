@@ -9,7 +9,7 @@ from keras import layers
 
 import keras_policy_ext as kpe
 from keras_policy_ext import _user_code
-from keras_policy_ext.kernels import devices
+from keras_policy_ext.backends import devices
 from keras_policy_ext.mixed_precision import Policy
 
 pytestmark = pytest.mark.any_backend

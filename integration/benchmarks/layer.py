@@ -26,7 +26,9 @@ from steps_of_layers import (
 from variants import VARIANTS, kernels_of, made
 from workloads import dense, normal
 
-from keras_policy_ext import kernels
+from keras_policy_ext import backends
+from keras_policy_ext.backends.matmuls import Request
+from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
 ROWS = 64
@@ -47,9 +49,9 @@ def matmul_functions(size):
         NumPy arrays.
     """
     x, w = normal((size, size)), normal((size, size), seed=1)
-    kernel, choice = kernels.engine().select(_request())
+    kernel, choice = backends.engine().select(_request())
     scale = ops.convert_to_tensor(np.float32(0.01))
-    engine = kernels.engine()
+    engine = backends.engine()
     cast = engine.narrow_cast if choice.native else engine.cast
     a, b = (cast(each, scale, "float8_e4m3fn") for each in (x, w))
 
@@ -69,13 +71,13 @@ def matmul_functions(size):
 
 def _request():
     whole = Quantization(format="float8_e4m3fn")
-    return kernels.Request("forward", whole, whole, False, "auto", COMPILED)
+    return Request("forward", whole, whole, False, "auto", COMPILED)
 
 
 def _quantized(values, scale):
     values, scale = values[None], ops.reshape(scale, (1, 1, 1))
     whole = Quantization(format="float8_e4m3fn")
-    return kernels.Quantized(values, scale, whole)
+    return Quantized(values, scale, whole)
 
 
 def matmul_rows(size, rounds):

@@ -10,7 +10,7 @@ from steps_of_layers import forward_backward, numpy
 from workloads import normal
 
 import keras_policy_ext as kpe
-from keras_policy_ext import formats, kernels, reference
+from keras_policy_ext import backends, formats, reference
 
 LARGEST = formats.get("float8_e4m3fn").max
 TOLERANCES = {"float32": 2.0**-11, "mixed_bfloat16": 2.0**-8}
@@ -29,7 +29,7 @@ forward pass, which is the one that accumulates fast, on a GPU."""
 
 def casts():
     """The casts of the kernels give the codes of the reference."""
-    engine, checked = kernels.engine(), 0
+    engine, checked = backends.engine(), 0
     for name in hostile.FORMATS:
         for values in (hostile.bfloat16_values(), hostile.float32_values(name)):
             for scale in (1.0, 0.25, 2.0**-20):

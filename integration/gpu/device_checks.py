@@ -28,7 +28,7 @@ from variants import made
 from workloads import Llama, normal
 
 import keras_policy_ext as kpe
-from keras_policy_ext import kernels
+from keras_policy_ext import contractions
 from keras_policy_ext.conversion import break_even
 
 CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
@@ -36,7 +36,7 @@ CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
 
 def native_kernel():
     """A matmul is native exactly where the device has float8 units."""
-    choice = break_even.choice_for(kernels.Einsum("ab,bc->ac"))
+    choice = break_even.choice_for(contractions.Einsum("ab,bc->ac"))
     found = {"kernel": choice.kind, "reason": choice.reason}
     has = capability()
     if has is None and measuring.on_gpu():
@@ -61,12 +61,12 @@ def fused_casts():
     """On CUDA, PyTorch casts for both matmuls in one pass, by Triton."""
     if BACKEND != "torch" or not measuring.on_gpu():
         raise NotHere("only PyTorch on CUDA has such casts")
-    from keras_policy_ext.kernels import torch_fused
+    from keras_policy_ext.backends.torch import fused
 
-    reason = torch_fused.lacking()
-    if reason is not None and torch_fused.HAS_TRITON:
+    reason = fused.lacking()
+    if reason is not None and fused.HAS_TRITON:
         # Where an error is why, this time it is not passed over.
-        torch_fused._gives_our_codes()
+        fused._gives_our_codes()
     require(reason is None, f"They are not by Triton: {reason}.")
     return {"casts": "by Triton"}
 

@@ -17,7 +17,7 @@ import jax
 import models
 
 import keras_policy_ext as kpe
-from keras_policy_ext.kernels import devices
+from keras_policy_ext.backends import devices
 
 
 def traced_step(model, shape):

@@ -18,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keras_policy_ext import kernels, recipes
-from keras_policy_ext.frameworks import torch_observations
-from keras_policy_ext.kernels import devices, engines
-from keras_policy_ext.kernels.both_layouts import Both
+from keras_policy_ext import backends, contractions, recipes
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.both_layouts import Both
+from keras_policy_ext.backends.torch import observations
 from keras_policy_ext.numerics.scale_protocol import HistoryScales
 from keras_policy_ext.numerics.scale_sources import source_of
 
@@ -150,16 +150,16 @@ def dense_step(size, recipe, triton, seen_lately=True):
     counter = Counter()
     casts = CountedCasts(counter) if triton else None
     engine = dataclasses.replace(
-        engines.engine(),
+        backends.engine(),
         both_layouts=casts,
         states=() if casts is None else (casts,),
     )
-    loaded = unittest.mock.patch.dict(engines._loaded, {"torch": engine})
+    loaded = unittest.mock.patch.dict(backends._engines, {"torch": engine})
     # Tensors without numbers, which cost nothing.
     meta = keras.device("meta"), torch.device("meta"), torch.no_grad()
     gpu = devices.pretend("h200")
     told = unittest.mock.patch.object(
-        torch_observations, "seen_lately", lambda state: seen_lately
+        observations, "seen_lately", lambda state: seen_lately
     )
     with meta[0], meta[1], meta[2], loaded, gpu, told:
         x, g = (torch.empty(size, size, dtype=torch.bfloat16) for _ in "xg")
@@ -186,13 +186,13 @@ def _in_float8(x, g, w, bias, recipe):
     state = ()
     if source.state_shape is not None:
         state = (torch.empty(source.state_shape),)
-    plan = kernels.make_plan(
-        kernels.Einsum("ab,bc->ac"), recipe, "bfloat16", "float32", True
+    plan = contractions.make_plan(
+        contractions.Einsum("ab,bc->ac"), recipe, "bfloat16", "float32", True
     )
     _, residuals = plan.bound.forward(x, w, state, True, bias.bfloat16())
     _, gradient, observed = plan.bound.backward(residuals, g, state)
     if state:
-        kernels.settling(recipe)(observed[0], state[0])
+        contractions.settling(recipe)(observed[0], state[0])
     return gradient
 
 

@@ -9,13 +9,13 @@ import sys
 import models
 import tensorflow as tf
 
-from keras_policy_ext import frameworks
-from keras_policy_ext.kernels import devices
+from keras_policy_ext import backends
+from keras_policy_ext.backends import devices
 
 # Trace as on a machine with such a GPU.
 pretending = devices.pretend("h200")
 pretending.__enter__()
-frameworks.current().on_cpu = lambda x: False
+backends.current().on_cpu = lambda x: False
 
 
 def traced_step(model, shape):

@@ -24,9 +24,9 @@ import keras
 import numpy as np
 
 from keras_policy_ext import recipes
+from keras_policy_ext.contractions.bound_operands import OperandUse
 from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
-from keras_policy_ext.kernels.bound_operands import OperandUse
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NUDGED = "; nudged "
@@ -120,11 +120,11 @@ def _forget_what_was_traced():
 
         jax.clear_caches()
     elif machine.backend() == "tensorflow":
-        from keras_policy_ext.frameworks import tensorflow as framework
-        from keras_policy_ext.frameworks import tensorflow_gradients
+        from keras_policy_ext.backends.tensorflow import backend as framework
+        from keras_policy_ext.backends.tensorflow import gradients
 
         framework._shared_forward.cache_clear()
-        tensorflow_gradients._shared_backward.cache_clear()
+        gradients._shared_backward.cache_clear()
 
 
 def _unrounded(x, scale, format_name, is_factor):

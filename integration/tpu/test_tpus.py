@@ -20,7 +20,7 @@ import jax
 import tpus
 
 import keras_policy_ext as kpe
-from keras_policy_ext.kernels import devices
+from keras_policy_ext.backends import devices
 
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
 HYBRID = [(E4M3, E4M3), (E4M3, E5M2), (E4M3, E5M2)]

@@ -24,17 +24,16 @@ from torch_counts import dense_step
 
 import keras_policy_ext as kpe
 from float8_states import SOURCES, assert_settles_as_the_source
-from keras_policy_ext import kernels, recipes
-from keras_policy_ext.frameworks import torch_observations
-from keras_policy_ext.frameworks.torch import FRAMEWORK
-from keras_policy_ext.kernels import (
-    engines,
-    torch_fused,
-    torch_triton_casts,
-    torch_triton_scales,
+from keras_policy_ext import backends, contractions, kernels, recipes
+from keras_policy_ext.backends.both_layouts import ScaleHint
+from keras_policy_ext.backends.torch import fused as torch_fused
+from keras_policy_ext.backends.torch import (
+    observations,
+    triton_casts,
+    triton_scales,
 )
-from keras_policy_ext.kernels.both_layouts import ScaleHint
-from keras_policy_ext.kernels.torch_fused import TritonCasts, TritonStates
+from keras_policy_ext.backends.torch.backend import BACKEND
+from keras_policy_ext.backends.torch.fused import TritonCasts, TritonStates
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_protocol import ScaleRule
@@ -77,7 +76,7 @@ def quantized(x, scale, format_name=FORMATS[0], unseen=None, seen_lately=False):
     rule = ScaleRule(inverted=True)
     known = ScaleHint(torch.tensor(scale), unseen, rule, seen_lately)
     asked = recipes.Quantization(format=format_name)
-    return torch_triton_casts.quantize_both_ways(
+    return triton_casts.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
     )
 
@@ -141,7 +140,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
     x[2, 3] = amax
     asked = recipes.Quantization(format=FORMATS[1], scale_rounding=rounding)
     known = ScaleHint(None, None, ScaleRule(inverted=False))
-    found = torch_triton_casts.quantize_both_ways(
+    found = triton_casts.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
     )
     expected = scaling.scale_from_amax(
@@ -155,7 +154,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
 def test_an_observation_is_that_of_the_source(slot):
     source = source_of(recipes.DelayedScaling(amax_history_length=3))
     amaxes = [torch.tensor(x) for x in (0.5, torch.inf, 0.0)]
-    found = torch_triton_scales.observation(source, amaxes, slot)
+    found = triton_scales.observation(source, amaxes, slot)
     np.testing.assert_array_equal(found, source.observation(amaxes, slot))
 
 
@@ -165,7 +164,7 @@ def test_an_observation_is_of_the_largest_amax_of_an_operand(last):
     parts = torch.rand(9000) + 1.0
     parts[4500], parts[-1] = 7.0, last
     wholes = torch.tensor(0.5), parts.amax(), torch.tensor(3.0)
-    found = torch_triton_scales.observation(
+    found = triton_scales.observation(
         source, [wholes[0], parts, wholes[2][None]], 2
     )
     np.testing.assert_array_equal(found, source.observation([*wholes], 2))
@@ -182,13 +181,13 @@ def test_states_settle_as_in_the_source(recipe):
 def fused(monkeypatch):
     """Native matmuls whose operands are cast by Triton, as on a GPU."""
     # Where a flag could be read only by waiting for it.
-    monkeypatch.setattr(FRAMEWORK, "known_any", lambda flags: None)
+    monkeypatch.setattr(BACKEND, "known_any", lambda flags: None)
     engine = dataclasses.replace(
-        engines.engine(),
+        backends.engine(),
         both_layouts=TritonCasts(interpreted=True),
         states=(TritonStates(interpreted=True),),
     )
-    monkeypatch.setitem(engines._loaded, "torch", engine)
+    monkeypatch.setitem(backends._engines, "torch", engine)
 
 
 def passes(recipe, dtype, state, observe=True):
@@ -199,8 +198,8 @@ def passes(recipe, dtype, state, observe=True):
         for size in ((3, 5, 32), (32, 48), (3, 5, 48))
     )
     with kernels.prefer("native"):
-        plan = kernels.make_plan(
-            kernels.Einsum("abc,cd->abd"), recipe, dtype, "float32", True
+        plan = contractions.make_plan(
+            contractions.Einsum("abc,cd->abd"), recipe, dtype, "float32", True
         )
     x, g = x.to(getattr(torch, dtype)), g.to(getattr(torch, dtype))
     outputs, residuals = plan.bound.forward(x, w, state, observe)
@@ -237,8 +236,8 @@ def test_a_step_has_the_bits_of_separate_casts(
 
 
 LAUNCHED = {
-    torch_triton_casts: ("amax", "cast"),
-    torch_triton_scales: ("history", "observation", "settle"),
+    triton_casts: ("amax", "cast"),
+    triton_scales: ("history", "observation", "settle"),
 }
 
 
@@ -260,13 +259,13 @@ def launched(fused, monkeypatch):
             kernel = getattr(module, f"{name}_kernel")
             noting = Noting(name, kernel)
             monkeypatch.setattr(module, f"{name}_kernel", noting)
-    zero = torch_triton_casts._zero
+    zero = triton_casts._zero
 
     def zeros(x):
         found.append("zeros")
         return zero(x)
 
-    monkeypatch.setattr(torch_triton_casts, "_zero", zeros)
+    monkeypatch.setattr(triton_casts, "_zero", zeros)
     return found
 
 
@@ -320,14 +319,14 @@ def test_a_state_that_is_put_back_is_noticed(launched, monkeypatch):
     assert launched.count("triton amax") == 0
     with monkeypatch.context() as later:
         # The host is ahead of the GPU, and knows of it what it told before.
-        later.setattr(torch_observations, "told", lambda state: None)
+        later.setattr(observations, "told", lambda state: None)
         state.value.data.copy_(before)
         again = step()
         assert launched.count("triton amax") == 0
         for one, other in zip(first, again, strict=True):
             np.testing.assert_array_equal(one, other)
     state.assign(before.numpy())
-    assert not torch_observations.seen_lately(state.value)
+    assert not observations.seen_lately(state.value)
     again = step()
     assert launched.count("triton amax") == 3
     for one, other in zip(first, again, strict=True):
@@ -336,16 +335,16 @@ def test_a_state_that_is_put_back_is_noticed(launched, monkeypatch):
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_whether_a_kernel_tells_the_host_is_tried(monkeypatch, writes):
-    zeros, flags = torch.zeros, torch_observations.pinned_flags
+    zeros, flags = torch.zeros, observations.pinned_flags
     monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
-        torch_observations, "pinned_flags", lambda count: flags(count, False)
+        observations, "pinned_flags", lambda count: flags(count, False)
     )
     if not writes:
-        scales = torch_triton_scales.history_scales
+        scales = triton_scales.history_scales
         monkeypatch.setattr(
-            torch_triton_scales,
+            triton_scales,
             "history_scales",
             lambda *args: scales(*args[:2]),
         )
@@ -378,29 +377,29 @@ def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):
             layer(torch.ones(16, 48), training=True).sum().backward()
             kpe.loops.settle(layer)
             layer(torch.ones(16, 48), training=True)
-    told = torch_observations.seen_lately
+    told = observations.seen_lately
     assert told(state_of(layer).value)
     assert not told(state_of(other).value)
     assert not told(state_of(copy.deepcopy(layer)).value)
 
 
 def test_memory_for_what_is_told_is_used_again(monkeypatch):
-    made, flags = [], torch_observations.pinned_flags
+    made, flags = [], observations.pinned_flags
 
     def pinned_flags(*args):
         made.append(flags(*args))
         return made[-1]
 
-    monkeypatch.setattr(torch_observations, "_FREE", [])
-    monkeypatch.setattr(torch_observations, "pinned_flags", pinned_flags)
+    monkeypatch.setattr(observations, "_FREE", [])
+    monkeypatch.setattr(observations, "pinned_flags", pinned_flags)
     for _ in range(3):
         layer = kpe.layers.Dense(4, dtype="float8_from_float32")
         layer.build((None, 8))
         state = state_of(layer).value
-        told = torch_observations.told(state)
-        assert not torch_observations.seen_lately(state)
+        told = observations.told(state)
+        assert not observations.seen_lately(state)
         told.fill_(False)  # as a kernel does
-        assert torch_observations.seen_lately(state)
+        assert observations.seen_lately(state)
         del layer, state
         gc.collect()
     assert len(made) == 1
@@ -433,8 +432,8 @@ def test_a_model_trains_the_same(fused, monkeypatch):
         return losses, model.get_weights()
 
     losses, weights = trained()
-    plain = dataclasses.replace(engines.engine(), both_layouts=None, states=())
-    monkeypatch.setitem(engines._loaded, "torch", plain)
+    plain = dataclasses.replace(backends.engine(), both_layouts=None, states=())
+    monkeypatch.setitem(backends._engines, "torch", plain)
     expected, expected_weights = trained()
     assert losses == expected
     for one, other in zip(weights, expected_weights, strict=True):

@@ -12,8 +12,8 @@ import functools
 import importlib.resources
 import json
 
-from keras_policy_ext import frameworks, kernels, recipes
-from keras_policy_ext.kernels import devices
+from keras_policy_ext import backends, contractions, recipes
+from keras_policy_ext.backends import devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +53,25 @@ def here() -> BreakEven:
 
     Where float8 matmuls are emulated nothing is won, whatever the table says.
     """
-    framework, pretended = frameworks.current(), devices.pretended()
+    framework, pretended = backends.current(), devices.pretended()
     backend = framework.name
     device = pretended.title if pretended else framework.device_name()
     row = next(row for row in table() if row.is_for(backend, device))
-    choice = choice_for(kernels.Einsum("ab,bc->ac"))
+    choice = choice_for(contractions.Einsum("ab,bc->ac"))
     if choice.native or row.size is None:
         return row
     reason = f"matmuls are emulated: {choice.reason}"
     return BreakEven(backend, device, None, reason)
 
 
-def choice_for(contraction: kernels.Einsum | kernels.Conv) -> kernels.Choice:
+def choice_for(
+    contraction: contractions.Einsum | contractions.Conv,
+) -> contractions.Choice:
     """Which kernel a contraction gets in a compiled step of training.
 
     Scales are those of whole tensors.
     """
     recipe = recipes.get("current")
-    plan = kernels.make_plan(contraction, recipe, "bfloat16", "float32")
+    plan = contractions.make_plan(contraction, recipe, "bfloat16", "float32")
     # `fit` compiles for a GPU on TensorFlow, and a model is converted before.
     return dataclasses.replace(plan, for_xla=True).resolved().choice

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext.conversion import models, training
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.contraction_hooks import contraction_hook
@@ -141,7 +141,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
         By the id of the state variable; nothing if an amax could not be read.
     """
     found: dict[int, np.ndarray] = {}
-    framework = frameworks.current()
+    framework = backends.current()
 
     def watch(state: StateVariable | None, inputs: Any) -> None:
         if state is None:

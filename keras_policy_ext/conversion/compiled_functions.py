@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext._keras import compiled_steps, walking
 from keras_policy_ext.conversion.candidates import path_of
 
@@ -37,14 +37,14 @@ class Compiled(NamedTuple):
 
 def forget(functions: Iterable[Compiled]) -> None:
     """Have compiled functions traced anew at their next call."""
-    framework = frameworks.current()
+    framework = backends.current()
     for each in functions:
         framework.forget_traces(each.function, each.layer)
 
 
 def found_in(model: keras.Layer) -> list[Compiled]:
     """Find the compiled functions of a model."""
-    is_compiled = frameworks.current().is_compiled
+    is_compiled = backends.current().is_compiled
     found: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)

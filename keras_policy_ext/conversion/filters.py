@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import kernels
+from keras_policy_ext import contractions
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.conversion.candidates import Candidate
 
@@ -119,13 +119,13 @@ class Auto:
         )
 
 
-def _contraction(layer: Any) -> kernels.Einsum | kernels.Conv:
+def _contraction(layer: Any) -> contractions.Einsum | contractions.Conv:
     """What a layer contracts, as far as the choice of a kernel asks."""
     if hasattr(layer, "kernel_size"):
         ones = (1,) * len(layer.kernel_size)
-        return kernels.Conv(ones, "valid", ones, "channels_last")
+        return contractions.Conv(ones, "valid", ones, "channels_last")
     equation = getattr(layer, "equation", "ab,bc->ac")
-    return kernels.Einsum(equation.replace("...", "").replace(" ", ""))
+    return contractions.Einsum(equation.replace("...", "").replace(" ", ""))
 
 
 def _wrong(name: str, value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext.conversion import summary
 from keras_policy_ext.policies.of_layers import float8_policy_of
 
@@ -40,7 +40,7 @@ def itemsizes(layer: Any) -> tuple[int, int] | None:
     asked = policy.recipe.quantization("inputs", "kernel_grad")
     if asked is None:
         return before, before
-    framework, kernel = frameworks.current(), kernels[0].value
+    framework, kernel = backends.current(), kernels[0].value
     return itemsize(framework.kept_dtype(kernel, asked.format)), before
 
 

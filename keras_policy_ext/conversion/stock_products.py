@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.frameworks import products
-from keras_policy_ext.frameworks.products import Product
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.backends import traced_products
+from keras_policy_ext.backends.traced_products import Product
+from keras_policy_ext.contractions import einsum
 from keras_policy_ext.layers.state import Float8State
 
 Shape = Sequence[int]
@@ -69,12 +69,12 @@ def of_call(layer: Any, shape: Shape) -> list[StockProduct] | None:
         return None
     if name == "Dense":
         kernel = shape[-1], layer.units
-        return [StockProduct(products.matmul(shape, kernel))]
+        return [StockProduct(traced_products.matmul(shape, kernel))]
     if name == "EinsumDense":
         kernel = tuple(variable_values.stored_kernel(layer).shape)
         ranks = len(shape), len(kernel)
         equation = einsum.explicit(layer.equation, *ranks)
-        product = products.einsum(equation, shape, kernel)
+        product = traced_products.einsum(equation, shape, kernel)
         tensors = map(keras.KerasTensor, (shape, kernel))
         outputs = keras.ops.einsum(equation, *tensors).shape
         return [StockProduct(product, shape=outputs)]
@@ -108,7 +108,9 @@ def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
         v for v in walking.own_weights(cell) if v.name.endswith("kernel")
     ]
     return [
-        StockProduct(products.convolution(positions, (batch,), kernel.shape))
+        StockProduct(
+            traced_products.convolution(positions, (batch,), kernel.shape)
+        )
         for kernel in kernels
     ]
 
@@ -118,7 +120,7 @@ def convolution(
 ) -> Product:
     """The product of a convolution, transposed or not."""
     counted = inputs if contraction.is_transposed else outputs
-    return products.convolution(
+    return traced_products.convolution(
         _positions(contraction, counted), inputs, kernel
     )
 
@@ -138,7 +140,7 @@ def _of_convolution(layer: Any, name: str, shape: Shape) -> Any:
     positions = _positions(layer, shape if name in _TRANSPOSED else outputs)
 
     def product(*kernel: int) -> Product:
-        return products.convolution(positions, shape, kernel)
+        return traced_products.convolution(positions, shape, kernel)
 
     if name in _BY_CHANNEL | _SEPARABLE:
         own = channels * layer.depth_multiplier

@@ -20,12 +20,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks, kernels
+from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import calls, graphs, walking
 from keras_policy_ext._keras.while_building import in_place_of
+from keras_policy_ext.backends import traced_products
+from keras_policy_ext.backends.traced_products import Product
 from keras_policy_ext.conversion import stock_products
-from keras_policy_ext.frameworks import products
-from keras_policy_ext.frameworks.products import Product
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.policies.of_layers import float8_policy_of
@@ -235,7 +235,7 @@ class _Tracer:
 
         self._frames.append(frame)
         try:
-            found = frameworks.current().trace(function, tensors)
+            found = backends.current().trace(function, tensors)
         finally:
             self._frames.pop()
         here = owner or layer
@@ -411,9 +411,9 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
         bias: Any = None,
     ) -> Any:
         shapes = tuple(inputs.shape), tuple(kernel.shape)
-        if isinstance(contraction, kernels.Einsum):
+        if isinstance(contraction, contractions.Einsum):
             equation = contraction.equation
-            product = products.einsum(equation, *shapes)
+            product = traced_products.einsum(equation, *shapes)
             outputs = ops.einsum(equation, *map(keras.KerasTensor, shapes))
         else:
             outputs = contraction.of(*map(keras.KerasTensor, shapes))

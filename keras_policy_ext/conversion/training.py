@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext._keras import (
     built_layers,
     compiled_steps,
@@ -72,7 +72,7 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     compiled_functions.forget(compiled)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
-    frameworks.current().let_go([v for v in gone if not is_state(v)])
+    backends.current().let_go([v for v in gone if not is_state(v)])
 
 
 def _slots(model: keras.Layer) -> list[keras.Variable]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import frameworks, kernels
+from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import built_layers
 from keras_policy_ext.conversion import freezing, models, training
 from keras_policy_ext.conversion.candidates import path_of
@@ -63,9 +63,9 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
 def _to_widen(layer: Any) -> list[stored_variable.StoredVariable]:
     """The kernels of a layer that each call widens as a whole."""
     recipe = layer.float8_policy.recipe
-    if not layer.float8_trains or kernels.multiplies_codes(recipe):
+    if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []
-    cuts = frameworks.current().cuts
+    cuts = backends.current().cuts
     stored = stored_weights.stored_in(layer)
     return [each for each in stored if not cuts(math.prod(each.shape))]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import backends
 
 SLOW = 4.0
 """A matmul that takes so many times as long as in float32 is called slow."""
@@ -22,7 +22,7 @@ def slowdown() -> float:
     CPUs without instructions for bfloat16 take up to 50 times as long on
     PyTorch. On other devices nothing is measured, and it is 1.
     """
-    if kernels.engine().device().maker != "cpu":
+    if backends.engine().device().maker != "cpu":
         return 1.0
     return _seconds("bfloat16") / _seconds("float32")
 

@@ -9,16 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from keras_policy_ext import kernels, recipes, stored_kernels
+from keras_policy_ext import backends, contractions, recipes, stored_kernels
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.diagnostics import bfloat16_speed, machine
-from keras_policy_ext.kernels import Choice, devices
 
-CONTRACTIONS: dict[str, kernels.Einsum | kernels.Conv] = {
-    "matmul (Dense)": kernels.Einsum("bi,io->bo"),
-    "einsum over several axes": kernels.Einsum("bthk,hkd->btd"),
-    "einsum with a shared axis": kernels.Einsum("bei,eio->beo"),
-    "convolution": kernels.Conv((1, 1), "valid", (1, 1), "channels_last"),
+CONTRACTIONS: dict[str, contractions.Einsum | contractions.Conv] = {
+    "matmul (Dense)": contractions.Einsum("bi,io->bo"),
+    "einsum over several axes": contractions.Einsum("bthk,hkd->btd"),
+    "einsum with a shared axis": contractions.Einsum("bei,eio->beo"),
+    "convolution": contractions.Conv((1, 1), "valid", (1, 1), "channels_last"),
 }
 
 
@@ -51,7 +52,7 @@ def verdict() -> str:
     """Whether training in float8 gains on this device, in a sentence."""
     row = break_even.here()
     choice = break_even.choice_for(CONTRACTIONS["matmul (Dense)"])
-    device = kernels.engine().device()
+    device = backends.engine().device()
     title = device.title
     where = f"{title[0].upper()}{title[1:]} with {machine.backend()}"
     if not choice.native:
@@ -94,7 +95,7 @@ def facts_table() -> Table:
 
 def device_table() -> Table:
     """What the device can do, and where that is written."""
-    found = kernels.engine().device()
+    found = backends.engine().device()
     elsewhere = devices.pretended() is not None
     title = "A device that is elsewhere" if elsewhere else "This device"
     table = Table(title=title, show_header=False)
@@ -118,19 +119,19 @@ def rows() -> list[tuple[str, str, str, str]]:
             shown = "all" if all_of_them else ", ".join(users)
             by_contraction.setdefault((shown, choice), []).append(name)
     return [
-        (", ".join(contractions), users, *choice)
-        for (users, choice), contractions in by_contraction.items()
+        (", ".join(names), users, *choice)
+        for (users, choice), names in by_contraction.items()
     ]
 
 
 def _choices(
-    contraction: kernels.Einsum | kernels.Conv,
+    contraction: contractions.Einsum | contractions.Conv,
 ) -> dict[Choice, list[str]]:
     """The recipes of each choice, with the matmuls unless it is all three."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
         plan = _as_there(
-            kernels.make_plan(
+            contractions.make_plan(
                 contraction, recipes.get(recipe), "bfloat16", "float32"
             )
         )
@@ -178,7 +179,7 @@ def frozen_rows() -> list[tuple[str, str, str, str]]:
             recipe = recipes.FrozenKernels(per=per, activations=activations)
             axes = stored_kernels.Axes((0,), (1,))
             plan = _as_there(
-                kernels.frozen_plan(contraction, recipe, axes, "bfloat16")
+                contractions.frozen_plan(contraction, recipe, axes, "bfloat16")
             )
             key = str(activations or "not quantized"), plan.choice
             found.setdefault(key, []).append(per)

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import _user_code, frameworks, kernels, policies, recipes
+from keras_policy_ext import _user_code, backends, policies, recipes
 from keras_policy_ext._keras import global_policy, walking
+from keras_policy_ext.backends.measured import Measured
 from keras_policy_ext.conversion import in_place, models
 from keras_policy_ext.conversion.argument_types import (
     LayerFilter,
@@ -30,7 +31,6 @@ from keras_policy_ext.diagnostics.memory_report import (
     MemoryReport,
     ModelMemory,
 )
-from keras_policy_ext.frameworks.kept import Measured
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_variable import held, is_state
@@ -222,8 +222,8 @@ def _counted(
         if not isinstance(layer, Float8State)
     ]
     # Loaded here, and not while tensors have no numbers.
-    kernels.engine()
-    framework = frameworks.current()
+    backends.engine()
+    framework = backends.current()
     with undone(layers), unchanged_counters(layers):
         step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 
 _RECOMPUTED = (
@@ -28,7 +28,7 @@ def activated(activation: Any, x: Tensor) -> Tensor:
     if activation is None:
         return x
     if activation is keras.activations.relu:
-        return frameworks.current().relu(x)
+        return backends.current().relu(x)
     if activation in _RECOMPUTED:
-        return frameworks.current().recomputed(activation, x)
+        return backends.current().recomputed(activation, x)
     return activation(x)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import contractions
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import lora
@@ -63,7 +63,7 @@ class _Float8Conv(_Convolves):
             widths[axis] = (before, 0)
             inputs = ops.pad(inputs, widths)
             padding = "valid"
-        contraction = kernels.Conv(
+        contraction = contractions.Conv(
             self.strides, padding, self.dilation_rate, self.data_format
         )
         kernel = variable_values.stored_kernel(self)
@@ -78,7 +78,7 @@ class _Float8ConvTranspose(_Convolves):
     """The common part of transposed convolutions of every rank."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
-        contraction = kernels.ConvTranspose(
+        contraction = contractions.ConvTranspose(
             self.strides,
             self.padding,
             self.dilation_rate,
@@ -113,7 +113,7 @@ class _Float8SeparableConv(_Convolves):
             dilation_rate=self.dilation_rate,
         )
         ones = (1,) * self.rank
-        contraction = kernels.Conv(ones, "valid", ones, self.data_format)
+        contraction = contractions.Conv(ones, "valid", ones, self.data_format)
         return self._contract(contraction, x, self.pointwise_kernel, training)
 
 

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.contractions import einsum
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in

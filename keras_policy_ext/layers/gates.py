@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 
 from keras import ops
 
-from keras_policy_ext import kernels
+from keras_policy_ext import contractions
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.kernels import einsum
-from keras_policy_ext.kernels.contractions import in_one_scale
+from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions.kinds import in_one_scale
+from keras_policy_ext.numerics.quantized import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
-class Gates(kernels.Einsum):
+class Gates(contractions.Einsum):
     """An einsum with a kernel whose columns are those of several gates.
 
     With one scale for a tensor the kernel is quantized whole, so that all
@@ -48,9 +49,7 @@ class Gates(kernels.Einsum):
         gates, features, units = super().kernel_axes((rows, (), ()), asked)
         return gates, None if columns else features, units
 
-    def read(
-        self, name: str, quantized: kernels.Quantized
-    ) -> kernels.Quantized:
+    def read(self, name: str, quantized: Quantized) -> Quantized:
         """See `Contraction.read`: the gates that are multiplied."""
         if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))

@@ -13,7 +13,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.kernels import einsum
+from keras_policy_ext.contractions import einsum
 
 
 def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _bases, frameworks, kernels, policies
+from keras_policy_ext import _bases, backends, contractions, policies
 from keras_policy_ext._keras import (
     built_layers,
     calls,
@@ -230,7 +230,7 @@ class Float8Mixin(
         """
         if inputs is None or getattr(kernel, "shape", None) is None:
             raise ValueError(no_operands(inputs, kernel))
-        dtype = None if dtype is None else kernels.compute_dtype(dtype)
+        dtype = None if dtype is None else contractions.compute_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = _contraction_of(equation, inputs, kernel)
         if self.float8_policy is None:
@@ -274,7 +274,7 @@ class Float8Mixin(
             explicit = contraction.equation
             return self._plain_einsum(explicit, first, second, dtype)
         dtype = dtype or self.compute_dtype
-        plan = kernels.make_plan(
+        plan = contractions.make_plan(
             contraction,
             self._recipe_of_activations,
             dtype,
@@ -283,10 +283,10 @@ class Float8Mixin(
         )
         self.float8_state.last_call.plan = plan
         operands = ops.cast(first, dtype), ops.cast(second, dtype)
-        return kernels.run(plan, *operands)
+        return contractions.run(plan, *operands)
 
     @property
-    def kernel_choice(self) -> kernels.Choice | None:
+    def kernel_choice(self) -> contractions.Choice | None:
         """Whether the last forward matmul was native, and why."""
         plan = self.float8_state.last_call.plan
         return None if plan is None else plan.choice
@@ -349,7 +349,7 @@ class Float8Mixin(
 
     def _contract(
         self,
-        contraction: kernels.Contraction,
+        contraction: contractions.Contraction,
         inputs: Tensor,
         kernel: Any,
         training: bool | None,
@@ -367,11 +367,11 @@ class Float8Mixin(
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
-        framework = frameworks.current()
+        framework = backends.current()
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
         state, slot = self._state_of(kernel, value, training, compiling)
-        plan = kernels.make_plan(
+        plan = contractions.make_plan(
             contraction,
             policy.recipe,
             dtype,
@@ -384,20 +384,20 @@ class Float8Mixin(
         self.float8_state.last_call.plan = plan
         if not compiling and contraction_hooks.are_set():
             contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
-        return kernels.run(plan, inputs, value, *state, bias=bias)
+        return contractions.run(plan, inputs, value, *state, bias=bias)
 
     def _contract_stored(
         self,
-        contraction: kernels.Contraction,
+        contraction: contractions.Contraction,
         inputs: Tensor,
         kernel: StoredVariable,
         dtype: str,
     ) -> Tensor:
-        plan = kernels.frozen_plan(
+        plan = contractions.frozen_plan(
             contraction, kernel.recipe, kernel.axes, dtype
         )
         self.float8_state.last_call.plan = plan
-        return kernels.run_frozen(plan, inputs, *kernel.multiplied)
+        return contractions.run_frozen(plan, inputs, *kernel.multiplied)
 
     @property
     def _has_stored_gradient(self) -> bool:
@@ -420,7 +420,7 @@ class Float8Mixin(
         variable = self.float8_state.of(kernel)
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
-        framework = frameworks.current()
+        framework = backends.current()
         if not compiling:
             variable.look_at(value)
         matrix = variable.matrix()
@@ -449,10 +449,12 @@ class Float8Mixin(
         )
 
 
-def _contraction_of(equation: str, first: Any, second: Any) -> kernels.Einsum:
+def _contraction_of(
+    equation: str, first: Any, second: Any
+) -> contractions.Einsum:
     """The contraction of an equation for two operands."""
     # torch.compile leaves caches out, and sizes that it traces have no hash.
-    compiling = frameworks.current().is_compiling()
+    compiling = backends.current().is_compiling()
     is_plain = compiling or not isinstance(equation, str)
     found = contraction_of if is_plain else known_contraction_of
     return found(equation, tuple(first.shape), tuple(second.shape))

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.kernels import Einsum, einsum
+from keras_policy_ext.contractions import Einsum, einsum
 
 
 def static_flag(training: Any) -> bool | None:

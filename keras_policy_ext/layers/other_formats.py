@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keras_policy_ext import _user_code, formats, kernels
+from keras_policy_ext import _user_code, backends, formats
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.recipes.fields import counterpart
@@ -14,7 +14,7 @@ def warn(policy: Float8DTypePolicy) -> None:
     A loaded model goes on in the formats that it was trained in, on any
     device: numbers and scales stay what they were.
     """
-    native = kernels.engine().device().float8
+    native = backends.engine().device().float8
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:
         return
@@ -35,7 +35,8 @@ def _text(policy: Float8DTypePolicy, native: str) -> str:
     own, others = _formats_of(policy.recipe), formats.FAMILIES[native]
     text = (
         f"This model was trained in {' and '.join(own)}; "
-        f"{kernels.engine().device().title} multiplies {' and '.join(others)}. "
+        f"{backends.engine().device().title} multiplies "
+        f"{' and '.join(others)}. "
         "It stays in the formats that it has, with its numbers and scales, "
         "and its matmuls are emulated."
     )

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks, kernels
+from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_files import (
@@ -59,7 +59,7 @@ class LastCall:
         plan: Its plan; None before the first one.
     """
 
-    plan: kernels.Plan | kernels.FrozenPlan | None = None
+    plan: contractions.Plan | contractions.FrozenPlan | None = None
 
 
 class Float8State(keras.layers.Layer):
@@ -183,7 +183,7 @@ class Float8State(keras.layers.Layer):
             for key, value in entries_for_file(number, variable).items():
                 other_kernel = merged and ".kernel." in key
                 store[key] = np.zeros_like(value) if other_kernel else value
-            earlier = frameworks.current().earlier_observation(variable)
+            earlier = backends.current().earlier_observation(variable)
             if earlier is not None:
                 store[earlier_key(number)] = earlier_for_file(earlier)
 
@@ -246,7 +246,7 @@ class Float8State(keras.layers.Layer):
             # A state of another history length has another shape.
             if earlier is not None and earlier.shape == matrix.shape:
                 earlier = earlier_of_file(earlier)
-                framework = frameworks.current()
+                framework = backends.current()
                 framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:

@@ -39,7 +39,6 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _input_files
-from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.layers.state_variable import (
     StateVariable,
     is_amax,
@@ -48,6 +47,7 @@ from keras_policy_ext.layers.state_variable import (
 from keras_policy_ext.numerics.observations import (
     MOST_STEPS,
     ROUNDING,
+    UNIT,
     UNSEEN,
     VALID_MARK,
 )

@@ -9,13 +9,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, frameworks, kernels
+from keras_policy_ext import _user_code, backends, contractions
 from keras_policy_ext._keras import assignments, averages, variable_values
-from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SLOTS,
+    UNIT,
     UNSEEN,
     VALID_MARK,
     StateLayout,
@@ -111,7 +111,7 @@ class StateVariable(
 
     def value_made(self, value: Any) -> None:
         """Keep observations by the tensor that now holds this variable."""
-        frameworks.current().keep_observations(self, value)
+        backends.current().keep_observations(self, value)
 
     def assign(self, value: Any) -> Any:
         """Settle `value`, an observation or a state, and store the result.
@@ -147,11 +147,11 @@ class StateVariable(
         value = ops.convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            value = frameworks.current().assigned(self, value)
+            value = backends.current().assigned(self, value)
         assigned = super().assign(value)
         if readable or settled:
             self.warn_if_moved()
-        if readable and frameworks.current().keeps_values_apart:
+        if readable and backends.current().keeps_values_apart:
             self._count_unchanged()
         return assigned
 
@@ -186,7 +186,7 @@ class StateVariable(
         As where a compiled step that has no place for observations returns
         the state as it got it.
         """
-        value = frameworks.current().known_value(self)
+        value = backends.current().known_value(self)
         if value is None or not (self.trainable and self.observes_amaxes):
             return
         row = _kernel_row(np.asarray(value))
@@ -201,7 +201,7 @@ class StateVariable(
         where it was assigned more often.
         """
         self._ahead += 1
-        if self._ahead > 0 and frameworks.current().keeps_variables_in_graphs:
+        if self._ahead > 0 and backends.current().keeps_variables_in_graphs:
             self.catch_up()
 
     def stepped_beside(self) -> None:
@@ -217,7 +217,7 @@ class StateVariable(
         """
         if self._watched != id(self.kernel):  # this is a copy of another
             self._watch()
-        framework = frameworks.current()
+        framework = backends.current()
         if framework.keeps_values_apart:
             return  # see `value`
         version = framework.version(kernel)
@@ -255,7 +255,7 @@ class StateVariable(
         if not variable_values.has_value(self.kernel):
             return None
         kernel = variable_values.value_without_autocast(self.kernel)
-        return frameworks.current().version(kernel)
+        return backends.current().version(kernel)
 
     def catch_up(self, beyond: float = 1.0) -> None:
         """Enter the amax of the kernel if it is larger than the scale allows.
@@ -281,9 +281,9 @@ class StateVariable(
         """
         if not self.observes_amaxes:
             return matrix
-        settle = kernels.catching_up(self.recipe, beyond)
+        settle = contractions.catching_up(self.recipe, beyond)
         amax = scaling.amax(kernel)
-        return frameworks.current().settle_here(settle, amax, matrix)
+        return backends.current().settle_here(settle, amax, matrix)
 
     @property
     def settling(self) -> Any:
@@ -291,7 +291,7 @@ class StateVariable(
 
         See `kernels.settling`.
         """
-        return kernels.settling(self.recipe)
+        return contractions.settling(self.recipe)
 
     def matrix(self) -> Any:
         """The tensor in this variable.
@@ -308,7 +308,7 @@ class StateVariable(
 
     def warn_if_moved(self) -> None:
         """Warn, once, if this state was moved and can be read at no cost."""
-        value = frameworks.current().known_value(self)
+        value = backends.current().known_value(self)
         if value is None or value is self._looked_at:
             return
         # On JAX each assignment brings another array.

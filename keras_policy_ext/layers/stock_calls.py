@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _bases, frameworks, kernels
+from keras_policy_ext import _bases, backends, contractions
 from keras_policy_ext._keras import stock_float8
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.drop_in import drop_ins
@@ -103,8 +103,8 @@ class StockCalls(_bases.MixedInto):
         leaves = keras.tree.flatten((args, kwargs))
         differentiable = [is_floating_tensor(leaf) for leaf in leaves]
         tensors = list(itertools.compress(leaves, differentiable))
-        compiling = frameworks.current().is_compiling()
-        kind = None if compiling else kernels.preferred()
+        compiling = backends.current().is_compiling()
+        kind = None if compiling else contractions.preferred()
 
         def bound(*tensors: Tensor, **_: Any) -> Tensor:
             # Keras hands on `training` besides, which is among the leaves.
@@ -116,7 +116,7 @@ class StockCalls(_bases.MixedInto):
             args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), merged)
             # The second time it may be called on a thread of the framework.
             chosen = contextlib.nullcontext()
-            with chosen if kind is None else kernels.prefer(kind):
+            with chosen if kind is None else contractions.prefer(kind):
                 return layer_call(*args_, **kwargs_)
 
         again = super().rematerialized_call(bound, *args, **kwargs)

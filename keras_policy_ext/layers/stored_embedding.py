@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.drop_in import drop_in
@@ -65,7 +65,7 @@ def look_up(layer: Any, inputs: Tensor) -> Tensor:
     variable = variable_values.stored_embeddings(layer)
     codes, scale, *_ = variable.constants
     rows = ops.take(codes, inputs, axis=0)
-    numbers = frameworks.current().numbers(rows, variable.weights)
+    numbers = backends.current().numbers(rows, variable.weights)
     x = ops.multiply(numbers, _scale_of(scale, inputs, variable))
     x = ops.cast(x, layer.compute_dtype)
     if not layer.lora_enabled:
@@ -86,5 +86,5 @@ def _scale_of(scale: Tensor, inputs: Tensor, variable: Any) -> Tensor:
     if variable.granularity == "channel":
         return ops.take(scale, inputs, axis=0)
     rows = ops.take(scale, ops.floor_divide(inputs, BLOCK), axis=0)
-    whole = frameworks.current().repeat(rows, BLOCK, -1)
+    whole = backends.current().repeat(rows, BLOCK, -1)
     return whole[..., : variable.shape[1]]

@@ -25,7 +25,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats, frameworks, kernels
+from keras_policy_ext import backends, contractions, formats
 from keras_policy_ext._keras import (
     built_layers,
     summaries,
@@ -141,7 +141,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         if self.widened is not None:
             return ops.cast(self.widened.as_stored, self.dtype)
         codes, scale, *_ = self.constants
-        return kernels.dequantized(
+        return contractions.dequantized(
             self.recipe, self.axes, codes, scale, self.dtype
         )
 
@@ -210,7 +210,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         codes, *scales = self.constants
         if self.widened is not None:
             return self.widened.as_stored, *scales
-        framework = frameworks.current()
+        framework = backends.current()
         gathering = framework.gathering_of(self.codes)
         if gathering is not None:
             codes = framework.gathered(codes, gathering, gathering.axes)
@@ -277,8 +277,8 @@ def add_stored(
         and then itself: see `read_as_numbers`.
     """
     # Loaded here, and not in the first call, which a compiler may trace.
-    kernels.engine()
-    frameworks.current()
+    backends.engine()
+    backends.current()
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):

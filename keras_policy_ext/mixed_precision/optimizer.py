@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision import _arguments, scaling
@@ -157,7 +157,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """The current scale: float32 scalar."""
         scale = self._read("dynamic_scale", self.initial_scale, "float32")
         # Who reads it may multiply the loss by it.
-        self._unscaling.use_scale(frameworks.current().is_traced(scale))
+        self._unscaling.use_scale(backends.current().is_traced(scale))
         return scale
 
     @property
@@ -181,7 +181,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Tensor of the same shape; float32, or float64 if the loss is.
         """
-        is_traced, scale = frameworks.current().is_traced, self._scale()
+        is_traced, scale = backends.current().is_traced, self._scale()
         traced = is_traced(loss)
         if self.dynamic and traced and not is_traced(scale):
             self._unscaling.warn_of_constant(self.name)
@@ -259,7 +259,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
         self._check_scaled(grads, variables)
-        framework = frameworks.current()
+        framework = backends.current()
         finite = framework.on_all_replicas(scaling.all_finite(grads))
         framework.run_if(
             finite,
@@ -314,7 +314,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if self.max_skipped_steps is None:
             return
-        skipped = frameworks.current().known_integer(self.skipped_steps)
+        skipped = backends.current().known_integer(self.skipped_steps)
         if skipped is not None and skipped >= self.max_skipped_steps:
             raise FloatingPointError(
                 "No step was taken for a while, because a gradient was not "
@@ -412,7 +412,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.dynamic and self.initial_scale == 1.0:
             return
         known = next((g for g in grads if g is not None), None)
-        traced = frameworks.current().is_traced(known)
+        traced = backends.current().is_traced(known)
         self._unscaling.check_scaled(variables[0], traced, self.name)
 
     def _unscaled(

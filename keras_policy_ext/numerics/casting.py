@@ -8,8 +8,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats, frameworks
+from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics.primitives import primitives
 
 CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
 """Formats for which all three frameworks have a dtype."""
@@ -167,7 +168,7 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
     """`ops.cast`, from and to formats that Keras does not know as well."""
     if "fnuz" in f"{x.dtype} {dtype}":
-        return frameworks.current().as_dtype(x, dtype)
+        return primitives().as_dtype(x, dtype)
     return ops.cast(x, dtype)
 
 
@@ -235,7 +236,7 @@ def scaled(
     x = ops.cast(x, "float32")
     if is_factor:
         return ops.clip(ops.multiply(x, scale), -limit, limit)
-    divisor = frameworks.current().divisor(x, scale)
+    divisor = primitives().divisor(x, scale)
     return ops.clip(ops.divide(x, divisor), -limit, limit)
 
 

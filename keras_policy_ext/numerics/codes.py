@@ -12,14 +12,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats, frameworks
+from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.frameworks.code_tables import HALVES
 from keras_policy_ext.numerics.casting import (
     EXPONENT_BITS,
     MAGNITUDE_BITS,
     view,
 )
+from keras_policy_ext.numerics.primitives import HALVES, primitives
 
 MANTISSA = 23
 NAN = 0x7FC00000
@@ -129,7 +129,7 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
     """See `decode`; the framework's numbers, and NaN of e4m3fn."""
-    found = frameworks.current().numbers(codes, format_name)
+    found = primitives().numbers(codes, format_name)
     if HALVES[format_name][0] == _BITS:
         return found
     magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)

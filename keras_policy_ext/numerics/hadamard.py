@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import frameworks
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics.primitives import primitives
 
 SIZE = 16
 
@@ -35,7 +35,7 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     Returns:
         Float32 tensor of the same shape.
     """
-    framework = frameworks.current()
+    axes = primitives()
     shape = ops.shape(matrix)
     after = 1 if axis == 2 else shape[2]
     signs = np.array(SIGNS, "float32")[:, np.newaxis]
@@ -43,11 +43,11 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     for distance in (1, 4):
         # Two stages at once: a pass over memory less, each.
         quarters = (-1, 4 // distance, 4, distance, after)
-        fours = framework.reshape(x, quarters)
+        fours = axes.reshape(x, quarters)
         a, b, c, d = (fours[:, :, i] for i in range(4))
         a, b, c, d = a + b, a - b, c + d, c - d
-        x = framework.stack([a + c, b + d, a - c, b - d], axis=2)
-    return framework.reshape(x, shape) * 0.25
+        x = axes.stack([a + c, b + d, a - c, b - d], axis=2)
+    return axes.reshape(x, shape) * 0.25
 
 
 def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:

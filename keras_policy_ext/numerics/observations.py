@@ -43,8 +43,16 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.frameworks.operations import UNIT
 from keras_policy_ext.recipes import OPERANDS
+
+UNIT = 2.0**-24
+"""What stands for 1 in the gradient of a state: a use, and an amax of 1.
+
+Training loops measure and clip gradients, this one too. It is so small that a
+thousand layers with amaxes of 1000 count as 0.003 in the norm of all. A power
+of two, so that amaxes from 2^-102 on lose nothing; smaller ones may count as 0.
+"""
+
 
 SLOTS = 8
 """Uses of a layer in one step whose amaxes are told apart."""

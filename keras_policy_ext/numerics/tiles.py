@@ -11,9 +11,9 @@ from typing import Any
 
 from keras import ops
 
-from keras_policy_ext import frameworks
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import scaling
+from keras_policy_ext.numerics.primitives import primitives
 from keras_policy_ext.recipes import Tile
 
 
@@ -48,7 +48,7 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
     """
     for axis, size in ((1, tile.free), (2, tile.contracted)):
         if size not in (None, 1):
-            scale = frameworks.current().repeat(scale, size, axis)
+            scale = primitives().repeat(scale, size, axis)
             whole = ops.shape(matrix)[axis]
             scale = scale[:, :whole] if axis == 1 else scale[:, :, :whole]
     return scale
@@ -68,7 +68,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     if not all(isinstance(each, int) and each == 0 for each in over):
         matrix = ops.pad(matrix, ((0, 0), (0, over[0]), (0, over[1])))
     blocks = (b, rows, free, columns, contracted)
-    return frameworks.current().reshape(matrix, blocks)
+    return primitives().reshape(matrix, blocks)
 
 
 def _counted(size: Any, of: int | None) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from conftest import visible_gpus
-from keras_policy_ext import frameworks, kernels
+from keras_policy_ext import backends, contractions, kernels
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.conversion.break_even import BreakEven
 from keras_policy_ext.diagnostics import doctor
@@ -32,7 +32,7 @@ def gpu(monkeypatch):
                 return kernels.Choice("emulated", "there is no such kernel")
             return NATIVE
 
-        framework = type(frameworks.current())
+        framework = type(backends.current())
         monkeypatch.setattr(framework, "device_name", lambda self: device)
         monkeypatch.setattr(break_even, "table", lambda: rows)
         monkeypatch.setattr(break_even, "choice_for", choice_for)
@@ -101,7 +101,7 @@ def test_few_rows_gain_less(gpu):
 
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
 def test_what_would_be_emulated_stays(gpu):
-    gpu(1, emulated=kernels.Conv)
+    gpu(1, emulated=contractions.Conv)
     layers = [keras.layers.Conv1D(16, 1), keras.layers.Dense(16)]
     model = keras.Sequential([keras.Input((4, 16)), *layers])
     report = kpe.convert(model, POLICY, filter="auto")
@@ -110,7 +110,7 @@ def test_what_would_be_emulated_stays(gpu):
 
 
 def test_where_matmuls_are_emulated_no_size_gains(gpu):
-    gpu(64, emulated=kernels.Einsum)
+    gpu(64, emulated=contractions.Einsum)
     row = break_even.here()
     assert (row.size, row.device) == (None, "NVIDIA Pretence 9000")
     assert row.origin == "matmuls are emulated: there is no such kernel"
@@ -118,7 +118,7 @@ def test_where_matmuls_are_emulated_no_size_gains(gpu):
 
 def test_the_choice_is_that_of_a_compiled_step():
     """On TensorFlow too, where a model is converted before it is compiled."""
-    matmul = kernels.Einsum("abc,cde->abde")
+    matmul = contractions.Einsum("abc,cde->abde")
     with kernels.prefer("native"):
         assert break_even.choice_for(matmul).native
     with kernels.prefer("emulated"):

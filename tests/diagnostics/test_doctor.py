@@ -7,10 +7,11 @@ import keras
 import pytest
 from rich.console import Console
 
-from keras_policy_ext import kernels, recipes
+from keras_policy_ext import backends, contractions, kernels, recipes
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import break_even
 from keras_policy_ext.diagnostics import bfloat16_speed, doctor
-from keras_policy_ext.kernels import Choice, devices
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,8 @@ def users(cell):
 def answers():
     """Kind and reason by contraction, recipe and matmul."""
     found = {}
-    for contractions, cell, *choice in doctor.rows():
-        for contraction in contractions.split(", "):
+    for names, cell, *choice in doctor.rows():
+        for contraction in names.split(", "):
             for user in users(cell):
                 assert (contraction, *user) not in found
                 found[contraction, *user] = tuple(choice)
@@ -61,19 +62,19 @@ def test_equal_answers_share_a_row_and_others_name_their_matmuls(monkeypatch):
         wide = plan.recipe.name == "delayed" and matmul != "forward"
         return None, Choice("native", "wide" if wide else "fast")
 
-    monkeypatch.setattr(kernels.Plan, "choose", choose)
-    contractions = ", ".join(doctor.CONTRACTIONS)
+    monkeypatch.setattr(contractions.Plan, "choose", choose)
+    every = ", ".join(doctor.CONTRACTIONS)
     _, *others = recipes.names()
 
     assert doctor.rows() == [
         (
-            contractions,
+            every,
             ", ".join(["delayed: forward", *others]),
             "native",
             "fast",
         ),
         (
-            contractions,
+            every,
             "delayed: inputs_grad and kernel_grad",
             "native",
             "wide",
@@ -174,7 +175,7 @@ def test_doctor_begins_with_one_sentence_of_the_device(name):
     title = devices.get(name).title
     assert first.startswith(f"{title[0].upper()}{title[1:]} with")
     with devices.pretend(name):
-        choice = break_even.choice_for(kernels.Einsum("ab,bc->ac"))
+        choice = break_even.choice_for(contractions.Einsum("ab,bc->ac"))
     assert ("natively" in first) == choice.native
     assert ("emulated" in first) != choice.native
 
@@ -211,7 +212,7 @@ def test_the_slowdown_is_that_of_a_matmul_in_bfloat16(monkeypatch):
 def test_without_a_name_it_is_about_this_machine():
     printed = printed_for(None)
     assert "This machine" in printed
-    assert kernels.engine().device().title in printed
+    assert backends.engine().device().title in printed
     assert "Float8 gains" in printed
 
 

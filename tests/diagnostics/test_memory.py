@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from cases import mostly
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from memory_models import ARRAY, BATCH, IN, OUT, WIDE, by_name, mlp, snapshot
 from ways import BACKEND
 
@@ -84,7 +84,7 @@ def test_a_model_that_xla_compiles_counts_as_it_is_compiled():
 
 def kept_dtype():
     """In which numbers of e4m3fn are kept here, of one byte or more."""
-    name = frameworks.current().kept_dtype(ops.zeros((1, 1)), "float8_e4m3fn")
+    name = backends.current().kept_dtype(ops.zeros((1, 1)), "float8_e4m3fn")
     return "uint8" if name.startswith("float8") else name
 
 

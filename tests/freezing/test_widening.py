@@ -8,7 +8,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from frozen_models import JIT, frozen_layers, outputs_of
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from steps import normal, numpy
 
 LAYERS = keras.layers
@@ -92,7 +92,7 @@ def test_no_call_widens_codes(build, activations, monkeypatch):
     def numbers(codes, name):
         raise AssertionError("codes are widened")
 
-    framework = frameworks.current()
+    framework = backends.current()
     monkeypatch.setattr(type(framework), "numbers", lambda _, *x: numbers(*x))
     with pytest.raises(AssertionError, match="codes are widened"):
         model(batch(model, 7))

@@ -9,7 +9,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras import transposed_windows
-from keras_policy_ext.kernels.contractions import ConvTranspose
+from keras_policy_ext.contractions.kinds import ConvTranspose
 from steps import gradients, numpy
 
 EXACT = "float8/current(power_of_two=True)_from_float32"

@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from cases import mostly
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 from keras_policy_ext.numerics.scale_sources import source_of
 from penalties import loss_and_gradients, slopes, steepness
 from steps import no_grad, normal, numpy, relative_rms
@@ -225,7 +225,9 @@ def test_a_function_of_tensorflow_is_refused_inside_of_the_tapes():
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of its tapes")
 def test_where_tensorflow_does_not_tell_of_tapes_it_is_refused(monkeypatch):
-    from keras_policy_ext.frameworks import tensorflow_gradients
+    from keras_policy_ext.backends.tensorflow import (
+        gradients as tensorflow_gradients,
+    )
 
     layer = kpe.layers.Dense(3, dtype=CURRENT)
     layer.build((2, 5))
@@ -241,7 +243,7 @@ def test_what_xla_computes_again_is_differentiated_twice(monkeypatch):
     import tensorflow as tf
 
     monkeypatch.setattr(
-        frameworks.current(), "on_cpu", lambda x: False, raising=True
+        backends.current(), "on_cpu", lambda x: False, raising=True
     )
     layer = kpe.layers.Dense(3, "gelu", dtype=CURRENT)
     layer.build((2, 5))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_policy_ext import kernels, recipes, reference
+from keras_policy_ext import backends, contractions, kernels, recipes, reference
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.quantized import quantize
@@ -36,8 +36,8 @@ def flushed(x):
 CASTS = {
     "emulated": casting.quantize_float32,
     "narrow": casting.quantize,
-    "of the kernel, emulated": lambda *a: kernels.engine().cast(*a),
-    "of the kernel, narrow": lambda *a: kernels.engine().narrow_cast(*a),
+    "of the kernel, emulated": lambda *a: backends.engine().cast(*a),
+    "of the kernel, narrow": lambda *a: backends.engine().narrow_cast(*a),
 }
 
 
@@ -67,13 +67,15 @@ def test_all_of_them_in_a_matmul(prefer):
     finite = np.where(np.isfinite(ALL.astype("float32")), ALL, 0)
     finite = finite.astype("float32").reshape(256, 256)
     recipe = recipes.DelayedScaling(initial_scale=1.0, amax_history_length=1)
-    contraction = kernels.Einsum("ab,bc->ac")
+    contraction = contractions.Einsum("ab,bc->ac")
     kinds = set()
 
     def both(x, w, state):
         # Where XLA is going to compile is seen while it traces.
         with kernels.prefer(prefer):
-            plan = kernels.make_plan(contraction, recipe, "bfloat16", "float32")
+            plan = contractions.make_plan(
+                contraction, recipe, "bfloat16", "float32"
+            )
         kinds.update(plan.choose(m)[1].kind for m in ("forward", "inputs_grad"))
         y, residuals = plan.bound.forward(x, w, (state,), observe=False)
         return y, plan.bound.backward(residuals, x, (state,))[0]

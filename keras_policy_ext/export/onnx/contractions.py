@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from keras_policy_ext.contractions import einsum
 from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
 from keras_policy_ext.export.onnx.channels import (
@@ -16,7 +17,6 @@ from keras_policy_ext.export.onnx.graph import Value
 from keras_policy_ext.export.onnx.kernels import OnnxKernel
 from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import Context, layer
-from keras_policy_ext.kernels import einsum
 
 
 @layer("Dense")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras_policy_ext.contractions import ConvTranspose
 from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
 from keras_policy_ext.export.onnx.channels import (
@@ -13,7 +14,6 @@ from keras_policy_ext.export.onnx.channels import (
 )
 from keras_policy_ext.export.onnx.graph import Value
 from keras_policy_ext.export.onnx.registry import Context, layer
-from keras_policy_ext.kernels import ConvTranspose
 
 _DEPTHWISE = "depthwise kernels stay in floats"
 

@@ -1,0 +1,332 @@
+"""JAX: operations with gradients, and with the gradients of those.
+
+What a backward pass keeps are narrow copies, which JAX does not know to come
+from the operands. So a gradient is a function of links to the operands beside
+them: zeros of their shape, of which only the gradient counts. There are none
+where no gradient is differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import partial_eval
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
+from keras_policy_ext.backends.operations import FrozenOperation, Operation
+
+State = tuple[Tensor, ...]
+Links = tuple[Tensor, Tensor] | None
+
+# JAX has no public way to ask what traces (0.10.2). Where this one is gone,
+# gradients are taken once.
+_OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
+
+
+@jax.tree_util.register_pytree_node_class
+class _SavedLeaves:
+    """Residuals as JAX hands them on: the tensors, and static shapes."""
+
+    def __init__(self, leaves: Sequence[Tensor], shapes: Any):
+        self.leaves = list(leaves)
+        self.shapes = shapes
+
+    def tree_flatten(self) -> tuple[list[Tensor], Any]:
+        return self.leaves, self.shapes
+
+    @classmethod
+    def tree_unflatten(
+        cls, shapes: Any, leaves: Sequence[Tensor]
+    ) -> _SavedLeaves:
+        return cls(leaves, shapes)
+
+
+def _simplified_apart(x: Tensor) -> Tensor:
+    """The same tensor, which XLA for a CPU simplifies apart from what follows.
+
+    It takes the reshape of a matmul past what follows, one operation at a
+    time, and goes over the whole program for each, up to 25 times. It removes
+    barriers before it fuses (JAX 0.10). XLA for a GPU fuses across none.
+    """
+    barrier = lax.optimization_barrier
+    return lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
+
+
+# Each pass is compiled as a whole, so that an eager call does not dispatch
+# its operations one by one; inside a compiled function these are inlined.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    operation: Operation,
+    observe: bool,
+    inputs: Tensor,
+    kernel: Tensor,
+    state: State,
+) -> tuple[Tensor, _SavedLeaves]:
+    outputs, residuals = operation.bound.forward(inputs, kernel, state, observe)
+    if not observe:
+        residuals = operation.bound.observed(residuals, inputs, kernel)
+    outputs = _simplified_apart(outputs)
+    return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outputs(
+    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+) -> Tensor:
+    return operation.bound.forward(inputs, kernel, state, observe=False)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run(
+    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+) -> Tensor:
+    """See `Backend.run`.
+
+    JAX calls this one only where no gradient is taken.
+    """
+    return _outputs(operation.first_use, inputs, kernel, state)
+
+
+def _run_forward(
+    operation: Operation, inputs: Any, kernel: Any, state: tuple[Any, ...]
+) -> tuple[Tensor, tuple[_SavedLeaves, State, Links]]:
+    """The outputs and what is kept.
+
+    Linked where gradients are differentiated. What is kept is then computed
+    of constants. Where the kernel gets a gradient and its state does not,
+    nobody takes what is observed.
+    """
+    learns, observes = kernel.perturbed, any(x.perturbed for x in state)
+    inputs, kernel, state = inputs.value, kernel.value, _values(state)
+    if learns and not observes:
+        state = operation.bound.caught_up(kernel, state)
+    how = operation.first_use, operation.training is not False
+    tensors = inputs, kernel, state
+    if not _are_differentiated(*tensors):
+        outputs, saved = _forward(*how, *tensors)
+        return outputs, (saved, state, None)
+    outputs, saved = _forward(*how, *lax.stop_gradient(tensors))
+    links = _link(inputs), _link(kernel)
+    outputs = _linked(operation, outputs, saved, state, links)
+    return outputs, (saved, state, links)
+
+
+def _run_backward(
+    operation: Operation,
+    kept: tuple[_SavedLeaves, State, Links],
+    outputs_grad: Tensor,
+) -> tuple[Tensor | None, Tensor | None, State]:
+    if isinstance(outputs_grad, SymbolicZero):
+        outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
+    return _backward(operation, *kept, outputs_grad)
+
+
+run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+def _values(primals: tuple[Any, ...]) -> State:
+    return tuple(primal.value for primal in primals)
+
+
+def _are_differentiated(*tensors: Any) -> bool:
+    """True if JAX differentiates around the gradient that is being taken.
+
+    Not what it has made a program of before, as of the body of a loop: that
+    would hold links.
+    """
+    leaves = jax.tree_util.tree_leaves(tensors)
+    return any(
+        isinstance(leaf, jax.core.Tracer) and not isinstance(leaf, _OfProgram)
+        for leaf in leaves
+    )
+
+
+@jax.custom_vjp
+def _link(x: Tensor) -> Tensor:
+    """Zeros of a shape, whose gradient is passed on."""
+    return jnp.zeros(x.shape, x.dtype)
+
+
+_link.defvjp(lambda x: (_link(x), None), lambda _, gradient: (gradient,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linked(
+    operation: Operation,
+    outputs: Tensor,
+    saved: _SavedLeaves,
+    state: State,
+    links: Links,
+) -> Tensor:
+    """Outputs of constants, with the gradients of what the links stand for."""
+    return outputs
+
+
+def _linked_forward(
+    operation: Operation, outputs: Tensor, *kept: Any
+) -> tuple[Tensor, Any]:
+    return _linked(operation, outputs, *kept), kept
+
+
+def _linked_backward(
+    operation: Operation, kept: Any, outputs_grad: Tensor
+) -> tuple[None, None, State, Any]:
+    *of_links, of_state = _backward(operation, *kept, outputs_grad)
+    return None, None, of_state, tuple(of_links)
+
+
+_linked.defvjp(_linked_forward, _linked_backward)
+
+
+_LARGE = 1 << 16
+"""Smaller tensors may be kept in any dtype."""
+
+
+def _is_large(x: Tensor) -> bool:
+    """Return True if a tensor has many numbers.
+
+    Not one whose size an export leaves open, which is a formula.
+    """
+    return isinstance(x.size, int) and x.size >= _LARGE
+
+
+def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors, not to be widened before a gradient is there.
+
+    In one program XLA for a CPU would widen codes where it makes them, and
+    keep float32: it removes barriers before it fuses. So codes go through a
+    loop that it cannot see through, and that changes nothing: it runs not at
+    all or, where the gradient starts with NaN, twice.
+    """
+    large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
+    off_cpu = jax.default_backend() != "cpu"
+    if off_cpu or not any(large) or 0 in outputs_grad.shape:
+        return list(leaves)
+    times = 2 * jnp.isnan(outputs_grad.ravel()[0]).astype(jnp.int32)
+    codes = [
+        leaf for leaf, is_large in zip(leaves, large, strict=True) if is_large
+    ]
+    kept, _ = lax.while_loop(
+        lambda carry: carry[1] > 0,
+        lambda carry: ([~each for each in carry[0]], carry[1] - 1),
+        (codes, times),
+    )
+    found = iter(kept)
+    return [
+        next(found) if is_large else leaf
+        for leaf, is_large in zip(leaves, large, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(
+    operation: Operation,
+    saved: _SavedLeaves,
+    state: State,
+    links: Links,
+    outputs_grad: Tensor,
+) -> tuple[Tensor | None, Tensor | None, State]:
+    """The gradients of inputs, kernel and state."""
+    leaves = _after(outputs_grad, saved.leaves)
+    residuals = operation.bound.residuals(leaves, saved.shapes)
+    *found, observed = operation.bound.backward(residuals, outputs_grad, state)
+    inputs_grad, kernel_grad = map(_simplified_apart, found)
+    return inputs_grad, kernel_grad, observed
+
+
+def _gradients_forward(operation: Operation, *how: Any) -> tuple[Any, Any]:
+    found = _gradients(operation.another_use, *how)
+    saved, _, links, outputs_grad = how
+    return found, (saved, found[2], links, outputs_grad)
+
+
+def _gradients_backward(
+    operation: Operation, kept: Any, gradients: Any
+) -> tuple[Any, ...]:
+    """The state gets what the gradients that are differentiated observed."""
+    saved, observed, links, outputs_grad = kept
+    if links is None:
+        raise NotImplementedError(DIFFERENTIATED_AGAIN)
+    found = _second_derivatives(operation, saved, outputs_grad, *gradients[:2])
+    of_outputs_grad, *of_operands = found
+    return None, observed, tuple(of_operands), of_outputs_grad
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+_backward = jax.jit(_gradients, static_argnums=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _last(
+    operation: Operation,
+    saved: _SavedLeaves,
+    outputs_grad: Tensor,
+    inputs_grad_grad: Tensor,
+    kernel_grad_grad: Tensor,
+) -> tuple[Tensor, ...]:
+    """The second derivatives, which cannot be differentiated again."""
+    residuals = operation.bound.residuals(saved.leaves, saved.shapes)
+    return operation.bound.second_derivatives(
+        residuals, outputs_grad, inputs_grad_grad, kernel_grad_grad
+    )
+
+
+def _last_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
+    return _last(operation, *arguments), None
+
+
+def _refuse(operation: Operation, kept: None, gradients: Any) -> Any:
+    raise NotImplementedError(DIFFERENTIATED_AGAIN)
+
+
+_last.defvjp(_last_forward, _refuse)
+_second_derivatives = jax.jit(_last, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _frozen_outputs(
+    operation: FrozenOperation, inputs: Tensor, constants: State
+) -> Tensor:
+    return operation.forward(inputs, constants)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_frozen(
+    operation: FrozenOperation, inputs: Tensor, constants: State
+) -> Tensor:
+    """See `Backend.run_frozen`."""
+    return _frozen_outputs(operation, inputs, constants)
+
+
+def _run_frozen_forward(
+    operation: FrozenOperation, inputs: Tensor, constants: State
+) -> tuple[Tensor, _SavedLeaves]:
+    outputs = _frozen_outputs(operation, inputs, constants)
+    return outputs, _SavedLeaves(constants, inputs.shape)
+
+
+def _run_frozen_backward(
+    operation: FrozenOperation, saved: _SavedLeaves, outputs_grad: Tensor
+) -> tuple[Tensor, State]:
+    constants = tuple(saved.leaves)
+    inputs_grad = operation.inputs_grad(outputs_grad, constants, saved.shapes)
+    return inputs_grad, tuple(map(_no_gradient, constants))
+
+
+run_frozen.defvjp(_run_frozen_forward, _run_frozen_backward)
+
+
+def _no_gradient(constant: Tensor) -> Any:
+    if jnp.issubdtype(constant.dtype, jnp.floating):
+        return jnp.zeros_like(constant)
+    return np.zeros(constant.shape, jax.dtypes.float0)

@@ -1,0 +1,240 @@
+"""JAX: what `jax.vjp` keeps, and what XLA plans for a step; nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+
+from keras_policy_ext.backends.measured import (
+    Kept,
+    Measured,
+    MeasuredStep,
+    Origin,
+    kept_of,
+    layer_of,
+    scope_name,
+    source_of_variable,
+)
+
+Jaxpr = Any
+
+_VIEWS = frozenset(
+    [
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "name",
+        "reshape",
+        "squeeze",
+        "transpose",
+    ]
+)
+"""Primitives whose result XLA reads in the memory of their operand."""
+
+_CALLS = frozenset(
+    [
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+    ]
+)
+"""Primitives that compute one program with their operands as its inputs."""
+
+
+def kept(step: MeasuredStep) -> Measured:
+    """What a compiled backward pass reads of the forward pass, each once.
+
+    XLA may keep less: it computes again what is cheap.
+    """
+    forward, backward, outputs = _programs(step)
+    origins = _origins(forward.jaxpr, _inputs(step, forward.jaxpr))[outputs:]
+    users = _users(backward.jaxpr, [True] * len(backward.jaxpr.outvars))
+    # In the order of the backward pass, so that the first that keeps a tensor
+    # comes last.
+    reads = [
+        (*user, number)
+        for number in range(len(origins))
+        for user in users[number]
+    ]
+    found: dict[int, Kept] = {}
+    for _, layer, number in sorted(reads, key=lambda read: read[0]):
+        kept = kept_of(origins[number], layer)
+        if kept is not None:
+            found[id(origins[number])] = kept
+    return Measured(list(found.values()), "residuals of jax.vjp, not run")
+
+
+def planned(step: MeasuredStep) -> int:
+    """Bytes that XLA plans for what a step computes and does not return."""
+
+    def gradients(values: Any, batch: Any, outputs_grad: Any) -> Any:
+        outputs, backward = _vjp(step, values, batch)
+        return outputs, backward(outputs_grad)
+
+    values, batch = _shapes(step)
+    outputs_grad = jax.eval_shape(
+        lambda values, batch: step.call(values, batch, _inside), values, batch
+    )
+    compiled = jax.jit(gradients).lower(values, batch, outputs_grad).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _programs(step: MeasuredStep) -> tuple[Jaxpr, Jaxpr, int]:
+    """Programs of both passes, and how many results are the outputs."""
+    structures = []
+
+    def forward(values: Any, batch: Any) -> Any:
+        outputs, backward = _vjp(step, values, batch)
+        leaves, structure = jax.tree_util.tree_flatten(backward)
+        structures.append(structure)
+        return outputs, leaves
+
+    def backward(leaves: Any, outputs_grad: Any) -> Any:
+        return jax.tree_util.tree_unflatten(structures[0], leaves)(outputs_grad)
+
+    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*_shapes(step))
+    outputs, leaves = shapes
+    return traced, jax.make_jaxpr(backward)(leaves, outputs), len(outputs)
+
+
+def _vjp(step: MeasuredStep, values: Any, batch: Any) -> Any:
+    def outputs(trained: Any) -> Any:
+        found = iter(trained)
+        every = [
+            next(found) if is_trained else value
+            for value, is_trained in zip(values, step.trained, strict=True)
+        ]
+        return step.call(every, batch, _inside)
+
+    pairs = zip(values, step.trained, strict=True)
+    return jax.vjp(outputs, [value for value, trained in pairs if trained])
+
+
+def _inside(number: int) -> Any:
+    return jax.named_scope(scope_name(number))
+
+
+def _shapes(step: MeasuredStep) -> tuple[Any, Any]:
+    def shape(x: Any) -> Any:
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
+
+    values = [shape(variable) for variable in step.variables]
+    return values, keras.tree.map_structure(shape, step.batch)
+
+
+def _inputs(step: MeasuredStep, jaxpr: Jaxpr) -> list[Origin]:
+    sources = [source_of_variable(is_weight) for is_weight in step.weights]
+    sources += ["batch"] * (len(jaxpr.invars) - len(sources))
+    return [
+        Origin(_bytes(variable), {source}, is_given=True)
+        for variable, source in zip(jaxpr.invars, sources, strict=True)
+    ]
+
+
+def _origins(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+    """Where each result of a program is first in memory."""
+    known = {id(v): Origin(_bytes(v), (), True) for v in jaxpr.constvars}
+    known.update(zip(map(id, jaxpr.invars), inputs, strict=True))
+
+    def origin(variable: Any) -> Origin:
+        # A number that is written in the program is none of its variables.
+        return known.get(id(variable)) or Origin(0, ())
+
+    for equation in jaxpr.eqns:
+        operands = [origin(variable) for variable in equation.invars]
+        results = _results(equation, operands)
+        known.update(zip(map(id, equation.outvars), results, strict=True))
+    return [origin(variable) for variable in jaxpr.outvars]
+
+
+def _results(equation: Any, operands: list[Origin]) -> list[Origin]:
+    within = _within(equation)
+    if within is not None:
+        return _origins(within, operands)
+    if equation.primitive.name in _VIEWS:
+        return operands[:1]
+    if equation.primitive.name == "optimization_barrier":
+        return operands
+    sources = frozenset[str]().union(*(each.sources for each in operands))
+    return [Origin(_bytes(each), sources) for each in equation.outvars]
+
+
+def _users(
+    jaxpr: Jaxpr, wanted: Sequence[bool]
+) -> list[list[tuple[int, int | None]]]:
+    """For each input of a program the places and layers that read it.
+
+    What is computed for no wanted result is left out, as XLA leaves it out.
+    """
+    needed = {
+        id(variable)
+        for variable, is_wanted in zip(jaxpr.outvars, wanted, strict=True)
+        if is_wanted
+    }
+    users: dict[int, list[tuple[int, int | None]]] = {}
+    for place, equation in reversed(list(enumerate(jaxpr.eqns))):
+        results = [id(variable) in needed for variable in equation.outvars]
+        if not any(results):
+            continue
+        layer = layer_of(str(equation.source_info.name_stack))
+        for variable in _read(equation, results):
+            needed.add(id(variable))
+            users.setdefault(id(variable), []).append((place, layer))
+    return [users.get(id(variable), []) for variable in jaxpr.invars]
+
+
+def _read(equation: Any, results: list[bool]) -> list[Any]:
+    """The operands that some results of an equation are computed of."""
+    if equation.primitive.name == "while":
+        return _read_by_loop(equation, results)
+    within = _within(equation)
+    if within is None:
+        return list(equation.invars)
+    users = _users(within, results)
+    return [v for v, used in zip(equation.invars, users, strict=True) if used]
+
+
+def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
+    """`_users` of a loop, of which XLA leaves out what no result needs."""
+    params = equation.params
+    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    asked = [bool(users) for users in _users(condition, [True])]
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    carried = [
+        a or b for a, b in zip(asked[of_condition:], results, strict=True)
+    ]
+    before: list[bool] = []
+    while carried != before:
+        before = carried
+        read = [bool(users) for users in _users(body, carried)]
+        carried = [a or b for a, b in zip(read[of_body:], carried, strict=True)]
+    used = [*asked[:of_condition], *read[:of_body], *carried]
+    return [
+        v for v, is_used in zip(equation.invars, used, strict=True) if is_used
+    ]
+
+
+def _within(equation: Any) -> Jaxpr | None:
+    """The program that an equation calls; None if it is no call."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    params = equation.params
+    called = params.get("jaxpr") or params.get("call_jaxpr")
+    return getattr(called, "jaxpr", called)
+
+
+def _bytes(variable: Any) -> int:
+    aval = variable.aval
+    itemsize = getattr(aval.dtype, "itemsize", 0)
+    return int(getattr(aval, "size", 0)) * int(itemsize)

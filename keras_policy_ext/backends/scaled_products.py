@@ -1,0 +1,244 @@
+"""Products of numbers in float32, and the scales that belong to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import backends
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.matmuls import Request
+from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Quantization
+
+#: Of float32: the largest number, and the smallest that is normal.
+LARGEST = float(np.finfo("float32").max)
+SMALLEST = 2.0**-126
+
+
+class Emulated:
+    """Multiplies the numbers of float8 operands in float32.
+
+    Scales that are equal along the summed axis are applied to the product,
+    others to the operands.
+
+    Args:
+        product: Of float32 matrices (b, m, k) and (b, n, k), to (b, m, n).
+    """
+
+    native = False
+
+    def __init__(self, product: Any):
+        self.product = product
+
+    def supports(self, request: Request) -> str | None:
+        """Supports everything."""
+        return None
+
+    def reason(self, request: Request) -> str:
+        """One sentence for the user."""
+        return "float8 numbers are multiplied in float32"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        product = self.product(unscaled(a), unscaled(b))
+        return scaled(product, a, b, dtype)
+
+
+class Plain:
+    """Multiplies what is not quantized.
+
+    Accumulated in float32; what is float64, in that.
+
+    Args:
+        product: As for `Emulated`, of any floating dtype.
+    """
+
+    native = False
+
+    def __init__(self, product: Any):
+        self.product = product
+
+    def supports(self, request: Request) -> str | None:
+        """Never in the list of kernels for float8."""
+        return "not for float8 operands"
+
+    def reason(self, request: Request) -> str:
+        """One sentence for the user."""
+        return "a matmul in the compute dtype"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        return ops.cast(self.product(a.values, b.values), dtype)
+
+
+def float32(operand: Quantized) -> Tensor:
+    """The values of an operand, unscaled, in float32."""
+    return casting.as_dtype(operand.values, "float32")
+
+
+def unscaled(operand: Quantized) -> Tensor:
+    """Return the values, times the scales that cannot leave the sum."""
+    asked = operand.quantization
+    if asked is None or asked.scale_leaves_sum:
+        return float32(operand)
+    return operand.dequantize()
+
+
+def folded(operand: Quantized, across: bool) -> Quantized:
+    """An operand with the scales that stay in the sum in its values.
+
+    Before it is transposed: a compiler that multiplies and transposes at once
+    reads against the order of memory (three times as slow, JAX 0.10, CPU).
+
+    Args:
+        operand: In its home matrix, values in float32.
+        across: Whether a matmul is going to read the transpose.
+    """
+    asked = operand.quantization
+    if asked is None:
+        return operand
+    as_read = asked.transposed if across else asked
+    if as_read.scale_leaves_sum:
+        return operand
+    return Folded(
+        operand.dequantize(),
+        _ones(),
+        asked.tensorwise if are_powers_of_two(operand) else None,
+        operand.tensor_scale,
+        asked.exact_in_bfloat16,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded(Quantized):
+    """Values that are multiplied by their scales.
+
+    Attributes:
+        exact: Whether they are numbers of bfloat16.
+    """
+
+    exact: bool = False
+
+    def with_values(self, values: Tensor) -> Folded:
+        """Return the same scales of other values."""
+        return self._with(values, self.scale, self.quantization)
+
+    def _with(
+        self, values: Tensor, scale: Tensor, quantization: Quantization | None
+    ) -> Folded:
+        above = self.tensor_scale
+        return Folded(values, scale, quantization, above, self.exact)
+
+
+def exact_in(dtype: str, *operands: Quantized) -> bool:
+    """Return True if what is multiplied are numbers of a dtype of 16 bits.
+
+    All numbers of the narrow formats are, in bfloat16 also times a power of
+    two or a scale of eight bits.
+    """
+    return all(_is_exact_in(dtype, each) for each in operands)
+
+
+def _is_exact_in(dtype: str, operand: Quantized) -> bool:
+    asked = operand.quantization
+    if isinstance(operand, Folded):
+        return dtype == "bfloat16" and operand.exact
+    if asked is None or dtype == "float32":
+        return False
+    in_bfloat16 = dtype == "bfloat16" and asked.exact_in_bfloat16
+    return asked.scale_leaves_sum or in_bfloat16
+
+
+def times_scales(
+    product: Tensor, a: Quantized, b: Quantized, multiply: Any = ops.multiply
+) -> Tensor:
+    """A product of `unscaled` operands times their scales, in float32.
+
+    The scales may be normal numbers and their product not, though the result
+    is: then a power of two is taken from it, which multiplies the result
+    afterwards, so that nothing is rounded otherwise.
+
+    Args:
+        product: Float32 (b, m, n).
+        a: The first operand.
+        b: The second operand.
+        multiply: Multiplies two tensors; may overwrite the first.
+    """
+    first, second = _scales_of(a, b)
+    if backends.current().have_normal_product(first, second):
+        return multiply(product, first * second)
+    power, reciprocal = _split(first, second)
+    # Divided, as TensorFlow's graphs multiply several factors in any order.
+    product = multiply(product, first / reciprocal * second)
+    return product / power
+
+
+def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
+    """Two factors which a product of `unscaled` operands is multiplied by."""
+    of_a, of_b = a.quantization, b.quantization
+    if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
+        return a.scale, b.scale
+    rows, columns = _scale_of_product(a), _scale_of_product(b)
+    if of_b is not None and not of_b.has_one_scale:
+        columns = ops.swapaxes(columns, 1, 2)
+    if a.tensor_scale is None and b.tensor_scale is None:
+        return rows, columns
+    above = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
+    rows = rows * columns
+    return (rows, above[0]) if len(above) == 1 else (rows * above[0], above[1])
+
+
+def _scale_of_product(operand: Quantized) -> Tensor:
+    """The scale that the product is multiplied by, for one operand."""
+    quantization = operand.quantization
+    if quantization is None or quantization.scale_leaves_sum:
+        return operand.spread_scale
+    return _ones()
+
+
+def _split(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """A power of two to multiply the scales of each row by, and its reciprocal.
+
+    1 where the largest product in a row is neither small nor infinite.
+    """
+    columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
+    largest = first * columns
+    one = ops.ones_like(largest)
+    # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
+    small, infinite = largest < 2.0**-62, largest > LARGEST
+    power = ops.where(infinite, SMALLEST, ops.where(small, 2.0**64, one))
+    return power, ops.where(
+        infinite, 1 / SMALLEST, ops.where(small, 2.0**-64, one)
+    )
+
+
+def _ones() -> Tensor:
+    return ops.ones((1, 1, 1), "float32")
+
+
+def are_powers_of_two(*operands: Quantized) -> bool:
+    """True if all scales are, so that multiplying by them rounds nothing."""
+    asked = [each.quantization for each in operands]
+    return all(q is not None and q.scale_rounding != "nearest" for q in asked)
+
+
+def have_vector(a: Quantized, b: Quantized) -> bool:
+    """Return True if an operand is a vector.
+
+    XLA makes no matmul of one: it adds up in the dtype that it writes.
+    """
+    return 1 in (*a.values.shape[1:], *b.values.shape[1:])
+
+
+def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
+    """Apply both scales in float32, then cast to `dtype`."""
+    return ops.cast(times_scales(product, a, b), dtype)

@@ -1,0 +1,1 @@
+"""What Keras on TensorFlow needs: its arithmetic, gradients, float8 matmuls."""

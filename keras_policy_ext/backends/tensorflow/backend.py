@@ -1,0 +1,404 @@
+"""TensorFlow: gradients by `tf.custom_gradient`, replicas by strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import Backend
+from keras_policy_ext.backends.measured import Measured, MeasuredStep
+from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.tensorflow import (
+    activations,
+    saved_tensors,
+    traced_products,
+)
+from keras_policy_ext.backends.tensorflow import (
+    variables as tensorflow_variables,
+)
+from keras_policy_ext.backends.tensorflow.gradients import (
+    Backward,
+    CompiledPass,
+    refuse_vectorized,
+    sizes_of,
+)
+from keras_policy_ext.backends.traced_products import Traced
+from keras_policy_ext.numerics.primitives import HALVES
+
+# TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
+# this one is gone, nothing is taken to be compiled by it.
+try:
+    from tensorflow.python.ops import control_flow_util
+except ImportError:
+    control_flow_util = None
+
+# Nor to ask whether a loop is traced, where XLA alone can stack float8. Where
+# this is gone, any graph that XLA does not compile is taken for a loop.
+try:
+    from tensorflow.python.ops import control_flow_v2_func_graphs as bodies
+except ImportError:
+    bodies = None
+
+_SWITCH = threading.RLock()
+"""Held while functions run eagerly: to turn that off is nobody else's."""
+
+
+class TensorFlowBackend(Backend):
+    """TensorFlow."""
+
+    name = "tensorflow"
+    keeps_variables_in_graphs = True
+
+    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
+        """See `Backend.trace`."""
+        return traced_products.trace(function, inputs)
+
+    def device_name(self) -> str:
+        """See `Backend.device_name`."""
+        for gpu in tf.config.list_physical_devices("GPU"):
+            details = tf.config.experimental.get_device_details(gpu)
+            return str(details.get("device_name", gpu.name))
+        return "cpu"
+
+    def traces_for_xla(self) -> bool:
+        """See `Backend.traces_for_xla`; with `jit_compile=True`."""
+        inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
+        if inside is None or tf.executing_eagerly():
+            return False
+        return bool(inside(tf.compat.v1.get_default_graph()))
+
+    def on_cpu(self, x: Tensor) -> bool:
+        """See `Backend.on_cpu`; of a tensor in a graph: without a GPU."""
+        return not _other_devices()
+
+    def kept_dtype(self, x: Tensor, format_name: str) -> str:
+        """See `Backend.kept_dtype`; codes in a loop and under XLA."""
+        dtype = super().kept_dtype(x, format_name)
+        if self.on_cpu(x):
+            narrow = self.traces_for_xla() or compiles_parts(x)
+            return "uint8" if narrow else "float32"
+        if self.traces_for_xla() or tf.executing_eagerly():
+            return dtype
+        return "uint8" if _in_a_loop() else dtype
+
+    def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
+        """See `Backend.as_dtype`; TensorFlow has these casts in XLA only."""
+        return _cast_by_xla(tf.convert_to_tensor(x), tf.as_dtype(dtype))
+
+    @contextlib.contextmanager
+    def functions_step_by_step(self) -> Iterator[None]:
+        """See `Backend.functions_step_by_step`; there is one switch."""
+        with _SWITCH:
+            before = tf.config.functions_run_eagerly()
+            tf.config.run_functions_eagerly(True)
+            try:
+                yield
+            finally:
+                tf.config.run_functions_eagerly(before)
+
+    def is_compiled(self, function: Any) -> bool:
+        """See `Backend.is_compiled`: what `tf.function` returns."""
+        return isinstance(function, tf.types.experimental.PolymorphicFunction)
+
+    def forget_traces(self, function: Any, owner: Any) -> None:
+        """See `Backend.forget_traces`.
+
+        TensorFlow has no public way to forget them. The function becomes what
+        a copy with the same options is (`_clone`, TF 2.16 to 2.21); where
+        that is gone, it stays as it was.
+        """
+        if owner is not None:
+            function = function.__get__(owner, type(owner))
+        clone = getattr(function, "_clone", None)
+        if clone is not None:
+            vars(function).update(vars(clone(None)))
+
+    def runs_now(self) -> bool:
+        """See `Backend.runs_now`; loops do wherever functions do."""
+        return bool(tf.executing_eagerly())
+
+    def is_traced(self, x: Tensor) -> bool:
+        """See `Backend.is_traced`."""
+        return not tf.executing_eagerly() or tf.distribute.has_strategy()
+
+    def known_integer(self, x: Tensor) -> int | None:
+        """See `Backend.known_integer`.
+
+        Asked of the context: AutoGraph makes a tensor of `int(x)`.
+        """
+        return int(x) if tf.executing_eagerly() else None
+
+    def known_value(self, variable: Any) -> Tensor | None:
+        """See `Backend.known_value`; while a graph is made, as it is.
+
+        A foreign optimizer assigns to the variable of TensorFlow itself.
+        """
+        value = variable.value
+        on_cpu = "CPU" in str(getattr(value, "device", ""))
+        with tf.init_scope():
+            if not on_cpu or not tf.executing_eagerly():
+                return None
+            try:
+                return value.numpy()
+            except (AttributeError, tf.errors.FailedPreconditionError):
+                return None  # a part of another replica, or not made yet
+
+    def magnitude(self, x: Tensor) -> Tensor:
+        """See `Backend.magnitude`.
+
+        XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
+        2.21 with jit_compile=True).
+        """
+        magnitude = tf.abs(x)
+        if not magnitude.dtype.is_floating:
+            return magnitude
+        infinite = tf.constant(float("inf"), magnitude.dtype)
+        return tf.where(tf.math.is_nan(magnitude), infinite, magnitude)
+
+    def combine_replicas(self, observation: Tensor) -> Tensor:
+        """See `Backend.combine_replicas`."""
+        context = tf.distribute.get_replica_context()
+        replicas = 1 if context is None else context.num_replicas_in_sync
+        if replicas == 1:
+            return observation
+        # Side by side and not slot by slot: replicas call the same layer, so
+        # that the first use on one may be the second on another.
+        gathered = context.all_gather(observation[tf.newaxis], axis=0)
+        first, *_ = values = tf.unstack(gathered, replicas)
+        uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
+        uses = tf.where(first[:, :1] < 0.0, first[:, :1], uses)
+        return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
+
+    def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """See `Backend.on_all_replicas`."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return flag
+        failed = tf.cast(tf.logical_not(flag), tf.float32)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, failed) == 0.0
+
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[Any],
+    ) -> None:
+        """See `Backend.run_if`.
+
+        Replicas that run as threads meet inside `update`, which they cannot
+        in a branch: there the branch goes around all of them.
+        """
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            super().run_if(flag, update, arguments, variables)
+            return
+
+        def all_replicas(strategy: Any, flag: Any, *arguments: Any) -> None:
+            run = strategy.extended.call_for_each_replica
+            (flag, *_) = strategy.experimental_local_results(flag)
+            tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
+
+        context.merge_call(all_replicas, args=(flag, *arguments))
+
+    def settle_here(
+        self, settle: Any, value: Tensor, previous: Tensor
+    ) -> Tensor:
+        """See `Backend.settle_here`; one graph for all of a shape."""
+        value = tf.convert_to_tensor(value)
+        # Read here: the graph would keep the variable of the first replica.
+        previous = tf.convert_to_tensor(previous)
+        shapes = (tuple(value.shape), tuple(previous.shape))
+        return _shared_settle(settle, shapes)(value, previous)
+
+    def let_go(self, variables: Sequence[Any]) -> None:
+        """See `Backend.let_go`."""
+        tensorflow_variables.let_go(variables)
+
+    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
+        """See `Backend.transpose`."""
+        point = tf.zeros(shape, tf.float32)
+        with tf.GradientTape() as tape:
+            tape.watch(point)
+            value = function(point)
+        return tape.gradient(value, point, output_gradients=cotangent)
+
+    def kept(self, step: MeasuredStep) -> Measured:
+        """See `Backend.kept`."""
+        return saved_tensors.kept(step)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Backend.relu`."""
+        return activations.relu(x, self.traces_for_xla())
+
+    def recomputed(
+        self, activation: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """See `Backend.recomputed`; by XLA, on a CPU of a GELU in 16 bits.
+
+        12 blocks with GELU take 202 MiB in place of 297 on a CPU by XLA, and
+        the step 1.00 to 1.03 of the time; without XLA it would take 1.07 to
+        1.10. The others, and a GELU in float32, are rounded otherwise where
+        they are computed again: last bits of weights change (TF 2.21).
+        """
+        if not self.traces_for_xla():
+            return activation(x)
+        is_gelu = activation is keras.activations.gelu
+        if self.on_cpu(x) and not (is_gelu and x.dtype.size == 2):
+            return activation(x)
+        return activations.recomputed(activation, x)
+
+    def run(
+        self,
+        operation: Operation,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        """See `Backend.run`."""
+        shapes = (tuple(inputs.shape), tuple(kernel.shape))
+        forward = _shared_forward(operation.first_use, shapes, _in_a_loop())
+
+        @tf.custom_gradient
+        def differentiable(
+            inputs: Tensor, kernel: Tensor, *state: Tensor
+        ) -> Any:
+            outputs, *kept = forward(inputs, kernel, state)
+            # XLA compiles for each size. Were one a result of the graph, it
+            # would compile for each value of the inputs, of which that is made.
+            sizes = sizes_of(inputs), sizes_of(kernel)
+
+            def gradient(outputs_grad: Tensor) -> list[Tensor]:
+                leaves = kept
+                if operation.training is not True:
+                    seen = operation.bound.residuals(kept, sizes)
+                    seen = operation.bound.observed(seen, inputs, kernel)
+                    leaves = seen.leaves(narrow=False)
+                backward = Backward(operation, shapes, sizes, leaves)
+                return backward.gradients(outputs_grad, inputs, kernel, state)
+
+            return outputs, gradient
+
+        # A tf.Variable would make tf.custom_gradient ask for a second result.
+        operands = [tf.identity(x) for x in (inputs, kernel, *state)]
+        refuse_vectorized(*operands[:2])
+        return differentiable(*operands)
+
+    def run_frozen(
+        self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+    ) -> Tensor:
+        """See `Backend.run_frozen`."""
+
+        @tf.custom_gradient
+        def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
+            outputs = operation.forward(inputs, constants)
+            sizes = sizes_of(inputs)
+
+            def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
+                inputs_grad = operation.inputs_grad(
+                    outputs_grad, constants, sizes
+                )
+                return [inputs_grad, *(None for _ in constants)]
+
+            return outputs, gradient
+
+        # A tf.Variable would make tf.custom_gradient ask for a second result.
+        operands = [tf.identity(x) for x in (inputs, *constants)]
+        refuse_vectorized(operands[0])
+        return differentiable(*operands)
+
+    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
+        """See `Backend.numbers`.
+
+        By way of float16, which has every number of both formats: half the
+        time of a table where XLA does not compile it (TF 2.21, CPU).
+        """
+        shift, factor = HALVES[format_name]
+        wide = tf.cast(codes, tf.uint16)
+        magnitude = tf.bitwise.bitwise_and(wide, 0x7F)
+        magnitude = tf.bitwise.left_shift(magnitude, shift)
+        sign = tf.bitwise.left_shift(tf.bitwise.bitwise_and(wide, 0x80), 8)
+        halves = tf.bitcast(tf.bitwise.bitwise_or(magnitude, sign), tf.half)
+        return tf.cast(halves, tf.float32) * factor
+
+
+BACKEND = TensorFlowBackend()
+
+
+_LARGE = 1 << 16
+_UNKNOWN = 256
+"""What a size counts that a graph does not know."""
+
+
+def compiles_parts(x: Tensor) -> bool:
+    """Return True if XLA compiles what is done with each number of a tensor.
+
+    On a CPU, for large tensors, in what it does not compile as a whole.
+    """
+    sizes = [_UNKNOWN if size is None else size for size in x.shape]
+    large = math.prod(sizes) >= _LARGE
+    return large and not (_other_devices() or BACKEND.traces_for_xla())
+
+
+@functools.cache
+def _other_devices() -> bool:
+    devices = tf.config.list_physical_devices()
+    return any(device.device_type != "CPU" for device in devices)
+
+
+def _in_a_loop() -> bool:
+    body = getattr(bodies, "WhileBodyFuncGraph", object)
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and not isinstance(graph, body):
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_forward(
+    operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
+) -> CompiledPass:
+    """The outputs, and the leaves of the residuals.
+
+    What the graph was made for is part of the key: shapes, and whether its
+    results are stacked by a loop.
+    """
+    observe = operation.training is True
+
+    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
+        outputs, residuals = operation.bound.forward(
+            inputs, kernel, state, observe
+        )
+        leaves = residuals.leaves(_narrows(operation, inputs, kernel))
+        return [outputs, *leaves]
+
+    return CompiledPass(forward)
+
+
+def _narrows(operation: Operation, *operands: Tensor) -> bool:
+    """Return True if what is kept is made narrow.
+
+    Not where nothing is trained and gradients are the exception; nor, where
+    that is not known, with parts for XLA, which an export would write down.
+    """
+    if operation.training is None:
+        return not any(map(compiles_parts, operands))
+    return operation.training
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_settle(settle: Any, shapes: Any) -> CompiledPass:
+    return CompiledPass(settle)
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _cast_by_xla(x: Tensor, dtype: tf.DType) -> Tensor:
+    return tf.cast(x, dtype)

@@ -1,0 +1,206 @@
+"""TensorFlow: casts that XLA takes into a float8 matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_policy_ext import backends
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.keras_convolutions import KerasConvolutions
+from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
+from keras_policy_ext.backends.scaled_products import (
+    Emulated,
+    Plain,
+    are_powers_of_two,
+    exact_in,
+    float32,
+    have_vector,
+    scaled,
+    unscaled,
+)
+from keras_policy_ext.backends.tensorflow import compiled_casts, devices
+from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.quantized import Quantized
+
+# TensorFlow has no public way to say how exactly XLA multiplies (TF 2.21);
+# without this one gradients are accumulated fast as well.
+try:
+    from tensorflow.compiler.tf2xla.python import xla
+except ImportError:
+    xla = None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """(b, m, k) and (b, n, k) to (b, m, n)."""
+    if a.shape[0] != 1 or b.shape[0] != 1:
+        return tf.matmul(a, b, transpose_b=True)
+    return tf.matmul(a[0], b[0], transpose_b=True)[tf.newaxis]
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """`_product`, of operands narrower than float32 in float32."""
+    if a.dtype == tf.float64:
+        return _product(a, b)
+    return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
+
+
+class XlaMatmul:
+    """Casts from float8, which XLA takes into the matmul on a GPU.
+
+    `tf.matmul` refuses float8 operands. XLA turns a matmul whose operands are
+    cast from float8 into one that reads float8, on a GPU that has it.
+    """
+
+    native = True
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: in what XLA compiles."""
+        if not request.of_whole_tensors:
+            return OTHER_SCALES
+        return self.refusal(request)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a matmul is not native whatever its scales are, or None."""
+        if request.prefer == "emulated":
+            return "asked for by kernels.prefer"
+        lacking = devices.lacking(*request.formats)
+        if request.prefer != "native" and lacking is not None:
+            return lacking
+        if not request.for_xla:
+            return "only XLA has a float8 matmul: jit_compile=True"
+        return None
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        if request.prefer == "native":
+            return "casts for XLA, asked for"
+        return "XLA takes the casts into the matmul"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`; not fast is the highest precision."""
+        product = _product if fast else _exact_product
+        return scaled(product(float32(a), float32(b)), a, b, dtype)
+
+
+class DequantizedMatmul(XlaMatmul):
+    """Casts and scales, all of which XLA takes into the matmul on a GPU.
+
+    That multiplies by the float32 scales as they were before they were cast
+    here, adds a bias and writes `dtype`, where the product of the casts alone
+    writes float32 for another kernel. Anywhere else the rounded scales would
+    be used.
+    """
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: with a GPU that has float8."""
+        lacking = devices.lacking(*request.formats)
+        return super().supports(request) or lacking
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        # XLA's float8 matmul writes no float64.
+        if have_vector(a, b) or dtype == "float64":
+            return super().multiply(a, b, dtype, fast)
+        product = _product if fast else _exact_product
+        scales = [tf.reshape(each.scale, ()) for each in (a, b)]
+        if xla is not None:
+            # Else XLA casts the slices of one state together and rounds them.
+            scales = xla.optimization_barrier(*scales)
+        first, second = (
+            tf.cast(each.values, dtype) * tf.cast(scale, dtype)
+            for each, scale in zip((a, b), scales, strict=True)
+        )
+        return product(first, second)
+
+
+class XlaMatmulOfRows(XlaMatmul):
+    """Casts, with scales of rows that multiply the product.
+
+    XLA has no float8 matmul that takes them.
+    """
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: in what XLA compiles."""
+        return self.refusal(request) if request.of_rows else OTHER_SCALES
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`.
+
+        A number times a power of two is rounded to bfloat16 as the number is,
+        so that a GPU may write that: half of what it moves.
+        """
+        narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
+        on_gpu = devices.lacking(*map(_format_of, (a, b))) is None
+        if not narrow or have_vector(a, b) or not on_gpu:
+            return super().multiply(a, b, dtype, fast)
+        product = _product if fast else _exact_product
+        sums = product(*(tf.cast(x.values, dtype) for x in (a, b)))
+        return scaled(tf.cast(sums, tf.float32), a, b, dtype)
+
+
+class EmulatedMatmul(Emulated):
+    """Multiplies in 16 bits where that is exact and the device is faster so.
+
+    XLA alone has a matmul of 16 bits that writes its sums in float32.
+    """
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        narrow = devices.here().multiplies_in
+        in_xla = backends.current().traces_for_xla()
+        if not in_xla or not exact_in(narrow, a, b):
+            return super().multiply(a, b, dtype, fast)
+        x, y = (tf.cast(unscaled(each), narrow) for each in (a, b))
+        product = tf.raw_ops.BatchMatMulV3(
+            x=x, y=y, Tout=tf.float32, adj_y=True
+        )
+        return scaled(product, a, b, dtype)
+
+
+def _exact_product(a: Tensor, b: Tensor) -> Tensor:
+    if xla is None:
+        return _product(a, b)
+    numbers = xla.DotDimensionNumbers(
+        lhs_contracting_dimensions=(2,),
+        rhs_contracting_dimensions=(2,),
+        lhs_batch_dimensions=(0,),
+        rhs_batch_dimensions=(0,),
+    )
+    highest = xla.PrecisionConfig.HIGHEST
+    precision = xla.PrecisionConfig(operand_precision=[highest, highest])
+    return xla.dot_general(a, b, numbers, precision)
+
+
+def _format_of(operand: Quantized) -> str:
+    asked: Any = operand.quantization
+    return str(asked.format)
+
+
+ENGINE = Engine(
+    name="tensorflow",
+    device=devices.here,
+    matmuls=(
+        DequantizedMatmul(),
+        XlaMatmul(),
+        XlaMatmulOfRows(),
+        EmulatedMatmul(_product),
+    ),
+    plain=Plain(_wide_product),
+    convolutions=KerasConvolutions("XLA has no float8 convolution"),
+    cast=casting.quantize_float32,
+    narrow_cast=casting.quantize,
+    widen=casting.widen,
+    training_cast=compiled_casts.cast_in_training,
+    encode=compiled_casts.encode,
+    decode=compiled_casts.decode,
+)

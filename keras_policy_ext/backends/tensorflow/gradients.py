@@ -1,0 +1,249 @@
+"""TensorFlow: backward passes, and the gradients of those."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
+from keras_policy_ext.backends.operations import Operation
+
+# TensorFlow has no public way to ask whether a tape records (TF 2.21). Where
+# this one is gone, gradients are taken once.
+try:
+    from tensorflow.python.eager import record
+except ImportError:
+    record = None
+
+Gradients = list[Tensor | None]
+
+VECTORIZED = (
+    "TensorFlow loses the gradient of a layer in float8 in a loop that it "
+    "vectorizes. Received: a call of such a layer in tf.vectorized_map or "
+    "keras.ops.vectorized_map while a tape records. Allowed: the same where no "
+    "tape records, tf.map_fn and keras.ops.map, or all examples in one call."
+)
+"""It copies what a custom gradient is written at without the gradient, so that
+what computes the outputs would be differentiated (TF 2.21)."""
+
+_BODY = "loop_body"
+"""What TensorFlow calls the scope of a loop that it vectorizes."""
+
+
+class Backward:
+    """The backward pass of an operation.
+
+    Args:
+        operation: The operation.
+        shapes: Of inputs and kernel; None for a size that a graph does not
+            know.
+        sizes: The same, with scalars in place of None.
+        leaves: Those of the residuals.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        shapes: tuple[Any, ...],
+        sizes: tuple[Any, ...],
+        leaves: Sequence[Tensor],
+    ):
+        self._operation, self._leaves = operation, list(leaves)
+        self._shapes, self._dtypes = shapes, tuple(x.dtype for x in leaves)
+        self._unknown = [n for size in sizes for n in size if tf.is_tensor(n)]
+
+    def gradients(
+        self,
+        outputs_grad: Tensor,
+        inputs: Tensor,
+        kernel: Tensor,
+        state: tuple[Tensor, ...],
+    ) -> Gradients:
+        """The gradients of inputs, kernel and state.
+
+        What is kept does not depend on the operands, as far as a tape sees.
+        Where one records, as it does around another one, the gradients are
+        therefore said to be a function of the operands as well. Elsewhere that
+        would keep these. In a loop that is vectorized it would be lost.
+        """
+        if is_recorded(outputs_grad, inputs, kernel) and not _is_vectorized():
+            found = self._linked(outputs_grad, inputs, kernel, *state)
+        else:
+            passed = self._passed(self._operation, outputs_grad, state)
+            found = [_last(gradient) for gradient in passed]
+        inputs_grad, *assigned = found
+        return [inputs_grad, *_after((kernel, *state), assigned)]
+
+    def _linked(self, *tensors: Tensor) -> Gradients:
+        """The gradients, which can be differentiated once more.
+
+        Args:
+            tensors: `outputs_grad`, the inputs, the kernel and the state.
+        """
+
+        @tf.custom_gradient
+        def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
+            use = self._operation.another_use
+            found = self._passed(use, outputs_grad, operands[2:])
+
+            def again(*gradients: Tensor) -> Gradients:
+                derivatives = self._differentiated(outputs_grad, *gradients[:2])
+                of_operands = map(_last, derivatives)
+                return [*of_operands, *found[2:]]
+
+            return found, again
+
+        found: Gradients = gradients(*tensors)
+        return found
+
+    def _passed(
+        self,
+        operation: Operation,
+        outputs_grad: Tensor,
+        state: tuple[Tensor, ...],
+    ) -> Gradients:
+        """What the graph of the backward pass returns."""
+        graph = _shared_backward(operation, self._shapes, self._dtypes)
+        found: Gradients = graph(
+            self._leaves, self._unknown, outputs_grad, state
+        )
+        return found
+
+    def _differentiated(self, *gradients: Tensor) -> Gradients:
+        """What the graph of the second derivatives returns."""
+        graph = _shared_second(self._operation, self._shapes, self._dtypes)
+        found: Gradients = graph(self._leaves, self._unknown, *gradients)
+        return found
+
+
+def is_recorded(*tensors: Tensor) -> bool:
+    """Return True if a tape differentiates what is computed of tensors now.
+
+    Not in the graph of a gradient that TensorFlow makes beside theirs, as of a
+    function or of the body of a loop. Nor in forward mode, in which no tape
+    records.
+
+    Args:
+        *tensors: What it is computed of.
+    """
+    asked = getattr(record, "should_record_backprop", None)
+    if asked is None or not asked(list(tensors)):
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    # A tensor that has its numbers has no graph.
+    return all(getattr(x, "graph", graph) is graph for x in tensors)
+
+
+def refuse_vectorized(*tensors: Tensor) -> None:
+    """Raise in a loop that TensorFlow vectorizes if a tape records tensors.
+
+    Raises:
+        NotImplementedError: If so.
+    """
+    if _is_vectorized() and is_recorded(*tensors):
+        raise NotImplementedError(VECTORIZED)
+
+
+def _is_vectorized() -> bool:
+    """True if a loop is traced of which TensorFlow makes one operation."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if _BODY in graph.get_name_scope().split("/"):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def _last(gradient: Tensor) -> Tensor:
+    """A gradient that cannot be differentiated again."""
+    return tf.raw_ops.PreventGradient(
+        input=gradient, message=DIFFERENTIATED_AGAIN
+    )
+
+
+def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
+    """Gradients by which variables are updated, once those were read.
+
+    A forward pass that is done again for its gradient reads a kernel which
+    the gradient of that kernel does not need. Nothing but a control edge puts
+    the read before the update, and Grappler loses it: it takes the edge for
+    redundant beside an IdentityN of all gradients, and then splits that one
+    (TF 2.21; once in some 40,000 steps the updated kernel was read).
+    """
+    with tf.control_dependencies(reads):
+        return [tf.identity(gradient) for gradient in gradients]
+
+
+def sizes_of(x: Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor: numbers, or scalars where they are not known."""
+    return tuple(
+        tf.shape(x)[axis] if size is None else size
+        for axis, size in enumerate(x.shape)
+    )
+
+
+class CompiledPass:
+    """A pass as one graph, made at the first call.
+
+    Eagerly a pass is some thirty operations of which most are on scalars; so
+    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In a
+    graph it is one operation, traced once for all layers of a size. Concrete,
+    since `tf.function` warns of a Python function that it traces often.
+    """
+
+    def __init__(self, function: Any):
+        self._function = tf.function(function, autograph=False)
+        self._concrete: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Its results."""
+        if self._concrete is None:
+            self._concrete = self._function.get_concrete_function(*arguments)
+        return self._concrete(*arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_backward(
+    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> CompiledPass:
+    """The gradients, of leaves of these dtypes and the sizes not in shapes."""
+
+    def backward(
+        leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
+    ) -> Gradients:
+        residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
+        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+            residuals, outputs_grad, state
+        )
+        return [inputs_grad, kernel_grad, *state_grad]
+
+    return CompiledPass(backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_second(
+    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> CompiledPass:
+    """Those of the gradients, likewise."""
+
+    def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
+        residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
+        return operation.bound.second_derivatives(residuals, *gradients)
+
+    return CompiledPass(second)
+
+
+def _whole(shapes: tuple[Any, ...], unknown: Any) -> tuple[Any, Any]:
+    """Shapes with the sizes that were not known."""
+    sizes = iter(unknown)
+    inputs, kernel = (
+        tuple(next(sizes) if n is None else n for n in shape)
+        for shape in shapes
+    )
+    return inputs, kernel

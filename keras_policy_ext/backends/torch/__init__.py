@@ -1,0 +1,1 @@
+"""What Keras on PyTorch needs: its arithmetic, gradients and float8 matmuls."""

@@ -1,0 +1,286 @@
+"""PyTorch: operations with gradients, and with the gradients of those.
+
+What a backward pass keeps are narrow copies, which autograd does not know to
+come from the operands. Where gradients are differentiated (`create_graph=True`)
+they are therefore a function of links to the operands: tensors of their shape,
+of which only the gradient counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
+from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.torch import operators
+from keras_policy_ext.backends.torch.by_example import (
+    ByExample,
+    ReverseMode,
+    are_transforms_active,
+)
+
+Links = tuple[Tensor | None, Tensor | None]
+
+
+def links_of(inputs: Tensor, kernel: Tensor) -> Links:
+    """Return a stand-in for each operand, for second derivatives.
+
+    A parameter stands for itself. None for what has no gradient, and for
+    tensors of other types, of which a gradient is taken once.
+    """
+    return _link_of(inputs), _link_of(kernel)
+
+
+def _link_of(x: Tensor) -> Tensor | None:
+    if not x.requires_grad:
+        return None
+    if _is_parameter(x):
+        return x
+    return _Link.apply(x) if type(x) is torch.Tensor else None
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return type(x) is torch.nn.Parameter
+
+
+class _Link(ReverseMode):
+    """A tensor of a shape with memory for one number, which nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty_strided(x.shape, (0,) * x.dim())
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+        return outputs_grad
+
+
+class Differentiable(ReverseMode):
+    """An `Operation`, and a bias that is added to its outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        links: Links,
+        bias: Tensor | None,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> Tensor:
+        """The outputs."""
+        observe = operation.training is not False
+        outputs, residuals = operation.bound.forward(
+            inputs, kernel, state, observe, bias
+        )
+        if not observe and kernel.requires_grad and not _is_parameter(kernel):
+            residuals = operation.bound.observed(residuals, inputs, kernel)
+        ctx.operation, ctx.shapes = operation, residuals.shapes
+        ctx.links = links
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.uses_state = bool(state)
+        ctx.save_for_backward(*state, *residuals.leaves())
+        return _no_view(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+        """The gradients of bias, inputs, kernel and state."""
+        saved = ctx.saved_tensors  # to be asked for once only
+        needed = ctx.needs_input_grad[3:5]
+        how = ctx.operation, ctx.shapes, needed, ctx.uses_state
+        if ctx.operation.training is False and ctx.uses_state:
+            saved = _with_amax(how, ctx.links[1], saved)
+        # Under create_graph=True, or for a batch of gradients.
+        if torch.is_grad_enabled() or are_transforms_active():
+            gradients = linked(how, outputs_grad, ctx.links, saved)
+        else:
+            gradients = _gradients(how, outputs_grad, saved)
+        bias_grad = None
+        if ctx.needs_input_grad[2]:
+            bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
+        return None, None, bias_grad, *gradients
+
+
+def _with_amax(
+    how: Any, kernel: Tensor | None, saved: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Add the amax of the kernel to what was saved, if it is a parameter.
+
+    Found here and not in the forward pass, of which no gradient may be taken.
+
+    Args:
+        how: See `_gradients`.
+        kernel: The link of the kernel.
+        saved: See `_gradients`.
+    """
+    if kernel is None or not _is_parameter(kernel):
+        return saved
+    operation, shapes, *_ = how
+    residuals = operation.bound.residuals(saved[1:], shapes)
+    with torch.no_grad():
+        residuals = operation.bound.observed(residuals, kernel, kernel)
+    return *saved[:1], *residuals.leaves(narrow=False)
+
+
+def _gradients(
+    how: Any, outputs_grad: Tensor, saved: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of inputs, kernel and state.
+
+    Args:
+        how: Operation, shapes, which of the first two are needed, and whether
+            there is a state.
+        outputs_grad: That of the outputs.
+        saved: The state, if there is one, and the leaves of the residuals.
+    """
+    operation, shapes, needed, uses_state = how
+    state, leaves = saved[:uses_state], saved[uses_state:]
+    with torch.no_grad(), operators.no_autocast(outputs_grad):
+        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+            operation.bound.residuals(leaves, shapes),
+            outputs_grad,
+            state,
+            needed=needed,
+        )
+    return inputs_grad, kernel_grad, *state_grad
+
+
+def linked(
+    how: Any, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
+) -> Any:
+    """The gradients of inputs, kernel and state, to be differentiated again.
+
+    Args:
+        how: See `_gradients`.
+        outputs_grad: Likewise.
+        links: What stands for inputs and kernel.
+        saved: See `_gradients`.
+    """
+    pairs = zip(how[2], links, strict=True)
+    if any(needed and link is None for needed, link in pairs):
+        # Of operands of a type that has no links.
+        found = _gradients(how, outputs_grad, saved)
+        return *_last(found[:2], outputs_grad), *found[2:]
+    operation, *rest = how
+    how = operation.another_use, *rest
+    return _Gradients.apply(how, outputs_grad, *links, *saved)
+
+
+class _Gradients(ByExample):
+    """`_gradients` as a function of links to the operands."""
+
+    @staticmethod
+    def forward(
+        how: Any,
+        outputs_grad: Tensor,
+        inputs_link: Tensor | None,
+        kernel_link: Tensor | None,
+        *saved: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        found = _gradients(how, outputs_grad, saved)
+        return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.how, outputs_grad, *ctx.links = inputs[:4]
+        ctx.observed = output[2:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*ctx.observed)
+        ctx.save_for_backward(outputs_grad, *inputs[4:])
+
+    @staticmethod
+    def backward(
+        ctx: Any, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
+    ) -> tuple[Any, ...]:
+        outputs_grad, *saved = ctx.saved_tensors
+        operation, shapes, _, uses_state = ctx.how
+        leaves = saved[uses_state:]
+        with torch.no_grad(), operators.no_autocast(outputs_grad):
+            found = operation.bound.second_derivatives(
+                operation.bound.residuals(leaves, shapes),
+                outputs_grad,
+                inputs_grad_grad,
+                kernel_grad_grad,
+                ctx.needs_input_grad[1:4],
+            )
+        if torch.is_grad_enabled():
+            of_gradients = inputs_grad_grad, kernel_grad_grad
+            found = _last(found, outputs_grad, *ctx.links, *of_gradients)
+        return None, *found, *ctx.observed, *(None for _ in leaves)
+
+
+class Frozen(ReverseMode):
+    """A `FrozenOperation`, whose gradient is a product like any other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+    ) -> Tensor:
+        """The outputs."""
+        ctx.operation, ctx.shape = operation, tuple(inputs.shape)
+        ctx.save_for_backward(*constants)
+        return _no_view(operation.forward(inputs, constants))
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+        """The gradient of the inputs; constants have none."""
+        constants = ctx.saved_tensors
+        inputs_grad = ctx.operation.inputs_grad(
+            outputs_grad, constants, ctx.shape
+        )
+        return None, inputs_grad, *(None for _ in constants)
+
+
+class _Last(ByExample):
+    """A gradient that cannot be differentiated again by what it is made of."""
+
+    @staticmethod
+    def forward(gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+        raise NotImplementedError(DIFFERENTIATED_AGAIN)
+
+
+def _last(
+    gradients: Iterable[Tensor | None], *sources: Tensor | None
+) -> list[Tensor | None]:
+    """The same gradients, which cannot be differentiated again.
+
+    Args:
+        gradients: What has been computed without a graph.
+        sources: Of what. Where none of them has a gradient, as on the way to
+            what has no link, a derivative is still looked for.
+    """
+    return [
+        x if x is None else _Last.apply(_looked_for(x), *sources)
+        for x in gradients
+    ]
+
+
+def _looked_for(gradient: Tensor) -> Tensor:
+    """The same numbers, of which a derivative is looked for.
+
+    Not so inside of a transform of `torch.func`, which does not let a tensor
+    ask for it: there what has no gradient in a transform has none at all.
+    """
+    gradient = gradient.detach()
+    return gradient if are_transforms_active() else gradient.requires_grad_()
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """The same memory as a tensor of its own.
+
+    Autograd refuses to change a view in place where a custom function made
+    it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
+    """
+    return x.new_empty(0).set_(x) if x._is_view() else x

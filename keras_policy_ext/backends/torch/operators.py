@@ -1,0 +1,291 @@
+"""PyTorch: operations as operators that its compiler does not look into.
+
+A compiled step of a float8 model is one graph with two operators for each
+contraction. Inductor, let in, takes a third longer on a CPU for a 512-2048-512
+MLP than the operators do, and a minute to compile (torch 2.13, 2 cores).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
+from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.torch import observations
+
+_OPERATIONS: dict[str, Operation | FrozenOperation] = {}
+"""By what is written of them in a graph, which may outlive the process."""
+
+
+def run(
+    operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
+) -> Tensor:
+    """The outputs of an operation, in a graph that is being made.
+
+    Args:
+        operation: Its fields, and those of its first field, are dataclass
+            fields of which the compiler knows the values.
+        inputs: See `Operation.forward`.
+        kernel: Likewise.
+        *state: Likewise, at most one tensor.
+    """
+    name = _written(operation)
+    matrix = state[0] if state else None
+    keep = torch.is_grad_enabled() and any(
+        [tensor.requires_grad for tensor in (inputs, kernel, *state)]
+    )
+    return _forward(name, inputs, kernel, matrix, keep)[0]
+
+
+def _written(operation: Any) -> str:
+    """The name of an operation, asked for with what a compiler knows of it.
+
+    An object that was made inside of a graph cannot be handed out of it; its
+    fields can.
+    """
+    first, *rest = [getattr(operation, n) for n in operation.__match_args__]
+    fields = tuple([getattr(first, n) for n in first.__match_args__])
+    return _name_of(type(operation), type(first), fields, *rest)
+
+
+_KEPT_AS = 3
+"""One more when residuals get other shapes or dtypes.
+
+Inductor finds what it has compiled, in any process, by the names and shapes
+that go into an operator, and takes what comes out to be as it was then.
+"""
+
+
+@torch.compiler.assume_constant_result
+def _name_of(
+    operation_class: Any, first_class: Any, fields: Any, *rest: Any
+) -> str:
+    """Keep an operation under a name by which any process would know it."""
+    operation = operation_class(first_class(*fields), *rest).resolved()
+    name = text = f"{operation!r}, kept as {_KEPT_AS}"
+    number = 1
+    while _OPERATIONS.setdefault(name, operation) != operation:
+        # Another recipe, of a class that is called the same.
+        number += 1
+        name = f"{text} #{number}"
+    return name
+
+
+@torch.library.custom_op("keras_policy_ext::forward", mutates_args=())
+def _forward(
+    name: str,
+    inputs: torch.Tensor,
+    kernel: torch.Tensor,
+    state: torch.Tensor | None,
+    keep: bool,
+) -> list[torch.Tensor]:
+    """The outputs and, if they are kept for a gradient, the residuals."""
+    operation: Any = _OPERATIONS[name]
+    observe = keep and operation.training is not False
+    if keep and state is not None:
+        observations.know_replicas_in_graph()
+    with no_autocast(inputs):
+        outputs, residuals = operation.bound.forward(
+            inputs, kernel, _listed(state), observe
+        )
+        if keep and not observe:
+            residuals = operation.bound.observed(residuals, inputs, kernel)
+    found = [inputs, kernel, *_listed(state)]
+    before = len(found)
+    for tensor in [outputs, *(residuals.leaves() if keep else ())]:
+        found.append(apart(tensor, found))
+    return found[before:]
+
+
+@_forward.register_fake
+def _(
+    name: str, inputs: Tensor, kernel: Tensor, state: Tensor | None, keep: bool
+) -> list[Tensor]:
+    # Observing needs no branch, which could not be chosen without numbers.
+    operation: Any = _OPERATIONS[name]
+    outputs, residuals = operation.bound.forward(
+        inputs, kernel, _listed(state), observe=True
+    )
+    if not keep:
+        return [torch.empty_like(outputs)]
+    return [torch.empty_like(x) for x in (outputs, *residuals.leaves())]
+
+
+@torch.library.custom_op("keras_policy_ext::backward", mutates_args=())
+def _backward(
+    name: str,
+    leaves: Sequence[torch.Tensor],
+    outputs_grad: torch.Tensor,
+    state: torch.Tensor | None,
+    shapes: Sequence[int],
+    rank: int,
+    needed: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The gradients that are needed, and that of the state if there is one.
+
+    `shapes` are the sizes of the inputs, `rank` of them, and of the kernel.
+    """
+    operation: Any = _OPERATIONS[name]
+    sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
+    residuals = operation.bound.residuals(leaves, sizes)
+    with no_autocast(outputs_grad):
+        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+            residuals, outputs_grad, _listed(state), (needed[0], needed[1])
+        )
+    found = [outputs_grad, *_listed(state), *leaves]
+    before = len(found)
+    for tensor in (inputs_grad, kernel_grad, *state_grad):
+        if tensor is not None:
+            found.append(apart(tensor.contiguous(), found))
+    return found[before:]
+
+
+@_backward.register_fake
+def _(
+    name: str,
+    leaves: Sequence[Tensor],
+    outputs_grad: Tensor,
+    state: Tensor | None,
+    shapes: Sequence[int],
+    rank: int,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    found = []
+    if needed[0]:
+        found.append(outputs_grad.new_empty(shapes[:rank]))
+    if needed[1]:
+        operation: Any = _OPERATIONS[name]
+        dtype = getattr(torch, operation.kernel_dtype)
+        found.append(outputs_grad.new_empty(shapes[rank:], dtype=dtype))
+    return found + [torch.empty_like(matrix) for matrix in _listed(state)]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    name, x, kernel, state, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.name, ctx.uses_state = name, state is not None
+    ctx.shapes, ctx.rank = [*x.shape, *kernel.shape], len(x.shape)
+    ctx.save_for_backward(*_listed(state), *output[1:])
+
+
+def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
+    saved = ctx.saved_tensors
+    state = saved[0] if ctx.uses_state else None
+    needed = ctx.needs_input_grad[1:3]
+    found = iter(
+        _backward(
+            ctx.name,
+            list(saved[ctx.uses_state :]),
+            gradients[0],
+            state,
+            ctx.shapes,
+            ctx.rank,
+            list(needed),
+        )
+    )
+    of_operands = [next(found) if wanted else None for wanted in needed]
+    return None, *of_operands, next(found, None), None
+
+
+def _refuse(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError(DIFFERENTIATED_AGAIN)
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+_backward.register_autograd(_refuse)
+
+
+def run_frozen(
+    operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+) -> Tensor:
+    """The outputs of an operation of constants, in a graph that is being made.
+
+    Args:
+        operation: As for `run`.
+        inputs: See `FrozenOperation.forward`.
+        *constants: Likewise.
+    """
+    return _frozen(_written(operation), inputs, list(constants))
+
+
+@torch.library.custom_op("keras_policy_ext::frozen", mutates_args=())
+def _frozen(
+    name: str, inputs: torch.Tensor, constants: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The outputs."""
+    operation: Any = _OPERATIONS[name]
+    outputs = operation.forward(inputs, tuple(constants))
+    return apart(outputs.contiguous(), [inputs, *constants])
+
+
+@_frozen.register_fake
+def _(name: str, inputs: Tensor, constants: Sequence[Tensor]) -> Tensor:
+    operation: Any = _OPERATIONS[name]
+    outputs = operation.forward(inputs, tuple(constants))
+    return torch.empty_like(outputs.contiguous())
+
+
+@torch.library.custom_op("keras_policy_ext::frozen_grad", mutates_args=())
+def _frozen_grad(
+    name: str,
+    outputs_grad: torch.Tensor,
+    constants: Sequence[torch.Tensor],
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """The gradient of inputs of this shape."""
+    operation: Any = _OPERATIONS[name]
+    gradient = operation.inputs_grad(
+        outputs_grad, tuple(constants), tuple(shape)
+    )
+    return apart(gradient.contiguous(), [outputs_grad, *constants])
+
+
+@_frozen_grad.register_fake
+def _(
+    name: str,
+    outputs_grad: Tensor,
+    constants: Sequence[Tensor],
+    shape: Sequence[int],
+) -> Tensor:
+    return outputs_grad.new_empty(shape)
+
+
+def _save_frozen(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.name, x, constants = inputs
+    ctx.shape = list(x.shape)
+    ctx.save_for_backward(*constants)
+
+
+def _frozen_gradients(ctx: Any, outputs_grad: Tensor) -> Any:
+    constants = list(ctx.saved_tensors)
+    gradient = _frozen_grad(ctx.name, outputs_grad, constants, ctx.shape)
+    return None, gradient, [None] * len(constants)
+
+
+_frozen.register_autograd(_frozen_gradients, setup_context=_save_frozen)
+
+
+def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
+    return () if state is None else (state,)
+
+
+def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A tensor that shares no memory with others, as operators want it."""
+    memory = tensor.untyped_storage()
+    shared = any(memory is other.untyped_storage() for other in others)
+    return tensor.clone() if shared else tensor
+
+
+def no_autocast(x: Tensor) -> Any:
+    """Keeps `torch.autocast` from narrowing unscaled products.
+
+    On the device of shapes alone, "meta", there is none to keep from it.
+    """
+    if x.device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

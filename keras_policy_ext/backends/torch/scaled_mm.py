@@ -1,0 +1,365 @@
+"""PyTorch: `scaled_mm`, which multiplies float8 operands with their scales.
+
+A kernel for each kind of scales. Sizes that hardware wants are reached with
+zeros, appended to what is quantized. What a device demands is that of
+PyTorch's `aten/src/ATen/native/cuda/ScaledBlas.cpp`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.matmuls import OTHER_SCALES, Request
+from keras_policy_ext.backends.scaled_products import times_scales
+from keras_policy_ext.backends.torch import devices as torch_devices
+from keras_policy_ext.backends.torch import fused
+from keras_policy_ext.numerics.codes import encode_scales
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Tile
+
+ALIGNMENT = 16
+"""`scaled_mm` on CUDA wants sizes that are multiples of this."""
+
+BLOCK = 128
+"""Numbers along an edge of a block of `ScaledMMOfBlocks`."""
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes of results to which `scaled_mm` adds a bias of that dtype."""
+
+E8M0 = "float8_e8m0fnu"
+
+MX_BLOCK = 32
+"""Numbers of a block of the OCP MX formats."""
+
+
+class ScaledMM:
+    """`scaled_mm` of two float8 matrices with one scale each.
+
+    PyTorch's own tests of it (`test_scaled_matmul_cuda.py`) have results in
+    float32, and a bias in the dtype of the result where that has 16 bits, on
+    every GPU that has it.
+
+    Args:
+        bias: A number for each column, added before the result is rounded.
+    """
+
+    native = True
+
+    def __init__(self, bias: Tensor | None = None):
+        self._bias = bias
+
+    @property
+    def writes_float32(self) -> bool:
+        """See `MatmulKernel`; on a CPU the numbers stay as they were."""
+        return torch_devices.here().maker != "cpu"
+
+    def adding(self, bias: Tensor) -> ScaledMM | None:
+        """See `MatmulKernel`; on a CPU the numbers stay as they were."""
+        on_cpu = torch_devices.here().maker == "cpu"
+        return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
+
+    def supports(self, request: Request) -> str | None:
+        """On CUDA with float8 hardware; on a CPU only if asked for."""
+        if not request.of_whole_tensors:
+            return OTHER_SCALES
+        return _refusal(request) or _slower_on_a_cpu(request)
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        if torch_devices.here().maker == "cpu":
+            return "scaled_mm on a CPU, asked for"
+        if devices.pretended() is not None:
+            return "scaled_mm on CUDA"
+        lacking = fused.lacking()
+        by = "Triton" if lacking is None else f"PyTorch: {lacking}"
+        return f"scaled_mm on CUDA, of operands cast by {by}"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        scales = a.scale.reshape(()), b.scale.reshape(())
+        how = getattr(torch, dtype), fast, self._bias
+        return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
+
+
+class ScaledMMOfRows:
+    """`scaled_mm` with a scale for each row of an operand or of both.
+
+    Where PyTorch has no kernel that takes them the scales multiply the
+    product, in float32.
+    """
+
+    native = True
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: where `ScaledMM` is there."""
+        if not request.of_rows:
+            return OTHER_SCALES
+        return _refusal(request) or _slower_on_a_cpu(request)
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        if torch_devices.here().maker == "cpu":
+            return "scaled_mm on a CPU, with scales of rows, asked for"
+        return "scaled_mm on CUDA, with scales of rows"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        x, y = _matrices(a, b)
+        # All that PyTorch's own kernel is made for on every device.
+        plain = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
+        if plain and torch_devices.scales_rows(x.device):
+            scales = _row_scales(a), _row_scales(b)
+            return _scaled_mm(x, y, *scales, torch.bfloat16, fast).unsqueeze(0)
+        one = a.scale.new_ones(())
+        product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
+        product = times_scales(product, a, b, torch.Tensor.mul_)
+        return product.to(getattr(torch, dtype))
+
+
+class ScaledMMOfBlocks:
+    """`scaled_mm` with scales of 1 x 128 blocks, or of 128 x 128 in the second.
+
+    Not run in this release: no Hopper was there. Layouts are those that
+    PyTorch's own test of it passes (`test_scaled_matmul_cuda.py`), and are
+    checked on tensors without data.
+    """
+
+    native = True
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: on a Hopper."""
+        row, square = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
+        if request.tiles not in ((row, row), (row, square)):
+            return OTHER_SCALES
+        return (
+            _refusal(request)
+            or torch_devices.lacking_blocks()
+            or _other_formats(request)
+        )
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        return "scaled_mm on CUDA, with scales of blocks"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`; PyTorch tests exact sums only."""
+        x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
+        if b.tile.free == BLOCK:
+            # The blocks of 128 rows one after another, 4 scales or more each.
+            scale = _contiguous(b.scale.squeeze(0))
+            column_scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0).t()
+            kind = F.ScalingType.BlockWise128x128
+        else:
+            column_scale = _block_scales(b, y.shape[0])
+            kind = F.ScalingType.BlockWise1x128
+        product = F.scaled_mm(
+            _contiguous(x),
+            _contiguous(y).t(),
+            _block_scales(a, x.shape[0]),
+            F.ScalingType.BlockWise1x128,
+            column_scale,
+            kind,
+            output_dtype=_written(dtype),
+        )
+        return _cut(product, a, b, dtype)
+
+
+class ScaledMMOfMX:
+    """`scaled_mm` with a power of two for each 32 numbers of a row.
+
+    Not run in this release: no Blackwell was there. What PyTorch checks is
+    checked on tensors without data, and the order of the scales against
+    cuBLAS's formula.
+    """
+
+    native = True
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: on a data center's Blackwell."""
+        if request.tiles != (Tile(1, MX_BLOCK),) * 2:
+            return OTHER_SCALES
+        return (
+            _refusal(request)
+            or torch_devices.lacking_mx()
+            or _other_formats(request)
+            or _other_than_powers_of_two(request)
+        )
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        return "scaled_mm on CUDA, with scales of MX blocks"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`."""
+        x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
+        first, second = (
+            swizzled(encode_scales(each.scale.squeeze(0), E8M0))
+            for each in (a, b)
+        )
+        product = F.scaled_mm(
+            _contiguous(x),
+            _contiguous(y).t(),
+            first.view(torch.float8_e8m0fnu),
+            F.ScalingType.BlockWise1x32,
+            second.view(torch.float8_e8m0fnu),
+            F.ScalingType.BlockWise1x32,
+            F.SwizzleType.SWIZZLE_32_4_4,
+            F.SwizzleType.SWIZZLE_32_4_4,
+            output_dtype=_written(dtype),
+        )
+        return _cut(product, a, b, dtype)
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Scales of MX blocks in the order in which cuBLAS reads them.
+
+    They lie in tiles of 128 rows by 4 blocks, row after row of tiles. In a
+    tile come row 0 with its 4 scales, then row 32, 64 and 96, then row 1.
+    Source: docs.nvidia.com/cuda/cublas, "1D block scaling factors layout".
+
+    Args:
+        scales: uint8 (rows, blocks), padded here with zeros.
+
+    Returns:
+        uint8 vector.
+    """
+    rows, blocks = scales.shape
+    scales = F.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    tiles = scales.view(-(-rows // 128), 4, 32, -(-blocks // 4), 4)
+    return _contiguous(tiles.permute(0, 3, 2, 1, 4)).view(-1)
+
+
+def _refusal(request: Request) -> str | None:
+    """Why a matmul cannot be native, or None."""
+    if request.prefer == "emulated":
+        return "asked for by kernels.prefer"
+    if request.batched:
+        return "torch has no batched float8 matmul"
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm"
+    return torch_devices.lacking(*request.formats)
+
+
+def _slower_on_a_cpu(request: Request) -> str | None:
+    on_cpu = torch_devices.here().maker == "cpu"
+    if not on_cpu or request.prefer == "native":
+        return None
+    # 256x512x2048, 2 cores, torch 2.13: 4.8 ms against 2.8 ms.
+    return "scaled_mm is slower than float32 on a CPU"
+
+
+def _other_formats(request: Request) -> str | None:
+    if request.a.format == request.b.format == "float8_e4m3fn":
+        return None
+    return "torch's matmuls with scales of blocks read float8_e4m3fn only"
+
+
+def _other_than_powers_of_two(request: Request) -> str | None:
+    if "nearest" not in (request.a.scale_rounding, request.b.scale_rounding):
+        return None
+    return "the scales of MX blocks are powers of two"
+
+
+def _matrices(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
+    """(m, k) and (k, n)."""
+    return a.values.squeeze(0), b.values.squeeze(0).t()
+
+
+def _row_scales(operand: Quantized) -> Tensor:
+    """A scale for each row, a vector."""
+    rows = operand.values.shape[1]
+    return _contiguous(operand.scale.reshape(-1).expand(rows))
+
+
+def _block_scales(operand: Quantized, rows: int) -> Tensor:
+    """Scales of 1 x 128 blocks, (rows, blocks), those of a column together."""
+    scale = operand.scale.squeeze(0)
+    scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
+    return _contiguous(scale.t()).t()
+
+
+def _written(dtype: str) -> torch.dtype:
+    """What a matmul with scales of blocks is to write for a result."""
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
+def _cut(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
+    """(1, m, n) of a product of padded operands."""
+    rows, columns = a.values.shape[1], b.values.shape[1]
+    product = product.narrow(0, 0, rows).narrow(1, 0, columns)
+    return product.to(getattr(torch, dtype)).unsqueeze(0)
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`a @ b` of two float8 matrices, scaled, padded to `ALIGNMENT`.
+
+    CUDA wants the first operand row-major and the second column-major, both
+    contiguous along the contracted axis.
+
+    Args:
+        a: (m, k).
+        b: (k, n).
+        scale_a: A scalar, or a vector of m.
+        scale_b: A scalar, or a vector of n; a vector if `scale_a` is one.
+        dtype: Of the result.
+        fast: Whether a GPU may accumulate with fewer bits.
+        bias: A vector of n, to be added; None for none.
+    """
+    rows, columns = a.shape[0], b.shape[1]
+    if a.device.type == "cuda":
+        a, b = _padded(a), _padded(b)
+    if bias is not None and b.shape[1] > columns:
+        bias = F.pad(bias, (0, b.shape[1] - columns))
+    kind = F.ScalingType.TensorWise
+    if scale_a.dim():
+        kind = F.ScalingType.RowWise
+        over = a.shape[0] - rows, b.shape[1] - columns
+        scale_a = F.pad(scale_a, (0, over[0]), value=1.0).unsqueeze(1)
+        scale_b = F.pad(scale_b, (0, over[1]), value=1.0).unsqueeze(0)
+    product = F.scaled_mm(
+        _contiguous(a),
+        _contiguous(b.t()).t(),
+        scale_a,
+        kind,
+        scale_b,
+        kind,
+        bias=bias,
+        output_dtype=dtype,
+        use_fast_accum=fast and a.device.type == "cuda",
+    )
+    return product.narrow(0, 0, rows).narrow(1, 0, columns)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    # `contiguous` and slices want the device itself; a clone and `narrow` can
+    # be checked on fake CUDA tensors without CUDA (torch 2.13).
+    if x.is_contiguous():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
+    """Zeros appended so that both sizes are multiples of this."""
+    rows, columns = (-size % multiple for size in x.shape)
+    if not rows and not columns:
+        return x
+    return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)

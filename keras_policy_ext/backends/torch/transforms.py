@@ -1,0 +1,97 @@
+"""PyTorch: operations inside of the transforms of `torch.func`.
+
+There a function keeps for its gradient only what it was given and what it
+returns. So what a backward pass needs is among the outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.torch import gradients as torch_gradients
+from keras_policy_ext.backends.torch import operators
+from keras_policy_ext.backends.torch.by_example import ByExample
+
+
+def run(
+    operation: Operation,
+    bias: Tensor | None,
+    inputs: Tensor,
+    kernel: Tensor,
+    *state: Tensor,
+) -> Tensor:
+    """See `Backend.run_and_add`."""
+    # An operand stands for itself: a transform keeps it anyway.
+    links = tuple(x if x.requires_grad else None for x in (inputs, kernel))
+    outputs, *_ = _Run.apply(operation, links, inputs, kernel, *state)
+    return outputs if bias is None else outputs + bias
+
+
+def run_frozen(
+    operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+) -> Tensor:
+    """See `Backend.run_frozen`."""
+    return _RunFrozen.apply(operation, inputs, *constants)
+
+
+class _Run(ByExample):
+    """An `Operation`; the leaves of its residuals follow the outputs."""
+
+    @staticmethod
+    def forward(
+        operation: Operation,
+        links: torch_gradients.Links,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+    ) -> tuple[Tensor, ...]:
+        observe = operation.training is not False
+        with operators.no_autocast(inputs):
+            outputs, residuals = operation.bound.forward(
+                inputs, kernel, state, observe
+            )
+            if not observe:
+                residuals = operation.bound.observed(residuals, inputs, kernel)
+        found = [inputs, kernel, *state]
+        before = len(found)
+        for tensor in (outputs, *residuals.leaves()):
+            found.append(operators.apart(tensor, found))
+        return tuple(found[before:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.operation, ctx.links, x, kernel, *state = inputs
+        ctx.shapes = tuple(x.shape), tuple(kernel.shape)
+        ctx.uses_state = bool(state)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*state, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[2:4]
+        how = ctx.operation, ctx.shapes, needed, ctx.uses_state
+        gradients = torch_gradients.linked(
+            how, outputs_grad, ctx.links, ctx.saved_tensors
+        )
+        return None, None, *gradients
+
+
+class _RunFrozen(ByExample):
+    """A `FrozenOperation`, whose gradient is a product like any other."""
+
+    @staticmethod
+    def forward(
+        operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+    ) -> Tensor:
+        found = operation.forward(inputs, constants)
+        return operators.apart(found, [inputs, *constants])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.operation, x, *constants = inputs
+        ctx.shape = tuple(x.shape)
+        ctx.save_for_backward(*constants)
+
+    backward = staticmethod(torch_gradients.Frozen.backward)

@@ -1,0 +1,223 @@
+"""Contractions in float8: the outputs of one, and its two gradients.
+
+`kinds` says what is multiplied, `forms` turns equations into matrices, and a
+`Plan` says how the operands are quantized. `run` computes a plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_policy_ext import backends
+from keras_policy_ext._keras import calls
+from keras_policy_ext.backends import engine
+from keras_policy_ext.backends.matmuls import (
+    Choice,
+    Engine,
+    MatmulKernel,
+    Request,
+)
+from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions.frozen import (
+    FrozenPlan,
+    dequantized,
+    frozen_plan,
+    multiplies_codes,
+    run_frozen,
+)
+from keras_policy_ext.contractions.kinds import (
+    Contraction,
+    Conv,
+    ConvTranspose,
+    Einsum,
+)
+from keras_policy_ext.contractions.plan import Plan, plan_of
+from keras_policy_ext.contractions.preference import prefer, preferred
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import state_source_of
+from keras_policy_ext.recipes import CurrentScaling, Recipe
+from keras_policy_ext.recipes import get as get_recipe
+
+__all__ = [
+    "Choice",
+    "Contraction",
+    "Conv",
+    "ConvTranspose",
+    "Einsum",
+    "Engine",
+    "FrozenPlan",
+    "MatmulKernel",
+    "Plan",
+    "Quantized",
+    "Request",
+    "catching_up",
+    "compute_dtype",
+    "dequantized",
+    "engine",
+    "frozen_plan",
+    "make_plan",
+    "multiplies_codes",
+    "prefer",
+    "preferred",
+    "run",
+    "run_frozen",
+    "select",
+    "settling",
+]
+
+_NOTHING_ROUNDED = CurrentScaling(
+    forward="high_precision",
+    inputs_grad="high_precision",
+    kernel_grad="high_precision",
+)
+
+COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def make_plan(
+    contraction: Contraction,
+    recipe: Recipe,
+    inputs_dtype: str,
+    kernel_dtype: str,
+    training: bool | None = None,
+    slot: int = 0,
+    gathering: Any = None,
+    cast_before_amax: bool = False,
+) -> Plan:
+    """The plan of a contraction that is called here and now.
+
+    The arguments are attributes of `Plan`.
+    """
+    framework = backends.current()
+    known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
+    if framework.is_compiling():
+        return Plan(*known, prefer=None)
+    here = preferred(), framework.traces_for_xla()
+    return plan_of(*known, *here, gathering, cast_before_amax)
+
+
+def run(
+    plan: Plan, inputs: Any, kernel: Any, *state: Any, bias: Any = None
+) -> Any:
+    """The outputs of a plan, with its gradients.
+
+    Args:
+        plan: From `make_plan`.
+        inputs: Of dtype `plan.inputs_dtype`.
+        kernel: Of dtype `plan.kernel_dtype`.
+        *state: The state matrix of the recipe, if it has one.
+        bias: To be added to the outputs, in their dtype; None for none.
+    """
+    if calls.are_shapes_alone_wanted():
+        plan, state = _unrounded(plan), ()
+    framework, tensors = backends.current(), (inputs, kernel, *state)
+    if bias is None:
+        return framework.run(plan, *tensors)
+    return framework.run_and_add(bias, plan, *tensors)
+
+
+@functools.cache
+def _unrounded(plan: Plan) -> Plan:
+    """A plan for outputs of the same shape and dtype, in less time."""
+    return dataclasses.replace(plan, recipe=_NOTHING_ROUNDED)
+
+
+@functools.cache
+def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
+    """Return the function that turns an assigned value into a state.
+
+    Returns:
+        A function of the value, (rows, width or more): an observation, a
+        settled state or zeros; and of the state before, (rows, width). It
+        returns the state, (rows, width). The same object for equal recipes.
+    """
+    source = state_source_of(recipe)
+
+    def settle(value: Any, previous: Any) -> Any:
+        states = backends.engine().state_kernels_for(source, previous)
+        # An observation of several replicas is wider.
+        if states is None or value.shape != previous.shape:
+            return source.settle(value, previous)
+        return states.settle(source, value, previous)
+
+    return settle
+
+
+@functools.cache
+def catching_up(
+    recipe: Recipe, beyond: float = 1.0
+) -> Callable[[Any, Any], Any]:
+    """Return the function that raises the scale of a state to fit a kernel.
+
+    Args:
+        recipe: One that observes amaxes.
+        beyond: How many times as large as its scale allows a kernel may be.
+
+    Returns:
+        A function of the amax of the kernel and of its state: see
+        `StateSource.caught_up`. The same object for equal arguments.
+    """
+    source = state_source_of(recipe)
+    return lambda amax, state: source.caught_up(amax, state, beyond)
+
+
+def select(
+    contraction: Einsum | Conv | str,
+    recipe: Recipe | str | None = None,
+    dtype: str = "float32",
+) -> Choice:
+    """Select the kernel of the forward matmul; return its kind and the reason.
+
+    Args:
+        contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.
+        recipe: A recipe, its name, or None for delayed scaling.
+        dtype: The compute dtype.
+
+    Returns:
+        The choice, `(kind, reason)`, on this backend and device.
+
+    Raises:
+        ValueError: If there is no such contraction, recipe or dtype.
+
+    Examples:
+        >>> kind, reason = kpe.kernels.select("ab,bc->ac", "current")
+        >>> kind in ("native", "emulated")
+        True
+    """
+    if isinstance(contraction, str):
+        einsum.split(contraction)
+        contraction = Einsum(contraction)
+    if not isinstance(contraction, (Einsum, Conv)):
+        raise ValueError(
+            f"`contraction` is not a contraction. Received: {contraction!r}. "
+            "Allowed: an explicit einsum equation such as 'ab,bc->ac', "
+            "kernels.Einsum, or kernels.Conv. Pass one of them."
+        )
+    plan = make_plan(
+        contraction, get_recipe(recipe), compute_dtype(dtype), "float32"
+    )
+    return plan.choice
+
+
+def compute_dtype(dtype: Any) -> str:
+    """The name of a dtype that products can be in.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    with contextlib.suppress(ValueError, TypeError):
+        name: str = keras.backend.standardize_dtype(dtype)
+        if name in COMPUTE_DTYPES:
+            return name
+    raise ValueError(
+        "`dtype` is not a dtype that products are computed in. Received: "
+        f"dtype={dtype!r}. Allowed: {', '.join(COMPUTE_DTYPES)}. Pass one of "
+        "them: the format of the operands comes from the recipe, and the "
+        "result can be cast to any other dtype."
+    )

@@ -1,0 +1,211 @@
+"""An equation as matrices, once, from the forward equation.
+
+The letters of an equation fall into four groups: batch B, rows R, columns C,
+contracted K. Each operand has one home matrix, the contracted axis of its
+first matmul last: inputs (B, R, K), kernel (B, C, K), outputs_grad (B, R, C).
+A matmul reads the home matrix or its transpose, and a tile counts along a
+merged axis, in every matmul the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_policy_ext import backends
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions import einsum
+
+Sizes = dict[str, Any]
+
+
+class Form(NamedTuple):
+    """The matrices of an explicit equation, by letters.
+
+    Attributes:
+        first: The term of the inputs.
+        second: That of the kernel.
+        out: That of the outputs.
+        batch: In both operands and in the output.
+        rows: In the inputs and in the output, in the order of the inputs.
+        columns: In the kernel and in the output, in the order of the output.
+        contracted: In both operands only.
+    """
+
+    first: str
+    second: str
+    out: str
+    batch: str
+    rows: str
+    columns: str
+    contracted: str
+
+    def sizes(self, inputs: Any, kernel: Any) -> Sizes:
+        """The size of each letter.
+
+        Args:
+            inputs: The shape of the inputs.
+            kernel: That of the kernel.
+        """
+        letters = self.first + self.second
+        return dict(zip(letters, (*inputs, *kernel), strict=True))
+
+    def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
+        """An operand without the axes that no other term has.
+
+        They are summed before anything is quantized.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: The operand, an axis for each letter of its term.
+            dtype: In which they are summed.
+        """
+        alone = axes_alone(self, operand)
+        return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
+
+    def matrix(self, operand: str, x: Tensor) -> Tensor:
+        """The home matrix of an operand.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: What `summed` returns.
+
+        Returns:
+            (B, R, K), (B, C, K) or (B, R, C).
+        """
+        axes, groups = _home_axes(self, operand)
+        sizes, shape = shape_of(x), []
+        for group in groups:
+            shape.append(math.prod(map(sizes.__getitem__, group)))
+        framework = backends.current()
+        if axes is not None:
+            x = framework.permute(x, axes)
+        return framework.reshape(x, shape)
+
+    def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
+        """What is said of each axis of an operand, of those of its matrix.
+
+        Of merged axes what is said of the first one, if nothing is said of
+        the others; None if something is.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            axes: Something, or something empty, for each letter of its term.
+        """
+        term, free, summed = self._home(operand)
+        said = dict(zip(term, axes, strict=True))
+        return tuple(
+            None if any(said[c] for c in group[1:]) else said.get(group[:1], ())
+            for group in (self.batch, free, summed)
+        )
+
+    def lies_across(self, operand: str) -> bool:
+        """True if an operand lies in memory as the transpose of its matrix.
+
+        Args:
+            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        """
+        term, free, summed = self._home(operand)
+        order = self.batch + summed + free
+        kept = "".join(c for c in term if c in order)
+        return kept == order and bool(free) and bool(summed)
+
+    def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """The outputs, from (B, R, C)."""
+        return self._tensor(
+            matrix, self.batch + self.rows + self.columns, self.out, sizes
+        )
+
+    def inputs_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """The gradient of the inputs, from (B, R, K)."""
+        return self._tensor(
+            matrix, self.batch + self.rows + self.contracted, self.first, sizes
+        )
+
+    def kernel_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """The gradient of the kernel, from (B, K, C)."""
+        order = self.batch + self.contracted + self.columns
+        return self._tensor(matrix, order, self.second, sizes)
+
+    def _home(self, operand: str) -> tuple[str, str, str]:
+        """The term of an operand, its free letters and its summed ones."""
+        return {
+            "inputs": (self.first, self.rows, self.contracted),
+            "kernel": (self.second, self.columns, self.contracted),
+            "outputs_grad": (self.out, self.rows, self.columns),
+        }[operand]
+
+    def _tensor(
+        self, matrix: Tensor, order: str, term: str, sizes: Sizes
+    ) -> Tensor:
+        """A matrix with an axis for each letter of a term, in its order.
+
+        A gradient is constant along an axis that was summed alone.
+        """
+        framework = backends.current()
+        x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
+        if order == term:
+            return x
+        kept = "".join(c for c in term if c in order)
+        x = _permuted(x, order, kept)
+        if kept == term:
+            return x
+        shape = [sizes[c] if c in kept else 1 for c in term]
+        x = framework.reshape(x, shape)
+        return ops.broadcast_to(x, [sizes[c] for c in term])
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(equation: str) -> Form:
+    """The matrices of an explicit equation, such as `"abc,cd->abd"`."""
+    first, second, out = einsum.split(equation)
+    return Form(
+        first,
+        second,
+        out,
+        batch="".join(c for c in out if c in first and c in second),
+        rows="".join(c for c in first if c in out and c not in second),
+        columns="".join(c for c in out if c in second and c not in first),
+        contracted="".join(c for c in first if c in second and c not in out),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
+    """Return the axes of an operand that no other term has."""
+    term, *groups = form._home(operand)
+    order = "".join((form.batch, *groups))
+    return tuple(i for i, letter in enumerate(term) if letter not in order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _home_axes(
+    form: Form, operand: str
+) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
+    """Say how the axes of an operand make up its home matrix.
+
+    Returns:
+        The permutation of the axes, None where they are in order; and, for
+        each axis of the matrix, the axes of the operand that it flattens.
+    """
+    term, *groups = form._home(operand)
+    groups = [form.batch, *groups]
+    order = "".join(groups)
+    term = "".join(c for c in term if c in order)
+    axes = None if term == order else tuple(map(term.index, order))
+    return axes, tuple(tuple(map(term.index, group)) for group in groups)
+
+
+def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
+    if axes == wanted:
+        return x
+    return backends.current().permute(x, [axes.index(c) for c in wanted])
+
+
+def shape_of(x: Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor: numbers, or scalars where they are not known."""
+    shape = tuple(x.shape)
+    return tuple(ops.shape(x)) if None in shape else shape

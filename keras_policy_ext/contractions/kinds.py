@@ -1,0 +1,390 @@
+"""Contractions: what is multiplied, apart from how it is scaled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any, ClassVar, Protocol
+
+import keras
+from keras import ops
+
+from keras_policy_ext._keras import transposed_windows
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends import scaled_products
+from keras_policy_ext.backends.matmuls import (
+    Choice,
+    Convolutions,
+    Engine,
+    MatmulKernel,
+    Request,
+    Shapes,
+)
+from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions.forms import Form, axes_alone, form_of
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Quantization
+
+
+class Contraction(Hashable, Protocol):
+    """A contraction, without its scaling; hashable.
+
+    Its three products are made from reads: the operands as a matmul reads
+    them, quantized or, where a recipe says None, as they are.
+    """
+
+    @property
+    def reads_what_is_quantized(self) -> bool:
+        """True if a matrix is quantized and nothing is cut from it after."""
+
+    def choose(
+        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+    ) -> tuple[Any, Choice]:
+        """Select the kernel for two quantizations, with the reason."""
+
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """Return the quantization of an operand for that of a recipe."""
+
+    def summed_axes(self, rank: int) -> tuple[int, ...]:
+        """The axes of inputs of this rank that make one output.
+
+        Of a convolution, whose windows overlap: all but the first.
+        """
+
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """Return the tensor to quantize, in the axes of its home matrix.
+
+        Args:
+            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: The operand.
+            asked: What becomes of it; None if nothing does.
+        """
+
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """What is said of each axis of a kernel, of those of its `operand`.
+
+        Args:
+            axes: Something, or something empty, for each axis of the kernel.
+            asked: What becomes of it.
+
+        Returns:
+            The same for each axis of `operand("kernel", kernel, asked)`; None
+            for an axis of which it cannot be said.
+        """
+
+    def lies_across(self, name: str) -> bool:
+        """True if an operand lies in memory as the transpose of its matrix."""
+
+    def read(self, name: str, quantized: Quantized) -> Quantized:
+        """Return the matrix that the first matmul reads of an operand."""
+
+    def transposed(self, read: Quantized) -> Quantized:
+        """Return the matrix that the second matmul reads."""
+
+    def product(
+        self,
+        matmul: str,
+        kernel: Any,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        dtype: str,
+    ) -> Tensor:
+        """The outputs, or the gradient of an operand of one of the shapes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """`outputs = einsum(equation, inputs, kernel)`.
+
+    Attributes:
+        equation: One letter per axis, no ellipsis, e.g. `"abc,cd->abd"`.
+    """
+
+    equation: str
+
+    reads_what_is_quantized: ClassVar[bool] = True
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """The matrices of the equation."""
+        return form_of(self.equation)
+
+    def choose(
+        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+    ) -> tuple[MatmulKernel, Choice]:
+        """See `Contraction.choose`."""
+        if a is None or b is None:
+            reason = f"{matmul} is not in float8 under this recipe"
+            return engine.plain, Choice("emulated", reason)
+        batched = bool(self.form.batch)
+        return engine.select(Request(matmul, a, b, batched, **how))
+
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """See `Contraction.quantization`: what a recipe asks."""
+        return asked
+
+    def summed_axes(self, rank: int) -> tuple[int, ...]:
+        """See `Contraction.summed_axes`."""
+        first, _, out = einsum.split(self.equation)
+        return tuple(i for i, letter in enumerate(first) if letter not in out)
+
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """See `Contraction.operand`.
+
+        A tensor with one scale keeps its own axes while it is quantized, so
+        that what is moved to make a matrix of it is narrow.
+        """
+        form = self.form
+        if axes_alone(form, name):
+            is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
+            dtype = "float64" if asked is None and is_wide else "float32"
+            x = form.summed(name, x, dtype)
+        in_axes = asked is None or asked.keeps_axes
+        return x if in_axes else form.matrix(name, x)
+
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """See `Contraction.kernel_axes`."""
+        if not in_one_scale(asked):
+            return self.form.matrix_axes("kernel", axes)
+        form = self.form
+        said = zip(form.second, axes, strict=True)
+        return tuple(each for c, each in said if c in form.first + form.out)
+
+    def lies_across(self, name: str) -> bool:
+        """See `Contraction.lies_across`."""
+        return self.form.lies_across(name)
+
+    def read(self, name: str, quantized: Quantized) -> Quantized:
+        """See `Contraction.read`: the home matrix."""
+        quantization = quantized.quantization
+        if quantization is not None and not quantization.keeps_axes:
+            return quantized
+        return quantized.with_values(self.form.matrix(name, quantized.values))
+
+    def transposed(self, read: Quantized) -> Quantized:
+        """See `Contraction.transposed`."""
+        return read.transposed
+
+    def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
+        """Return a bias as one number for each column of the output matrix.
+
+        None if it is none, as it differs from row to row, or is the same for
+        several columns.
+        """
+        form, sizes = self.form, self.form.sizes(*shapes)
+        columns = [sizes[c] for c in form.columns]
+        if list(bias.shape) != columns or not form.out.endswith(form.columns):
+            return None
+        return ops.reshape(bias, (-1,))
+
+    def product(
+        self,
+        matmul: str,
+        kernel: MatmulKernel,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        dtype: str,
+    ) -> Tensor:
+        """See `Contraction.product`."""
+        matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
+        sizes = self.form.sizes(*shapes)
+        if matmul == "forward":
+            return self.form.outputs(matrix, sizes)
+        if matmul == "inputs_grad":
+            return self.form.inputs_grad(matrix, sizes)
+        return self.form.kernel_grad(matrix, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv:
+    """A convolution of rank 1, 2 or 3, with the arguments of `ops.conv`.
+
+    Its operands have one scale each, whatever a recipe asks: a window is no
+    matrix, and no hardware has finer scales for it.
+
+    Attributes:
+        strides: Per spatial axis.
+        padding: `"valid"` or `"same"`.
+        dilation_rate: Per spatial axis.
+        data_format: `"channels_last"` or `"channels_first"`.
+
+    Raises:
+        ValueError: If one of them is something else.
+    """
+
+    strides: tuple[int, ...]
+    padding: str
+    dilation_rate: tuple[int, ...]
+    data_format: str
+
+    reads_what_is_quantized: ClassVar[bool] = False
+    is_transposed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    _wrong(self, name, " or ".join(map(repr, allowed)))
+                )
+        for name in ("strides", "dilation_rate"):
+            if not _is_per_axis(getattr(self, name)):
+                raise ValueError(
+                    _wrong(self, name, "a tuple of one to three integers >= 1")
+                )
+        if len(self.strides) != len(self.dilation_rate):
+            raise ValueError(
+                _wrong(self, "dilation_rate", "as many entries as in strides")
+            )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `ops.conv`."""
+        return {
+            "strides": list(self.strides),
+            "padding": self.padding,
+            "dilation_rate": self.dilation_rate,
+            "data_format": self.data_format,
+        }
+
+    def of(self, x: Tensor, w: Tensor) -> Tensor:
+        """What Keras computes of inputs and a kernel."""
+        return ops.conv(x, w, **self.arguments)
+
+    def choose(
+        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+    ) -> tuple[Convolutions, Choice]:
+        """See `Contraction.choose`."""
+        return engine.convolutions, Choice(
+            "emulated", engine.convolutions.reason
+        )
+
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """See `Contraction.quantization`: one scale for a tensor."""
+        return None if asked is None else asked.tensorwise
+
+    def summed_axes(self, rank: int) -> tuple[int, ...]:
+        """See `Contraction.summed_axes`."""
+        return tuple(range(1, rank))
+
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """See `Contraction.operand`: the tensor as it is."""
+        return x
+
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """See `Contraction.kernel_axes`."""
+        return tuple(axes)
+
+    def lies_across(self, name: str) -> bool:
+        """See `Contraction.lies_across`: it is read as it lies."""
+        return False
+
+    def read(self, name: str, quantized: Quantized) -> Quantized:
+        """See `Contraction.read`: as it is."""
+        return quantized
+
+    def transposed(self, read: Quantized) -> Quantized:
+        """See `Contraction.transposed`: as it is."""
+        return read
+
+    def product(
+        self,
+        matmul: str,
+        kernel: Convolutions,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        dtype: str,
+    ) -> Tensor:
+        """See `Contraction.product`."""
+        first, second = (scaled_products.float32(each) for each in (a, b))
+        if matmul == "forward":
+            result = kernel.outputs(self, first, second)
+        elif matmul == "inputs_grad":
+            result = kernel.inputs_grad(self, first, second, shapes[0])
+        else:
+            result = kernel.kernel_grad(self, first, second, shapes[1])
+        return scaled_products.scaled(result, a, b, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvTranspose(Conv):
+    """A transposed one, with the arguments of `ops.conv_transpose`.
+
+    Attributes:
+        output_padding: Per spatial axis; None for the size that Keras
+            chooses.
+    """
+
+    output_padding: tuple[int, ...] | None = None
+
+    is_transposed: ClassVar[bool] = True
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `ops.conv_transpose`."""
+        return {**super().arguments, "output_padding": self.output_padding}
+
+    def of(self, x: Tensor, w: Tensor) -> Tensor:
+        """What Keras computes of inputs and a kernel."""
+        return ops.conv_transpose(x, w, **self.arguments)
+
+    def around(self, kernel_size: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Zeros to add around the outputs, along each axis; below 0: to cut.
+
+        To those without padding, which there are wherever the kernel meets an
+        input: `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. Where
+        "same" pads an odd number of zeros, one more is before, as in
+        `jax.lax.conv_transpose`, up to the reach of the kernel.
+
+        Args:
+            kernel_size: Per spatial axis.
+        """
+        asked = self.output_padding or (None,) * len(self.strides)
+        steps = zip(
+            kernel_size, self.strides, self.dilation_rate, asked, strict=True
+        )
+        return [self._around_axis(*each) for each in steps]
+
+    def _around_axis(
+        self, kernel: int, stride: int, dilation: int, more: int | None
+    ) -> tuple[int, int]:
+        if transposed_windows.are_own():
+            how = kernel, stride, dilation, self.padding, more
+            return transposed_windows.around_axis(*how)
+        reach = (kernel - 1) * dilation
+        if self.padding == "valid":
+            return 0, max(stride - reach - 1, 0) if more is None else more
+        odd = (reach + 1) % 2
+        zeros = reach + (stride - 1 if more is None else odd - 1 + more)
+        before = min((zeros + 1) // 2, reach)
+        return before - reach, zeros - before - reach
+
+
+def in_one_scale(asked: Quantization | None) -> bool:
+    """Return True if an operand is quantized without regard to its axes."""
+    return asked is None or asked.keeps_axes
+
+
+_WORDS = {
+    "padding": ("valid", "same"),
+    "data_format": ("channels_last", "channels_first"),
+}
+
+
+def _is_per_axis(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and 1 <= len(value) <= 3
+        and all(isinstance(size, int) and size >= 1 for size in value)
+    )
+
+
+def _wrong(conv: Conv, name: str, allowed: str) -> str:
+    return (
+        f"This convolution is not possible: {name} is wrong. Received: "
+        f"{conv!r}. Allowed for {name}: {allowed}. Causal padding is done to "
+        "the inputs first."
+    )

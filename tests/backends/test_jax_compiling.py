@@ -1,0 +1,81 @@
+"""What a step costs to compile: functions, and rounds over a program."""
+
+import keras
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of JAX", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+
+import keras_policy_ext as kpe
+from jax_programs import gradient_step
+from keras_policy_ext import backends, contractions, recipes
+from keras_policy_ext.numerics.scale_sources import state_source_of
+
+if jax.default_backend() != "cpu":
+    pytest.skip("tests of XLA for a CPU", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    """A program that was compiled before leaves no files."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def inputs_of(model):
+    return jnp.zeros((2, *model.input_shape[1:]), "bfloat16")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_moves_are_not_taken_past_what_follows(recipe, tmp_path):
+    """Each round goes over the whole program; XLA stops after 25."""
+    policy = f"float8/{recipe}_from_mixed_bfloat16"
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8, 16))])
+    model.add(kpe.layers.EinsumDense("btd,dhk->bthk", (8, 2, 4), dtype=policy))
+    model.add(layers.Activation("silu", dtype="mixed_bfloat16"))
+    model.add(kpe.layers.EinsumDense("bthk,hkd->btd", (8, 16), dtype=policy))
+    model.add(kpe.layers.Dense(16, "silu", dtype=policy))
+    step, weights = gradient_step(model)
+    how = weights, inputs_of(model)
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": ".*"}
+    jax.jit(step).lower(*how).compile(options)
+    rounds = list(tmp_path.glob("*.simplification.after_pipeline-start*"))
+    assert 1 <= len(rounds) <= 8
+
+
+def test_a_gpu_may_fuse_a_product_with_what_follows():
+    layer = kpe.layers.Dense(8, dtype="float8/current_from_mixed_bfloat16")
+    model = keras.Sequential([keras.Input((8,)), layer])
+    step, weights = gradient_step(model)
+    how = weights, inputs_of(model)
+    found = {
+        platform: jax.jit(step)
+        .trace(*how)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+        .count("optimization_barrier")
+        for platform in ("cpu", "tpu")
+    }
+    # The outputs and the gradient of the kernel; nothing wants that of inputs.
+    assert found == {"cpu": 2, "tpu": 0}
+
+
+def test_settling_is_written_once_for_all_states_of_a_shape():
+    recipe = recipes.DelayedScaling()
+    settle = contractions.settling(recipe)
+    state = jnp.zeros(state_source_of(recipe).state_shape)
+
+    def settled(*states):
+        framework = backends.current()
+        return [framework.settle(settle, each, each + 1) for each in states]
+
+    text = jax.jit(settled).lower(state, state, state).as_text()
+    assert text.count("func.func private @_settled") == 1
+    assert text.count("call @_settled") == 3
