@@ -135,17 +135,17 @@ def test_a_kernel_that_is_not_native_where_it_can_be_is_noticed(monkeypatch):
 
 @pytest.mark.any_backend
 def test_casts_that_are_not_fused_are_noticed_with_the_error(monkeypatch):
-    from keras_policy_ext.backends.torch import fused
+    from keras_policy_ext.backends.torch import casts
 
     def fails():
         raise OSError("no compiler")
 
     monkeypatch.setattr(measuring, "on_gpu", lambda: True)
-    monkeypatch.setattr(fused, "lacking", lambda: "it casts otherwise")
-    monkeypatch.setattr(fused, "HAS_TRITON", False)
+    monkeypatch.setattr(casts, "lacking", lambda: "it casts otherwise")
+    monkeypatch.setattr(casts, "HAS_TRITON", False)
     assert "it casts otherwise" in broken(device_checks.fused_casts)
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
-    monkeypatch.setattr(fused, "_gives_our_codes", fails)
+    monkeypatch.setattr(casts, "HAS_TRITON", True)
+    monkeypatch.setattr(casts, "_gives_our_codes", fails)
     found = gpu_suite.outcome(device_checks.fused_casts)
     assert found["verdict"] == "error" and "no compiler" in found["seen"]
 

@@ -61,12 +61,12 @@ def fused_casts():
     """On CUDA, PyTorch casts for both matmuls in one pass, by Triton."""
     if BACKEND != "torch" or not measuring.on_gpu():
         raise NotHere("only PyTorch on CUDA has such casts")
-    from keras_policy_ext.backends.torch import fused
+    from keras_policy_ext.backends.torch import casts as triton_casts
 
-    reason = fused.lacking()
-    if reason is not None and fused.HAS_TRITON:
+    reason = triton_casts.lacking()
+    if reason is not None and triton_casts.HAS_TRITON:
         # Where an error is why, this time it is not passed over.
-        fused._gives_our_codes()
+        triton_casts._gives_our_codes()
     require(reason is None, f"They are not by Triton: {reason}.")
     return {"casts": "by Triton"}
 

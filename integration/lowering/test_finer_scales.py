@@ -67,7 +67,7 @@ for layer, shape, _ in LAYERS.values():
 TRACE_WITH_TENSORFLOW = """
 import sys
 import tensorflow as tf
-from keras_policy_ext.kernels import devices
+from keras_policy_ext.backends import devices
 
 pretending = devices.pretend("h200")
 pretending.__enter__()

@@ -26,7 +26,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_policy_ext import kernels, recipes
-from keras_policy_ext.frameworks.jax_sharding import Gathering
+from keras_policy_ext.backends.jax.backend import Gathering
 
 hopper = dataclasses.asdict(gpus.GPUS["H200"])
 devices = topologies.get_topology_desc(

@@ -111,19 +111,19 @@ class CountedCasts:
         return Both(values, across, scale, amaxes if observe else None)
 
     def history_scales(self, source, state):
-        """See `torch_triton_scales.history_scales`."""
+        """See `triton_kernels.history_scales`."""
         self.counter.enter("triton history", [state])
         scales, unseen = torch.empty(3), torch.empty(3, dtype=torch.bool)
         return HistoryScales(scales, unseen)
 
     def observation(self, source, amaxes, slot):
-        """See `torch_triton_scales.observation`."""
+        """See `triton_kernels.observation`."""
         found = torch.empty(source.state_shape)
         self.counter.enter("triton observation", [*amaxes, found])
         return found
 
     def settle(self, source, value, previous):
-        """See `torch_triton_scales.settle`."""
+        """See `triton_kernels.settle`."""
         self.counter.enter("triton settle", [value, previous, previous])
         return torch.empty_like(previous)
 
@@ -133,7 +133,7 @@ def tensors_in(tree):
 
 
 def number_of_tiles(m, k):
-    """See `torch_triton_casts.number_of_tiles`; Triton is not needed here."""
+    """See `triton_kernels.number_of_tiles`; Triton is not needed here."""
     return -(-m // 64) * -(-k // 64)
 
 

@@ -26,14 +26,9 @@ import keras_policy_ext as kpe
 from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import backends, contractions, kernels, recipes
 from keras_policy_ext.backends.both_layouts import ScaleHint
-from keras_policy_ext.backends.torch import fused as torch_fused
-from keras_policy_ext.backends.torch import (
-    observations,
-    triton_casts,
-    triton_scales,
-)
+from keras_policy_ext.backends.torch import casts, observations, triton_kernels
 from keras_policy_ext.backends.torch.backend import BACKEND
-from keras_policy_ext.backends.torch.fused import TritonCasts, TritonStates
+from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_protocol import ScaleRule
@@ -76,7 +71,7 @@ def quantized(x, scale, format_name=FORMATS[0], unseen=None, seen_lately=False):
     rule = ScaleRule(inverted=True)
     known = ScaleHint(torch.tensor(scale), unseen, rule, seen_lately)
     asked = recipes.Quantization(format=format_name)
-    return triton_casts.quantize_both_ways(
+    return triton_kernels.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
     )
 
@@ -140,7 +135,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
     x[2, 3] = amax
     asked = recipes.Quantization(format=FORMATS[1], scale_rounding=rounding)
     known = ScaleHint(None, None, ScaleRule(inverted=False))
-    found = triton_casts.quantize_both_ways(
+    found = triton_kernels.quantize_both_ways(
         x, asked, known, observe=True, by_integers=True
     )
     expected = scaling.scale_from_amax(
@@ -154,7 +149,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
 def test_an_observation_is_that_of_the_source(slot):
     source = source_of(recipes.DelayedScaling(amax_history_length=3))
     amaxes = [torch.tensor(x) for x in (0.5, torch.inf, 0.0)]
-    found = triton_scales.observation(source, amaxes, slot)
+    found = triton_kernels.observation(source, amaxes, slot)
     np.testing.assert_array_equal(found, source.observation(amaxes, slot))
 
 
@@ -164,7 +159,7 @@ def test_an_observation_is_of_the_largest_amax_of_an_operand(last):
     parts = torch.rand(9000) + 1.0
     parts[4500], parts[-1] = 7.0, last
     wholes = torch.tensor(0.5), parts.amax(), torch.tensor(3.0)
-    found = triton_scales.observation(
+    found = triton_kernels.observation(
         source, [wholes[0], parts, wholes[2][None]], 2
     )
     np.testing.assert_array_equal(found, source.observation([*wholes], 2))
@@ -236,8 +231,7 @@ def test_a_step_has_the_bits_of_separate_casts(
 
 
 LAUNCHED = {
-    triton_casts: ("amax", "cast"),
-    triton_scales: ("history", "observation", "settle"),
+    triton_kernels: ("amax", "cast", "history", "observation", "settle"),
 }
 
 
@@ -259,13 +253,13 @@ def launched(fused, monkeypatch):
             kernel = getattr(module, f"{name}_kernel")
             noting = Noting(name, kernel)
             monkeypatch.setattr(module, f"{name}_kernel", noting)
-    zero = triton_casts._zero
+    zero = triton_kernels._zero
 
     def zeros(x):
         found.append("zeros")
         return zero(x)
 
-    monkeypatch.setattr(triton_casts, "_zero", zeros)
+    monkeypatch.setattr(triton_kernels, "_zero", zeros)
     return found
 
 
@@ -342,17 +336,17 @@ def test_whether_a_kernel_tells_the_host_is_tried(monkeypatch, writes):
         observations, "pinned_flags", lambda count: flags(count, False)
     )
     if not writes:
-        scales = triton_scales.history_scales
+        scales = triton_kernels.history_scales
         monkeypatch.setattr(
-            triton_scales,
+            triton_kernels,
             "history_scales",
             lambda *args: scales(*args[:2]),
         )
-    torch_fused.tells_the_host.cache_clear()
+    casts.tells_the_host.cache_clear()
     try:
-        assert torch_fused.tells_the_host() == writes
+        assert casts.tells_the_host() == writes
     finally:
-        torch_fused.tells_the_host.cache_clear()
+        casts.tells_the_host.cache_clear()
 
 
 def test_that_no_kernel_tells_the_host_is_said(monkeypatch):
@@ -360,12 +354,12 @@ def test_that_no_kernel_tells_the_host_is_said(monkeypatch):
         raise RuntimeError("no such memory")
 
     monkeypatch.setattr(torch, "zeros", fails)
-    torch_fused.tells_the_host.cache_clear()
+    casts.tells_the_host.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no such memory"):
-            assert not torch_fused.tells_the_host()
+            assert not casts.tells_the_host()
     finally:
-        torch_fused.tells_the_host.cache_clear()
+        casts.tells_the_host.cache_clear()
 
 
 def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):

@@ -23,22 +23,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from keras_policy_ext import recipes
-from keras_policy_ext.kernels import torch_triton_casts, torch_triton_scales
-from keras_policy_ext.kernels.both_layouts import ScaleHint
+from keras_policy_ext.backends.torch import triton_kernels
+from keras_policy_ext.backends.both_layouts import ScaleHint
 from keras_policy_ext.numerics.scale_protocol import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
 
 capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
 asked = recipes.Quantization(format=format_name)
 known = ScaleHint("a scale", "a flag", ScaleRule(inverted=True))
-block = {"ROWS": torch_triton_casts.ROWS, "COLUMNS": torch_triton_casts.COLUMNS}
+block = {"ROWS": triton_kernels.ROWS, "COLUMNS": triton_kernels.COLUMNS}
 cast = {
-    **torch_triton_casts.constants(asked, known),
+    **triton_kernels.cast_constants(asked, known),
     "OBSERVE": True,
     "BY_INTEGERS": False,
     **block,
 }
-state = torch_triton_scales.constants(source_of(recipes.DelayedScaling()))
+state = triton_kernels.state_constants(source_of(recipes.DelayedScaling()))
 settle = {**state, "KERNEL_ROW": 1}
 observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"], "PARTS": 4096}
 counts = "first_count", "second_count", "third_count"
@@ -46,7 +46,7 @@ matrix = {"m": "i32", "k": "i32", "by_row": "i32"}
 casts = "cast", "cast of what was seen lately"
 kernels = {
     name: (
-        torch_triton_casts.cast_kernel,
+        triton_kernels.cast_kernel,
         "x:bf16 scale:fp32 unseen:i1 used:fp32 values:u8 across:u8 amaxes:i32",
         matrix,
         {**cast, "by_column": 1, "FOUND_BEFORE": name == casts[0]},
@@ -54,25 +54,25 @@ kernels = {
     for name in casts
 } | {
     "amax": (
-        torch_triton_casts.amax_kernel,
+        triton_kernels.amax_kernel,
         "x:bf16 wanted:i1 amaxes:i32",
         matrix,
         {**block, "by_column": 1, "ALWAYS": False},
     ),
     "history": (
-        torch_triton_scales.history_kernel,
+        triton_kernels.history_kernel,
         "state:fp32 scales:fp32 unseen:i1 told:i1",
         {},
         state,
     ),
     "observation": (
-        torch_triton_scales.observation_kernel,
+        triton_kernels.observation_kernel,
         "first:fp32 second:fp32 third:fp32 found:fp32",
         dict.fromkeys(("column", *counts), "i32"),
         observation,
     ),
     "settle": (
-        torch_triton_scales.settle_kernel,
+        triton_kernels.settle_kernel,
         "value:fp32 previous:fp32 settled:fp32",
         {},
         settle,

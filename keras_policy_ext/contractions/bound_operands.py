@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends import scaled_products
+from keras_policy_ext.backends import emulated
 from keras_policy_ext.backends.both_layouts import QuantizedForBoth, read_both
 from keras_policy_ext.backends.matmuls import Choice, Engine
 from keras_policy_ext.contractions.gathering import gathered
@@ -141,7 +141,7 @@ class OperandUse:
             )
             matrix = self.contraction.read(self.operand, wide)
             if self._folds_scales:
-                matrix = scaled_products.folded(matrix, self.reads_transpose)
+                matrix = emulated.folded(matrix, self.reads_transpose)
         if self.reads_transpose:
             return self.contraction.transposed(matrix)
         return matrix

@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_policy_ext._keras import transposed_windows
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends import scaled_products
+from keras_policy_ext.backends import emulated
 from keras_policy_ext.backends.matmuls import (
     Choice,
     Convolutions,
@@ -299,14 +299,14 @@ class Conv:
         dtype: str,
     ) -> Tensor:
         """See `Contraction.product`."""
-        first, second = (scaled_products.float32(each) for each in (a, b))
+        first, second = (emulated.float32(each) for each in (a, b))
         if matmul == "forward":
             result = kernel.outputs(self, first, second)
         elif matmul == "inputs_grad":
             result = kernel.inputs_grad(self, first, second, shapes[0])
         else:
             result = kernel.kernel_grad(self, first, second, shapes[1])
-        return scaled_products.scaled(result, a, b, dtype)
+        return emulated.scaled(result, a, b, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

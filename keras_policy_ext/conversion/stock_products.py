@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.backends import traced_products
-from keras_policy_ext.backends.traced_products import Product
+from keras_policy_ext.backends import tracing
+from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import einsum
 from keras_policy_ext.layers.state import Float8State
 
@@ -69,12 +69,12 @@ def of_call(layer: Any, shape: Shape) -> list[StockProduct] | None:
         return None
     if name == "Dense":
         kernel = shape[-1], layer.units
-        return [StockProduct(traced_products.matmul(shape, kernel))]
+        return [StockProduct(tracing.matmul(shape, kernel))]
     if name == "EinsumDense":
         kernel = tuple(variable_values.stored_kernel(layer).shape)
         ranks = len(shape), len(kernel)
         equation = einsum.explicit(layer.equation, *ranks)
-        product = traced_products.einsum(equation, shape, kernel)
+        product = tracing.einsum(equation, shape, kernel)
         tensors = map(keras.KerasTensor, (shape, kernel))
         outputs = keras.ops.einsum(equation, *tensors).shape
         return [StockProduct(product, shape=outputs)]
@@ -108,9 +108,7 @@ def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
         v for v in walking.own_weights(cell) if v.name.endswith("kernel")
     ]
     return [
-        StockProduct(
-            traced_products.convolution(positions, (batch,), kernel.shape)
-        )
+        StockProduct(tracing.convolution(positions, (batch,), kernel.shape))
         for kernel in kernels
     ]
 
@@ -120,9 +118,7 @@ def convolution(
 ) -> Product:
     """The product of a convolution, transposed or not."""
     counted = inputs if contraction.is_transposed else outputs
-    return traced_products.convolution(
-        _positions(contraction, counted), inputs, kernel
-    )
+    return tracing.convolution(_positions(contraction, counted), inputs, kernel)
 
 
 def runs_stock_call(layer: keras.Layer) -> bool:
@@ -140,7 +136,7 @@ def _of_convolution(layer: Any, name: str, shape: Shape) -> Any:
     positions = _positions(layer, shape if name in _TRANSPOSED else outputs)
 
     def product(*kernel: int) -> Product:
-        return traced_products.convolution(positions, shape, kernel)
+        return tracing.convolution(positions, shape, kernel)
 
     if name in _BY_CHANNEL | _SEPARABLE:
         own = channels * layer.depth_multiplier

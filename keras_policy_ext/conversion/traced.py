@@ -23,8 +23,8 @@ from keras import ops
 from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import calls, graphs, walking
 from keras_policy_ext._keras.while_building import in_place_of
-from keras_policy_ext.backends import traced_products
-from keras_policy_ext.backends.traced_products import Product
+from keras_policy_ext.backends import tracing
+from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.conversion import stock_products
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
@@ -413,7 +413,7 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
         shapes = tuple(inputs.shape), tuple(kernel.shape)
         if isinstance(contraction, contractions.Einsum):
             equation = contraction.equation
-            product = traced_products.einsum(equation, *shapes)
+            product = tracing.einsum(equation, *shapes)
             outputs = ops.einsum(equation, *map(keras.KerasTensor, shapes))
         else:
             outputs = contraction.of(*map(keras.KerasTensor, shapes))

@@ -11,7 +11,7 @@ import keras
 
 from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.measured import MeasuredStep
+from keras_policy_ext.backends.tracing import MeasuredStep
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_variable import held, is_state
 

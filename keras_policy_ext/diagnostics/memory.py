@@ -11,7 +11,7 @@ import keras
 
 from keras_policy_ext import _user_code, backends, policies, recipes
 from keras_policy_ext._keras import global_policy, walking
-from keras_policy_ext.backends.measured import Measured
+from keras_policy_ext.backends.tracing import Measured
 from keras_policy_ext.conversion import in_place, models
 from keras_policy_ext.conversion.argument_types import (
     LayerFilter,

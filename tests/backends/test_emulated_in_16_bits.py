@@ -10,7 +10,7 @@ from keras import ops
 
 from finer_scales import ANY_ROW, MX, ROW, SQUARE, THIN, WHOLE, asked, matrix
 from keras_policy_ext import backends, formats
-from keras_policy_ext.backends import devices, scaled_products
+from keras_policy_ext.backends import devices, emulated
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import Tile
 from steps import numpy
@@ -28,7 +28,7 @@ elif BACKEND == "tensorflow":
 else:
     import torch
 
-    from keras_policy_ext.backends.torch import devices as torch_devices
+    from keras_policy_ext.backends.torch import backend as torch_devices
     from keras_policy_ext.backends.torch import engine as torch_kernels
 
     PRODUCT = torch, "mm"
@@ -85,7 +85,7 @@ def operands(pair, batch=1):
             [matrix(size, terms, number + 2 * i) for i in range(batch)]
         )
         found = quantize(ops.convert_to_tensor(x), how)[0]
-        yield scaled_products.folded(found, across=False)
+        yield emulated.folded(found, across=False)
 
 
 def product_on(device, pair, dtype, batch=1):
@@ -154,13 +154,13 @@ def test_products_with_a_batch_are_too(device):
 @pytest.mark.full
 def test_scales_that_are_no_powers_of_two_stay_in_float32():
     x = ops.convert_to_tensor(matrix(4, 256, 0))
-    folded = scaled_products.folded(quantize(x, NEAREST)[0], across=False)
+    folded = emulated.folded(quantize(x, NEAREST)[0], across=False)
     for dtype in ("bfloat16", "float16", "float32"):
-        assert not scaled_products.exact_in(dtype, folded, folded)
+        assert not emulated.exact_in(dtype, folded, folded)
     rows = quantize(x, ROW)[0]
-    assert scaled_products.exact_in("float16", rows, rows)
-    assert not scaled_products.exact_in("float32", rows, rows)
-    assert not scaled_products.exact_in("bfloat16", rows, folded)
+    assert emulated.exact_in("float16", rows, rows)
+    assert not emulated.exact_in("float32", rows, rows)
+    assert not emulated.exact_in("bfloat16", rows, folded)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

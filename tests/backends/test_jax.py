@@ -18,8 +18,8 @@ import keras_policy_ext as kpe
 from conftest import visible_gpus
 from finer_scales import ANY_ROW, E4M3, MX, ROW, THIN, WHOLE, asked
 from keras_policy_ext import kernels
-from keras_policy_ext.backends import devices, scaled_products
-from keras_policy_ext.backends.jax import scaled_dot
+from keras_policy_ext.backends import devices, emulated
+from keras_policy_ext.backends.jax import engine
 from keras_policy_ext.backends.jax.engine import ENGINE
 from keras_policy_ext.backends.matmuls import Request
 from keras_policy_ext.numerics.codes import encode_scales
@@ -156,9 +156,9 @@ def test_what_the_scaled_product_is_not_for(monkeypatch):
 
 @pytest.fixture
 def unchecked():
-    scaled_dot.failing.cache_clear()
+    engine.failing.cache_clear()
     yield
-    scaled_dot.failing.cache_clear()
+    engine.failing.cache_clear()
 
 
 def fails(*operands):
@@ -180,7 +180,7 @@ def test_a_scaled_product_that_fails_is_not_used(
     monkeypatch, unchecked, product, why
 ):
     """It is tried once, also where a compiler traces a step."""
-    monkeypatch.setattr(scaled_dot, "_product", product)
+    monkeypatch.setattr(engine, "_product", product)
     choices = []
 
     @jax.jit
@@ -284,7 +284,7 @@ def test_what_is_multiplied_where_float8_is_emulated(
 
     def multiply(x, y):
         a, b = (
-            scaled_products.folded(quantize(each, asked)[0], False)
+            emulated.folded(quantize(each, asked)[0], False)
             for each, asked in zip((x, y), pair, strict=True)
         )
         return ENGINE.matmuls[-1].multiply(a, b, "bfloat16", False)

@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from finer_scales import ANY_ROW, ROW, WHOLE
-from keras_policy_ext.backends.scaled_products import times_scales
+from keras_policy_ext.backends.emulated import times_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from ways import WAYS, array, run
 

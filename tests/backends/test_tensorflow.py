@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 
 from finer_scales import ANY_ROW, ROW, WHOLE, matrix
 from keras_policy_ext.backends import devices
-from keras_policy_ext.backends.tensorflow import devices as tensorflow_devices
+from keras_policy_ext.backends.tensorflow import engine as tensorflow_devices
 from keras_policy_ext.backends.tensorflow import engine as tensorflow_kernels
 from keras_policy_ext.numerics.quantized import quantize
 

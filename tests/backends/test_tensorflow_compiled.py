@@ -11,11 +11,7 @@ import tensorflow as tf
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions, recipes
-from keras_policy_ext.backends.tensorflow import (
-    backend,
-    compiled_casts,
-    gradients,
-)
+from keras_policy_ext.backends.tensorflow import backend, engine, gradients
 from keras_policy_ext.numerics import casting, codes
 from ways import array
 
@@ -53,9 +49,9 @@ def test_bits_are_those_of_what_is_not_compiled(
 
     @tf.function(input_signature=[spec])
     def compiled(x):
-        cast = compiled_casts.cast_in_training(x, SCALE, format_name)
-        kept = compiled_casts.encode(cast, format_name)
-        return cast, kept, compiled_casts.decode(kept, format_name)
+        cast = engine.cast_in_training(x, SCALE, format_name)
+        kept = engine.encode(cast, format_name)
+        return cast, kept, engine.decode(kept, format_name)
 
     cast, kept, again = compiled(x)
     expected = casting.quantize_float32(x, SCALE, format_name)

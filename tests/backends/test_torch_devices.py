@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_gpus import fake
 from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.torch import backend as torch_devices
+from keras_policy_ext.backends.torch import casts
 from keras_policy_ext.backends.torch import casts as torch_casts
-from keras_policy_ext.backends.torch import devices as torch_devices
-from keras_policy_ext.backends.torch import fused
 from keras_policy_ext.backends.torch.backend import is_real
 
 FORWARD = contractions.Einsum("ab,bc->ac")
@@ -173,38 +173,38 @@ def test_what_is_kept_on_apple_s_gpus_is_no_float8():
 
 def test_triton_is_tried_with_numbers_where_others_have_none(monkeypatch):
     """What it says stays, also where a graph is made at the first call."""
-    fused.lacking.cache_clear()
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    casts.lacking.cache_clear()
+    monkeypatch.setattr(casts, "HAS_TRITON", True)
     monkeypatch.setattr(
-        fused, "_gives_our_codes", lambda: is_real(torch.zeros(1))
+        casts, "_gives_our_codes", lambda: is_real(torch.zeros(1))
     )
     try:
         with FakeTensorMode():
-            assert fused.lacking() is None
+            assert casts.lacking() is None
     finally:
-        fused.lacking.cache_clear()
+        casts.lacking.cache_clear()
 
 
 def test_why_triton_does_not_cast_is_told(monkeypatch):
     def fails():
         raise RuntimeError("no compiler on this machine")
 
-    fused.lacking.cache_clear()
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
-    monkeypatch.setattr(fused, "_gives_our_codes", fails)
+    casts.lacking.cache_clear()
+    monkeypatch.setattr(casts, "HAS_TRITON", True)
+    monkeypatch.setattr(casts, "_gives_our_codes", fails)
     try:
-        assert "no compiler on this machine" in fused.lacking()
+        assert "no compiler on this machine" in casts.lacking()
     finally:
-        fused.lacking.cache_clear()
+        casts.lacking.cache_clear()
 
 
 def test_triton_leaves_formats_named_fnuz_to_pytorch():
-    casts = fused.TritonCasts(interpreted=True)
+    triton = casts.TritonCasts(interpreted=True)
     x = torch.ones(2, 2)
     for name in formats.FAMILIES["ocp"]:
-        assert casts.supports(x, "float32", name) is None
+        assert triton.supports(x, "float32", name) is None
     for name in formats.FAMILIES["fnuz"]:
-        assert name in casts.supports(x, "float32", name)
+        assert name in triton.supports(x, "float32", name)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])

@@ -36,10 +36,10 @@ from finer_scales import (
     asked,
     matrix,
 )
-from keras_policy_ext.backends import devices, scaled_products
+from keras_policy_ext.backends import devices, emulated
 from keras_policy_ext.backends.matmuls import Request
+from keras_policy_ext.backends.torch import backend as torch_devices
 from keras_policy_ext.backends.torch import casts
-from keras_policy_ext.backends.torch import devices as torch_devices
 from keras_policy_ext.backends.torch import engine as torch_kernels
 from keras_policy_ext.backends.torch.engine import ENGINE
 from keras_policy_ext.backends.torch.scaled_mm import (
@@ -193,7 +193,7 @@ def test_powers_of_two_are_emulated_in_bfloat16(monkeypatch, pair, sizes):
 def test_scales_of_blocks_in_the_values_are_emulated_alike(on_amx, pair):
     """As a plan hands operands over: their scales are multiplied in."""
     a, b = (
-        scaled_products.folded(x.with_values(x.values.float()), False)
+        emulated.folded(x.with_values(x.values.float()), False)
         for x in operands(pair, (17, 260, 33))[:2]
     )
     assert torch_kernels._fits_bfloat16(a, b, "bfloat16")
@@ -203,7 +203,7 @@ def test_scales_of_blocks_in_the_values_are_emulated_alike(on_amx, pair):
     assert torch.all((found - exact).abs() <= allowed)
     nearest = asked(Tile(1, 4), scale_rounding="nearest")
     x = quantize(torch.ones(1, 4, 8), nearest)[0]
-    x = scaled_products.folded(x, False)
+    x = emulated.folded(x, False)
     assert not torch_kernels._fits_bfloat16(x, x, "bfloat16")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import backends, recipes
-from keras_policy_ext.backends.torch.cpu_states import FIRST, CpuStates
+from keras_policy_ext.backends.torch.engine import FIRST, CpuStates
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SLOTS,

@@ -188,9 +188,9 @@ def test_a_model_trains_to_the_same_weights(monkeypatch, policy):
         framework, "kept_dtype", lambda self, x, name: "float32"
     )
     if BACKEND == "torch":
-        from keras_policy_ext.backends.torch import devices
+        from keras_policy_ext.backends.torch import backend
 
-        monkeypatch.setattr(devices, "casts_to_float8", lambda x: False)
+        monkeypatch.setattr(backend, "casts_to_float8", lambda x: False)
     if BACKEND == "jax":
         import jax
 

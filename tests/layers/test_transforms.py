@@ -16,7 +16,7 @@ if BACKEND == "torch":
     import torch
     from torch.func import grad, jacfwd, jacrev, vjp, vmap
 
-    from keras_policy_ext.backends.torch.by_example import are_transforms_active
+    from keras_policy_ext.backends.torch.gradients import are_transforms_active
 
 if BACKEND == "tensorflow":
     import tensorflow as tf

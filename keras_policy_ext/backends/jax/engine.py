@@ -1,20 +1,21 @@
-"""JAX: `lax.dot_general`, on float8 operands where XLA has a kernel."""
+"""JAX: its devices, and its kernels."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.jax import devices
-from keras_policy_ext.backends.jax.scaled_dot import ScaledDot
-from keras_policy_ext.backends.keras_convolutions import KerasConvolutions
-from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
-from keras_policy_ext.backends.scaled_products import (
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.emulated import (
     Emulated,
+    KerasConvolutions,
     Plain,
     are_powers_of_two,
     exact_in,
@@ -22,8 +23,181 @@ from keras_policy_ext.backends.scaled_products import (
     scaled,
     unscaled,
 )
+from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Tile
+
+
+def here() -> Device:
+    """The device that JAX computes on, or the one that is pretended."""
+    return devices.pretended() or _found()
+
+
+def lacking(*formats: str) -> str | None:
+    """Why XLA has no matmul of these formats for the device, or None."""
+    device = here()
+    if device.maker == "cpu":
+        return "XLA has no float8 matmul for a CPU"
+    return device.lacking(*formats)
+
+
+def lacking_mx() -> str | None:
+    """Why XLA has no matmul with scales of MX blocks, or None."""
+    device = here()
+    if device.maker == "cpu":
+        return "XLA has no float8 matmul for a CPU"
+    if "mx" in device.scales:
+        return None
+    return f"{device.title} is no Blackwell that scales MX blocks (10.x)"
+
+
+def _found() -> Device:
+    """The device here; a CPU is the `cpu` of the table, whatever it can do.
+
+    XLA lacks some products of bfloat16 there: "Unsupported element type for
+    DotThunk: BF16 x BF16 = F32" (JAX 0.10).
+    """
+    if jax.default_backend() == "cpu":
+        return devices.KNOWN["cpu"]
+    device = jax.devices()[0]
+    if jax.default_backend() == "tpu":
+        return devices.of_google(device.device_kind)
+    # Numbers of NVIDIA, a name of AMD, nothing of others.
+    capability = str(getattr(device, "compute_capability", None))
+    title = f"{device.device_kind} (capability {capability})"
+    if capability.startswith("gfx"):
+        return devices.of_amd(capability, title)
+    numbers = _numbers(capability)
+    if numbers is None:
+        return devices.unknown(title)
+    return devices.of_nvidia(numbers, title)
+
+
+def _numbers(capability: Any) -> tuple[int, ...] | None:
+    """(9, 0) of `"9.0"`; None of what is no two numbers."""
+    numbers = capability.split(".")
+    if len(numbers) != 2 or not all(each.isdigit() for each in numbers):
+        return None
+    return tuple(map(int, numbers))
+
+
+E8M0 = "float8_e8m0fnu"
+
+MX_BLOCK = 32
+"""Numbers of a block of the OCP MX formats."""
+
+TERMS = 128
+"""Sums are over a multiple of this: of 32 XLA fails to compile (JAX 0.10)."""
+
+
+class ScaledDot:
+    """`lax.scaled_dot`, of which XLA makes a matmul that takes the scales.
+
+    Not run in this release: no Blackwell was there. What XLA compiles for a
+    B200 was looked at, and has the instructions of tensor cores that scale
+    blocks; `integration/lowering` looks again.
+    """
+
+    native = True
+
+    def supports(self, request: Request) -> str | None:
+        """See `MatmulKernel.supports`: on a data center's Blackwell."""
+        if request.tiles != (Tile(1, MX_BLOCK),) * 2:
+            return OTHER_SCALES
+        if request.prefer == "emulated":
+            return "asked for by kernels.prefer"
+        if "nearest" in (request.a.scale_rounding, request.b.scale_rounding):
+            return "the scales of MX blocks are powers of two"
+        if not hasattr(lax, "scaled_dot"):
+            return f"jax {jax.__version__} has no scaled_dot"
+        wanted = request.prefer == "native"
+        return (None if wanted else lacking_mx()) or failing()
+
+    def reason(self, request: Request) -> str:
+        """See `MatmulKernel.reason`."""
+        if lacking_mx() is None:
+            return "lax.scaled_dot on float8 operands"
+        return "lax.scaled_dot, converted by XLA"
+
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        """See `MatmulKernel.multiply`; there is one way to accumulate."""
+        read = a.values, a.scale, b.values, b.scale
+        if dtype != "bfloat16":
+            return _scaled_product(*read).astype(dtype)
+        return lax.platform_dependent(
+            cuda=lambda: _scaled_product(*read, jnp.bfloat16),
+            default=lambda: _scaled_product(*read).astype(dtype),
+        )
+
+
+@functools.cache
+def failing() -> str | None:
+    """Why `lax.scaled_dot` is not to be used on this device, or None.
+
+    Asked once for a process, with numbers: for a GPU XLA compiles it by way of
+    Triton alone, which may be left out or not know the device.
+    """
+    try:
+        with jax.ensure_compile_time_eval():
+            if _gives_our_numbers():
+                return None
+    # A compiler may raise anything on a device that nobody has tried. It is
+    # the reason that users see.
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        return f"lax.scaled_dot fails here: {type(error).__name__}: {told}"
+    return "lax.scaled_dot does not multiply here as it should"
+
+
+def _gives_our_numbers() -> bool:
+    """True if a product is right in which each block has its own scale."""
+    rng = np.random.default_rng(0)
+    operands, exact = [], []
+    for rows in (136, 72):
+        values = rng.integers(-8, 9, (1, rows, 256)).astype("float32")
+        scale = 2.0 ** rng.integers(-4, 5, (1, rows, 256 // MX_BLOCK))
+        operands += [jnp.asarray(values, "float8_e4m3fn"), jnp.float32(scale)]
+        exact.append((values * np.repeat(scale, MX_BLOCK, 2))[0])
+    found = np.asarray(jax.jit(_scaled_product)(*operands))[0]
+    expected = exact[0] @ exact[1].T
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    return bool(error < 2.0**-10)
+
+
+def _scaled_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: Any = jnp.float32,
+) -> Tensor:
+    """(b, m, k) and (b, n, k) to (b, m, n)."""
+    scales = [
+        _as_exponents(_padded(encode_scales(each, E8M0), TERMS // MX_BLOCK))
+        for each in (a_scale, b_scale)
+    ]
+    return lax.scaled_dot(
+        _padded(a, TERMS),
+        _padded(b, TERMS),
+        lhs_scale=scales[0],
+        rhs_scale=scales[1],
+        dimension_numbers=(((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=dtype,
+    )
+
+
+def _as_exponents(codes: Tensor) -> Tensor:
+    return lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """Zeros appended along the last axis."""
+    over = -x.shape[2] % multiple
+    return jnp.pad(x, ((0, 0), (0, 0), (0, over)))
 
 
 def _product(
@@ -58,7 +232,7 @@ class EmulatedDot(Emulated):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         """See `MatmulKernel.multiply`."""
-        device = devices.here()
+        device = here()
         x, y = unscaled(a), unscaled(b)
         narrow = device.multiplies_in
         if exact_in(narrow, a, b):
@@ -93,11 +267,11 @@ class Float8Dot:
             return "asked for by kernels.prefer"
         if request.prefer == "native":
             return None
-        return devices.lacking(*request.formats)
+        return lacking(*request.formats)
 
     def reason(self, request: Request) -> str:
         """See `MatmulKernel.reason`."""
-        if devices.lacking(*request.formats) is None:
+        if lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
 
@@ -194,7 +368,7 @@ def _casts_before_amax() -> bool:
     Not where there are several devices: the amax in the branch of a first step
     could be one of all of them, and CUDA records no graph of such a branch.
     """
-    maker = devices.here().maker
+    maker = here().maker
     return maker in ("nvidia", "cpu") and jax.device_count() == 1
 
 
@@ -204,12 +378,12 @@ def _requantizes_kernels() -> bool:
     With several devices a kernel of which they have parts could be gathered
     twice.
     """
-    return devices.here().one_layout and jax.device_count() == 1
+    return here().one_layout and jax.device_count() == 1
 
 
 ENGINE = Engine(
     name="jax",
-    device=devices.here,
+    device=here,
     matmuls=(
         Float8Dot(),
         Float8DotOfRows(),

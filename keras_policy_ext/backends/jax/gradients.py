@@ -20,8 +20,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import partial_eval
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
-from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.interface import (
+    DIFFERENTIATED_AGAIN,
+    FrozenOperation,
+    Operation,
+)
 
 State = tuple[Tensor, ...]
 Links = tuple[Tensor, Tensor] | None

@@ -6,32 +6,52 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import Backend
-from keras_policy_ext.backends.measured import Measured, MeasuredStep
-from keras_policy_ext.backends.operations import FrozenOperation, Operation
-from keras_policy_ext.backends.tensorflow import (
-    activations,
-    saved_tensors,
-    traced_products,
+from keras_policy_ext.backends.interface import (
+    Backend,
+    FrozenOperation,
+    Operation,
 )
-from keras_policy_ext.backends.tensorflow import (
-    variables as tensorflow_variables,
-)
+from keras_policy_ext.backends.tensorflow import gradients, tracing
 from keras_policy_ext.backends.tensorflow.gradients import (
     Backward,
     CompiledPass,
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.traced_products import Traced
+from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.numerics.primitives import HALVES
+
+
+def let_go(variables: Iterable[Any]) -> None:
+    """Empty variables of Keras as soon as nobody has them any more.
+
+    TensorFlow keeps every graph in which a gradient of one's own was traced,
+    such as the sum over replicas in each training step of Keras, and with the
+    graph the weights that it read (TF 2.21, `gradient_registry`). So a weight
+    stays in memory after its variable.
+    """
+    for variable in variables:
+        value = getattr(variable, "value", None)
+        for each in getattr(value, "values", None) or (value,):
+            if isinstance(each, tf.Variable) and tf.executing_eagerly():
+                empty = weakref.finalize(each, _empty, each.handle, each.dtype)
+                empty.atexit = False
+
+
+def _empty(handle: Any, dtype: tf.DType) -> None:
+    with tf.init_scope():
+        tf.raw_ops.AssignVariableOp(
+            resource=handle, value=tf.zeros((0,), dtype), validate_shape=False
+        )
+
 
 # TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
 # this one is gone, nothing is taken to be compiled by it.
@@ -59,7 +79,7 @@ class TensorFlowBackend(Backend):
 
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
         """See `Backend.trace`."""
-        return traced_products.trace(function, inputs)
+        return tracing.trace(function, inputs)
 
     def device_name(self) -> str:
         """See `Backend.device_name`."""
@@ -221,7 +241,7 @@ class TensorFlowBackend(Backend):
 
     def let_go(self, variables: Sequence[Any]) -> None:
         """See `Backend.let_go`."""
-        tensorflow_variables.let_go(variables)
+        let_go(variables)
 
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
         """See `Backend.transpose`."""
@@ -233,11 +253,11 @@ class TensorFlowBackend(Backend):
 
     def kept(self, step: MeasuredStep) -> Measured:
         """See `Backend.kept`."""
-        return saved_tensors.kept(step)
+        return tracing.kept(step)
 
     def relu(self, x: Tensor) -> Tensor:
         """See `Backend.relu`."""
-        return activations.relu(x, self.traces_for_xla())
+        return gradients.relu(x, self.traces_for_xla())
 
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
@@ -254,7 +274,7 @@ class TensorFlowBackend(Backend):
         is_gelu = activation is keras.activations.gelu
         if self.on_cpu(x) and not (is_gelu and x.dtype.size == 2):
             return activation(x)
-        return activations.recomputed(activation, x)
+        return gradients.recomputed(activation, x)
 
     def run(
         self,

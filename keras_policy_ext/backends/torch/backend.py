@@ -2,34 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import Backend, Settle, saved_dtype
-from keras_policy_ext.backends.measured import Measured, MeasuredStep
-from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.interface import (
+    Backend,
+    FrozenOperation,
+    Operation,
+    Settle,
+    saved_dtype,
+)
 from keras_policy_ext.backends.torch import (
     observations,
     operators,
-    traced_products,
+    tracing,
     transforms,
-)
-from keras_policy_ext.backends.torch.by_example import (
-    are_transforms_active,
-    refuse_compiled_transforms,
 )
 from keras_policy_ext.backends.torch.gradients import (
     Differentiable,
     Frozen,
+    Relu,
+    are_transforms_active,
     links_of,
+    refuse_compiled_transforms,
 )
-from keras_policy_ext.backends.torch.relu import Relu
-from keras_policy_ext.backends.traced_products import Traced
+from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
+
+CUDA_OF_BLOCKS = (12, 9)
+CUDA_OF_MX = (12, 8)
+"""From which version on cuBLAS has these scales."""
+
+
+def here() -> Device:
+    """The device that PyTorch computes on, or the one that is pretended."""
+    return devices.pretended() or _found()
+
+
+def lacking(*formats: str) -> str | None:
+    """Why PyTorch has no matmul of these formats for the device, or None.
+
+    On a CPU it has one, which is slower than float32.
+    """
+    device = here()
+    if device.maker == "cpu":
+        others = [each for each in formats if each not in FAMILIES["ocp"]]
+        return f"scaled_mm on a CPU reads no {others[0]}" if others else None
+    if device.maker == "google":
+        return f"PyTorch does not run on {device.title} here"
+    return device.lacking(*formats)
+
+
+def scales_rows(device: torch.device) -> bool:
+    """True if `scaled_mm` takes scales of rows, for a result in bfloat16."""
+    if device.type == "cpu":
+        return torch.__version__ >= (2, 13)
+    return sys.platform != "win32" and "rows" in here().scales
+
+
+def lacking_blocks() -> str | None:
+    """Why there is no matmul with scales of 128 blocks, or None."""
+    return _lacking("blocks", CUDA_OF_BLOCKS, "128")
+
+
+def lacking_mx() -> str | None:
+    """Why there is no matmul with scales of MX blocks, or None."""
+    return _lacking("mx", CUDA_OF_MX, "32")
+
+
+def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
+    device = here()
+    if device.maker != "nvidia":
+        return f"torch has scales of {block} numbers with NVIDIA's CUDA only"
+    if scales not in device.scales:
+        return f"{device.title} has no matmul with scales of {block} numbers"
+    if devices.pretended() is not None:
+        return None
+    built = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
+    if built < cuda:
+        wanted = ".".join(map(str, cuda))
+        return (
+            f"scales of {block} numbers want CUDA {wanted}; torch is built "
+            f"for {torch.version.cuda}"
+        )
+    return None
+
+
+def casts_to_float8(device: torch.device) -> bool:
+    """Return True if there are casts to float8 dtypes.
+
+    On Apple's GPUs they raise TypeError (all releases up to September 2026).
+    """
+    if device.type == "cpu":
+        return True
+    apple = device.type == "mps"
+    described = devices.KNOWN["mps"] if apple else here()
+    return described.holds_float8
+
+
+def multiplies_bfloat16() -> bool:
+    """Return True if matmuls on this CPU read bfloat16, and are faster so."""
+    return here() is devices.KNOWN["cpu_bf16"]
+
+
+def sums_in_float32(dtype: str) -> bool:
+    """True if a matmul of 16 bits writes its sums in float32 on this GPU."""
+    halves = getattr(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation", False
+    )
+    return _sums_in_float32(dtype, bool(halves))
+
+
+@functools.cache
+def _sums_in_float32(dtype: str, halves: bool) -> bool:
+    """Asked once for a process, with numbers of which no 16 bits have the sum.
+
+    Older versions of PyTorch, and builds for other makers, have no such matmul.
+    """
+    try:
+        x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
+        x[:, 0] = 0.5
+        sums = torch.mm(x, torch.ones_like(x).t(), out_dtype=torch.float32)
+        return bool((sums == 4111.5).all())
+    # What PyTorch raises for a matmul or an argument that a build lacks.
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _found() -> Device:
+    if torch.cuda.is_available():
+        if torch.version.hip:
+            name = torch.cuda.get_device_properties(0).gcnArchName
+            return devices.of_amd(name, name.partition(":")[0])
+        capability = torch.cuda.get_device_capability()
+        title = f"compute capability {capability}"
+        return devices.of_nvidia(capability, title)
+    if torch.backends.mps.is_available():
+        return devices.KNOWN["mps"]
+    return devices.KNOWN["cpu_bf16" if _multiplies_bfloat16() else "cpu"]
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """True if this CPU has instructions for it, as far as torch can tell."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    checks = [getattr(torch.cpu, name, None) for name in names]
+    return any(check is not None and check() for check in checks)
+
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 LARGEST = torch.finfo(torch.float32).max
@@ -51,7 +181,7 @@ class TorchBackend(Backend):
 
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
         """See `Backend.trace`."""
-        return traced_products.trace(function, inputs)
+        return tracing.trace(function, inputs)
 
     def device_name(self) -> str:
         """See `Backend.device_name`."""
@@ -179,9 +309,9 @@ class TorchBackend(Backend):
     ) -> None:
         """See `Backend.follow_shards`."""
         # Tensors in parts are not in every build of PyTorch.
-        from keras_policy_ext.backends.torch import sharding
+        pass
 
-        cut = sharding.follow(variables, modules)
+        cut = follow(variables, modules)
         if not cut:
             raise ValueError(
                 "Nothing of this model is cut. Received: a model that "
@@ -189,7 +319,7 @@ class TorchBackend(Backend):
                 "ignore. Allowed: one that it was called for, or a layer of "
                 "it. Call torch.distributed.fsdp.fully_shard before."
             )
-        group = sharding.group_of(cut[0])
+        group = group_of(cut[0])
         observations.know_group(variables, group)
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
@@ -212,9 +342,9 @@ class TorchBackend(Backend):
     def kept(self, step: MeasuredStep) -> Measured:
         """See `Backend.kept`."""
         # Here, because it loads what a training step does not need.
-        from keras_policy_ext.backends.torch import saved_tensors
+        from keras_policy_ext.backends.torch import tracing
 
-        return saved_tensors.kept(step)
+        return tracing.kept(step)
 
     def relu(self, x: Tensor) -> Tensor:
         """See `Backend.relu`; its compiler chooses what is kept."""
@@ -396,3 +526,70 @@ def _refuse_shards(kernel: Tensor) -> None:
     """
     if hasattr(kernel, "_fsdp_orig_uid"):
         raise NotImplementedError(FULLY_SHARD)
+
+
+def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
+    """Let variables be read where `fully_shard` puts their parameters.
+
+    It puts the part of this process there, and during a pass the whole.
+    Keras keeps parameters in a dict of each layer, by the paths of variables.
+
+    Args:
+        variables: Of one model.
+        modules: Its layers.
+
+    Returns:
+        The variables that were cut.
+
+    Raises:
+        ValueError: If one was cut twice, or is not trainable. Nothing is
+            changed then.
+    """
+    holders = _holders_of_parts(modules)
+    cut = [v for v in variables if v.path in holders]
+    for variable in cut:
+        _check(variable, holders[variable.path])
+    for variable in cut:
+        holder = holders[variable.path][0]
+        variable_values.read_from(variable, holder, variable.path)
+    return cut
+
+
+def group_of(variable: Any) -> Any:
+    """The process group that a variable is cut over."""
+    return variable.value.device_mesh.get_group()
+
+
+def _holders_of_parts(modules: Iterable[Any]) -> dict[str, list[Any]]:
+    """The dicts that have a part of a parameter, by its name."""
+    dicts = {
+        id(inner): inner
+        for module in modules
+        for inner in module.modules()
+        if isinstance(inner, torch.nn.ParameterDict)
+    }
+    found: dict[str, list[Any]] = {}
+    for each in dicts.values():
+        for name, parameter in each.items():
+            if isinstance(parameter, DTensor):
+                found.setdefault(name, []).append(each)
+    return found
+
+
+def _check(variable: Any, holders: list[Any]) -> None:
+    parts = {id(holder[variable.path]) for holder in holders}
+    if len(parts) > 1:
+        raise ValueError(
+            "A weight is cut twice, and only one of the two would be trained. "
+            f"Received: {variable.path!r}, in fully_shard of its layer and of "
+            "a Keras model around it, which lists it as well. Allowed: "
+            "fully_shard of the model, or of its layers."
+        )
+    state = getattr(variable, "overwrite_with_gradient", False)
+    if state or not variable.trainable:
+        raise ValueError(
+            "What is assigned to a variable would be lost where it is cut. "
+            f"Received: {variable.path!r}, cut by fully_shard. Allowed: "
+            "weights that an optimizer updates. Pass the others to "
+            "fully_shard(..., ignored_params=kpe.loops.uncut(model))."
+        )

@@ -1,17 +1,27 @@
-"""PyTorch: casts to float8 and back, as a CPU does them best."""
+"""PyTorch: casts to float8 and back, on a CPU and as Triton kernels."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from keras_policy_ext import formats
+from keras_policy_ext import _user_code, formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.torch import devices
+from keras_policy_ext.backends.both_layouts import Both, ScaleHint
+from keras_policy_ext.backends.torch import backend, observations
 from keras_policy_ext.backends.torch.backend import is_real
+from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
+from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
+from keras_policy_ext.numerics.scale_sources import DelayedSource
+from keras_policy_ext.recipes import DelayedScaling, Quantization
 
 
 def narrow_cast(
@@ -51,7 +61,7 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
     Part by part then, so that they are never all there in float32.
     """
     narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
-    if not (narrow and _is_on_cpu(q) and devices.multiplies_bfloat16()):
+    if not (narrow and _is_on_cpu(q) and backend.multiplies_bfloat16()):
         return _widened(q)
     if q.numel() <= _FEW:
         return q.to(torch.bfloat16)
@@ -116,7 +126,7 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 
 def _is_castable(dtype: str, device: torch.device) -> bool:
-    return dtype in HALVES and devices.casts_to_float8(device)
+    return dtype in HALVES and backend.casts_to_float8(device)
 
 
 def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
@@ -169,3 +179,180 @@ def _round_to_format(x: Tensor, dtype: str) -> Tensor:
     bits = x.view(torch.int32) & casting.EXPONENT_BITS
     anchor = bits.clamp_min_(lowest).add_(shift).view(torch.float32)
     return x.add_(anchor).sub_(anchor)
+
+
+# Builds of PyTorch for CUDA bring Triton along, others do not.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from keras_policy_ext.backends.torch import triton_kernels
+
+
+class TritonCasts:
+    """See `BothLayouts`.
+
+    Args:
+        interpreted: For tests: on any device, by Triton's interpreter.
+    """
+
+    def __init__(self, interpreted: bool = False):
+        self.interpreted = interpreted
+
+    def supports(
+        self, like: Tensor, dtype: str, format_name: str
+    ) -> str | None:
+        """See `BothLayouts.supports`."""
+        if format_name not in FAMILIES["ocp"]:
+            return f"Triton's casts do not write {format_name}"
+        if dtype not in ("bfloat16", "float16", "float32"):
+            return f"Triton's casts do not read {dtype}"
+        return _refusal(like, self.interpreted)
+
+    def quantize(
+        self,
+        matrix: Tensor,
+        asked: Quantization,
+        known: ScaleHint,
+        observe: bool,
+    ) -> Both:
+        """See `BothLayouts.quantize`."""
+        if is_real(matrix):
+            return triton_kernels.quantize_both_ways(
+                matrix, asked, known, observe, self.interpreted
+            )
+        dtype, wide = getattr(torch, asked.format), torch.float32
+        m, k = matrix.shape
+        tiles = (triton_kernels.number_of_tiles(m, k),)
+        parts = () if known.scale is None else tiles
+        return Both(
+            matrix.new_empty((m, k), dtype=dtype),
+            matrix.new_empty((k, m), dtype=dtype),
+            matrix.new_empty((), dtype=wide),
+            matrix.new_empty(parts, dtype=wide) if observe else None,
+        )
+
+
+class TritonStates:
+    """See `StateKernels`.
+
+    Args:
+        interpreted: For tests: on any device, by Triton's interpreter.
+    """
+
+    def __init__(self, interpreted: bool = False):
+        self.interpreted = interpreted
+
+    def supports(self, source: Any, state: Tensor) -> str | None:
+        """See `StateKernels.supports`."""
+        if type(source) is not DelayedSource:
+            return "Triton's arithmetic is that of delayed scaling"
+        if not is_real(state) or state.dtype != torch.float32:
+            return "this state has no float32 numbers yet"
+        return _refusal(state, self.interpreted)
+
+    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+        """See `StateKernels.history_scales`."""
+        tells = self.interpreted or tells_the_host()
+        told = observations.told(state) if tells else None
+        matrix = state.contiguous()
+        return triton_kernels.history_scales(source, matrix, told)
+
+    def observation(
+        self, source: Any, amaxes: list[Tensor], slot: int
+    ) -> Tensor:
+        """See `StateKernels.observation`."""
+        return triton_kernels.observation(source, amaxes, slot)
+
+    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """See `StateKernels.settle`."""
+        pair = value.contiguous(), previous.contiguous()
+        return triton_kernels.settle(source, *pair)
+
+
+def _refusal(x: Tensor, interpreted: bool) -> str | None:
+    if interpreted:
+        return None
+    if x.device.type != "cuda":
+        return "Triton's kernels are for CUDA"
+    return lacking()
+
+
+@functools.cache
+def lacking() -> str | None:
+    """Why casts are not by Triton, or None if they are.
+
+    Asked once for a process, with numbers: a compiler that is missing, or one
+    that rounds otherwise, is found before it casts anything that counts.
+    """
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    try:
+        with _numbers():
+            if _gives_our_codes():
+                return None
+    # A compiler may raise anything on a device that nobody has tried. It is
+    # the reason that users see.
+    except Exception as error:
+        return f"Triton fails here: {type(error).__name__}: {error}"
+    return "Triton does not cast here as PyTorch does"
+
+
+def _numbers() -> contextlib.AbstractContextManager[Any]:
+    """A block in which tensors have numbers, also while a graph is made.
+
+    Not public (torch 2.11 to 2.13); where it is gone, Triton is not used if
+    the first call is traced.
+    """
+    try:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+    except ImportError:
+        return contextlib.nullcontext()
+    return unset_fake_temporarily()
+
+
+@functools.cache
+def tells_the_host() -> bool:
+    """Return True if a kernel writes into pinned memory.
+
+    Asked once for a process: where it may not, launching it is an error.
+    """
+    source = DelayedSource(DelayedScaling())
+    try:
+        with _numbers():
+            state = torch.zeros(source.state_shape, device="cuda")
+            state[:, 0], state[:, -1] = -1.0, 1.0
+            told = observations.pinned_flags(len(state))
+            triton_kernels.history_scales(source, state, told)
+            torch.cuda.synchronize()
+            return not told.any()
+    # See `lacking`. The numbers are the same, so this is no error.
+    except Exception as error:
+        warnings.warn(
+            "Triton does not write into memory of the host here, so that each "
+            "float8 layer runs three small kernels more in a step. Received: "
+            f"{type(error).__name__}: {error}",
+            UserWarning,
+            stacklevel=_user_code.stacklevel(),
+        )
+        return False
+
+
+def _gives_our_codes() -> bool:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
+    x = every.view(torch.bfloat16).reshape(256, 256)
+    x = torch.where(torch.isnan(x), 0.0, x)
+    for name in FAMILIES["ocp"]:
+        for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
+            expected = _bits(narrow_cast(x, scale, name))
+            known = ScaleHint(scale, None, ScaleRule(inverted=True))
+            asked = Quantization(format=name)
+            both = triton_kernels.quantize_both_ways(x, asked, known, True)
+            found, across = _bits(both.values), _bits(both.across)
+            if not torch.equal(found, expected):
+                return False
+            if not torch.equal(across.t(), found):
+                return False
+    return True
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)

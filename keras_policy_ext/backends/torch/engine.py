@@ -1,32 +1,292 @@
-"""PyTorch: `scaled_mm` where it pays, otherwise 16 or 32 bits."""
+"""PyTorch: its kernels, convolutions and states on a CPU."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.matmuls import Engine
-from keras_policy_ext.backends.scaled_products import (
+from keras_policy_ext.backends.emulated import (
     LARGEST,
     SMALLEST,
     Emulated,
+    KerasConvolutions,
     Plain,
     are_powers_of_two,
     exact_in,
     times_scales,
     unscaled,
 )
-from keras_policy_ext.backends.torch import casts, devices, fused
+from keras_policy_ext.backends.matmuls import Engine
+from keras_policy_ext.backends.torch import backend, casts
 from keras_policy_ext.backends.torch.backend import is_known, is_real
-from keras_policy_ext.backends.torch.convolutions import TorchConvolutions
-from keras_policy_ext.backends.torch.cpu_states import CpuStates
 from keras_policy_ext.backends.torch.scaled_mm import (
     ScaledMM,
     ScaledMMOfBlocks,
     ScaledMMOfMX,
     ScaledMMOfRows,
 )
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SLOTS,
+    UNIT,
+    UNSEEN,
+    VALID_MARK,
+)
 from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_protocol import HistoryScales
+from keras_policy_ext.numerics.scale_sources import DelayedSource
+from keras_policy_ext.numerics.scaling import inverted_of_number
+from keras_policy_ext.recipes import OPERANDS
+
+Pads = list[tuple[int, int]]
+
+
+class TorchConvolutions(KerasConvolutions):
+    """Keras's convolution, and PyTorch's own backward pass of it.
+
+    A transposed one is PyTorch's, cut to the window that Keras has.
+    """
+
+    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+        """See `Convolutions.outputs`."""
+        if not conv.is_transposed:
+            return super().outputs(conv, x, w)
+        pads = conv.around(tuple(w.shape[:-2]))
+        whole = torch.convolution(
+            _channels_first(conv, x), _outputs_first(w), None, *_how(conv), 1
+        )
+        return _as_lying(conv, F.pad(whole, _flat(pads)))
+
+    def inputs_grad(
+        self, conv: Any, g: Tensor, w: Tensor, shape: Any
+    ) -> Tensor:
+        """See `Convolutions.inputs_grad`."""
+        return _conv_backward(conv, g, g.new_zeros(tuple(shape)), w, 0)
+
+    def kernel_grad(
+        self, conv: Any, x: Tensor, g: Tensor, shape: Any
+    ) -> Tensor:
+        """See `Convolutions.kernel_grad`."""
+        return _conv_backward(conv, g, x, g.new_zeros(tuple(shape)), 1)
+
+
+def _conv_backward(
+    conv: Any, g: Tensor, x: Tensor, w: Tensor, operand: int
+) -> Tensor:
+    """The gradient of a convolution for inputs (0) or kernel (1).
+
+    All tensors are in Keras's layouts: `(batch, *spatial, channels)` or
+    channels first, kernel `(*spatial, channels / groups, filters)`, or
+    `(*spatial, filters, channels)` of a transposed one.
+    """
+    x, g = _channels_first(conv, x), _channels_first(conv, g)
+    rank = len(conv.strides)
+    pads = [(0, 0)] * rank
+    if conv.is_transposed:
+        around = conv.around(tuple(w.shape[:rank]))
+        cut = [(-before, -after) for before, after in around]
+        g = F.pad(g, _flat(cut))
+    else:
+        pads = _same_padding(conv, x.shape[2:], w.shape[:rank])
+    w = _outputs_first(w)
+    gradients = torch.ops.aten.convolution_backward(
+        g.contiguous(),
+        F.pad(x, _flat(pads)),
+        w,
+        None,
+        *_how(conv),
+        1 if conv.is_transposed else x.shape[1] // w.shape[1],
+        [operand == 0, operand == 1, False],
+    )
+    if operand == 1:
+        return gradients[1].permute(*range(2, rank + 2), 1, 0)
+    gradient = gradients[0]
+    for axis, (before, _) in enumerate(pads):
+        gradient = gradient.narrow(axis + 2, before, x.shape[axis + 2])
+    return _as_lying(conv, gradient)
+
+
+def _how(conv: Any) -> tuple[Any, ...]:
+    """Strides, padding, dilation, whether transposed, padding of outputs."""
+    none = [0] * len(conv.strides)
+    rates = list(conv.dilation_rate)
+    return list(conv.strides), none, rates, conv.is_transposed, none
+
+
+def _channels_first(conv: Any, x: Tensor) -> Tensor:
+    return x.movedim(-1, 1) if conv.data_format == "channels_last" else x
+
+
+def _as_lying(conv: Any, x: Tensor) -> Tensor:
+    """The reverse of `_channels_first`."""
+    return x.movedim(1, -1) if conv.data_format == "channels_last" else x
+
+
+def _outputs_first(w: Tensor) -> Tensor:
+    """A kernel of Keras as PyTorch has it."""
+    rank = w.dim() - 2
+    return w.permute(rank + 1, rank, *range(rank))
+
+
+def _flat(pads: Pads) -> list[int]:
+    """Pads of each axis as `F.pad` wants them: the last axis first."""
+    return [pad for pair in reversed(pads) for pad in pair]
+
+
+def _same_padding(
+    conv: Any, sizes: torch.Size, kernel_sizes: torch.Size
+) -> Pads:
+    """Zeros before and after each spatial axis, as TensorFlow pads."""
+    pads = []
+    for size, kernel, stride, dilation in zip(
+        sizes, kernel_sizes, conv.strides, conv.dilation_rate, strict=True
+    ):
+        outputs = -(-size // stride)
+        reach = (kernel - 1) * dilation + 1
+        total = max((outputs - 1) * stride + reach - size, 0)
+        total = total if conv.padding == "same" else 0
+        pads.append((total // 2, total - total // 2))
+    return pads
+
+
+Array = np.ndarray[Any, Any]
+
+FIRST = 2 + SLOTS
+"""Where the history starts in a row, behind the scale that was used last."""
+
+_KERNEL = OPERANDS.index("kernel")
+
+
+class CpuStates:
+    """See `StateKernels`."""
+
+    def supports(self, source: Any, state: Tensor) -> str | None:
+        """See `StateKernels.supports`."""
+        if type(source) is not DelayedSource:
+            return "this arithmetic is that of delayed scaling"
+        there = is_real(state) and state.device.type == "cpu"
+        if not there or state.dtype != torch.float32:
+            return "this state has no float32 numbers on a CPU"
+        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+            return "a compiler does not see what NumPy does"
+        return None
+
+    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+        """See `StateKernels.history_scales`."""
+        before = _before(source, state.detach().numpy())
+        _, scales_before = zip(*before, strict=True)
+        scales = np.array(scales_before, np.float32)
+        unseen = scales == 0.0 if source.starts_from_current else None
+        return HistoryScales(
+            torch.from_numpy(scales),
+            None if unseen is None else torch.from_numpy(unseen),
+        )
+
+    def observation(
+        self, source: Any, amaxes: list[Tensor], slot: int
+    ) -> Tensor:
+        """See `StateKernels.observation`."""
+        found = np.zeros(source.state_shape, "float32")
+        found[:, 0] = UNIT
+        found[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
+        return torch.from_numpy(found)
+
+    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+        """See `StateKernels.settle`."""
+        value, previous = value.detach(), previous.detach()
+        values, settled = value.numpy(), previous.numpy().copy()
+        before = _before(source, settled)
+        with np.errstate(over="ignore"):
+            for row, numbers in enumerate(value[:, : FIRST + 1].tolist()):
+                if numbers[0] < 0.0:
+                    _give(settled[row], values[row])
+                elif numbers[0] > 0.0 and _is_observation(numbers):
+                    newest = _newest(numbers, value[row], row == _KERNEL)
+                    _enter(settled[row], newest, *before[row])
+                elif numbers[0] > 0.0:
+                    settled[row] = 0.0
+                    settled[row, 0] = UNSEEN
+        return torch.from_numpy(settled)
+
+
+def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
+    """Of each row, whether it is intact, and the scale of its operand.
+
+    See `Layout.is_intact` and `DelayedSource.history_scales`.
+    """
+    history = state[:, FIRST:]
+    largest = history.max(axis=1).tolist()
+    newest_only = source.recipe.amax_compute == "most_recent"
+    amaxes = history[:, 0].tolist() if newest_only else largest
+    heads = state[:, :FIRST].tolist()
+    initial: float = source.initial
+    found = []
+    for head, most, amax, limit in zip(
+        heads, largest, amaxes, source.limits_with_margin, strict=True
+    ):
+        first, *slots, stored = head
+        is_intact = first == VALID_MARK and not any(slots) and most < math.inf
+        if is_intact and amax > 0.0:
+            scale = inverted_of_number(amax, limit)
+        else:
+            scale = stored if is_intact and stored > 0.0 else initial
+        found.append((is_intact, scale))
+    return found
+
+
+def _is_observation(numbers: list[float]) -> bool:
+    """See `Layout._is_observation`; of a number of uses above 0."""
+    uses = _rounded(numbers[0] / UNIT)
+    *slots, scale, newest = numbers[1:]
+    seen = math.inf if scale or newest else SLOTS - slots.count(0.0)
+    return uses >= seen and (uses.is_integer() or math.isinf(uses))
+
+
+def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
+    """See `Layout._newest`; None for what is not entered."""
+    entries = numbers[1:]
+    if not all(map(math.isfinite, entries)):
+        return None
+    if not is_kernel:
+        return _rounded(max(entries) / UNIT)
+    total = sum(entries)
+    if entries.count(0.0) < len(entries) - 2:
+        # More than two numbers have different sums in different orders.
+        total = row[1 : FIRST + 1].sum().item()
+    mean = _rounded(total) / max(_rounded(numbers[0] / UNIT), 1.0)
+    return _rounded(_rounded(mean) / UNIT)
+
+
+def _rounded(number: float) -> float:
+    """A number in float32; infinite where that has none as large."""
+    return float(np.float32(number))
+
+
+def _give(row: Array, value: Array) -> None:
+    """A state into a settled row: sealed if it is as good as sealed."""
+    row[:] = value
+    if abs(float(value[0]) - VALID_MARK) <= ROUNDING:
+        row[0] = VALID_MARK
+
+
+def _enter(
+    row: Array, newest: float | None, intact: bool, scale: float
+) -> None:
+    """An amax into a settled row: see `Layout._entered`."""
+    if not intact:
+        row[FIRST:] = 0.0
+    row[:FIRST] = 0.0
+    row[0], row[FIRST - 1] = VALID_MARK, scale
+    if newest is not None:
+        first = row[FIRST]
+        row[FIRST:-1] = row[FIRST + 1 :]
+        row[-1] = first
+        row[FIRST] = newest
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -76,7 +336,7 @@ class Float32Matmul(Emulated):
 
 ENGINE = Engine(
     name="torch",
-    device=devices.here,
+    device=backend.here,
     matmuls=(
         ScaledMM(),
         ScaledMMOfRows(),
@@ -89,8 +349,8 @@ ENGINE = Engine(
     cast=casts.cast,
     narrow_cast=casts.narrow_cast,
     widen=casts.widen,
-    both_layouts=fused.TritonCasts(),
-    states=(fused.TritonStates(), CpuStates()),
+    both_layouts=casts.TritonCasts(),
+    states=(casts.TritonStates(), CpuStates()),
 )
 
 
@@ -106,7 +366,7 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
         and a.values.dtype in (torch.float32, torch.bfloat16)
         and (_in_one_scale(a, b) or are_powers_of_two(a, b))
         and is_known(a.scale)
-        and devices.multiplies_bfloat16()
+        and backend.multiplies_bfloat16()
     )
 
 
@@ -115,12 +375,12 @@ def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
 
     Not asked of tensors without data, of which nothing is computed.
     """
-    narrow = devices.here().multiplies_in
+    narrow = backend.here().multiplies_in
     return (
         _is_cuda(a.values)
         and exact_in(narrow, a, b)
         and is_real(a.values)
-        and devices.sums_in_float32(narrow)
+        and backend.sums_in_float32(narrow)
     )
 
 
@@ -130,7 +390,7 @@ def _is_cuda(x: Tensor) -> bool:
 
 def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
     """The product of the values in 16 bits, summed and left in float32."""
-    narrow = getattr(torch, devices.here().multiplies_in)
+    narrow = getattr(torch, backend.here().multiplies_in)
     x, y = unscaled(a).to(narrow), unscaled(b).to(narrow).mT
     if x.shape[0] > 1:
         return torch.bmm(x, y, out_dtype=torch.float32)

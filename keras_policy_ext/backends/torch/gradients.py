@@ -12,16 +12,88 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
-from keras_policy_ext.backends.operations import FrozenOperation, Operation
-from keras_policy_ext.backends.torch import operators
-from keras_policy_ext.backends.torch.by_example import (
-    ByExample,
-    ReverseMode,
-    are_transforms_active,
+from keras_policy_ext.backends.interface import (
+    DIFFERENTIATED_AGAIN,
+    FrozenOperation,
+    Operation,
 )
+from keras_policy_ext.backends.torch import operators
+
+FORWARD_MODE = (
+    "A layer in float8 has no derivative in forward mode. Received: "
+    "torch.func.jvp, jacfwd or hessian, or torch.autograd.forward_ad. Allowed: "
+    "derivatives in reverse mode: torch.func.grad, vjp, jacrev, and "
+    "jacrev(jacrev(f)) for a Hessian."
+)
+
+
+def are_transforms_active() -> bool:
+    """Return True if this is called inside of a transform of `torch.func`.
+
+    `torch.autograd.Function` asks for the same, to refuse those functions that
+    were not made for transforms. There is no public way to ask (torch 2.13).
+    """
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def refuse_compiled_transforms() -> None:
+    """Raise where a transform is being compiled.
+
+    Where it was not asked for one graph, the compiler then runs the function
+    around the transform as it is, if it can.
+    """
+    if are_transforms_active():
+        raise NotImplementedError(
+            "A layer in float8 is not compiled inside of a transform of "
+            "torch.func. Received: torch.compile around one. Allowed: the same "
+            "uncompiled, as behind torch.compiler.disable."
+        )
+
+
+class ReverseMode(torch.autograd.Function):
+    """A function without a derivative in forward mode, which says so."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """There is none."""
+        raise NotImplementedError(FORWARD_MODE)
+
+
+class ByExample(ReverseMode):
+    """A function that `torch.func.vmap` calls for one example after another.
+
+    An example is quantized by its own scales then, as JAX's `vmap` does it,
+    and everything may read the numbers in its tensors.
+
+    A call outside of transforms takes 16 µs longer than one of a function
+    whose `forward` has a context (torch 2.13, CPU).
+    """
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """The outputs of all examples, and the axis that counts them."""
+        leaves, structure = pytree.tree_flatten(arguments)
+        axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
+        found = []
+        for number in range(info.batch_size):
+            example = [
+                x if axis is None else x.select(axis, number)
+                for x, axis in zip(leaves, axes, strict=True)
+            ]
+            found.append(cls.apply(*pytree.tree_unflatten(example, structure)))
+        if isinstance(found[0], torch.Tensor):
+            return torch.stack(found), 0
+        outputs = tuple(_stacked(each) for each in zip(*found, strict=True))
+        return outputs, tuple(None if x is None else 0 for x in outputs)
+
+
+def _stacked(outputs: tuple[Tensor | None, ...]) -> Tensor | None:
+    """One output of all examples; None if it is None."""
+    return None if outputs[0] is None else torch.stack(outputs)
+
 
 Links = tuple[Tensor | None, Tensor | None]
 
@@ -284,3 +356,70 @@ def _no_view(x: Tensor) -> Tensor:
     it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
     """
     return x.new_empty(0).set_(x) if x._is_view() else x
+
+
+_FIRST_BITS = 0x0102040810204080
+"""Eight bytes of 0 or 1, read as one int64 and multiplied by this, have their
+bits in the highest byte: byte i becomes bit i. Source: Warren, "Hacker's
+Delight", 7-2."""
+
+
+class Relu(torch.autograd.Function):
+    """`torch.relu`, whose own gradient keeps the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The outputs."""
+        outputs = torch.relu(x)
+        ctx.axes = _as_in_memory(outputs)
+        ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+        """The gradient of `x`."""
+        (kept,) = ctx.saved_tensors
+        mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
+        # Back to the order in memory of the outputs: the gradient gets the
+        # order of the mask, and sums over it depend on the order.
+        back = [ctx.axes.index(axis) for axis in range(mask.dim())]
+        passes = mask.permute(back).to(outputs_grad.dtype)
+        return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)
+
+
+def _as_in_memory(x: Tensor) -> list[int]:
+    """The axes of a tensor, in the order in which it lies in memory."""
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
+
+
+def _kept(outputs: Tensor) -> Tensor:
+    """Where outputs are not zero: eight numbers in a byte on a CPU.
+
+    A byte each on other devices, where memory is fast and each operation is
+    one more kernel; and where numbers do not fill bytes.
+    """
+    mask = outputs.bool()
+    if mask.device.type != "cpu" or mask.numel() % 8:
+        return mask
+    eights = mask.flatten().view(torch.int64)
+    bits = eights.mul(_FIRST_BITS).bitwise_right_shift_(56)
+    return bits.to(torch.uint8)
+
+
+def _mask(kept: Tensor, shape: Any) -> Tensor:
+    """The mask of what `_kept` made of outputs of a shape."""
+    if kept.dtype == torch.bool:
+        return kept
+    eights = _EIGHTS.index_select(0, kept.int())
+    return eights.view(torch.bool).view(shape)
+
+
+# This module may be loaded while a step is being compiled.
+@torch.compiler.disable
+def _eights() -> Tensor:
+    """The eight bytes that each byte of bits stands for, as one number."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return bits.bool().view(torch.int64).flatten()
+
+
+_EIGHTS = _eights()

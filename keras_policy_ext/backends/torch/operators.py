@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN
-from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.interface import (
+    DIFFERENTIATED_AGAIN,
+    FrozenOperation,
+    Operation,
+)
 from keras_policy_ext.backends.torch import observations
 
 _OPERATIONS: dict[str, Operation | FrozenOperation] = {}

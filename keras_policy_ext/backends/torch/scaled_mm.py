@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.emulated import times_scales
 from keras_policy_ext.backends.matmuls import OTHER_SCALES, Request
-from keras_policy_ext.backends.scaled_products import times_scales
-from keras_policy_ext.backends.torch import devices as torch_devices
-from keras_policy_ext.backends.torch import fused
+from keras_policy_ext.backends.torch import backend as torch_devices
+from keras_policy_ext.backends.torch import casts
 from keras_policy_ext.numerics.codes import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
@@ -73,7 +73,7 @@ class ScaledMM:
             return "scaled_mm on a CPU, asked for"
         if devices.pretended() is not None:
             return "scaled_mm on CUDA"
-        lacking = fused.lacking()
+        lacking = casts.lacking()
         by = "Triton" if lacking is None else f"PyTorch: {lacking}"
         return f"scaled_mm on CUDA, of operands cast by {by}"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.operations import FrozenOperation, Operation
+from keras_policy_ext.backends.interface import FrozenOperation, Operation
 from keras_policy_ext.backends.torch import gradients as torch_gradients
 from keras_policy_ext.backends.torch import operators
-from keras_policy_ext.backends.torch.by_example import ByExample
+from keras_policy_ext.backends.torch.gradients import ByExample
 
 
 def run(

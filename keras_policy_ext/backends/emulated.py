@@ -1,4 +1,4 @@
-"""Products of numbers in float32, and the scales that belong to them."""
+"""Emulated kernels: matmuls and convolutions of decoded operands, in float32."""
 
 from __future__ import annotations
 
@@ -14,6 +14,38 @@ from keras_policy_ext.backends.matmuls import Request
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
+
+
+class KerasConvolutions:
+    """The convolutions of Keras, and their transposes by the framework.
+
+    Args:
+        reason: Why they are not of float8 tensors.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+        """See `Convolutions.outputs`."""
+        return conv.of(x, w)
+
+    def inputs_grad(
+        self, conv: Any, g: Tensor, w: Tensor, shape: Any
+    ) -> Tensor:
+        """See `Convolutions.inputs_grad`."""
+        return backends.current().transpose(
+            lambda x: self.outputs(conv, x, w), shape, g
+        )
+
+    def kernel_grad(
+        self, conv: Any, x: Tensor, g: Tensor, shape: Any
+    ) -> Tensor:
+        """See `Convolutions.kernel_grad`."""
+        return backends.current().transpose(
+            lambda w: self.outputs(conv, x, w), shape, g
+        )
+
 
 #: Of float32: the largest number, and the smallest that is normal.
 LARGEST = float(np.finfo("float32").max)

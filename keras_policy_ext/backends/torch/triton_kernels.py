@@ -1,0 +1,631 @@
+"""PyTorch on CUDA: casts, scales and states as Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from keras_policy_ext import formats
+from keras_policy_ext.backends.both_layouts import Both, ScaleHint
+from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SLOTS,
+    UNIT,
+    UNSEEN,
+    VALID_MARK,
+)
+from keras_policy_ext.numerics.scale_protocol import HistoryScales
+from keras_policy_ext.recipes import OPERANDS, Quantization
+
+Tensor = Any
+
+_ROUNDING = tl.constexpr(ROUNDING)
+_SEALED = tl.constexpr(VALID_MARK)
+_UNSEEN = tl.constexpr(UNSEEN)
+_UNIT = tl.constexpr(UNIT)
+_UNITS = tl.constexpr(1.0 / UNIT)
+
+
+def history_scales(
+    source: Any, state: Tensor, told: Tensor | None = None
+) -> HistoryScales:
+    """See `DelayedSource.history_scales`.
+
+    Args:
+        source: A `DelayedSource`.
+        state: (3, width), contiguous.
+        told: Bool (3,), in memory that the host can read: gets `unseen` too.
+    """
+    scales = torch.empty(3, dtype=torch.float32, device=state.device)
+    unseen = torch.empty(3, dtype=torch.bool, device=state.device)
+    history_kernel[(3,)](
+        state,
+        scales,
+        unseen,
+        unseen if told is None else told,
+        **state_constants(source),
+    )
+    if source.starts_from_current:
+        return HistoryScales(scales, unseen)
+    return HistoryScales(scales, None)
+
+
+def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
+    """See `DelayedSource.observation`.
+
+    Args:
+        source: A `DelayedSource`.
+        amaxes: Three of float32, each a scalar or the amaxes of parts.
+        slot: Which use of the layer in this step this is.
+    """
+    width = source.layout.width
+    found = amaxes[0].new_empty((3, width))
+    observation_kernel[(3,)](
+        *amaxes,
+        *(amax.numel() for amax in amaxes),
+        found,
+        1 + slot % SLOTS,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        PARTS=4096,
+        num_warps=8,
+    )
+    return found
+
+
+def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    """See `DelayedSource.settle`.
+
+    Args:
+        source: A `DelayedSource`.
+        value: (3, width), contiguous.
+        previous: (3, width), contiguous.
+    """
+    settled = torch.empty_like(previous)
+    settle_kernel[(3,)](
+        value,
+        previous,
+        settled,
+        KERNEL_ROW=OPERANDS.index("kernel"),
+        **state_constants(source),
+    )
+    return settled
+
+
+def state_constants(source: Any) -> dict[str, Any]:
+    """The constants of the compiled state kernels."""
+    width = source.layout.width
+    tops = [limit / 2.0**source.rule.margin for limit in source.limits]
+    return {
+        "TOPS": tuple(tops),
+        "INITIAL": source.initial,
+        "NEWEST_ONLY": source.recipe.amax_compute == "most_recent",
+        "FROM_CURRENT": source.starts_from_current,
+        "WIDTH": width,
+        "FIRST": 2 + SLOTS,
+        "BLOCK": triton.next_power_of_2(width),
+    }
+
+
+@triton.jit
+def _positive_finite(amax):
+    bits = amax.to(tl.int32, bitcast=True)
+    return (bits > 0) & (bits < 0x7F800000)
+
+
+@triton.jit
+def scale_of(
+    amax,
+    previous,
+    TOP,
+    INVERTED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """`scaling.scale_of_multiplier` or `scaling.scale_for_limit`, of scalars.
+
+    `TOP` is the largest value of the format, without the margin.
+    """
+    normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
+    if INVERTED:
+        multiplier = tl.div_rn(TOP + 0.0 * normal, normal)
+        multiplier = tl.minimum(tl.maximum(multiplier, 2.0**-126), 2.0**126)
+        scale = tl.div_rn(1.0 + 0.0 * normal, multiplier)
+    else:
+        scale = tl.div_rn(normal, TOP + 0.0 * normal)
+        scale = tl.minimum(tl.maximum(scale, 2.0**-126), 2.0**127)
+        if POWER_OF_TWO:
+            bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
+            scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(_positive_finite(amax), scale, previous)
+
+
+@triton.jit
+def _is_intact(start, place, FIRST: tl.constexpr):
+    """See `Layout.is_intact`; of the row that starts there."""
+    is_seal = place < FIRST - 1
+    seal = tl.where(place == 0, _SEALED, 0.0)
+    found = tl.load(start + place, mask=is_seal, other=0.0)
+    return tl.max((is_seal & (found != seal)).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def _scale_before(
+    state,
+    row,
+    place,
+    TOPS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The scale of an operand, the one used last, and whether it was seen."""
+    start = state + row * WIDTH
+    inside = (place >= FIRST) & (place < WIDTH)
+    history = tl.load(start + place, mask=inside, other=-float("inf"))
+    reduced = tl.max(history, 0)
+    if NEWEST_ONLY:
+        reduced = tl.load(start + FIRST)
+    intact = _is_intact(start, place, FIRST)
+    stored = tl.where(intact, tl.load(start + FIRST - 1), 0.0)
+    reduced = tl.where(intact, reduced, 0.0)
+    known = stored > 0.0
+    top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
+    previous = tl.where(known, stored, INITIAL)
+    scale = scale_of(reduced, previous, top, True, False)
+    return scale, stored, known | _positive_finite(reduced)
+
+
+@triton.jit
+def history_kernel(
+    state,
+    scales,
+    unseen,
+    told,
+    TOPS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    FROM_CURRENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """See `history_scales`; a program for each operand."""
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    scale, _stored, seen = _scale_before(
+        state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
+    )
+    tl.store(scales + row, scale)
+    tl.store(unseen + row, seen == 0)
+    tl.store(told + row, seen == 0)
+
+
+@triton.jit
+def largest_of(amaxes, count, BLOCK: tl.constexpr):
+    """The largest of magnitudes, of float32 or their bits; NaN if one is."""
+    found, place = tl.zeros((BLOCK,), tl.int32), tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        inside = start + place < count
+        some = tl.load(amaxes + start + place, mask=inside, other=0)
+        found = tl.maximum(found, some.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.max(found, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def observation_kernel(
+    first,
+    second,
+    third,
+    first_count,
+    second_count,
+    third_count,
+    found,
+    column,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """See `observation`; a program for each operand."""
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    if row == 0:
+        amax = largest_of(first, first_count, PARTS)
+    elif row == 1:
+        amax = largest_of(second, second_count, PARTS)
+    else:
+        amax = largest_of(third, third_count, PARTS)
+    entry = tl.where(place == column, amax * _UNIT, 0.0)
+    entry = tl.where(place == 0, _UNIT, entry)
+    tl.store(found + row * WIDTH + place, entry, mask=place < WIDTH)
+
+
+@triton.jit
+def _entered(
+    given,
+    previous,
+    row,
+    place,
+    KERNEL_ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The history with the newest amax, where all amaxes are finite."""
+    start = previous + row * WIDTH
+    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
+    bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = tl.max(bits, 0) < 0x7F800000
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
+    mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
+    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0)) * _UNITS
+    # The ring turns left: see `Layout._entered`.
+    older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
+    turned = tl.load(start + older, mask=place > FIRST, other=0.0)
+    before = tl.load(start + place, mask=place < WIDTH, other=0.0)
+    intact = _is_intact(start, place, FIRST)
+    turned = tl.where(intact, turned, 0.0)
+    rolled = tl.where(place == FIRST, newest, turned)
+    return tl.where(finite, rolled, tl.where(intact, before, 0.0))
+
+
+@triton.jit
+def _is_observation(given, place, FIRST: tl.constexpr):
+    """See `Layout._is_observation`."""
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
+    entered = (place > 0) & (place <= FIRST) & (given != 0.0)
+    seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
+    seen = tl.where(entered, seen, 0.0)
+    whole = uses == tl.floor(uses)
+    return whole & (uses >= tl.sum(seen, 0)) & (uses > 0.0)
+
+
+@triton.jit
+def settle_kernel(
+    value,
+    previous,
+    settled,
+    TOPS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    FROM_CURRENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KERNEL_ROW: tl.constexpr,
+):
+    """See `settle` and `Layout.settle`; a program for each operand."""
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
+    before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
+    used, stored, seen = _scale_before(
+        previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
+    )
+    if FROM_CURRENT:
+        used = tl.where(seen, used, stored)
+    history = _entered(given, previous, row, place, KERNEL_ROW, WIDTH, FIRST)
+    observed = tl.where(place >= FIRST, history, 0.0)
+    observed = tl.where(place == FIRST - 1, used, observed)
+    observed = tl.where(place == 0, _SEALED, observed)
+
+    # A state that is assigned is sealed, and zeros leave what was.
+    first = tl.load(value + row * WIDTH)
+    seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
+    state = tl.where(place == 0, seal, given)
+    other = tl.where(first < 0.0, state, before)
+    unseen = tl.where(place == 0, _UNSEEN, 0.0)
+    other = tl.where(first > 0.0, unseen, other)
+    found = tl.where(_is_observation(given, place, FIRST), observed, other)
+    tl.store(settled + row * WIDTH + place, found, mask=inside)
+
+
+ROWS, COLUMNS = 64, 64
+"""The tile of one program."""
+
+_TRITON_DTYPES = {
+    "float8_e4m3fn": tl.float8e4nv,
+    "float8_e5m2": tl.float8e5,
+}
+
+
+def quantize_both_ways(
+    x: Tensor,
+    asked: Quantization,
+    known: ScaleHint,
+    observe: bool,
+    by_integers: bool = False,
+) -> Both:
+    """An operand in float8, and its transpose in memory of its own.
+
+    Args:
+        x: (m, k), bfloat16, float16 or float32.
+        asked: What becomes of it, with one scale.
+        known: What is known of that scale. Only where it may not be known
+            before is the amax found in a pass of its own; a kernel asks for
+            it, so that nobody waits for the device.
+        observe: Whether the amax is wanted.
+        by_integers: Whether codes are made by integer arithmetic, which
+            Triton's interpreter needs: its own conversion is wrong.
+    """
+    m, k = x.shape
+    given = known.scale is not None
+    grid = (triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))
+    strides = x.stride(0), x.stride(1)
+    block = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+    # One for each tile, which its program writes, or one that all raise.
+    amaxes = _int32(x, (number_of_tiles(m, k),)) if given else _zero(x)
+    unseen = known.unseen if known.unseen is not None else amaxes
+    if not given or (known.unseen is not None and not known.seen_lately):
+        amax_kernel[grid](
+            x, unseen, amaxes, m, k, *strides, ALWAYS=not given, **block
+        )
+    values, across = (
+        torch.empty(shape, dtype=torch.uint8, device=x.device)
+        for shape in ((m, k), (k, m))
+    )
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    cast_kernel[grid](
+        x,
+        known.scale if given else amaxes,
+        unseen,
+        scale,
+        values,
+        across,
+        amaxes,
+        m,
+        k,
+        *strides,
+        **cast_constants(asked, known),
+        OBSERVE=observe and given,
+        BY_INTEGERS=by_integers,
+        **block,
+    )
+    dtype = getattr(torch, asked.format)
+    return Both(
+        values.view(dtype),
+        across.view(dtype),
+        scale,
+        amaxes.view(torch.float32) if observe else None,
+    )
+
+
+def number_of_tiles(m: Any, k: Any) -> Any:
+    """How many amaxes an (m, k) matrix has, one for each program."""
+    return -(-m // ROWS) * -(-k // COLUMNS)
+
+
+def _int32(x: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=x.device)
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=x.device)
+
+
+def cast_constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
+    """The constants of the compiled cast."""
+    found = formats.get(asked.format)
+    lowest, shift = casting.grid_constants(asked.format)
+    return {
+        "GIVEN": known.scale is not None,
+        "MAYBE_UNSEEN": known.unseen is not None,
+        "FOUND_BEFORE": not known.seen_lately,
+        "INVERTED": known.rule.inverted,
+        "TOP": found.max / 2.0**known.rule.margin,
+        "POWER_OF_TWO": asked.scale_rounding == "up",
+        "LIMIT": found.max,
+        "FORMAT": _TRITON_DTYPES[asked.format],
+        "MANTISSA": found.mantissa_bits,
+        "LOWEST": lowest,
+        "SHIFT": shift,
+        "SUBNORMALS": 1.0 / found.smallest_subnormal,
+        "NAN": 0x7E if found.has_inf else 0x7F,
+    }
+
+
+@triton.jit
+def _tile(
+    x,
+    row,
+    column,
+    m,
+    k,
+    by_row,
+    by_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The numbers of a tile in float32, where they are, and which are."""
+    i = row * ROWS + tl.arange(0, ROWS)
+    j = column * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (i[:, None] < m) & (j[None, :] < k)
+    rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
+    places = x + rows * by_row + columns * by_column
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32), i, j, inside
+
+
+@triton.jit
+def _largest(numbers):
+    """The bits of an amax, or of NaN where a number is.
+
+    Magnitudes are ordered as their bits are, and NaN is the largest.
+    """
+    bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(bits, 1), 0)
+
+
+@triton.jit
+def _amax_of_all(
+    x, m, k, by_row, by_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The amax of a matrix, read by one program."""
+    found = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for row in range(0, tl.cdiv(m, ROWS)):
+        for column in range(0, tl.cdiv(k, COLUMNS)):
+            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+            bits = tile[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            found = tl.maximum(found, bits)
+    return tl.max(tl.max(found, 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quotient(x, scale):
+    """`x / scale`, correctly rounded, where a code depends on it.
+
+    By the reciprocal and one correction (P. Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000 processor", 1990): half
+    of the instructions of a division. What is not finite stays so, and zeros
+    keep their signs. Where a correction could be subnormal it is a division.
+    """
+    if scale < 2.0**-60:
+        quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
+    else:
+        reciprocal = tl.div_rn(1.0, scale)
+        first = x * reciprocal
+        error = tl.fma(-first, tl.zeros_like(x) + scale, x)
+        corrected = tl.fma(error, tl.zeros_like(x) + reciprocal, first)
+        within = (tl.abs(first) < 2.0**20) & (first != 0.0)
+        quotient = tl.where(within, corrected, first)
+    return quotient
+
+
+@triton.jit
+def _codes_of(
+    number,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+):
+    """The codes of numbers in range, by integers; see `round_to_format`."""
+    bits = number.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(bits & 0x7F800000, LOWEST)
+    anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
+    rounded = tl.abs((number + anchor) - anchor)
+    magnitude = rounded.to(tl.int32, bitcast=True)
+    normal = (magnitude - LOWEST + 0x800000) >> (23 - MANTISSA)
+    subnormal = (rounded * SUBNORMALS).to(tl.int32)
+    code = tl.where(magnitude >= LOWEST, normal, subnormal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _own_amax(
+    x,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    FOUND_BEFORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The amax of what was never observed; see `ScaleHint.seen_lately`."""
+    if FOUND_BEFORE:
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        amax = largest_of(amaxes, tiles, ROWS * COLUMNS)
+    else:
+        amax = _amax_of_all(x, m, k, by_row, by_column, ROWS, COLUMNS)
+    return amax
+
+
+@triton.jit
+def cast_kernel(
+    x,
+    scale,
+    unseen,
+    used,
+    values,
+    across,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    GIVEN: tl.constexpr,
+    MAYBE_UNSEEN: tl.constexpr,
+    FOUND_BEFORE: tl.constexpr,
+    INVERTED: tl.constexpr,
+    TOP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    NAN: tl.constexpr,
+    OBSERVE: tl.constexpr,
+    BY_INTEGERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """See `quantize_both_ways`; the first program writes the scale."""
+    if GIVEN:
+        chosen = tl.load(scale)
+        if MAYBE_UNSEEN:
+            wanted = tl.load(unseen) != 0
+            if wanted:
+                amax = _own_amax(
+                    x,
+                    amaxes,
+                    m,
+                    k,
+                    by_row,
+                    by_column,
+                    FOUND_BEFORE,
+                    ROWS,
+                    COLUMNS,
+                )
+                chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
+    else:
+        amax = tl.load(amaxes).to(tl.float32, bitcast=True)
+        chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
+    row, column = tl.program_id(0), tl.program_id(1)
+    if (row == 0) & (column == 0):
+        tl.store(used, chosen)
+    numbers, i, j, inside = _tile(
+        x, row, column, m, k, by_row, by_column, ROWS, COLUMNS
+    )
+    if OBSERVE:
+        tl.store(amaxes + row * tl.num_programs(1) + column, _largest(numbers))
+    number = _quotient(numbers, chosen)
+    number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
+    if BY_INTEGERS:
+        code = _codes_of(number, MANTISSA, LOWEST, SHIFT, SUBNORMALS)
+        code = code.to(tl.uint8)
+    else:
+        code = number.to(FORMAT).to(tl.uint8, bitcast=True)
+    code = tl.where(numbers == numbers, code, NAN).to(tl.uint8)
+    rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
+    tl.store(values + rows * k + columns, code, mask=inside)
+    rows, columns = i[None, :].to(tl.int64), j[:, None].to(tl.int64)
+    tl.store(across + columns * m + rows, tl.trans(code), mask=tl.trans(inside))
+
+
+@triton.jit
+def amax_kernel(
+    x,
+    wanted,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    ALWAYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The amax of a matrix; or of each tile, if a flag says it is wanted."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    if ALWAYS:
+        tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+        tl.atomic_max(amaxes, _largest(tile[0]))
+    else:
+        if tl.load(wanted) != 0:
+            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+            place = row * tl.num_programs(1) + column
+            tl.store(amaxes + place, _largest(tile[0]))
