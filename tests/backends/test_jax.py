@@ -180,7 +180,7 @@ def test_a_scaled_product_that_fails_is_not_used(
     monkeypatch, unchecked, product, why
 ):
     """It is tried once, also where a compiler traces a step."""
-    monkeypatch.setattr(engine, "_product", product)
+    monkeypatch.setattr(engine, "_scaled_product", product)
     choices = []
 
     @jax.jit

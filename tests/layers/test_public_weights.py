@@ -194,6 +194,9 @@ def compiled(function):
 
 @pytest.mark.parametrize("way", [lambda f: f, compiled], ids=["eager", "graph"])
 def test_a_method_outside_of_a_call_computes_what_the_call_does(way):
+    on_torch = keras.backend.backend() == "torch"
+    if way is compiled and on_torch and keras.__version__.startswith("3.12."):
+        pytest.skip("torch.compile cannot trace the layer calls of Keras 3.12")
     model, ids = LanguageModel(), np.arange(8, dtype="int32")[None]
     model(ids)
     kpe.freeze(model)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
@@ -562,6 +561,9 @@ def group_of(variable: Any) -> Any:
 
 def _holders_of_parts(modules: Iterable[Any]) -> dict[str, list[Any]]:
     """The dicts that have a part of a parameter, by its name."""
+    # Not at the top: it takes a tenth of a second.
+    from torch.distributed.tensor import DTensor
+
     dicts = {
         id(inner): inner
         for module in modules
