@@ -10,8 +10,7 @@ from keras_policy_ext.numerics.observations import (
     UNSEEN,
     VALID_MARK,
 )
-from keras_policy_ext.numerics.scale_protocol import Amax
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import Amax, source_of
 from keras_policy_ext.recipes import OPERANDS, DelayedScaling
 from ways import FASTEST, compiled
 

@@ -5,7 +5,7 @@ import numpy as np
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions, reference
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
@@ -92,5 +92,5 @@ def forward_product(equation, kernel, x, w, dtype):
 
 def shapes_of(equation, sizes):
     """The shapes of the three terms."""
-    terms = einsum.split(equation)
+    terms = equations.split(equation)
     return [tuple(sizes[c] for c in term) for term in terms]

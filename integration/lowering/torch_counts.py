@@ -22,8 +22,7 @@ from keras_policy_ext import backends, contractions, recipes
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import Both
 from keras_policy_ext.backends.torch import observations
-from keras_policy_ext.numerics.scale_protocol import HistoryScales
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import HistoryScales, source_of
 
 LARGE = 2**20
 """Bytes; what moves less is small: it costs its launch."""

@@ -24,7 +24,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext import recipes
-from keras_policy_ext.contractions.bound_operands import OperandUse
+from keras_policy_ext.contractions.operands import OperandUse
 from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
 

@@ -31,8 +31,7 @@ from keras_policy_ext.backends.torch.backend import BACKEND
 from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.observations import VALID_MARK
-from keras_policy_ext.numerics.scale_protocol import ScaleRule
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 SCALES = (1.0, 0.37, 33000.0, 1e-20, 2.0**-126)

@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
+from keras_policy_ext.numerics.scale_sources import HistoryScales, ScaleRule
 from keras_policy_ext.recipes import OPERANDS, Quantization
 
 

@@ -1,4 +1,4 @@
-"""Emulated kernels: matmuls and convolutions of decoded operands, in float32."""
+"""Emulated kernels: they multiply decoded operands, in float32."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.both_layouts import BothLayouts
 from keras_policy_ext.backends.devices import Device
-from keras_policy_ext.numerics import codes
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_protocol import HistoryScales
+from keras_policy_ext.numerics.scale_sources import HistoryScales
 from keras_policy_ext.recipes import Quantization, Tile
 
 Shapes = tuple[Any, Any]
@@ -203,8 +203,8 @@ class Engine:
     widen: Callable[[Tensor, str], Tensor]
     both_layouts: BothLayouts | None = None
     training_cast: Cast | None = None
-    encode: Callable[[Tensor, str], Tensor] = codes.encode
-    decode: Callable[[Tensor, str], Tensor] = codes.decode
+    encode: Callable[[Tensor, str], Tensor] = casting.encode
+    decode: Callable[[Tensor, str], Tensor] = casting.decode
     casts_before_amax: Callable[[], bool] = lambda: False
     requantizes_kernels: Callable[[], bool] = lambda: False
     states: tuple[StateKernels, ...] = ()

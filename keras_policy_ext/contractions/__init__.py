@@ -23,7 +23,7 @@ from keras_policy_ext.backends.matmuls import (
     MatmulKernel,
     Request,
 )
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.frozen import (
     FrozenPlan,
     dequantized,
@@ -37,8 +37,7 @@ from keras_policy_ext.contractions.kinds import (
     ConvTranspose,
     Einsum,
 )
-from keras_policy_ext.contractions.plan import Plan, plan_of
-from keras_policy_ext.contractions.preference import prefer, preferred
+from keras_policy_ext.contractions.plan import Plan, plan_of, prefer, preferred
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import state_source_of
 from keras_policy_ext.recipes import CurrentScaling, Recipe
@@ -191,7 +190,7 @@ def select(
         True
     """
     if isinstance(contraction, str):
-        einsum.split(contraction)
+        equations.split(contraction)
         contraction = Einsum(contraction)
     if not isinstance(contraction, (Einsum, Conv)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The three matmuls of a plan, with all that is decided once for a device."""
+"""A plan bound to a device: its kernels, casts and layouts are chosen once."""
 
 from __future__ import annotations
 
@@ -11,21 +11,278 @@ from keras import ops
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.devices import Device
-from keras_policy_ext.backends.matmuls import Engine, Shapes
-from keras_policy_ext.contractions.bound_matmuls import bind_matmul
-from keras_policy_ext.contractions.bound_operands import (
+from keras_policy_ext.backends.matmuls import Choice, Engine, Shapes
+from keras_policy_ext.contractions.equations import shape_of
+from keras_policy_ext.contractions.kinds import Einsum
+from keras_policy_ext.contractions.operands import (
     BoundOperand,
     Selections,
     bind_operand,
 )
-from keras_policy_ext.contractions.forms import shape_of
-from keras_policy_ext.contractions.residuals import Residuals, settled
-from keras_policy_ext.contractions.saved_kernels import bind_saved_kernel
 from keras_policy_ext.contractions.second_derivatives import gradients
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.observations import of_kernel_alone
-from keras_policy_ext.numerics.scale_protocol import StateReading
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import HistoryScales, StateReading
 from keras_policy_ext.recipes import MATMULS, OPERANDS
+
+
+class BoundMatmul:
+    """One of the three matmuls.
+
+    Args:
+        plan: A `Plan`.
+        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
+        kernel: The kernel that multiplies.
+        operands: Both operands, in the order of `MATMULS`.
+    """
+
+    def __init__(
+        self, plan: Any, matmul: str, kernel: Any, operands: list[BoundOperand]
+    ):
+        self._matmul, self._kernel = matmul, kernel
+        self._contraction = plan.contraction
+        self._dtype = _dtype_of(plan, matmul, kernel)
+        self._a, self._b = (
+            each.first if matmul == each.first.matmul else each.second
+            for each in operands
+        )
+
+    def __call__(self, a: Quantized, b: Quantized, shapes: Shapes) -> Tensor:
+        """Multiply two quantized operands.
+
+        Args:
+            a: The first operand, as it was quantized.
+            b: The second operand, likewise.
+            shapes: Of the inputs and the kernel.
+        """
+        return self._product(self._kernel, a, b, shapes)
+
+    def add(
+        self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
+    ) -> Tensor:
+        """Multiply two quantized operands, and add a bias.
+
+        Args:
+            a: See `__call__`.
+            b: See `__call__`.
+            shapes: See `__call__`.
+            bias: In the dtype of the product; None for none.
+        """
+        product = self(a, b, shapes)
+        return product if bias is None else ops.add(product, bias)
+
+    def _product(
+        self, kernel: Any, a: Quantized, b: Quantized, shapes: Shapes
+    ) -> Tensor:
+        a, b = self._a.read(a), self._b.read(b)
+        return self._contraction.product(
+            self._matmul, kernel, a, b, shapes, self._dtype
+        )
+
+
+class MatmulWithBias(BoundMatmul):
+    """A matmul whose kernel adds a number for each column before it rounds."""
+
+    def add(
+        self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
+    ) -> Tensor:
+        """Multiply, and have the kernel add the bias where it can."""
+        if bias is not None:
+            columns = self._contraction.of_columns(bias, shapes)
+            kernel = None if columns is None else self._kernel.adding(columns)
+            if kernel is not None:
+                return self._product(kernel, a, b, shapes)
+        return super().add(a, b, shapes, bias)
+
+
+def bind_matmul(
+    plan: Any,
+    matmul: str,
+    selection: tuple[Any, Choice],
+    operands: dict[str, BoundOperand],
+) -> BoundMatmul:
+    """Choose how a matmul of a plan is computed.
+
+    Args:
+        plan: A `Plan`.
+        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
+        selection: Its kernel, and the reason for it.
+        operands: How each operand is quantized.
+    """
+    kernel, _ = selection
+    is_einsum = isinstance(plan.contraction, Einsum)
+    adds = is_einsum and hasattr(kernel, "adding") and matmul == "forward"
+    kind = MatmulWithBias if adds else BoundMatmul
+    return kind(plan, matmul, kernel, [operands[x] for x in MATMULS[matmul]])
+
+
+def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
+    """Choose the dtype of a product.
+
+    The gradient of a kernel is rounded to the compute dtype. Not to float16,
+    in which the gradient of a float32 kernel could overflow; and not where
+    the kernel writes float32: a pass that widens what is rounded to 16 bits
+    moves 6 bytes for a number.
+    """
+    if matmul != "kernel_grad":
+        return str(plan.inputs_dtype)
+    writes = getattr(kernel, "writes_float32", False)
+    is_half = plan.inputs_dtype == "float16"
+    if is_half or (writes and plan.kernel_dtype == "float32"):
+        return str(plan.kernel_dtype)
+    return str(plan.inputs_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """The tensors that are saved for the backward pass.
+
+    Attributes:
+        inputs: What `kernel_grad` reads, as it was quantized, in the axes of
+            the operand where it has one scale; a transposed copy would be one
+            more tensor.
+        kernel: What `inputs_grad` reads, likewise.
+        known: What the state said; None for a recipe without.
+        amaxes: Of inputs and kernel, float32 scalars; None if not observed.
+        shapes: Of the inputs and the kernel; scalars for sizes that a graph
+            of TensorFlow does not know.
+        engine: The kernels of the framework.
+    """
+
+    inputs: Quantized
+    kernel: Quantized
+    known: StateReading | None
+    amaxes: tuple[Tensor, Tensor] | None
+    shapes: Shapes
+    engine: Engine
+
+    def leaves(self, narrow: bool = True) -> list[Tensor]:
+        """The tensors, in the order in which `BoundPlan.residuals` takes them.
+
+        Args:
+            narrow: Whether operands are, where the framework says so.
+        """
+        operands: tuple[Quantized, ...] = (self.inputs, self.kernel)
+        if narrow:
+            operands = _narrowed(self.engine, *operands)
+        kept = []
+        for operand in operands:
+            kept += operand.leaves()
+        known = [] if self.known is None else self.known.leaves()
+        return [*kept, *known, *(self.amaxes or ())]
+
+
+def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
+    """Operands in the dtypes in which the framework saves them."""
+    framework, encode = backends.current(), engine.encode
+    found = []
+    for operand in operands:
+        if operand.quantization is not None:
+            format_name = operand.quantization.format
+            dtype = framework.kept_dtype(operand.values, format_name)
+            operand = operand.narrowed(dtype, encode)
+        found.append(operand)
+    return tuple(found)
+
+
+def settled(
+    known: StateReading | None, state: tuple[Tensor, ...] = ()
+) -> StateReading | None:
+    """What the state says, or less where a choice is already made."""
+    if not isinstance(known, HistoryScales) or known.unseen is None:
+        return known
+    framework = backends.current()
+    if framework.known_any(known.unseen) is False:
+        return HistoryScales(known.scales, None)
+    lately = bool(state) and framework.seen_lately(*state)
+    return dataclasses.replace(known, seen_lately=lately) if lately else known
+
+
+class SavedKernel:
+    """Saves the codes of a kernel."""
+
+    def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
+        """Return what is saved of a kernel.
+
+        Args:
+            kernel: The weights.
+            codes: The kernel as `inputs_grad` reads it.
+        """
+        return codes
+
+    def load(
+        self, saved: Quantized, outputs_grad: Quantized
+    ) -> tuple[Quantized, Quantized]:
+        """Return output gradient and kernel as `inputs_grad` reads them.
+
+        Args:
+            saved: From `save`, with the quantization of the kernel.
+            outputs_grad: Quantized.
+        """
+        return outputs_grad, saved
+
+
+class RequantizedKernel(SavedKernel):
+    """Saves the weights, and quantizes them again in the backward pass.
+
+    Args:
+        contraction: What is multiplied.
+        engine: The kernels of the framework.
+    """
+
+    def __init__(self, contraction: Any, engine: Engine):
+        self._contraction, self._engine = contraction, engine
+
+    def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
+        """Return the weights with the scale of their codes."""
+        # With a quantization `narrowed` would make codes of the weights.
+        return dataclasses.replace(codes, values=kernel, quantization=None)
+
+    def load(
+        self, saved: Quantized, outputs_grad: Quantized
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize the weights again, once the scale of the gradient is known.
+
+        The two scales are tied together, so that a compiler does not quantize
+        the kernel earlier, in the forward pass.
+        """
+        quantization: Any = saved.quantization
+        scales = (ops.reshape(x.scale, ()) for x in (saved, outputs_grad))
+        scale, other = backends.current().known_together(*scales)
+        home = self._contraction.operand("kernel", saved.values, quantization)
+        values = self._engine.narrow_cast(
+            home, scale, quantization.format, False
+        )
+        outputs_grad = dataclasses.replace(
+            outputs_grad, scale=ops.reshape(other, (1, 1, 1))
+        )
+        return outputs_grad, saved.with_values(values)
+
+
+def bind_saved_kernel(
+    plan: Any, engine: Engine, selections: dict[str, tuple[Any, Choice]]
+) -> SavedKernel:
+    """Choose what is saved of the kernel of a plan.
+
+    Args:
+        plan: A `Plan`.
+        engine: The kernels of the framework.
+        selections: The kernel of each matmul, and the reason for it.
+    """
+    quantization = plan.operands.quantizations["kernel", "forward"]
+    requantizes = (
+        engine.requantizes_kernels()
+        and plan.gathering is None
+        and plan.operands.shares_quantization["kernel"]
+        and quantization is not None
+        and quantization.keeps_axes
+        and quantization.rounding == "nearest"
+        and all(selections[m][1].native for m in ("forward", "inputs_grad"))
+    )
+    if requantizes:
+        return RequantizedKernel(plan.contraction, engine)
+    return SavedKernel()
 
 
 class BoundPlan:

@@ -12,10 +12,10 @@ from keras import ops
 from keras_policy_ext import backends, formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.matmuls import Choice, Request
-from keras_policy_ext.contractions import einsum
-from keras_policy_ext.contractions.forms import shape_of
+from keras_policy_ext.contractions import equations
+from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
-from keras_policy_ext.contractions.preference import preferred
+from keras_policy_ext.contractions.plan import preferred
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import FrozenKernels, Quantization
@@ -144,7 +144,7 @@ class FrozenPlan:
         """The einsum of the gradient; None where it is not one."""
         if not self._is_einsum:
             return None
-        first, second, out = einsum.split(self.contraction.equation)
+        first, second, out = equations.split(self.contraction.equation)
         alone = set(first) - set(second + out)
         return None if alone else f"{out},{second}->{first}"
 
@@ -158,7 +158,7 @@ class FrozenPlan:
             kernel = self._dequantized(codes, scale, dtype)
             return ops.cast(ops.einsum(equation, x, kernel), self.dtype)
 
-        first, second, out = einsum.split(equation)
+        first, second, out = equations.split(equation)
         free = [c for c in second if c in out and c not in first]
         if self.recipe.per == "block" or not free:
             return product(codes, scale)

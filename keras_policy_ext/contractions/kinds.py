@@ -21,8 +21,8 @@ from keras_policy_ext.backends.matmuls import (
     Request,
     Shapes,
 )
-from keras_policy_ext.contractions import einsum
-from keras_policy_ext.contractions.forms import Form, axes_alone, form_of
+from keras_policy_ext.contractions import equations
+from keras_policy_ext.contractions.equations import Form, axes_alone, form_of
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
@@ -127,7 +127,7 @@ class Einsum:
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """See `Contraction.summed_axes`."""
-        first, _, out = einsum.split(self.equation)
+        first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:

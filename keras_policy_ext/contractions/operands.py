@@ -1,14 +1,23 @@
-"""For each operand: its quantization in each matmul and its memory layout."""
+"""The operands of a plan: how each is quantized, cast and laid out."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
+from keras import ops
+
 from keras_policy_ext import backends
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends import emulated
+from keras_policy_ext.backends.both_layouts import QuantizedForBoth, read_both
+from keras_policy_ext.backends.matmuls import Choice, Engine
 from keras_policy_ext.contractions.kinds import Contraction
-from keras_policy_ext.numerics import scaling
+from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import Amax, StateReading
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -139,3 +148,341 @@ def amax_of(operand: str) -> Any:
     """
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
+
+
+def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
+    """All-gather the codes of a kernel that devices hold in parts.
+
+    It is quantized and narrow before. Scales come from the amax of all parts,
+    so that those of the same numbers are the same on every device.
+
+    Args:
+        gathering: From `Backend.gathering_of`.
+        axes: See `Backend.gathered`, for the values.
+        *reads: The same values with scales that may differ.
+    """
+    framework = backends.current()
+
+    def along(x: Tensor) -> Tensor:
+        sizes = zip(x.shape, axes, strict=True)
+        cut = [() if size == 1 else names for size, names in sizes]
+        return framework.gathered(x, gathering, cut)
+
+    asked: Any = reads[0].quantization
+    dtype = framework.kept_dtype(reads[0].values, asked.format)
+    narrow = [each.narrowed(dtype) for each in reads]
+    values = along(narrow[0].values)
+    if asked.tile.is_whole:
+        return tuple(each.with_values(values) for each in narrow)
+    return tuple(
+        dataclasses.replace(each, values=values, scale=along(each.scale))
+        for each in narrow
+    )
+
+
+Selections = dict[str, tuple[Any, Choice]]
+
+
+class OperandUse:
+    """An operand in one of the two matmuls that read it.
+
+    Args:
+        plan: A `Plan`.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        matmul: Which one reads it.
+        engine: The kernels of the framework.
+        selections: The kernel of each matmul, and the reason for it.
+
+    Attributes:
+        quantization: How the recipe quantizes it; None where it does not.
+        native: Whether a float8 matmul reads it.
+        reads_transpose: Whether the matmul reads the transpose of the matrix
+            that is quantized.
+        is_stochastic: Whether numbers are rounded at random.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        operand: str,
+        matmul: str,
+        engine: Engine,
+        selections: Selections,
+    ):
+        operands = plan.operands
+        self.operand, self.matmul = operand, matmul
+        self.contraction, self.source = plan.contraction, plan.source
+        self.slot, self.inputs_dtype = plan.slot, plan.inputs_dtype
+        self.quantization = plan.operands.quantizations[operand, matmul]
+        self.native = selections[matmul][1].native
+        self.reads_transpose = operands.reads_transpose(operand, matmul)
+        self.amax_of = amax_of(operand)
+        self._as_stored = (
+            operands.quantized_as(operand, matmul) or self.quantization
+        )
+        self._stored_transposed = operands.stored_transposed[operand, matmul]
+        self.is_stochastic = (
+            self.quantization is not None
+            and self.quantization.rounding == "stochastic"
+        )
+        self._engine = engine
+        self._folds_scales = (
+            self._as_stored is not None
+            and not (
+                self._as_stored.transposed
+                if self.reads_transpose
+                else self._as_stored
+            ).scale_leaves_sum
+        )
+        self._gathering, self._gathered_axes = None, ()
+        if plan.gathering is not None and operand == "kernel":
+            self._gathering = plan.gathering
+            self._gathered_axes = operands.kernel_axes(
+                plan.gathering.axes, matmul
+            )
+
+    def quantize(
+        self, home: Tensor, amax: Amax, known: StateReading | None, cast: Any
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize an operand: for the outputs, and for gradients.
+
+        The outputs use saturated numbers. Where a number was not finite and
+        the recipe has no state to report it, the gradients are NaN.
+
+        Args:
+            home: From `Contraction.operand`.
+            amax: That of the operand.
+            known: What the state says; None for a recipe without state.
+            cast: Rounds scaled numbers to the format.
+
+        Returns:
+            The same numbers twice, as they lie in memory: see
+            `Operands.stored_transposed`.
+        """
+        if self.quantization is None:
+            plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
+            return plain, plain
+        if self._stored_transposed:
+            home = quantized.swapped(home)
+        key = None
+        if self.is_stochastic:
+            key = self.source.key(known, self.slot, amax, self.matmul)
+        saturated, amaxes = quantized.quantize(
+            home,
+            self._as_stored,
+            self.source.scale(self.operand, self.quantization, amax, known),
+            cast,
+            self.amax_of,
+            key,
+            self.reads_transpose,
+        )
+        marked = saturated if amaxes is None else saturated.marked(amaxes)
+        if self._gathering is not None:
+            return gathered(
+                self._gathering, self._gathered_axes, saturated, marked
+            )
+        return saturated, marked
+
+    def read(self, operand: Quantized) -> Quantized:
+        """Return the matrix of an operand as this matmul reads it.
+
+        Transpose last: XLA commutes a transpose with one operation per pass.
+
+        Args:
+            operand: As it was quantized.
+        """
+        if self.native:
+            operand = operand.with_float32_scales
+            matrix = self.contraction.read(self.operand, operand)
+        else:
+            engine = self._engine
+            wide = operand.widened(
+                engine.widen, engine.decode, self.inputs_dtype
+            )
+            matrix = self.contraction.read(self.operand, wide)
+            if self._folds_scales:
+                matrix = emulated.folded(matrix, self.reads_transpose)
+        if self.reads_transpose:
+            return self.contraction.transposed(matrix)
+        return matrix
+
+
+class UseOfBothLayouts(OperandUse):
+    """An operand that one cast has written in the layout of each matmul."""
+
+    is_in_both_layouts: Callable[[Tensor], bool]
+
+    def read(self, operand: Quantized) -> Quantized:
+        """Return the matrix; it is transposed in memory already."""
+        if not self.is_in_both_layouts(operand.values):
+            return super().read(operand)
+        if self.reads_transpose:
+            return self.contraction.transposed(operand)
+        return operand
+
+
+class BoundOperand:
+    """An operand of a plan on a device.
+
+    It is quantized once where the second matmul can read the transpose of
+    what the first one reads, and otherwise twice, from its own numbers.
+
+    Args:
+        plan: A `Plan`.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        engine: The kernels of the framework.
+        selections: The kernel of each matmul, and the reason for it.
+
+    Attributes:
+        first: The operand in the first matmul that reads it.
+        second: The operand in the second one.
+    """
+
+    use: type[OperandUse] = OperandUse
+
+    def __init__(
+        self, plan: Any, operand: str, engine: Engine, selections: Selections
+    ):
+        self.operand = operand
+        uses = (
+            self.use(plan, operand, matmul, engine, selections)
+            for matmul in matmuls_of(operand)
+        )
+        self.first, self.second = uses
+        self.is_shared = plan.operands.shares_quantization[operand]
+        self._home = functools.partial(plan.contraction.operand, operand)
+        self._in_forward = self.first.matmul == "forward"
+        self._framework = backends.current()
+        self._amax_of = self.first.amax_of
+        self._is_stochastic = any(
+            use.is_stochastic for use in (self.first, self.second)
+        )
+        self._cast = _cast_of(plan, engine, self.first, self.second)
+        self._casts_before_amax = _casts_before_amax(plan, self, engine)
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Compute the amax of an operand, float32 scalar."""
+        return self._amax_of(self._home(x, self.first.quantization))
+
+    def quantize(
+        self, x: Tensor, known: StateReading | None, observe: bool
+    ) -> QuantizedForBoth:
+        """Quantize an operand for both of its matmuls.
+
+        Args:
+            x: The operand.
+            known: What the state says; None for a recipe without state.
+            observe: Whether the amax is needed for the state.
+        """
+        home = self._home(x, self.first.quantization)
+        cast, in_branch = self._cast, False
+        if observe and self._casts_before_amax:
+            cast, in_branch = storing(cast), True
+        elif self.operand == "kernel":
+            in_branch = not self._framework.on_cpu(x)
+        wanted = observe or self._is_stochastic
+        amax = Amax(home, wanted, self._amax_of, in_branch)
+        saturated, marked = self.first.quantize(home, amax, known, cast)
+        first = saturated if self._in_forward else marked
+        if not self.is_shared:
+            home = self._home(x, self.second.quantization)
+            _, marked = self.second.quantize(home, amax, known, cast)
+        return QuantizedForBoth(first, marked, amax.known if observe else None)
+
+    def matrix(self, operand: Quantized) -> Quantized:
+        """Return the home matrix, or the tensor that a convolution reads."""
+        return self.first.contraction.read(self.operand, operand)
+
+
+class OperandInBothLayouts(BoundOperand):
+    """An operand of which one cast on the device writes both matrices."""
+
+    use = UseOfBothLayouts
+    first: UseOfBothLayouts
+    second: UseOfBothLayouts
+
+    def __init__(
+        self, plan: Any, operand: str, engine: Engine, selections: Selections
+    ):
+        super().__init__(plan, operand, engine, selections)
+        self._both: Any = engine.both_layouts
+        self._quantization: Any = plan.operands.cast_for_both[operand]
+        self._rule: Any = plan.source.rule
+        is_kernel = operand == "kernel"
+        self._dtype = plan.kernel_dtype if is_kernel else plan.inputs_dtype
+        for use in (self.first, self.second):
+            use.is_in_both_layouts = self.is_in_both_layouts
+
+    def matrix(self, operand: Quantized) -> Quantized:
+        """Return the home matrix, which the cast has made where it ran."""
+        if self.is_in_both_layouts(operand.values):
+            return operand
+        return super().matrix(operand)
+
+    def is_in_both_layouts(self, values: Tensor) -> bool:
+        """Return True if a quantized operand lies in memory in both layouts."""
+        how = values, self._dtype, self._quantization.format
+        return self._both.supports(*how) is None
+
+    def quantize(
+        self, x: Tensor, known: StateReading | None, observe: bool
+    ) -> QuantizedForBoth:
+        """Quantize with the cast for both layouts, where it supports `x`."""
+        if not self.is_in_both_layouts(x):
+            return super().quantize(x, known, observe)
+        home = self._home(x, self.first.quantization)
+        home = Quantized(home, None, self._quantization)
+        matrix = self.first.contraction.read(self.operand, home).values
+        history: Any = known
+        how = self._quantization, self._rule, history, observe
+        return read_both(self._both, matrix, self.operand, *how)
+
+
+def bind_operand(
+    plan: Any, operand: str, engine: Engine, selections: Selections
+) -> BoundOperand:
+    """Choose how an operand is quantized.
+
+    Args:
+        plan: A `Plan`.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        engine: The kernels of the framework.
+        selections: The kernel of each matmul, and the reason for it.
+    """
+    cast_for_both = (
+        engine.both_layouts is not None
+        and plan.operands.cast_for_both[operand] is not None
+        and plan.source.rule is not None
+        and all(selections[m][1].native for m in matmuls_of(operand))
+    )
+    kind = OperandInBothLayouts if cast_for_both else BoundOperand
+    return kind(plan, operand, engine, selections)
+
+
+def _cast_of(
+    plan: Any, engine: Engine, first: OperandUse, second: OperandUse
+) -> Any:
+    """Return the cast of an operand, to a float8 dtype if a matmul reads it."""
+    if first.native or second.native:
+        return engine.narrow_cast
+    return engine.cast_in_training if plan.training else engine.cast
+
+
+def _casts_before_amax(
+    plan: Any, operand: BoundOperand, engine: Engine
+) -> bool:
+    """Return True if an operand is cast while its amax is found.
+
+    XLA takes no amax into a kernel that transposes. Codes that are stored
+    first and then transposed make 5 bytes for a number of bfloat16, where
+    the amax and a cast in both layouts make 6, and 3 in place of 5 for
+    Blackwell, which wants one layout (JAX 0.10).
+    """
+    return (
+        plan.cast_before_amax
+        and operand.operand == "outputs_grad"
+        and operand.is_shared
+        and operand.first.native
+        and operand.second.native
+        and engine.casts_before_amax()
+    )

@@ -1,9 +1,12 @@
-"""What is multiplied and how it is scaled, as data."""
+"""A plan: how a contraction is quantized, as data; and `prefer`."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from keras_policy_ext import backends
@@ -11,10 +14,59 @@ from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.contractions.bound_plan import BoundPlan
 from keras_policy_ext.contractions.kinds import Contraction
 from keras_policy_ext.contractions.operands import Operands, operands_of
-from keras_policy_ext.contractions.preference import preferred
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Recipe
+
+KINDS = ("auto", "native", "emulated")
+
+_preferred = contextvars.ContextVar("preferred kind of kernel", default="auto")
+
+
+def preferred() -> str:
+    """`"auto"`, or what the innermost `prefer` asks for.
+
+    A plan keeps it, so that a backward pass, which a framework may run on
+    another thread, has no need to ask.
+    """
+    return _preferred.get()
+
+
+@contextlib.contextmanager
+def prefer(kind: str) -> Iterator[None]:
+    """Ask for native or for emulated matmuls inside a `with` block.
+
+    Both give the same quantized operands and, up to the order of summation,
+    the same results. Asking for native where there is none still emulates;
+    `select` says so. A compiled function keeps what it was traced with.
+
+    The block is one of its thread and of its asyncio task. Tasks that are
+    started in it are in it too; threads are not, and neither are the replicas
+    of a `tf.distribute` strategy, which are threads: enter it in the function
+    that they run, or start them with `contextvars.copy_context().run`.
+
+    Args:
+        kind: `"auto"` (what is faster on this device), `"native"` or
+            `"emulated"`.
+
+    Raises:
+        ValueError: If `kind` is something else.
+
+    Examples:
+        >>> with kpe.kernels.prefer("emulated"):
+        ...     kpe.kernels.select("ab,bc->ac").kind
+        'emulated'
+    """
+    if kind not in KINDS:
+        raise ValueError(
+            f"Unknown kind of kernel. Received: {kind!r}. Allowed: "
+            f"{', '.join(KINDS)}."
+        )
+    token = _preferred.set(kind)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)

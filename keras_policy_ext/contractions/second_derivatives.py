@@ -22,7 +22,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import hadamard, quantized
+from keras_policy_ext.numerics import quantized
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS, matmuls_of
 
@@ -125,6 +125,6 @@ class _Operands:
             # The axis that it sums with the output gradient.
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
             size = ops.shape(self.gradient.values)[summed]
-            values = hadamard.inverse(values, size, axis)
+            values = quantized.inverse(values, size, axis)
         plain = quantized.unquantized(ops.cast(values, self._plan.inputs_dtype))
         return plain if across else self._plan.contraction.transposed(plain)

@@ -11,7 +11,7 @@ import keras
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.backends import tracing
 from keras_policy_ext.backends.tracing import Product
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers.state import Float8State
 
 Shape = Sequence[int]
@@ -73,7 +73,7 @@ def of_call(layer: Any, shape: Shape) -> list[StockProduct] | None:
     if name == "EinsumDense":
         kernel = tuple(variable_values.stored_kernel(layer).shape)
         ranks = len(shape), len(kernel)
-        equation = einsum.explicit(layer.equation, *ranks)
+        equation = equations.explicit(layer.equation, *ranks)
         product = tracing.einsum(equation, shape, kernel)
         tensors = map(keras.KerasTensor, (shape, kernel))
         outputs = keras.ops.einsum(equation, *tensors).shape

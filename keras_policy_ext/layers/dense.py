@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
@@ -78,7 +78,7 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
     @classmethod
     def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
         """See `Float8Mixin.float8_axes`; the equation says what is summed."""
-        first, second, out = einsum.split(layer.equation.replace("...", ""))
+        first, second, out = equations.split(layer.equation.replace("...", ""))
         summed = [letter for letter in first if letter in second]
         summed += [letter for letter in second if letter not in first + out]
         summed = [letter for letter in summed if letter not in out]

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_policy_ext import contractions
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.kinds import in_one_scale
 from keras_policy_ext.numerics.quantized import Quantized
 
@@ -90,5 +90,5 @@ def gates_of(
         A contraction to (..., gate, units).
     """
     inputs = "...gi" if per_gate else "...i"
-    equation = einsum.explicit(f"{inputs},igu->...gu", rank, 3)
+    equation = equations.explicit(f"{inputs},igu->...gu", rank, 3)
     return Gates(equation, count, first, last)

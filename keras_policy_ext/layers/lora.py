@@ -13,7 +13,7 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 
 
 def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
@@ -28,8 +28,8 @@ def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
         Tensor of the shape of the outputs, in the compute dtype.
     """
     a, b = _factors(layer)
-    equation = einsum.explicit(equation, len(inputs.shape), len(a.shape))
-    first, second, out = einsum.split(equation)
+    equation = equations.explicit(equation, len(inputs.shape), len(a.shape))
+    first, second, out = equations.split(equation)
     last = second[-1]
     rank = next(c for c in string.ascii_letters if c not in equation)
     factor_a, factor_b = second[:-1] + rank, rank + last

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.contractions import Einsum, einsum
+from keras_policy_ext.contractions import Einsum, equations
 
 
 def static_flag(training: Any) -> bool | None:
@@ -50,7 +50,7 @@ def contraction_of(
     Raises:
         ValueError: If the equation is malformed or does not fit the operands.
     """
-    explicit = einsum.explicit(equation, len(first), len(second))
+    explicit = equations.explicit(equation, len(first), len(second))
     check_sizes(explicit, first, second)
     return Einsum(explicit)
 
@@ -61,7 +61,7 @@ known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
 
 def check_sizes(equation: str, first: Any, second: Any) -> None:
     """Raise if an axis has two sizes; einsum would broadcast a size of 1."""
-    terms = einsum.split(equation)
+    terms = equations.split(equation)
     sizes = dict(zip(terms.first, first, strict=True))
     for axis, size in zip(terms.second, second, strict=True):
         other = sizes.get(axis, size)

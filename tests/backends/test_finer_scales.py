@@ -15,8 +15,8 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import kernels, recipes, reference
-from keras_policy_ext.contractions import einsum
-from keras_policy_ext.contractions.forms import form_of
+from keras_policy_ext.contractions import equations
+from keras_policy_ext.contractions.equations import form_of
 from keras_policy_ext.numerics import tiles
 from keras_policy_ext.recipes import MATMULS, Quantization, Tile
 from products import Contract
@@ -93,7 +93,7 @@ def kept(x, term, out, asked):
 
 def expected_products(equation, recipe, x, w, g):
     """Outputs and both gradients, in float64."""
-    first, second, out = einsum.split(equation)
+    first, second, out = equations.split(equation)
     values = {"inputs": x, "kernel": w, "outputs_grad": g}
     terms = {"inputs": first, "kernel": second, "outputs_grad": out}
     results = {"forward": out, "inputs_grad": first, "kernel_grad": second}

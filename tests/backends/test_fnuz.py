@@ -12,7 +12,7 @@ import keras_policy_ext as kpe
 from conftest import visible_gpus
 from keras_policy_ext import backends, formats, kernels, recipes, reference
 from keras_policy_ext.backends import devices
-from keras_policy_ext.numerics import casting, codes
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.stochastic import round_to_neighbour
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 from steps import gradients, numpy
@@ -44,12 +44,12 @@ def test_every_bfloat16_number_has_the_code_of_ml_dtypes(name):
     )
     one = np.float32(1)
     wide = casting.quantize_float32(ops.convert_to_tensor(x), one, name)
-    np.testing.assert_array_equal(numpy(codes.encode(wide, name)), expected)
+    np.testing.assert_array_equal(numpy(casting.encode(wide, name)), expected)
     # There is one zero, and one NaN in its place.
     assert not np.signbit(numpy(wide)[numpy(wide) == 0]).any()
     assert set(expected[np.isnan(x)]) == {0x80}
     assert np.nanmax(numpy(wide)) == formats.get(name).max
-    again = codes.decode(ops.convert_to_tensor(expected), name)
+    again = casting.decode(ops.convert_to_tensor(expected), name)
     np.testing.assert_array_equal(numpy(again), numpy(wide))
 
 

@@ -22,7 +22,7 @@ from keras_policy_ext.backends import devices, emulated
 from keras_policy_ext.backends.jax import engine
 from keras_policy_ext.backends.jax.engine import ENGINE
 from keras_policy_ext.backends.matmuls import Request
-from keras_policy_ext.numerics.codes import encode_scales
+from keras_policy_ext.numerics.casting import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized, quantize
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions, recipes
 from keras_policy_ext.backends.tensorflow import backend, engine, gradients
-from keras_policy_ext.numerics import casting, codes
+from keras_policy_ext.numerics import casting
 from ways import array
 
 LARGE, SMALL = (256, 300), (5, 7)
@@ -56,7 +56,7 @@ def test_bits_are_those_of_what_is_not_compiled(
     cast, kept, again = compiled(x)
     expected = casting.quantize_float32(x, SCALE, format_name)
     same_bits(cast, expected)
-    same_bits(kept, codes.encode(expected, format_name))
+    same_bits(kept, casting.encode(expected, format_name))
     same_bits(again, expected)
 
 

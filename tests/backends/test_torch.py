@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from fake_gpus import fake_cuda
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch.scaled_mm import ScaledMM, _padded
-from keras_policy_ext.contractions.residuals import settled
+from keras_policy_ext.contractions.bound_plan import settled
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling
 from products import forward_product, shapes_of, three_products, whole

@@ -48,7 +48,7 @@ from keras_policy_ext.backends.torch.scaled_mm import (
     ScaledMMOfRows,
     swizzled,
 )
-from keras_policy_ext.numerics.codes import encode_scales
+from keras_policy_ext.numerics.casting import encode_scales
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import Tile
 

@@ -16,7 +16,7 @@ from contracting import (
     run_layer,
 )
 from keras_policy_ext import backends, kernels, reference
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.recipes import CurrentScaling
 from products import Contract, quantized
 from steps import no_grad, normal, relative_rms
@@ -56,7 +56,7 @@ def check_float32(layer, equation, x, w, recipe):
     """Compare a built float32 layer with einsums of quantized operands."""
     with no_grad():
         layer.kernel.assign(w)
-    first, second, out = einsum.split(equation)
+    first, second, out = equations.split(equation)
     qx = quantized(summed(x, first, second + out), "inputs", recipe)
     qw = quantized(summed(w, second, first + out), "kernel", recipe)
     expected = np.einsum(equation, qx, qw)

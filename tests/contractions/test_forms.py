@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from keras_policy_ext.contractions import Einsum, einsum
-from keras_policy_ext.contractions.forms import form_of
+from keras_policy_ext.contractions import Einsum
+from keras_policy_ext.contractions.equations import form_of, split
 from keras_policy_ext.contractions.operands import Operands
 from keras_policy_ext.layers.gates import gates_of
 from keras_policy_ext.recipes import CurrentScaling, RowwiseScaling
@@ -61,7 +61,7 @@ def equations(draw):
 def operands(equation, sizes):
     """Small integers, so that float64 sums are exact."""
     rng = np.random.default_rng(0)
-    for term in einsum.split(equation):
+    for term in split(equation):
         yield rng.integers(-4, 5, [sizes[c] for c in term]).astype("float64")
 
 

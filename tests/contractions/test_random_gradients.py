@@ -18,8 +18,8 @@ import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import contractions, formats, recipes, reference
 from keras_policy_ext.numerics.observations import VALID_MARK
-from keras_policy_ext.numerics.random_bits import key_of_use
 from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.stochastic import key_of_use
 from keras_policy_ext.reference.tiles import spread
 from steps import gradients, no_grad, numpy
 from ways import BACKEND, array, compiled

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_policy_ext import reference
-from keras_policy_ext.numerics.hadamard import hadamard
-from keras_policy_ext.numerics.quantized import quantize
-from keras_policy_ext.numerics.random_bits import key_of_matmul, random_bits
+from keras_policy_ext.numerics.quantized import hadamard, quantize
+from keras_policy_ext.numerics.stochastic import key_of_matmul, random_bits
 from keras_policy_ext.recipes import Quantization, Tile
 
 E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"

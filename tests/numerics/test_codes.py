@@ -5,7 +5,7 @@ import pytest
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext.numerics import codes
+from keras_policy_ext.numerics import casting
 
 SIGNED = [name for name in formats.names() if formats.get(name).has_sign]
 each = pytest.mark.parametrize("name", SIGNED)
@@ -25,7 +25,7 @@ def numbers_of(name):
 @each
 def test_every_code_has_its_number(name):
     every, numbers = numbers_of(name)
-    found = numpy(codes.decode(ops.convert_to_tensor(every), name))
+    found = numpy(casting.decode(ops.convert_to_tensor(every), name))
     is_nan = np.isnan(numbers)
     np.testing.assert_array_equal(np.isnan(found), is_nan)
     np.testing.assert_array_equal(
@@ -36,7 +36,7 @@ def test_every_code_has_its_number(name):
 @each
 def test_every_number_has_its_code(name):
     every, numbers = numbers_of(name)
-    found = numpy(codes.encode(ops.convert_to_tensor(numbers), name))
+    found = numpy(casting.encode(ops.convert_to_tensor(numbers), name))
     known = ~np.isnan(numbers)
     np.testing.assert_array_equal(found[known], every[known])
     fmt = formats.get(name)
@@ -51,7 +51,7 @@ def test_an_infinity_has_its_code_or_that_of_the_largest(name):
     largest = np.float32([fmt.max, -fmt.max])
     infinite = np.float32([np.inf, -np.inf])
     found, wanted = (
-        numpy(codes.encode(ops.convert_to_tensor(each), name))
+        numpy(casting.encode(ops.convert_to_tensor(each), name))
         for each in (infinite, infinite if fmt.has_inf else largest)
     )
     np.testing.assert_array_equal(found, wanted)
@@ -62,7 +62,7 @@ def test_an_infinity_has_its_code_or_that_of_the_largest(name):
 def test_a_negative_zero_is_zero_where_there_is_none():
     zero = ops.convert_to_tensor(np.float32([-0.0]))
     for name in SIGNED:
-        code = int(numpy(codes.encode(zero, name))[0])
+        code = int(numpy(casting.encode(zero, name))[0])
         fmt = formats.get(name)
         assert code == (1 << (fmt.bits - 1) if fmt.has_negative_zero else 0)
 
@@ -70,14 +70,14 @@ def test_a_negative_zero_is_zero_where_there_is_none():
 def test_scales_in_eight_bits_are_exponents():
     every = np.arange(256, dtype=np.uint8)
     found = numpy(
-        codes.decode_scales(ops.convert_to_tensor(every), "float8_e8m0fnu")
+        casting.decode_scales(ops.convert_to_tensor(every), "float8_e8m0fnu")
     )
     assert np.isnan(found[255])
     expected = np.ldexp(1.0, every[1:255].astype(int) - 127)
     np.testing.assert_array_equal(found[1:255], expected)
     # Of a number that some backends read as 0 the bits are looked at.
-    assert found[:1].view("int32") == codes.SUBNORMAL_SCALE
-    again = codes.encode_scales(
+    assert found[:1].view("int32") == casting.SUBNORMAL_SCALE
+    again = casting.encode_scales(
         ops.convert_to_tensor(found[1:]), "float8_e8m0fnu"
     )
     np.testing.assert_array_equal(numpy(again), every[1:])

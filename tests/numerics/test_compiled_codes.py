@@ -15,7 +15,7 @@ from keras import ops
 from keras_policy_ext import reference
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.quantized import quantize
-from keras_policy_ext.numerics.tile_scales import scales_of
+from keras_policy_ext.numerics.tiles import scales_of
 from keras_policy_ext.recipes import Quantization, Tile
 from keras_policy_ext.reference.two_levels import two_level_scales
 from ways import BACKEND, COMPILERS, array, compiled

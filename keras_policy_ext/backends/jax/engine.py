@@ -25,7 +25,7 @@ from keras_policy_ext.backends.emulated import (
 )
 from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.codes import encode_scales
+from keras_policy_ext.numerics.casting import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
 

@@ -24,7 +24,7 @@ from keras_policy_ext.backends.emulated import (
 )
 from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
-from keras_policy_ext.numerics import casting, codes
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 
 
@@ -72,15 +72,15 @@ def _described(gpu: object) -> Device:
 def encode(values: Tensor, format_name: str) -> Tensor:
     """`codes.encode`."""
     if not compiles_parts(values):
-        return codes.encode(values, format_name)
-    return _like(values, _flat(codes.encode, format_name, tf.float32), values)
+        return casting.encode(values, format_name)
+    return _like(values, _flat(casting.encode, format_name, tf.float32), values)
 
 
 def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
     """`codes.decode`."""
     if not compiles_parts(codes_of_numbers):
-        return codes.decode(codes_of_numbers, format_name)
-    compiled = _flat(codes.decode, format_name, tf.uint8)
+        return casting.decode(codes_of_numbers, format_name)
+    compiled = _flat(casting.decode, format_name, tf.uint8)
     return _like(codes_of_numbers, compiled, codes_of_numbers)
 
 

@@ -19,8 +19,11 @@ from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
-from keras_policy_ext.numerics.scale_protocol import HistoryScales, ScaleRule
-from keras_policy_ext.numerics.scale_sources import DelayedSource
+from keras_policy_ext.numerics.scale_sources import (
+    DelayedSource,
+    HistoryScales,
+    ScaleRule,
+)
 from keras_policy_ext.recipes import DelayedScaling, Quantization
 
 

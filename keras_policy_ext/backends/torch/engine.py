@@ -38,8 +38,7 @@ from keras_policy_ext.numerics.observations import (
     VALID_MARK,
 )
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_protocol import HistoryScales
-from keras_policy_ext.numerics.scale_sources import DelayedSource
+from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
 from keras_policy_ext.numerics.scaling import inverted_of_number
 from keras_policy_ext.recipes import OPERANDS
 

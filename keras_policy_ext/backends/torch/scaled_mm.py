@@ -16,7 +16,7 @@ from keras_policy_ext.backends.emulated import times_scales
 from keras_policy_ext.backends.matmuls import OTHER_SCALES, Request
 from keras_policy_ext.backends.torch import backend as torch_devices
 from keras_policy_ext.backends.torch import casts
-from keras_policy_ext.numerics.codes import encode_scales
+from keras_policy_ext.numerics.casting import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
 

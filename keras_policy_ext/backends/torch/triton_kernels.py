@@ -18,7 +18,7 @@ from keras_policy_ext.numerics.observations import (
     UNSEEN,
     VALID_MARK,
 )
-from keras_policy_ext.numerics.scale_protocol import HistoryScales
+from keras_policy_ext.numerics.scale_sources import HistoryScales
 from keras_policy_ext.recipes import OPERANDS, Quantization
 
 Tensor = Any

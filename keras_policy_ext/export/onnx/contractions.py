@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from keras_policy_ext.contractions import einsum
+from keras_policy_ext.contractions import equations
 from keras_policy_ext.export.onnx import stored
 from keras_policy_ext.export.onnx.activations import activated
 from keras_policy_ext.export.onnx.channels import (
@@ -33,10 +33,10 @@ def _dense(context: Context, layer: Any, x: Value) -> Value:
 def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
     graph = context.graph
     kernel = context.kernels.of(layer)
-    equation = einsum.explicit(
+    equation = equations.explicit(
         layer.equation, x.rank, len(kernel.axes.summed + kernel.axes.free)
     )
-    first, second, out = einsum.split(equation)
+    first, second, out = equations.split(equation)
     summed = [i for i, axis in enumerate(first) if axis not in out]
     order = kernel.axes.summed + kernel.axes.free
     turned = "".join(second[axis] for axis in order)

@@ -1,23 +1,104 @@
-"""An equation as matrices, once, from the forward equation.
-
-The letters of an equation fall into four groups: batch B, rows R, columns C,
-contracted K. Each operand has one home matrix, the contracted axis of its
-first matmul last: inputs (B, R, K), kernel (B, C, K), outputs_grad (B, R, C).
-A matmul reads the home matrix or its transpose, and a tile counts along a
-merged axis, in every matmul the same.
-"""
+"""Einsum equations as data, and the matrices that they multiply."""
 
 from __future__ import annotations
 
 import functools
 import math
+import string
 from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import einsum
+
+
+class Terms(NamedTuple):
+    """The three terms of an explicit equation of two operands."""
+
+    first: str
+    second: str
+    out: str
+
+
+def split(equation: str) -> Terms:
+    """Split and check `"ab,bc->ac"`.
+
+    Args:
+        equation: Two operands, an explicit output; `...` is allowed.
+
+    Returns:
+        The terms, without spaces.
+
+    Raises:
+        ValueError: If the equation has another form, repeats a letter in one
+            term, or has an output letter that is in no operand.
+    """
+    if not isinstance(equation, str):
+        raise ValueError(_form_error(equation, "it is no string"))
+    text = equation.replace(" ", "")
+    operands, arrow, out = text.partition("->")
+    terms = [*operands.split(","), out]
+    if not arrow or len(terms) != 3:
+        raise ValueError(_form_error(equation, "it has another form"))
+    for term in terms:
+        letters = term.replace("...", "", 1)
+        if not all(letter in string.ascii_letters for letter in letters):
+            raise ValueError(
+                _form_error(equation, f"{term!r} has other signs than letters")
+            )
+        if len(set(letters)) != len(letters):
+            raise ValueError(_form_error(equation, f"{term!r} repeats an axis"))
+    if set(terms[2]) - set(terms[0] + terms[1]):
+        raise ValueError(
+            _form_error(equation, "the output has an axis of no operand")
+        )
+    return Terms(*terms)
+
+
+def explicit(equation: str, first_rank: int, second_rank: int) -> str:
+    """Replace `...` by letters, for operands of these ranks.
+
+    Args:
+        equation: E.g. `"...x,xy->...y"`.
+        first_rank: Number of axes of the first operand.
+        second_rank: Number of axes of the second operand.
+
+    Returns:
+        An equation with one letter per axis, e.g. `"abx,xy->aby"`.
+
+    Raises:
+        ValueError: If the equation is malformed or the ranks do not fit.
+    """
+    terms = split(equation)
+    free = [c for c in string.ascii_letters if c not in equation]
+    wide = 0
+    for term, rank in zip(terms, (first_rank, second_rank), strict=False):
+        missing = rank - len(term.replace("...", ""))
+        if missing < 0 or (missing > 0 and "..." not in term):
+            raise ValueError(
+                f"An operand does not fit the einsum equation {equation!r}. "
+                f"Received: rank {rank} for {term!r}. Allowed: rank "
+                f"{len(term.replace('...', ''))}, or more with '...'."
+            )
+        wide = max(wide, missing)
+    letters = "".join(free[:wide])
+    first, second = (
+        term.replace("...", letters[wide - rank + len(term) - 3 :])
+        if "..." in term
+        else term
+        for term, rank in zip(terms, (first_rank, second_rank), strict=False)
+    )
+    return f"{first},{second}->{terms.out.replace('...', letters)}"
+
+
+def _form_error(equation: object, why: str) -> str:
+    return (
+        f"Not an einsum equation of two operands: {why}. Received: "
+        f"{equation!r}. Allowed: e.g. 'ab,bc->ac' or '...x,xy->...y'. Write "
+        "the output out, and transpose or take diagonals outside."
+    )
+
 
 Sizes = dict[str, Any]
 
@@ -161,7 +242,7 @@ class Form(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def form_of(equation: str) -> Form:
     """The matrices of an explicit equation, such as `"abc,cd->abd"`."""
-    first, second, out = einsum.split(equation)
+    first, second, out = split(equation)
     return Form(
         first,
         second,
