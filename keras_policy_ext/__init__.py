@@ -54,27 +54,28 @@ from keras_policy_ext.policies import (
 
 def _warn_of_lost_float8(model: Any, path: Any) -> None:
     """Warn where Keras has loaded a file but not its float8 layers."""
-    name = f"{__name__}.conversion.lost_float8"
-    importlib.import_module(name).warn(model, path)
+    name = f"{__name__}.saving.keras_hooks"
+    importlib.import_module(name).warn_of_lost_float8(model, path)
 
 
 def _load_whole(*args: Any, **kwargs: Any) -> Any:
     """Load a model of whose float8 layers Keras would make stock ones."""
-    name = f"{__name__}.conversion.loading"
+    name = f"{__name__}.saving.loading"
     return importlib.import_module(name).load_whole(*args, **kwargs)
 
 
 def _check_export(model: Any, format: str) -> None:
     """Raise where a file could not compute what float8 layers do."""
-    name = f"{__name__}.conversion.exports"
-    importlib.import_module(name).check(model, format)
+    name = f"{__name__}.saving.keras_hooks"
+    importlib.import_module(name).check_export(model, format)
 
 
 def _describe_policies(model: Any) -> dict[str, Any]:
     """The policies of models themselves, for the file of a model."""
-    name = f"{__name__}.conversion.own_policies"
-    described: dict[str, Any] = importlib.import_module(name).describe(model)
-    return described
+    name = f"{__name__}.saving.keras_hooks"
+    found: dict[str, Any]
+    found = importlib.import_module(name).policies_of_models(model)
+    return found
 
 
 versions.warn_of_a_newer_keras()
@@ -94,9 +95,9 @@ _LAZY_NAMES = {
     "filters": "conversion",
     "freeze": "conversion",
     "inspect": "diagnostics.inspection",
-    "load_model": "conversion",
-    "load_preset": "conversion",
-    "load_weights": "conversion",
+    "load_model": "saving",
+    "load_preset": "saving",
+    "load_weights": "saving",
     "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
@@ -159,15 +160,13 @@ if TYPE_CHECKING:
         convert,
         filters,
         freeze,
-        load_model,
-        load_preset,
-        load_weights,
         revert,
         thaw,
         widen,
     )
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
+    from keras_policy_ext.saving import load_model, load_preset, load_weights
 else:
 
     def __getattr__(name):

@@ -395,7 +395,7 @@ def _inspect(arguments: argparse.Namespace) -> Callable[[], object]:
 
 
 def _loaded(path: str) -> keras.Model:
-    from keras_policy_ext.conversion import load_model
+    from keras_policy_ext.saving import load_model
 
     try:
         return load_model(path, compile=False)
@@ -428,7 +428,7 @@ def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:
 
 
 def _shrink(arguments: argparse.Namespace) -> Callable[[], object]:
-    from keras_policy_ext.conversion import shrinking
+    from keras_policy_ext.saving import shrinking
 
     activations = arguments.activations
     return shrinking.prepare(

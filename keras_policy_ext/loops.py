@@ -25,7 +25,7 @@ import keras
 from keras_policy_ext import backends
 from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_variable
+from keras_policy_ext.layers import stored_weights
 
 __all__ = [
     "follow_shards",
@@ -54,7 +54,7 @@ def is_state(variable: object) -> bool:
         >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
         [False, False, True]
     """
-    return stored_variable.is_state(variable)
+    return stored_weights.is_state(variable)
 
 
 def weights(model: Any) -> list[keras.Variable]:

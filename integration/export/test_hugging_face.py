@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 
 # The readers compute logits in floats, so that layer is left in floats here.
 HEAD = "token_embedding"

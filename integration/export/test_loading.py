@@ -15,7 +15,7 @@ from test_hugging_face import HEAD, trained
 import keras_policy_ext as kpe
 from keras_policy_ext.export import safetensors_files
 from keras_policy_ext.export.safetensors_files import Tensor
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 
 CHANNEL = ("compressed-tensors", "channel", None)
 STATIC = ("compressed-tensors", "tensor", "static")

@@ -29,14 +29,14 @@ from workloads import Llama, normal
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions
-from keras_policy_ext.conversion import break_even
+from keras_policy_ext.conversion import filters
 
 CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
 
 
 def native_kernel():
     """A matmul is native exactly where the device has float8 units."""
-    choice = break_even.choice_for(contractions.Einsum("ab,bc->ac"))
+    choice = filters.choice_for(contractions.Einsum("ab,bc->ac"))
     found = {"kernel": choice.kind, "reason": choice.reason}
     has = capability()
     if has is None and measuring.on_gpu():
@@ -255,7 +255,7 @@ def eager_equals_compiled():
 
 def auto_filter():
     """`filter="auto"` converts large layers where float8 gains, else none."""
-    here = break_even.here()
+    here = filters.here()
     models = made(
         lambda: _wide(8192 if measuring.on_gpu() else 64), ["bfloat16"]
     )

@@ -9,13 +9,10 @@ kpe.revert(model)
 
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.calibration import calibrate
-from keras_policy_ext.conversion.freezing import freeze, thaw
+from keras_policy_ext.conversion.freezing import freeze, thaw, widen
 from keras_policy_ext.conversion.frozen_report import FrozenReport
 from keras_policy_ext.conversion.in_place import convert, revert
-from keras_policy_ext.conversion.loading import load_model, load_weights
-from keras_policy_ext.conversion.presets import load_preset
 from keras_policy_ext.conversion.report import Converted, Report, Skipped
-from keras_policy_ext.conversion.widening import widen
 
 __all__ = [
     "Converted",
@@ -26,9 +23,6 @@ __all__ = [
     "convert",
     "filters",
     "freeze",
-    "load_model",
-    "load_preset",
-    "load_weights",
     "revert",
     "thaw",
     "widen",

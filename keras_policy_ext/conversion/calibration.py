@@ -13,9 +13,9 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext.conversion import models, training
+from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.contraction_hooks import contraction_hook
+from keras_policy_ext.layers.operands import contraction_hook
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
@@ -164,7 +164,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
 
 
 def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
-    models.check_is_layer(model, "are calibrated")
+    candidates.check_is_layer(model, "are calibrated")
     in_float8 = layers_in_float8(model)
     layers = [layer for layer in in_float8 if not is_frozen(layer)]
     if in_float8 and not layers:
@@ -306,7 +306,7 @@ def _check_call(model: keras.Layer, call: object) -> None:
             f"{type(call).__name__}). Allowed: a function of one batch, or "
             "None to call the model."
         )
-    if call is None and not models.has_call(model):
+    if call is None and not candidates.has_call(model):
         raise ValueError(
             f"{type(model).__name__} {model.name!r} cannot be called on data. "
             "Received: a model without a `call` of its own. Allowed: one that "

@@ -3,14 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import contractions
-from keras_policy_ext.conversion import break_even
+from keras_policy_ext import backends, contractions, recipes
+from keras_policy_ext.backends import devices
 from keras_policy_ext.conversion.candidates import Candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakEven:
+    """What is known of one device under one framework.
+
+    Attributes:
+        backend: The name of the framework, or `"any"`.
+        device: What the name of the device contains, or `"any"`.
+        size: A training step with square matrices of this size takes as long
+            in float8 as in bfloat16. None: float8 never gains there.
+        origin: Where the size comes from.
+    """
+
+    backend: str
+    device: str
+    size: int | None
+    origin: str
+
+    def is_for(self, backend: str, device: str) -> bool:
+        """Return True if it is about this framework on this device."""
+        return self.backend in ("any", backend) and (
+            self.device == "any" or self.device.lower() in device.lower()
+        )
+
+
+@functools.cache
+def table() -> tuple[BreakEven, ...]:
+    """All rows; of those that are for a device the first one holds."""
+    package = importlib.resources.files("keras_policy_ext.conversion")
+    text = package.joinpath("break_even.json").read_text(encoding="utf-8")
+    return tuple(BreakEven(**row) for row in json.loads(text))
+
+
+def here() -> BreakEven:
+    """The row for this machine, or for the device that is pretended.
+
+    Where float8 matmuls are emulated nothing is won, whatever the table says.
+    """
+    framework, pretended = backends.current(), devices.pretended()
+    backend = framework.name
+    device = pretended.title if pretended else framework.device_name()
+    row = next(row for row in table() if row.is_for(backend, device))
+    choice = choice_for(contractions.Einsum("ab,bc->ac"))
+    if choice.native or row.size is None:
+        return row
+    reason = f"matmuls are emulated: {choice.reason}"
+    return BreakEven(backend, device, None, reason)
+
+
+def choice_for(
+    contraction: contractions.Einsum | contractions.Conv,
+) -> contractions.Choice:
+    """Which kernel a contraction gets in a compiled step of training.
+
+    Scales are those of whole tensors.
+    """
+    recipe = recipes.get("current")
+    plan = contractions.make_plan(contraction, recipe, "bfloat16", "float32")
+    # `fit` compiles for a GPU on TensorFlow, and a model is converted before.
+    return dataclasses.replace(plan, for_xla=True).resolved().choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +130,11 @@ class Auto:
         Returns:
             A reason for each number of a candidate that is left out.
         """
-        here = break_even.here() if self.smallest is None else None
+        known = here() if self.smallest is None else None
         found = {
             number: reason
             for number, candidate in enumerate(candidates)
-            if (reason := self._reason(candidate, here))
+            if (reason := self._reason(candidate, known))
         }
         if candidates and not self.first:
             found[0] = "it is the first layer"
@@ -79,12 +143,12 @@ class Auto:
         return found
 
     def _reason(
-        self, candidate: Candidate, here: break_even.BreakEven | None
+        self, candidate: Candidate, here: BreakEven | None
     ) -> str | None:
         if here is not None and here.size is None:
             return f"float8 saves no time on this device: {here.origin}"
         if here is not None:
-            choice = break_even.choice_for(_contraction(candidate.layer))
+            choice = choice_for(_contraction(candidate.layer))
             if not choice.native:
                 return f"its product would be emulated: {choice.reason}"
         for summed, free in candidate.sizes:
@@ -101,9 +165,7 @@ class Auto:
                 return f"{product}, {reason}"
         return None
 
-    def _too_small(
-        self, here: break_even.BreakEven, summed: int, free: int
-    ) -> str | None:
+    def _too_small(self, here: BreakEven, summed: int, free: int) -> str | None:
         """Why a product loses on this device, or None.
 
         Its time in the matmul goes with the product of its three sizes, and

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_policy_ext import _user_code, formats, stored_kernels
-from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import (
-    candidates,
-    composites,
-    left_out,
-    models,
-    training,
+from keras_policy_ext import (
+    _user_code,
+    backends,
+    contractions,
+    formats,
+    stored_kernels,
 )
-from keras_policy_ext.conversion.argument_types import PathPatterns
-from keras_policy_ext.conversion.candidates import Candidate, Unconverted
+from keras_policy_ext._keras import built_layers, walking
+from keras_policy_ext.conversion import candidates, in_place, training
+from keras_policy_ext.conversion.candidates import (
+    Candidate,
+    Unconverted,
+    path_of,
+)
 from keras_policy_ext.conversion.frozen_report import (
     FrozenReport,
     Stored,
@@ -27,13 +36,12 @@ from keras_policy_ext.conversion.frozen_report import (
     thawed_report,
 )
 from keras_policy_ext.conversion.report import Report, report_of
-from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.conversion.requested import PathPatterns, Selection
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.layers.drop_in import form_of
+from keras_policy_ext.layers.drop_in import drop_ins, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_variable import held
-from keras_policy_ext.layers.stored_weights import Frozen
+from keras_policy_ext.layers.stored_weights import Frozen, held
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -41,6 +49,183 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
+
+_FILES = ("save_own_variables", "load_own_variables")
+_ASSIGNS = ("assign", "assign_add", "assign_sub")
+
+# Where a layer may set its weights before it is used.
+_BEFORE_CALLS = (
+    "__init__",
+    "build",
+    "build_from_config",
+    "from_config",
+)
+
+
+def has_own_files(layer: keras.Layer) -> str | None:
+    """Why a layer is not frozen that saves or loads its weights itself.
+
+    Its files have float kernels, and codes would be loaded as numbers.
+    """
+    for name in _FILES:
+        if name in vars(layer):
+            return f"it has a `{name}` of its own"
+    for base in type(layer).__mro__:
+        if base is Float8Mixin or base in _stock():
+            return None
+        for name in _FILES:
+            if name in vars(base) and base not in _own():
+                return (
+                    f"its class {base.__name__} has a `{name}` of its own, "
+                    "which reads and writes float weights"
+                )
+    return None
+
+
+def kernels_assigned_in(
+    layers: Iterable[keras.Layer],
+) -> dict[int, str]:
+    """Why weights stay in floats that methods of layers assign, by `id`.
+
+    By the source of their classes: `self.inner.kernel.assign(...)`, or a
+    local variable that holds the weight. What makes and builds a layer is not
+    looked at, and neither are classes of Keras.
+    """
+    found: dict[int, str] = {}
+    for layer in layers:
+        for function in _methods(type(layer)):
+            for each in _assigned_by(function, layer):
+                if isinstance(each, keras.Variable):
+                    reason = (
+                        f"layer {path_of(layer)!r} assigns its weight "
+                        f"{each.name!r} in `{function.__name__}`, which a "
+                        "frozen one does not take"
+                    )
+                    found.setdefault(id(each), reason)
+    return found
+
+
+def _stock() -> set[type]:
+    return {*drop_ins(), keras.Layer}
+
+
+def _own() -> set[type]:
+    return set(drop_ins().values())
+
+
+def _methods(cls: type) -> Iterator[types.FunctionType]:
+    """The functions of a class that are no code of Keras or this package."""
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in ("keras", "keras_policy_ext"):
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, property):
+                value = value.fget
+            wanted = name not in _BEFORE_CALLS
+            if wanted and isinstance(value, types.FunctionType):
+                yield value
+
+
+def _assigned_by(function: types.FunctionType, layer: Any) -> list[Any]:
+    """List what a method assigns, as far as its source tells."""
+    if not {*_ASSIGNS} & _names(function.__code__):
+        return []
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
+        return []
+    meant = _Meanings(function.__code__.co_varnames[0], layer)
+    meant.read(tree)
+    return [
+        each
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in _ASSIGNS
+        for each in meant.of(node.value)
+    ]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+    return found
+
+
+class _Meanings:
+    """Find the objects that expressions in a method can stand for.
+
+    Attributes, what is in lists and dicts, and local names for these.
+
+    Args:
+        owner: What the method calls its layer.
+        layer: The layer.
+    """
+
+    def __init__(self, owner: str, layer: Any):
+        self._names: dict[str, list[Any]] = {owner: [layer]}
+
+    def read(self, tree: ast.AST) -> None:
+        """Learn what local names stand for."""
+        for _ in range(2):  # A name may be used above the line that sets it.
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        self._name(target, self.of(node.value))
+                elif isinstance(node, (ast.For, ast.comprehension)):
+                    self._name(node.target, _within(self.of(node.iter)))
+                elif isinstance(node, ast.NamedExpr):
+                    self._name(node.target, self.of(node.value))
+
+    def of(self, node: ast.AST) -> list[Any]:
+        """All that an expression can stand for, as far as it is known."""
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id, [])
+        if isinstance(node, ast.Attribute):
+            return _attributes(self.of(node.value), node.attr)
+        if isinstance(node, ast.Subscript):
+            return _within(self.of(node.value))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name, given = node.func.id, node.args
+            if name == "getattr" and isinstance(given[1], ast.Constant):
+                return _attributes(self.of(given[0]), str(given[1].value))
+            if name in ("list", "tuple", "reversed", "zip", "enumerate"):
+                return [each for x in given for each in self.of(x)]
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return [[each for x in node.elts for each in self.of(x)]]
+        if isinstance(node, ast.IfExp):
+            return [*self.of(node.body), *self.of(node.orelse)]
+        return []
+
+    def _name(self, target: ast.AST, values: list[Any]) -> None:
+        names = [target]
+        if isinstance(target, (ast.Tuple, ast.List)):
+            names, values = list(target.elts), [*values, *_within(values)]
+        for name in names:
+            if isinstance(name, ast.Name):
+                known = self._names.setdefault(name.id, [])
+                ids = {id(each) for each in known}
+                known += [each for each in values if id(each) not in ids]
+
+
+def _attributes(values: list[Any], name: str) -> list[Any]:
+    """An attribute of each of some things that has it."""
+    found = []
+    for value in values:
+        with contextlib.suppress(Exception):  # A property may need more.
+            found.append(getattr(value, name))
+    return found
+
+
+def _within(values: list[Any]) -> list[Any]:
+    """List the entries of those values that are lists or dicts."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, dict):
+            found += value.values()
+        elif isinstance(value, (list, tuple)):
+            found += value
+    return found
 
 
 @_user_code.once
@@ -104,7 +289,7 @@ def freeze(
     )
     _check_trained(trained_scales, granularity)
     selection = Selection.read(include, exclude, None, None)
-    models.check(model)
+    candidates.check(model)
     found, skipped = freezable(model)
     reasons = selection.reasons(found)
     projecting: dict[int, str] = {}
@@ -124,8 +309,8 @@ def freeze(
             kernels = list(plan.kernels(stored))
             to_float8_class(plan.layer, plan.policy, kernels)
         for layer in candidates.survey(model).composites:
-            composites.enter_float8_with_children(layer)
-        composites.declare_policies(model)
+            in_place.enter_float8_with_children(layer)
+        in_place.declare_policies(model)
         layers = [plan.layer for plan in plans]
         report = report_of(model, layers, [*left, *skipped], retraced=retraced)
     return frozen_report(report, stored)
@@ -155,13 +340,13 @@ def thaw(model: keras.Layer) -> Report:
         >>> type(model.layers[0]) is keras.layers.Dense
         True
     """
-    models.check(model)
+    candidates.check(model)
     frozen = frozen_layers(model)
     with training.changing(model) as retraced:
         for layer in frozen:
             to_stock_class(layer)
         for layer in candidates.survey(model).composites:
-            composites.leave_with_children(layer, frozen)
+            in_place.leave_with_children(layer, frozen)
         return thawed_report(report_of(model, frozen, [], retraced=retraced))
 
 
@@ -187,13 +372,13 @@ def freezable(
         found[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
     holders = _holders(order)
-    assigned = left_out.kernels_assigned_in(order)
+    assigned = kernels_assigned_in(order)
     chosen = []
     for layer in order:
         if id(layer) not in found:
             continue
         candidate = found[id(layer)]
-        reason = left_out.has_own_files(layer) or _shared(candidate, holders)
+        reason = has_own_files(layer) or _shared(candidate, holders)
         if reason := reason or _assigned(candidate, assigned):
             skipped.append(Unconverted(layer, reason))
         else:
@@ -265,7 +450,7 @@ def form_to_freeze(layer: Any) -> Any:
     form = _form(layer)
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
         return None
-    if left_out.has_own_files(layer):
+    if has_own_files(layer):
         return None
     return form
 
@@ -378,3 +563,74 @@ def _check_not_frozen(chosen: list[Candidate]) -> None:
                 "gives them back, rounded; or leave the layer out with "
                 "`exclude`."
             )
+
+
+def widen(model: keras.Layer) -> tuple[str, ...]:
+    """Hold the kernels of a frozen model in float32 too, for single rows.
+
+    Where float8 is emulated each call widens the kernels before it multiplies,
+    which is most of the time of a call with a single row. Here that is done
+    once. Outputs stay what they are, to the bit, with rounded inputs too;
+    the memory is that of float32 and of the codes. Files stay as small: they
+    have the codes alone, and a model that was loaded is widened again. Where
+    other codes are loaded, the widened kernels follow.
+
+    Args:
+        model: A frozen model or layer.
+
+    Returns:
+        Paths of the layers whose kernels are widened. Those that look up rows
+        are not, nor those whose products this device multiplies in float8,
+        nor, with JAX on a CPU, kernels of two million numbers and more: they
+        are widened part by part, in the cache of a core.
+
+    Raises:
+        TypeError: If it is no Keras model or layer.
+        ValueError: If it is not built, no layer of it is frozen, or it is
+            distributed. The model is then unchanged.
+
+    Examples:
+        >>> layer = keras.layers.Dense(8)
+        >>> model = keras.Sequential([keras.Input((32,)), layer])
+        >>> report = kpe.freeze(model)
+        >>> len(kpe.widen(model))
+        1
+    """
+    candidates.check(model)
+    frozen = frozen_layers(model)
+    if not frozen or keras.distribution.distribution() is not None:
+        raise ValueError(_refusal(model, frozen))
+    found = [(layer, _to_widen(layer)) for layer in frozen]
+    layers = [layer for layer, variables in found if variables]
+    with training.changing(model):
+        for layer, variables in found:
+            for variable in variables:
+                if variable.widened is None:
+                    stored_weights.keep_widened(layer, variable)
+        built_layers.track_again(layers)
+    return tuple(path_of(layer) for layer in layers)
+
+
+def _to_widen(layer: Any) -> list[stored_weights.StoredVariable]:
+    """The kernels of a layer that each call widens as a whole."""
+    recipe = layer.float8_policy.recipe
+    if not layer.float8_trains or contractions.multiplies_codes(recipe):
+        return []
+    cuts = backends.current().cuts
+    stored = stored_weights.stored_in(layer)
+    return [each for each in stored if not cuts(math.prod(each.shape))]
+
+
+def _refusal(model: keras.Layer, frozen: list[Any]) -> str:
+    if not frozen:
+        return (
+            f"No layer of {model.name!r} is frozen. Received: a model with "
+            "float weights. Allowed: one whose kernels are stored in float8. "
+            "Call `keras_policy_ext.freeze(model)` first."
+        )
+    return (
+        "Kernels of a distributed model are not kept widened: each device "
+        "would hold all of them. Received: a model under a distribution of "
+        "Keras. Allowed: one on a single device. Leave the kernels as they "
+        "are, or `keras_policy_ext.thaw(model)`."
+    )

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import _user_code
-from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import (
-    candidates,
-    composites,
-    models,
-    scalers,
-    training,
-)
-from keras_policy_ext.conversion.argument_types import (
-    LayerFilter,
-    PathPatterns,
-    PolicyLike,
-)
+from keras_policy_ext import _user_code, policies
+from keras_policy_ext._keras import global_policy, keras_hub, walking
+from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     Unconverted,
@@ -36,11 +27,14 @@ from keras_policy_ext.conversion.report import (
 )
 from keras_policy_ext.conversion.requested import (
     FROZEN,
+    LayerFilter,
+    PathPatterns,
+    PolicyLike,
     Requested,
+    Selection,
     Target,
     warn_of_plain,
 )
-from keras_policy_ext.conversion.selection import Selection
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
 from keras_policy_ext.layers.transaction import undone
@@ -50,8 +44,101 @@ from keras_policy_ext.policies.of_layers import (
     is_frozen,
     layers_in_float8,
     of_path,
+    source_policy_of,
 )
 from keras_policy_ext.recipes import Recipe
+
+Followed = list[tuple[str, Float8DTypePolicy | None]]
+
+
+def enter_float8_with_children(layer: keras.Layer) -> bool:
+    """Give a composite its float8 form, if all in it follow one policy.
+
+    It then makes float8 layers. It keeps the policy that it holds if that
+    says what they follow.
+
+    Returns:
+        Whether it has its float8 form now.
+    """
+    followed = _followed(layer)
+    distinct = {policy for _, policy in followed}
+    if len(distinct) != 1 or None in distinct:
+        return False
+    held = policies.as_float8(layer.dtype_policy)
+    to_float8_class(layer, held if _says(held, followed) else distinct.pop())
+    return True
+
+
+def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
+    """Give a composite its stock form, if its last layer has left float8.
+
+    Args:
+        layer: The composite.
+        left: The layers that have left.
+    """
+    within = walking.layers_within(layer)[1:]
+    none_stays = not any(float8_policy_of(each) is not None for each in within)
+    if none_stays and any(each is one for each in within for one in left):
+        to_stock_class(layer)
+
+
+def declare_policies(model: keras.Layer) -> None:
+    """Let the backbones in a model have the policy of their float8 layers.
+
+    The recipe that most of them follow, and rules for the other layers. A
+    backbone whose policy says so already keeps it, and so does one that
+    Keras has quantized, or without a layer in float8.
+    """
+    for layer in walking.layers_within(model):
+        if keras_hub.writes_map_of_quantized_layers(layer):
+            _declare(layer)
+
+
+def _declare(backbone: keras.Model) -> None:
+    own = backbone.dtype_policy
+    if isinstance(own, keras.dtype_policies.DTypePolicyMap) and not isinstance(
+        own, Float8DTypePolicy
+    ):
+        return
+    followed = _followed(backbone)
+    layers = walking.layers_within(backbone)
+    if any(map(candidates.quantized_by_keras, layers)):
+        return
+    if _says(own, followed) or not any(policy for _, policy in followed):
+        return
+    policy = _policy(source_policy_of(backbone), followed)
+    global_policy.replace_layer_policy(backbone, policy)
+
+
+def _followed(composite: keras.Layer) -> Followed:
+    """What each layer that can follow float8 does follow, with its path."""
+    found = [c.layer for c in candidates.survey(composite).candidates]
+    return [(path_of(layer), float8_policy_of(layer)) for layer in found]
+
+
+def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
+    """True if a policy says of all these paths what is followed there."""
+    for path, wanted in followed:
+        said = policies.as_float8(of_path(policy, path))
+        if isinstance(said, Float8DTypePolicy):
+            said = said.for_path(path)
+        if (said if isinstance(said, Float8DTypePolicy) else None) != wanted:
+            return False
+    return True
+
+
+def _policy(source: keras.DTypePolicy, followed: Followed) -> Float8DTypePolicy:
+    recipes = [policy.recipe for _, policy in followed if policy is not None]
+    (recipe, _), *_ = collections.Counter(recipes).most_common(1)
+    usual = Float8DTypePolicy(source.name, recipe=recipe)
+    # A path that several layers have gets one rule.
+    rules = {path: policy for path, policy in followed if policy != usual}
+    return Float8DTypePolicy(
+        source.name,
+        recipe=recipe,
+        rules=[(re.escape(path), policy) for path, policy in rules.items()],
+    )
+
 
 Decision = tuple[Candidate, Target]
 
@@ -130,10 +217,10 @@ def convert(
     )
     if decisions:
         training.check_optimizers(model)
-    asked = scalers.loss_scale_asked(model)
+    asked = training.loss_scale_asked(model)
     with training.changing(model) as retraced:
         report = _convert(model, survey, decisions, left, attention, retraced)
-        scalers.warn_of_lost(asked, model)
+        training.warn_of_lost(asked, model)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model)
         warn_of_no_effect(report)
@@ -179,7 +266,7 @@ def _decided(
     """Read the arguments of `convert`; nothing is changed."""
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
-    models.check(model)
+    candidates.check(model)
     survey = candidates.survey(model)
     requested = Requested.read(model, policy, recipe)
     return survey, *_decide(survey.candidates, requested, selection)
@@ -204,7 +291,7 @@ def _convert(
         for composite in survey.composites
         if (reason := _enter_composite(composite, attention))
     ]
-    composites.declare_policies(model)
+    declare_policies(model)
     contracting = [
         layer
         for layer in survey.composites
@@ -250,7 +337,7 @@ def revert(model: keras.Layer) -> Report:
         >>> type(model.layers[0]) is keras.layers.Dense
         True
     """
-    models.check(model)
+    candidates.check(model)
     layers = walking.layers_within(model)
     stays = [each for layer in layers for each in _why_it_stays(layer)]
     kept = {id(each.layer) for each in stays}
@@ -288,7 +375,7 @@ def _revert(model: keras.Layer, kept: Container[int]) -> None:
             or float8_policy_of(layer) is not None
         ):
             to_stock_class(layer)
-    composites.declare_policies(model)
+    declare_policies(model)
 
 
 def _holds_float8(layer: keras.Layer) -> bool:
@@ -367,7 +454,7 @@ def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
         Why these are not in float8 though that was asked for.
     """
     was_stock = original_of(type(layer)) is None
-    if not composites.enter_float8_with_children(layer):
+    if not enter_float8_with_children(layer):
         return None
     choose = getattr(layer, "choose_attention", None)
     if choose is None or not (was_stock or attention):

@@ -25,7 +25,7 @@ from keras_policy_ext.conversion.candidates import (
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.conversion.work import Work
-from keras_policy_ext.layers.stored_variable import is_state
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     source_policy_of,

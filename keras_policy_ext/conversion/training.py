@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
+import h5py
 import keras
 
-from keras_policy_ext import backends
+from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import (
     built_layers,
     compiled_steps,
@@ -17,12 +19,100 @@ from keras_policy_ext._keras import (
     optimizer_variables,
     walking,
 )
-from keras_policy_ext.conversion import compiled_functions
-from keras_policy_ext.conversion.models import leaves
+from keras_policy_ext.conversion.candidates import leaves, path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_variable import is_state
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.mixed_precision.gradients import is_overwritten
+from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
+from keras_policy_ext.policies.loss_scales import LossScale
+
+_OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
+_CONTAINERS = (dict, list, tuple)
+
+
+class Compiled(NamedTuple):
+    """A compiled function of a model.
+
+    Attributes:
+        name: The path of a layer, with the attribute.
+        function: The function.
+        layer: For a method the layer that has it, else None.
+    """
+
+    name: str
+    function: Any
+    layer: keras.Layer | None
+
+
+def forget(functions: Iterable[Compiled]) -> None:
+    """Have compiled functions traced anew at their next call."""
+    framework = backends.current()
+    for each in functions:
+        framework.forget_traces(each.function, each.layer)
+
+
+def found_in(model: keras.Layer) -> list[Compiled]:
+    """Find the compiled functions of a model."""
+    is_compiled = backends.current().is_compiled
+    found: dict[tuple[int, int], Compiled] = {}
+    for layer in walking.layers_within(model):
+        path = path_of(layer)
+        for name, value in _held(layer):
+            function = _within(value)
+            if is_compiled(function):
+                compiled = Compiled(f"{path}.{name}", function, None)
+                found.setdefault((id(function), 0), compiled)
+        for name, value in _of_classes(layer):
+            function = _within(value)
+            if is_compiled(function):
+                compiled = Compiled(f"{path}.{name}", function, layer)
+                found[id(function), id(layer)] = compiled
+    return list(found.values())
+
+
+def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
+    """Yield what can be called of the attributes of a layer, then of lists.
+
+    Of lists and dicts last: TensorFlow has all attributes in a dict, too.
+    """
+    containers = []
+    for name, value in walking.attributes(layer).items():
+        if name in compiled_steps.STEPS:
+            continue
+        if isinstance(value, _CONTAINERS):
+            containers.append((name, value))
+        elif callable(value):
+            yield name, value
+    for name, value in containers:
+        yield from _held_in(value, name)
+
+
+def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what can be called in a list or dict, without layers."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in items:
+        if isinstance(each, _CONTAINERS):
+            yield from _held_in(each, f"{name}[{key!r}]")
+        elif callable(each) and not isinstance(each, keras.Layer):
+            yield f"{name}[{key!r}]", each
+
+
+def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
+    """Yield what the user's own classes of a layer define."""
+    for cls in type(layer).__mro__:
+        if cls.__module__.partition(".")[0] not in (
+            *_OF_FRAMEWORKS,
+            "builtins",
+        ):
+            yield from vars(cls).items()
+
+
+def _within(value: Any) -> Any:
+    """The function in a partial one."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value
 
 
 @contextlib.contextmanager
@@ -62,14 +152,14 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     # Kept until then, so that no other variable gets the id of one.
     before = model.variables
     slots = _slots(model)
-    compiled = compiled_functions.found_in(model)
+    compiled = found_in(model)
     yield tuple(each.name for each in compiled)
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
     ids = {id(v) for v in before}
     for each in models:
         _update_optimizers(each, ids - present, present - ids)
-    compiled_functions.forget(compiled)
+    forget(compiled)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
     backends.current().let_go([v for v in gone if not is_state(v)])
@@ -243,3 +333,78 @@ def _to_optimize(
     for index in sorted(after, reverse=True):
         wanted[index + 1 : index + 1] = after[index]
     return wanted
+
+
+_GROUP = "optimizer/inner_optimizer"
+
+
+def may_differ(model: keras.Model) -> bool:
+    """True if Keras may have wrapped the optimizer of one of two models."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return False
+    if hasattr(optimizer, "inner_optimizer"):
+        return True
+    try:
+        return loss_scale_of_model(model) is not None
+    except ValueError:  # Layers ask for different ones.
+        return True
+
+
+def loss_scale_asked(model: keras.Layer) -> LossScale | None:
+    """The one loss scale that the layers of a model ask for; None if none."""
+    if not isinstance(model, keras.Model):
+        return None
+    try:
+        return loss_scale_of_model(model)
+    except ValueError:  # They ask for different ones, and `compile` says so.
+        return None
+
+
+def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
+    """Warn if layers that were converted had asked for another loss scale.
+
+    Args:
+        asked: What they asked for before.
+        model: Their model.
+    """
+    now = loss_scale_asked(model)
+    if asked is None or now == asked:
+        return
+    _user_code.warn(
+        f"Layers of {model.name!r} had a LossScaleDTypePolicy with {asked!r}, "
+        "and a float8 policy has no loss scale. To compile the model with it, "
+        "wrap the optimizer before: optimizer = keras_policy_ext."
+        "mixed_precision.wrap_optimizer(optimizer, policy), with that policy."
+    )
+
+
+def restore(model: keras.Model, weights: str) -> bool:
+    """Wrap the optimizer of a model just loaded if the saved one was, or not.
+
+    Returns:
+        Whether that changed, and the weights have to be loaded again.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not optimizer.built:
+        return False
+    saved = _has_scaler(weights)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if saved is None or saved == (inner is not None):
+        return False
+    if saved:
+        wrapper: Any = keras.optimizers.LossScaleOptimizer
+        inner = wrapper(optimizer, name="loss_scale_optimizer")
+    model.optimizer = inner
+    with replicas(model):
+        model.optimizer.build(model.trainable_variables)
+    return True
+
+
+def _has_scaler(weights: str) -> bool | None:
+    """Return True if a file has a scaler; None if it has no optimizer."""
+    try:
+        with h5py.File(weights, "r") as file:
+            return _GROUP in file if "optimizer" in file else None
+    except OSError:  # No HDF5 file: weights in shards.
+        return None

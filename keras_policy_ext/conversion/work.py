@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import stock_products, traced
+from keras_policy_ext.conversion import traced
 from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 
@@ -285,7 +285,7 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
     with contextlib.suppress(Exception):
         _, *sizes = _first_shape(keras.Layer.get_build_config(layer))
         shape = (1, *(1 if size is None else size for size in sizes))
-        found = stock_products.of_call(layer, shape)
+        found = traced.of_call(layer, shape)
     numbers = [each.product.multiplications for each in found or ()]
     return Work(
         parameters=entries,
@@ -306,7 +306,7 @@ def _kernels(
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)] + beside
-    if stock_products.keras_class(layer).__name__ in stock_products.OTHERS:
+    if traced.keras_class(layer).__name__ in traced.OTHERS:
         return [v for v in own if _looks_like_kernel(layer, v)]
     return [v for v in own if v.name.endswith("kernel")]
 

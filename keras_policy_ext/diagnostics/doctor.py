@@ -12,7 +12,7 @@ from rich.table import Table
 from keras_policy_ext import backends, contractions, recipes, stored_kernels
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
-from keras_policy_ext.conversion import break_even
+from keras_policy_ext.conversion import filters
 from keras_policy_ext.diagnostics import bfloat16_speed, machine
 
 CONTRACTIONS: dict[str, contractions.Einsum | contractions.Conv] = {
@@ -50,8 +50,8 @@ def run(console: Console | None = None, device: str | None = None) -> None:
 
 def verdict() -> str:
     """Whether training in float8 gains on this device, in a sentence."""
-    row = break_even.here()
-    choice = break_even.choice_for(CONTRACTIONS["matmul (Dense)"])
+    row = filters.here()
+    choice = filters.choice_for(CONTRACTIONS["matmul (Dense)"])
     device = backends.engine().device()
     title = device.title
     where = f"{title[0].upper()}{title[1:]} with {machine.backend()}"
@@ -201,12 +201,12 @@ def frozen_table() -> Table:
 
 def break_even_table() -> Table:
     """What `filter="auto"` goes by, with the row of this device first."""
-    here = break_even.here()
+    here = filters.here()
     mark = "(asked)" if devices.pretended() else "(here)"
     table = Table(title='Float8 gains from which size on: `filter="auto"`')
     for heading in ("framework", "device", "size", "source"):
         table.add_column(heading)
-    others = [row for row in break_even.table() if row != here]
+    others = [row for row in filters.table() if row != here]
     for row in [here, *others]:
         size = "never" if row.size is None else f"{row.size}³"
         device = f"{row.device} {mark}" if row == here else row.device

@@ -13,7 +13,7 @@ from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.tracing import MeasuredStep
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_variable import held, is_state
+from keras_policy_ext.layers.stored_weights import held, is_state
 
 
 def step_of(model: Any, layers: Sequence[Any], batch: Any) -> MeasuredStep:

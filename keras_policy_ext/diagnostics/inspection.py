@@ -12,14 +12,14 @@ from keras import ops
 
 from keras_policy_ext import _user_code, formats
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion import models, summary, tables, work
+from keras_policy_ext.conversion import candidates, summary, tables, work
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.summary import LayerTables
 from keras_policy_ext.conversion.tables import Column
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_variable import StoredVariable, is_state
+from keras_policy_ext.layers.stored_weights import StoredVariable, is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     stock_policy_of,
@@ -287,7 +287,7 @@ def inspect(model: keras.Layer) -> Inspection:
         >>> inspection.layers[0].policy
         'float8_from_float32'
     """
-    models.check_is_layer(
+    candidates.check_is_layer(
         model,
         "can be looked at",
         "; a file goes to `keras-policy-ext inspect FILE`",

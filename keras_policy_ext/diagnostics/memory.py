@@ -12,13 +12,13 @@ import keras
 from keras_policy_ext import _user_code, backends, policies, recipes
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.backends.tracing import Measured
-from keras_policy_ext.conversion import in_place, models
-from keras_policy_ext.conversion.argument_types import (
+from keras_policy_ext.conversion import candidates, in_place
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.requested import (
     LayerFilter,
     PathPatterns,
     PolicyLike,
 )
-from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics import batches, optimizer_memory
 from keras_policy_ext.diagnostics.forward_pass import (
     step_of,
@@ -33,7 +33,7 @@ from keras_policy_ext.diagnostics.memory_report import (
 )
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_variable import held, is_state
+from keras_policy_ext.layers.stored_weights import held, is_state
 from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -132,11 +132,11 @@ def memory(
 
 def _check(model: Any) -> None:
     """Raise if a model cannot be called."""
-    models.check_is_layer(
+    candidates.check_is_layer(
         model, "have a training step", "; a file goes to `load_model` first"
     )
-    models.check(model)
-    if not models.has_call(model):
+    candidates.check(model)
+    if not candidates.has_call(model):
         raise ValueError(
             f"{type(model).__name__} {model.name!r} has no `call`, and what a "
             "step of it computes is not known. Received: a model that has "

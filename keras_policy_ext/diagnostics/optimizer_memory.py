@@ -9,7 +9,7 @@ import keras
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import training
 from keras_policy_ext.diagnostics.batches import size_of
-from keras_policy_ext.layers.stored_variable import is_state
+from keras_policy_ext.layers.stored_weights import is_state
 
 
 def bytes_of(model: keras.Layer) -> int | None:

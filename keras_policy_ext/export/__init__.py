@@ -15,7 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keras_policy_ext.conversion.argument_types import PathPatterns
+    from keras_policy_ext.conversion.requested import PathPatterns
 
 FORMATS = ("compressed-tensors", "fp8", "modelopt", "safetensors", "onnx")
 """The formats that `export` writes."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_policy_ext._keras import keras_hub_export as hub
-from keras_policy_ext.conversion import models
+from keras_policy_ext.conversion import candidates
 from keras_policy_ext.export import (
     hugging_face,
     kernels,
@@ -51,7 +51,7 @@ def run(model: Any, request: ExportRequest, formats: Sequence[str]) -> Any:
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
         return _to_onnx(model, request)
-    models.check(model)
+    candidates.check(model)
     if request.format == "safetensors":
         return _to_file(model, request)
     return _to_folder(model, request)

@@ -13,9 +13,9 @@ from keras import ops
 from keras_policy_ext import stored_kernels
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import freezing
-from keras_policy_ext.conversion.selection import Selection
+from keras_policy_ext.conversion.requested import Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.stored_variable import (
+from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
     in_place_of_codes,
 )

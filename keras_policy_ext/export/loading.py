@@ -19,13 +19,13 @@ from keras_policy_ext._keras import (
     while_building,
 )
 from keras_policy_ext._keras.symbolic import Symbols
-from keras_policy_ext.conversion import candidates, composites, freezing
+from keras_policy_ext.conversion import candidates, freezing, in_place
 from keras_policy_ext.export import quantized_folders, shards
 from keras_policy_ext.export.quantized_folders import QuantizedFolder
 from keras_policy_ext.export.safetensors_files import Slot
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.stored_kernels import (
@@ -101,8 +101,8 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
         own = {v.name: v for v in walking.own_weights(layer)}
         found.update({place: own[name] for name, place in before.items()})
     for layer in candidates.survey(backbone).composites:
-        composites.enter_float8_with_children(layer)
-    composites.declare_policies(backbone)
+        in_place.enter_float8_with_children(layer)
+    in_place.declare_policies(backbone)
     return found
 
 

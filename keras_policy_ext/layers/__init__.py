@@ -16,8 +16,8 @@ from keras_policy_ext.layers.attention import (
     GroupedQueryAttention,
     MultiHeadAttention,
 )
-from keras_policy_ext.layers.autocast import AutocastMixin
-from keras_policy_ext.layers.autocast_variables import (
+from keras_policy_ext.layers.autocast import (
+    AutocastMixin,
     autocast_scope,
     is_autocast_variable,
 )
@@ -32,11 +32,16 @@ from keras_policy_ext.layers.conv import (
     SeparableConv2D,
 )
 from keras_policy_ext.layers.dense import Dense, EinsumDense
-from keras_policy_ext.layers.embedding import ReversibleEmbedding
+from keras_policy_ext.layers.embedding import Embedding, ReversibleEmbedding
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.rnn import GRU, LSTM, SimpleRNN
-from keras_policy_ext.layers.rnn_cells import GRUCell, LSTMCell, SimpleRNNCell
-from keras_policy_ext.layers.stored_embedding import Embedding
+from keras_policy_ext.layers.rnn import (
+    GRU,
+    LSTM,
+    GRUCell,
+    LSTMCell,
+    SimpleRNN,
+    SimpleRNNCell,
+)
 
 Convolution1D = Conv1D
 Convolution2D = Conv2D

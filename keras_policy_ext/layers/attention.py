@@ -14,7 +14,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state_files import ATTENTION_KEY
+from keras_policy_ext.layers.state import ATTENTION_KEY
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import held_policy
 

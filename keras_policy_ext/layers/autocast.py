@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import keras
 from keras import ops
 
-from keras_policy_ext import _bases, policies
+from keras_policy_ext import _bases, _scopes, policies
 from keras_policy_ext._keras import (
     calls,
     saving_hooks,
@@ -20,9 +22,299 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import autocast_arguments, autocast_variables
+from keras_policy_ext.policies import FLOATS
 
 __all__ = ["AutocastMixin"]
+
+
+WAYS = ("all", "first")
+
+#: The order of tf_keras's `add_weight`.
+_LEGACY = (
+    "name",
+    "shape",
+    "dtype",
+    "initializer",
+    "regularizer",
+    "trainable",
+    "constraint",
+)
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CastArguments:
+    """The arguments of a `call` that are cast to the compute dtype.
+
+    Attributes:
+        positional: Names of the parameters that take positions.
+        rest: Name of the parameter that takes all further positions.
+        only_first: Whether only the first argument is cast.
+        excluded: Names of parameters that are not cast.
+    """
+
+    positional: tuple[str, ...]
+    rest: str
+    only_first: bool
+    excluded: frozenset[str]
+
+    @classmethod
+    def of(cls, call: Callable[..., object], way: str, exclude: object) -> Self:
+        """Read the signature of `call` and what the layer says.
+
+        Raises:
+            ValueError: If `way` is none of `WAYS`, or `call` has no parameter
+                of a name in `exclude`.
+            TypeError: If `exclude` is no string and holds none.
+        """
+        if way not in WAYS:
+            raise ValueError(
+                "`autocast_args` is neither 'all' nor 'first'. Received: "
+                f"{way!r}. Allowed: 'all' (every argument is cast, as in "
+                "Keras) or 'first' (only the first one, as in tf_keras). "
+                "Choose one."
+            )
+        parameters = inspect.signature(call).parameters.values()
+        return cls(
+            positional=tuple(
+                p.name for p in parameters if p.kind in _POSITIONAL
+            ),
+            rest=next(
+                (p.name for p in parameters if p.kind == p.VAR_POSITIONAL), ""
+            ),
+            only_first=way == "first",
+            excluded=_excluded(exclude, list(parameters)),
+        )
+
+    def at(self, position: int) -> bool:
+        """Return True if a positional argument is cast."""
+        known = position < len(self.positional)
+        name = self.positional[position] if known else self.rest
+        if self.only_first and position > 0:
+            return False
+        return name not in self.excluded
+
+    def named(self, name: str) -> bool:
+        """Return True if a keyword argument is cast."""
+        if self.only_first and name not in self.positional[:1]:
+            return False
+        return name not in self.excluded
+
+
+def exclusion(exclude: object) -> tuple[str, ...]:
+    """`autocast_exclude` as a tuple of names.
+
+    Raises:
+        TypeError: If it is anything but one name or several.
+    """
+    names = [exclude] if isinstance(exclude, str) else exclude
+    if isinstance(names, Iterable):
+        names = tuple(names)
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise TypeError(
+        "`autocast_exclude` is not a name or a tuple of names. Received: "
+        f"{exclude!r}. Allowed: a name or a tuple of names of parameters of "
+        "`call`. Pass for instance autocast_exclude=('mask_logits',)."
+    )
+
+
+def _excluded(
+    exclude: object, parameters: list[inspect.Parameter]
+) -> frozenset[str]:
+    names = exclusion(exclude)
+    allowed = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
+    unknown = sorted(set(names) - set(allowed))
+    if unknown and len(allowed) == len(parameters):
+        raise ValueError(
+            "`autocast_exclude` names arguments that `call` does not have. "
+            f"Received: {unknown}. Allowed: {allowed}. Correct the name."
+        )
+    return frozenset(names)
+
+
+def read_add_weight(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of Keras's `add_weight`, from those or tf_keras's.
+
+    In tf_keras the name comes first: `add_weight("kernel", (3, 4))`; and
+    `autocast` is called `experimental_autocast`.
+
+    Raises:
+        TypeError: If an argument is given twice, or there are too many.
+    """
+    kwargs = dict(kwargs)
+    if "experimental_autocast" in kwargs:
+        _once("autocast", kwargs, "as `experimental_autocast` and by name")
+        kwargs["autocast"] = kwargs.pop("experimental_autocast")
+    if not _is_legacy(args):
+        return args, kwargs
+    if len(args) > len(_LEGACY):
+        raise TypeError(
+            f"add_weight got too many arguments. Received: {args!r}. "
+            f"Allowed: {', '.join(_LEGACY)}. Pass others by name."
+        )
+    for name, value in zip(_LEGACY, args, strict=False):
+        _once(name, kwargs, "by position and by name")
+        if value is not None:
+            kwargs[name] = value
+    return (), kwargs
+
+
+def _is_legacy(args: tuple[Any, ...]) -> bool:
+    """True if the name comes first; None is one that Keras is to make up."""
+    first, second = (*args, None, None)[:2]
+    unnamed = first is None and isinstance(second, (tuple, list))
+    return isinstance(first, str) or unnamed
+
+
+def _once(name: str, kwargs: dict[str, Any], how: str) -> None:
+    if name in kwargs:
+        raise TypeError(
+            f"add_weight got {name!r} twice, {how}. Received: "
+            f"{name}={kwargs[name]!r} as the second one. Allowed: one. Say "
+            "it once."
+        )
+
+
+_SCOPES = _scopes.Scopes(
+    "autocast_scope", calls.stored_autocast_scope, calls.store_autocast_scope
+)
+
+
+def autocast_scope(dtype: object) -> AbstractContextManager[None]:
+    """Read variables in another dtype for a `with` block.
+
+    A layer's own call enters the scope of its compute dtype again: the scope
+    holds for what is read in the block itself. It belongs to the thread, with
+    all its asyncio tasks: await nothing inside but tasks that are started
+    inside, too. Scopes nest, and the one before is back afterwards, after an
+    exception too.
+
+    Args:
+        dtype: A floating dtype, in which variables that autocast are then
+            read; None switches autocasting off.
+
+    Returns:
+        A context manager, to be entered once.
+
+    Raises:
+        ValueError: If the dtype is not floating.
+        RuntimeError: By the `with` statement, if another asyncio task of this
+            thread is inside of a scope; at its end, if a scope that was
+            entered later still is.
+
+    Examples:
+        >>> class Counting(kpe.layers.AutocastMixin, keras.layers.Layer):
+        ...     def build(self, shape):
+        ...         self.count = self.add_weight(shape=(), initializer="zeros")
+        ...
+        ...     def call(self, x):
+        ...         with kpe.autocast_scope(None):
+        ...             self.seen = keras.ops.add(self.count, 1.0)
+        ...         return x
+        >>> layer = Counting(dtype="mixed_bfloat16")
+        >>> outputs = layer(np.ones((2, 3)))
+        >>> keras.backend.standardize_dtype(layer.seen.dtype)
+        'float32'
+    """
+    name = None
+    if dtype is not None:
+        try:
+            name = keras.backend.standardize_dtype(dtype)
+        except (TypeError, ValueError):
+            name = ""
+    if name is not None and name not in FLOATS:
+        raise ValueError(
+            f"{dtype!r} is not a floating dtype, and variables are autocast "
+            f"to those only. Received: {dtype!r}. Allowed: "
+            f"{', '.join(FLOATS)}, or None to switch autocasting off. Use "
+            "`ops.cast` for other dtypes."
+        )
+    return _SCOPES.opened(calls.autocast_scope(name))
+
+
+class AutocastVariable(keras.Variable):
+    """A variable whose writes stay in its own dtype.
+
+    Inside a mixed layer Keras adds in the compute dtype before it assigns,
+    and on torch assigns to the copy that it handed out.
+
+    Attributes:
+        owner: The layer that made the variable.
+        asked: Whether the variable was made with `autocast=True`.
+    """
+
+    owner: Any
+    asked: bool
+
+    def assign(self, value: Tensor) -> Tensor:
+        """`keras.Variable.assign`, with `value` read in its own dtype."""
+        with calls.autocast_scope(None):
+            return super().assign(value)
+
+    def assign_add(self, value: Tensor) -> Tensor:
+        """Add in the dtype of the variable."""
+        with calls.autocast_scope(None):
+            return super().assign_add(value)
+
+    def assign_sub(self, value: Tensor) -> Tensor:
+        """Subtract in the dtype of the variable."""
+        with calls.autocast_scope(None):
+            return super().assign_sub(value)
+
+    def follow(self, mixed: bool) -> None:
+        """Autocast, if it was asked for and the owner is mixed."""
+        variable_values.set_autocasts(self, self.asked and mixed)
+
+
+def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
+    """Make a variable one of a layer's.
+
+    The class of the object is changed: `Layer.add_weight` makes it, under
+    the name scope and with the tracking of its Keras, and lets nobody choose
+    a class. A variable that has another class already, such as the state of
+    a float8 kernel, stays what it is.
+    """
+    if type(variable) is not keras.Variable:
+        return
+    variable.__class__ = AutocastVariable
+    variable.owner = layer
+    variable.asked = variable_values.autocasts(variable)
+    variable.follow(mixed)
+
+
+def assigned_variables(value: object) -> list[keras.Variable]:
+    """The variables in an attribute: itself, or in lists and dicts."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [v for each in value for v in assigned_variables(each)]
+    return [value] if isinstance(value, keras.Variable) else []
+
+
+def is_autocast_variable(variable: object) -> bool:
+    """True if a variable is cast where it is read in a mixed layer's call.
+
+    Args:
+        variable: Anything.
+
+    Returns:
+        True for a floating `keras.Variable` that autocasts. A variable of an
+        `AutocastMixin` layer does so while its layer is mixed, unless it was
+        made with `autocast=False`; one of a stock layer does so in any mixed
+        layer that reads it. False for all else.
+    """
+    if not isinstance(variable, keras.Variable):
+        return False
+    with calls.autocast_scope(None):
+        dtype = variable.dtype
+    return variable_values.autocasts(variable) and dtype in FLOATS
 
 
 class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
@@ -89,12 +381,12 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             "strict": strict,
         }
         if autocast_exclude is not None:
-            names = autocast_arguments.exclusion(autocast_exclude)
+            names = exclusion(autocast_exclude)
             given["autocast_exclude"] = names
         given = {k: v for k, v in given.items() if v is not None}
         # Not through `__setattr__`: Keras would wrap the tuple to track it.
         self.__dict__.update(given, _autocast_config=given)
-        self.__dict__["_cast_arguments"] = autocast_arguments.CastArguments.of(
+        self.__dict__["_cast_arguments"] = CastArguments.of(
             self.call, self.autocast_args, self.autocast_exclude
         )
 
@@ -138,9 +430,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         Raises:
             TypeError: If an argument is given twice.
         """
-        args, kwargs = autocast_arguments.read_add_weight(args, kwargs)
+        args, kwargs = read_add_weight(args, kwargs)
         variable = super().add_weight(*args, **kwargs)
-        autocast_variables.own(variable, self, self._is_mixed())
+        own(variable, self, self._is_mixed())
         return variable
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -148,9 +440,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         if name == "built":
             self._own_variables()
             return
-        for variable in autocast_variables.assigned_variables(value):
+        for variable in assigned_variables(value):
             if self._has_made(variable):
-                autocast_variables.own(variable, self, self._is_mixed())
+                own(variable, self, self._is_mixed())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`Layer.__call__`, with the arguments cast as the layer says."""
@@ -286,7 +578,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             return  # Keras's own constructor is at work.
         for variable in walking.tracked_variables(self):
             if self._has_made(variable):
-                autocast_variables.own(variable, self, self._is_mixed())
+                own(variable, self, self._is_mixed())
         # A metric writes what it reads. On torch what is assigned to a cast
         # variable is lost, and float16 has not every integer above 2048.
         for metric in walking.tracked_metrics(self):

@@ -11,9 +11,9 @@ from keras_policy_ext import contractions
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import lora
-from keras_policy_ext.layers.activated import activated
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.operands import activated
 from keras_policy_ext.stored_kernels import Axes
 
 

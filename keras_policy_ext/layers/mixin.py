@@ -18,14 +18,15 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import (
-    contraction_hooks,
-    kernel_numbers,
+    contracted_weights,
+    saved_weights,
     stored_weights,
-    weight_lists,
 )
 from keras_policy_ext.layers.contracted_weights import ContractedWeights
 from keras_policy_ext.layers.operands import (
+    call_hooks,
     contraction_of,
+    has_contraction_hooks,
     is_floating,
     known_contraction_of,
     no_operands,
@@ -35,7 +36,7 @@ from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.layers.saved_weights import SavedWeights
 from keras_policy_ext.layers.state import Float8State, has_state
 from keras_policy_ext.layers.stock_calls import StockCalls
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     of_path,
@@ -382,8 +383,8 @@ class Float8Mixin(
             self._has_stored_gradient,
         )
         self.float8_state.last_call.plan = plan
-        if not compiling and contraction_hooks.are_set():
-            contraction_hooks.call_hooks(self.float8_state.of(kernel), inputs)
+        if not compiling and has_contraction_hooks():
+            call_hooks(self.float8_state.of(kernel), inputs)
         return contractions.run(plan, inputs, value, *state, bias=bias)
 
     def _contract_stored(
@@ -432,7 +433,7 @@ class Float8Mixin(
         if not observes:
             return (matrix,), 0
         if variable.counts_steps:
-            matrix = kernel_numbers.numbered(variable, matrix)
+            matrix = contracted_weights.numbered(variable, matrix)
         return (matrix,), variable.next_slot()
 
     def _unknown_kernel(self, kernel: Any) -> str:
@@ -465,7 +466,7 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _new_state(layer: Any) -> Float8State:
-    weight_lists.watch()
+    saved_weights.watch()
     state = Float8State(layer.trainable)
     state.belong_to(layer)
     built_layers.skip_in_quantize(state)

@@ -2,13 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_policy_ext import backends
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, equations
+
+_RECOMPUTED = (
+    keras.activations.gelu,
+    keras.activations.silu,
+    keras.activations.mish,
+    keras.activations.hard_silu,
+)
+"""Activations whose gradient keeps more than their inputs."""
+
+
+def activated(activation: Any, x: Tensor) -> Tensor:
+    """`activation(x)`, keeping no more for its gradient than it needs.
+
+    Args:
+        activation: Of a layer; None for none.
+        x: Of any shape.
+    """
+    if activation is None:
+        return x
+    if activation is keras.activations.relu:
+        return backends.current().relu(x)
+    if activation in _RECOMPUTED:
+        return backends.current().recomputed(activation, x)
+    return activation(x)
+
+
+Hook = Callable[[Any, Any], None]
+
+_hooks: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar(
+    "hooks of contractions", default=()
+)
+
+
+@contextlib.contextmanager
+def contraction_hook(hook: Hook) -> Iterator[None]:
+    """Call `hook(state, inputs)` at every contraction in the block.
+
+    That is, at those of this thread and of this asyncio task.
+
+    Args:
+        hook: Gets the state variable of the contracted kernel, None under
+            a recipe without state, and the inputs, (any shape), in the
+            compute dtype.
+    """
+    token = _hooks.set((*_hooks.get(), hook))
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def has_contraction_hooks() -> bool:
+    """Return True if there are hooks."""
+    return bool(_hooks.get())
+
+
+def call_hooks(state: Any, inputs: Any) -> None:
+    """Call the hooks that are set, for one contraction."""
+    for hook in _hooks.get():
+        hook(state, inputs)
 
 
 def static_flag(training: Any) -> bool | None:

@@ -2,16 +2,346 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
+from keras import ops
 
-from keras_policy_ext import _bases, policies
+from keras_policy_ext import _bases, contractions, policies
 from keras_policy_ext._keras import built_layers, calls, stock_float8
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import rnn_cells
+from keras_policy_ext.contractions import equations
+from keras_policy_ext.contractions.kinds import in_one_scale
 from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
+from keras_policy_ext.numerics.quantized import Quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class Gates(contractions.Einsum):
+    """An einsum with a kernel whose columns are those of several gates.
+
+    With one scale for a tensor the kernel is quantized whole, so that all
+    gates have that scale and the amax is that of the whole kernel; then it
+    is cut. With finer tiles it is cut first: each gate is a matrix of its own.
+
+    Attributes:
+        equation: Over a kernel of the axes (inputs, gate, unit).
+        count: How many gates are in the kernel.
+        first: The first gate that is multiplied.
+        last: The gate after the last one.
+    """
+
+    count: int
+    first: int
+    last: int
+
+    reads_what_is_quantized: ClassVar[bool] = False
+
+    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """See `Contraction.operand`; of a kernel (inputs, gates * units)."""
+        if name == "kernel":
+            x = x if in_one_scale(asked) else self._cut(x)
+        return super().operand(name, x, asked)
+
+    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+        """See `Contraction.kernel_axes`; where it is cut, of its rows."""
+        if in_one_scale(asked):
+            return tuple(axes)
+        rows, columns = axes
+        gates, features, units = super().kernel_axes((rows, (), ()), asked)
+        return gates, None if columns else features, units
+
+    def read(self, name: str, quantized: Quantized) -> Quantized:
+        """See `Contraction.read`: the gates that are multiplied."""
+        if name == "kernel" and in_one_scale(quantized.quantization):
+            quantized = quantized.with_values(self._cut(quantized.values))
+        return super().read(name, quantized)
+
+    def product(
+        self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
+    ) -> Tensor:
+        """See `Contraction.product`; of a whole kernel the gradient."""
+        inputs, (rows, columns) = shapes
+        cut = rows, self.last - self.first, columns // self.count
+        result = super().product(matmul, kernel, a, b, (inputs, cut), dtype)
+        if matmul != "kernel_grad":
+            return result
+        around = (0, 0), (self.first, self.count - self.last), (0, 0)
+        return ops.reshape(ops.pad(result, around), (rows, columns))
+
+    def _cut(self, kernel: Tensor) -> Tensor:
+        rows, columns = kernel.shape
+        shape = rows, self.count, columns // self.count
+        return ops.reshape(kernel, shape)[:, self.first : self.last]
+
+
+def gates_of(
+    rank: int, per_gate: bool, first: int, last: int, count: int
+) -> Gates:
+    """The contraction of a cell.
+
+    Args:
+        rank: Of the inputs: (..., features), or (..., gate, features) if
+            each gate has inputs of its own.
+        per_gate: Whether it has.
+        first: The first gate that is multiplied.
+        last: The gate after the last one.
+        count: How many gates are in the kernel.
+
+    Returns:
+        A contraction to (..., gate, units).
+    """
+    inputs = "...gi" if per_gate else "...i"
+    equation = equations.explicit(f"{inputs},igu->...gu", rank, 3)
+    return Gates(equation, count, first, last)
+
+
+class Float8Cell(Float8Mixin):
+    """The common part of the cells.
+
+    A step is cut in two, so that `LSTM` and its like can multiply the inputs
+    of all steps at once: `float8_projection`, then `float8_step`.
+    """
+
+    float8_kernels = ("kernel", "recurrent_kernel")
+    float8_replaces: tuple[str, ...] = ("call", "kernel", "recurrent_kernel")
+
+    float8_gates: int
+
+    def call(
+        self, inputs: Tensor, states: Any, training: bool | None = None
+    ) -> tuple[Tensor, Any]:
+        """One step.
+
+        Args:
+            inputs: (batch, features), floating.
+            states: As for the stock cell, each (batch, units).
+            training: Whether amaxes are observed and units are dropped.
+
+        Returns:
+            Outputs, (batch, units), in the compute dtype, and new states.
+        """
+        if self.float8_policy is None:
+            return super().call(inputs, states, training=training)
+        projected = self.float8_projection(inputs, training)
+        return self.float8_step(projected, states, training)
+
+    def float8_projection(
+        self, inputs: Tensor, training: bool | None = None
+    ) -> Tensor:
+        """The share of the inputs in the gates, with their bias.
+
+        Args:
+            inputs: (batch, features), or (batch, steps, features) for all
+                steps at once.
+            training: As for `call`.
+
+        Returns:
+            (..., gates * units), in the compute dtype.
+        """
+        inputs = self.convert_input(inputs)
+        masks = None
+        if self._drops(self.dropout) and training:
+            step = inputs if len(inputs.shape) == 2 else inputs[:, 0]
+            masks = self.get_dropout_mask(step)
+        kernel = self.kernel
+        x = self._product(kernel, _masked(inputs, masks), training)
+        bias = self._bias()[0]
+        return x if bias is None else ops.add(x, bias)
+
+    def float8_step(
+        self, projected: Tensor, states: Any, training: bool | None = None
+    ) -> tuple[Tensor, Any]:
+        """The rest of a step.
+
+        Args:
+            projected: (batch, gates * units), from `float8_projection`.
+            states: As for `call`.
+            training: As for `call`.
+
+        Returns:
+            As `call`.
+        """
+        raise NotImplementedError
+
+    def _drops(self, rate: float) -> bool:
+        """Return True if the stock cell drops units at this rate."""
+        return 0.0 < rate < 1.0
+
+    def _recurrent(self, state: Tensor, training: bool | None) -> Tensor:
+        """The state as it is multiplied; each gate may have its own."""
+        masks = None
+        if self._drops(self.recurrent_dropout) and training:
+            masks = self.get_recurrent_dropout_mask(state)
+        return _masked(state, masks)
+
+    def _product(
+        self,
+        kernel: Any,
+        x: Tensor,
+        training: bool | None,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Tensor:
+        """`x @ kernel` for the gates from `first` to before `last`.
+
+        Args:
+            kernel: (features, gates * units).
+            x: (..., features), or a list of such, one for each gate.
+            training: As for `call`.
+            first: The first gate.
+            last: The gate after the last one, None for all that follow.
+
+        Returns:
+            (..., (last - first) * units).
+        """
+        last = self.float8_gates if last is None else last
+        per_gate = isinstance(x, list)
+        if not per_gate and last - first == self.float8_gates:
+            return self.float8_matmul(x, kernel, training)
+        if per_gate:
+            x = ops.stack(x[first:last], axis=-2)
+        contraction = gates_of(
+            len(x.shape), per_gate, first, last, self.float8_gates
+        )
+        x = self._contract(contraction, x, kernel, training)
+        return ops.concatenate(ops.unstack(x, axis=-2), axis=-1)
+
+    def _bias(self) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the products of the inputs and of the state."""
+        if self.bias is None:
+            return None, None
+        return self.convert_input(ops.convert_to_tensor(self.bias)), None
+
+
+@drop_in
+class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
+    """`keras.layers.SimpleRNNCell` that can follow a float8 policy."""
+
+    float8_gates = 1
+
+    def call(
+        self, sequence: Tensor, states: Any, training: bool | None = None
+    ) -> tuple[Tensor, Any]:
+        """One step; see `Float8Cell.call`."""
+        return super().call(sequence, states, training=training)
+
+    def float8_step(
+        self, projected: Tensor, states: Any, training: bool | None = None
+    ) -> tuple[Tensor, Any]:
+        """See `Float8Cell.float8_step`."""
+        state = self.convert_input(_first(states))
+        inner = self._recurrent(state, training)
+        kernel = self.recurrent_kernel
+        inner = self._product(kernel, inner, training)
+        outputs = ops.add(projected, inner)
+        if self.activation is not None:
+            outputs = self.activation(outputs)
+        return outputs, _like(states, outputs)
+
+    def _drops(self, rate: float) -> bool:
+        return rate > 0.0
+
+
+@drop_in
+class GRUCell(Float8Cell, keras.layers.GRUCell):
+    """`keras.layers.GRUCell` that can follow a float8 policy."""
+
+    float8_gates = 3
+
+    def float8_step(
+        self, projected: Tensor, states: Any, training: bool | None = None
+    ) -> tuple[Tensor, Any]:
+        """See `Float8Cell.float8_step`."""
+        state = self.convert_input(_first(states))
+        shares = ops.split(projected, 3, axis=-1)
+        make = self._reset_after if self.reset_after else self._reset_before
+        update, candidate = make(shares, state, training)
+        outputs = update * state + (1 - update) * candidate
+        return outputs, _like(states, outputs)
+
+    def _reset_after(
+        self, shares: list[Tensor], state: Tensor, training: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """The update gate and the candidate, from one product."""
+        inner = self._recurrent(state, training)
+        kernel = self.recurrent_kernel
+        inner = self._product(kernel, inner, training)
+        bias = self._bias()[1]
+        if bias is not None:
+            inner = ops.add(inner, bias)
+        z, r, h = ops.split(inner, 3, axis=-1)
+        z = self.recurrent_activation(shares[0] + z)
+        r = self.recurrent_activation(shares[1] + r)
+        return z, self.activation(shares[2] + r * h)
+
+    def _reset_before(
+        self, shares: list[Tensor], state: Tensor, training: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gates where the product of the third one waits for the reset."""
+        kernel = self.recurrent_kernel
+        inner = self._recurrent(state, training)
+        gates = self._product(kernel, inner, training, last=2)
+        z, r = ops.split(gates, 2, axis=-1)
+        z = self.recurrent_activation(shares[0] + z)
+        r = self.recurrent_activation(shares[1] + r)
+        inner = r * (inner[2] if isinstance(inner, list) else inner)
+        h = self._product(kernel, inner, training, first=2)
+        return z, self.activation(shares[2] + h)
+
+    def _bias(self) -> tuple[Tensor | None, Tensor | None]:
+        bias, _ = super()._bias()
+        if bias is None or not self.reset_after:
+            return bias, None
+        return bias[0], bias[1]
+
+
+@drop_in
+class LSTMCell(Float8Cell, keras.layers.LSTMCell):
+    """`keras.layers.LSTMCell` that can follow a float8 policy."""
+
+    float8_gates = 4
+    float8_replaces: tuple[str, ...] = (
+        *Float8Cell.float8_replaces,
+        *calls.PARTS_OF_LSTM_STEPS,
+    )
+
+    def float8_step(
+        self, projected: Tensor, states: Any, training: bool | None = None
+    ) -> tuple[Tensor, Any]:
+        """See `Float8Cell.float8_step`."""
+        state, carry = (self.convert_input(x) for x in states)
+        inner = self._recurrent(state, training)
+        kernel = self.recurrent_kernel
+        inner = self._product(kernel, inner, training)
+        gates = ops.split(ops.add(projected, inner), 4, axis=-1)
+        into, forget, candidate, out = gates
+        carry = self.recurrent_activation(forget) * carry
+        carry += self.recurrent_activation(into) * self.activation(candidate)
+        outputs = self.recurrent_activation(out) * self.activation(carry)
+        return outputs, [outputs, carry]
+
+
+def _masked(x: Tensor, masks: Any) -> Any:
+    """What is left of `x`: a tensor, or a list if each gate has its mask."""
+    if masks is None:
+        return x
+    if isinstance(masks, (list, tuple)):
+        return [_masked(x, mask) for mask in masks]
+    if len(x.shape) > len(masks.shape):
+        masks = ops.expand_dims(masks, 1)
+    return ops.multiply(x, masks)
+
+
+def _first(states: Any) -> Tensor:
+    return states[0] if keras.tree.is_nested(states) else states
+
+
+def _like(states: Any, outputs: Tensor) -> Any:
+    return [outputs] if keras.tree.is_nested(states) else outputs
 
 
 class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
@@ -144,25 +474,22 @@ class _CuDNN(_bases.MixedInto):
 class SimpleRNN(_Float8Recurrent, keras.layers.SimpleRNN):
     """`keras.layers.SimpleRNN` whose cell can follow a float8 policy."""
 
-    float8_cell = rnn_cells.SimpleRNNCell
+    float8_cell = SimpleRNNCell
 
 
 @drop_in
 class GRU(_CuDNN, _Float8Recurrent, keras.layers.GRU):
     """`keras.layers.GRU` whose cell can follow a float8 policy."""
 
-    float8_cell = rnn_cells.GRUCell
+    float8_cell = GRUCell
 
 
 @drop_in
 class LSTM(_CuDNN, _Float8Recurrent, keras.layers.LSTM):
     """`keras.layers.LSTM` whose cell can follow a float8 policy."""
 
-    float8_cell = rnn_cells.LSTMCell
+    float8_cell = LSTMCell
 
 
 def _in_float8(cell: Any) -> bool:
-    return (
-        isinstance(cell, rnn_cells.Float8Cell)
-        and cell.float8_policy is not None
-    )
+    return isinstance(cell, Float8Cell) and cell.float8_policy is not None

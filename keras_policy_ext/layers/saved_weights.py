@@ -3,27 +3,188 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
+from keras import ops
 
-from keras_policy_ext import _bases
-from keras_policy_ext._keras import assignments, built_layers
-from keras_policy_ext.layers import (
-    other_formats,
-    stock_state,
-    stored_files,
-    weight_lists,
+from keras_policy_ext import (
+    _bases,
+    _user_code,
+    backends,
+    formats,
+    stored_kernels,
 )
-from keras_policy_ext.layers.state_files import GIVEN_KEY, POLICY_KEY
-from keras_policy_ext.layers.stored_variable import (
+from keras_policy_ext._keras import assignments, built_layers
+from keras_policy_ext.layers import stock_state, stored_files
+from keras_policy_ext.layers.state import GIVEN_KEY, POLICY_KEY
+from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stored_weights import (
+    WIDENED,
+    StoredConstant,
+    StoredVariable,
     in_place_of_codes,
     is_state,
     read_as_numbers,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
+from keras_policy_ext.recipes import MATMULS, Recipe
+from keras_policy_ext.recipes.fields import counterpart
+
+_OWN = (StateVariable, StoredConstant, StoredVariable)
+
+
+def set_all(layer: Any, weights: Sequence[Any]) -> None:
+    """Set the weights of a layer or model, once all of them are looked at.
+
+    A kernel that is frozen takes codes, or the numbers that its codes mean
+    with the scale that is set with them: those that `get_weights` returned.
+
+    Args:
+        layer: The layer or model.
+        weights: An array for each of `layer.weights`.
+
+    Raises:
+        ValueError: If they do not fit, one is no float8 state, or one is
+            other numbers than a frozen kernel can have. None is then set.
+    """
+    variables = layer.weights
+    received = [np.shape(value) for value in weights]
+    allowed = [tuple(variable.shape) for variable in variables]
+    if received != allowed:
+        raise ValueError(
+            f"These arrays are not those of layer {layer.name!r}; none was "
+            f"set. Received: shapes {received}. Allowed: {allowed}. A "
+            "state of another history length is cut or padded when it is "
+            "loaded from a file. To pair the weights of two models, take "
+            "those of `keras_policy_ext.loops.weights(model)`, without "
+            "the state."
+        )
+    for variable, value in zip(variables, weights, strict=True):
+        _check_numbers(variable, value)
+    given = {id(v): x for v, x in zip(variables, weights, strict=True)}
+    values = [_checked(v, given) for v in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def watch() -> None:
+    """Let `set_weights` of models that hold float8 layers be `set_all`."""
+    built_layers.around_set_weights(_set)
+
+
+def _set(stock: Any, layer: Any, weights: Sequence[Any]) -> None:
+    if any(isinstance(each, _OWN) for each in layer.weights):
+        set_all(layer, weights)
+    else:
+        stock(layer, weights)
+
+
+def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
+    """Return the value that a variable is to hold; raise if it cannot."""
+    value = given[id(variable)]
+    if isinstance(variable, StateVariable):
+        variable.check(value)
+    if isinstance(variable, StoredConstant):
+        _check_constant(variable, value)
+    if isinstance(variable, StoredVariable):
+        return _codes(variable, value, given)
+    return value
+
+
+def _check_numbers(variable: keras.Variable, value: Any) -> None:
+    """Raise if this is an array of something else; tensors are of numbers."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind not in "biufcV":
+        raise ValueError(
+            f"This array has no numbers for {variable.path!r}; none was set. "
+            f"Received: dtype {dtype}. Allowed: numbers. Pass the arrays that "
+            "`get_weights` returns."
+        )
+
+
+def _check_constant(variable: keras.Variable, value: Any) -> None:
+    numbers = np.asarray(ops.convert_to_numpy(value))
+    is_scale = not variable.name.endswith(WIDENED)
+    if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
+        return
+    raise ValueError(
+        f"This array is no scale of a frozen kernel ({variable.path!r}); none "
+        "was set. Received: numbers that are NaN, infinite or <= 0. Allowed: "
+        "those that `get_weights` returns."
+    )
+
+
+def _codes(
+    variable: StoredVariable, value: Any, given: dict[int, Any]
+) -> np.ndarray:
+    """The codes of a frozen kernel, given them or the numbers they mean."""
+    array = np.asarray(ops.convert_to_numpy(value))
+    if array.dtype == "uint8":
+        variable.check(array)
+        return array
+    scale = given.get(id(variable.scale))
+    if scale is None:
+        scale = variable.scale.as_stored
+    numbers = array.astype("float32")
+    if np.isfinite(numbers).all():
+        stored = stored_kernels.quantize(
+            numbers,
+            variable.axes,
+            variable.granularity,
+            variable.weights,
+            np.asarray(ops.convert_to_numpy(scale), "float32"),
+        )
+        meant = stored.dequantized()
+        if np.array_equal(meant.astype(array.dtype), array):
+            return stored.codes
+    variable.check(array)
+    return array
+
+
+def warn(policy: Float8DTypePolicy) -> None:
+    """Warn where a policy is emulated for the family of its formats alone.
+
+    A loaded model goes on in the formats that it was trained in, on any
+    device: numbers and scales stay what they were.
+    """
+    native = backends.engine().device().float8
+    families = {formats.get(name).family for name in _formats_of(policy.recipe)}
+    if native is None or not families - {native, None}:
+        return
+    _user_code.warn(_text(policy, native))
+
+
+def _formats_of(recipe: Recipe) -> list[str]:
+    """The formats of all that a recipe quantizes, each once."""
+    asked = (
+        recipe.quantization(operand, matmul)
+        for matmul, operands in MATMULS.items()
+        for operand in operands
+    )
+    return list(dict.fromkeys(q.format for q in asked if q is not None))
+
+
+def _text(policy: Float8DTypePolicy, native: str) -> str:
+    own, others = _formats_of(policy.recipe), formats.FAMILIES[native]
+    text = (
+        f"This model was trained in {' and '.join(own)}; "
+        f"{backends.engine().device().title} multiplies "
+        f"{' and '.join(others)}. "
+        "It stays in the formats that it has, with its numbers and scales, "
+        "and its matmuls are emulated."
+    )
+    other = counterpart(policy.recipe)
+    if other is None:
+        return text
+    name = Float8DTypePolicy(policy.default_policy, recipe=other).full_name
+    return (
+        f"{text} For native ones: kpe.convert(model, {name!r}), which keeps "
+        "the histories that scales come from."
+    )
 
 
 class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
@@ -74,7 +235,7 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
     def _warn_of_other_formats(self) -> None:
         policy = policy_of(self)
         if isinstance(policy, Float8DTypePolicy):
-            other_formats.warn(policy)
+            warn(policy)
 
     def set_weights(self, weights: list[np.ndarray]) -> None:
         """`Layer.set_weights`, all or nothing; see `weight_lists`.
@@ -83,7 +244,7 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
             ValueError: If the arrays do not fit, one is no float8 state, or
                 one is other numbers than a kernel that is frozen can have.
         """
-        weight_lists.set_all(self, weights)
+        set_all(self, weights)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """`Layer.load_own_variables`, and what Keras's own float8 wrote.

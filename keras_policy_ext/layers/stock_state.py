@@ -19,7 +19,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext.layers.state_files import amaxes_in
+from keras_policy_ext.layers.state import amaxes_in
 from keras_policy_ext.recipes import OPERANDS
 
 NAMES = tuple(

@@ -27,7 +27,7 @@ from keras import ops
 
 from keras_policy_ext import _input_files, formats
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 

@@ -11,7 +11,7 @@ from keras import ops
 from keras_policy_ext.contractions import Einsum
 from keras_policy_ext.contractions.equations import form_of, split
 from keras_policy_ext.contractions.operands import Operands
-from keras_policy_ext.layers.gates import gates_of
+from keras_policy_ext.layers.rnn import gates_of
 from keras_policy_ext.recipes import CurrentScaling, RowwiseScaling
 
 

@@ -6,7 +6,7 @@ from keras import ops
 
 from cases import mostly, needs_sums_in_float64
 from keras_policy_ext import contractions, recipes, reference
-from keras_policy_ext.layers.gates import Gates
+from keras_policy_ext.layers.rnn import Gates
 from keras_policy_ext.numerics.scale_sources import source_of
 from penalties import slopes
 from products import quantized

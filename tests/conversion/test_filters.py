@@ -6,8 +6,8 @@ import pytest
 import keras_policy_ext as kpe
 from conftest import visible_gpus
 from keras_policy_ext import backends, contractions, kernels
-from keras_policy_ext.conversion import break_even
-from keras_policy_ext.conversion.break_even import BreakEven
+from keras_policy_ext.conversion import filters
+from keras_policy_ext.conversion.filters import BreakEven
 from keras_policy_ext.diagnostics import doctor
 
 POLICY = "float8_from_float32"
@@ -34,8 +34,8 @@ def gpu(monkeypatch):
 
         framework = type(backends.current())
         monkeypatch.setattr(framework, "device_name", lambda self: device)
-        monkeypatch.setattr(break_even, "table", lambda: rows)
-        monkeypatch.setattr(break_even, "choice_for", choice_for)
+        monkeypatch.setattr(filters, "table", lambda: rows)
+        monkeypatch.setattr(filters, "choice_for", choice_for)
         return rows
 
     return make
@@ -60,7 +60,7 @@ def test_on_a_cpu_nothing_gains_and_the_report_says_so(preference):
     assert not report.converted
     (reason,) = reasons(report)
     assert reason.startswith("float8 saves no time on this device: ")
-    row = break_even.here()
+    row = filters.here()
     assert row.size is None and row.origin in reason
 
 
@@ -80,7 +80,7 @@ def test_without_a_filter_all_that_can_be_are_converted():
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
 def test_on_a_gpu_the_row_of_the_device_says_what_gains(gpu):
     gpu(64)
-    assert break_even.here().origin == "measured in a dream"
+    assert filters.here().origin == "measured in a dream"
     # 3 / (1/8192 + 1/64 + 1/64) = 95.6; and of 16 and 64: 38.3.
     report = kpe.convert(dense(64, 64, 16, 40), POLICY, filter="auto")
     assert len(report.converted) == 1
@@ -111,7 +111,7 @@ def test_what_would_be_emulated_stays(gpu):
 
 def test_where_matmuls_are_emulated_no_size_gains(gpu):
     gpu(64, emulated=contractions.Einsum)
-    row = break_even.here()
+    row = filters.here()
     assert (row.size, row.device) == (None, "NVIDIA Pretence 9000")
     assert row.origin == "matmuls are emulated: there is no such kernel"
 
@@ -120,15 +120,15 @@ def test_the_choice_is_that_of_a_compiled_step():
     """On TensorFlow too, where a model is converted before it is compiled."""
     matmul = contractions.Einsum("abc,cde->abde")
     with kernels.prefer("native"):
-        assert break_even.choice_for(matmul).native
+        assert filters.choice_for(matmul).native
     with kernels.prefer("emulated"):
-        assert not break_even.choice_for(matmul).native
+        assert not filters.choice_for(matmul).native
 
 
 def test_every_machine_has_a_row():
-    last = break_even.table()[-1]
+    last = filters.table()[-1]
     assert (last.backend, last.device) == ("any", "any")
-    for row in break_even.table():
+    for row in filters.table():
         words = ("measured", "estimated", "assumed", "there is no")
         assert row.origin.startswith(words), row
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.conversion import composites
+from keras_policy_ext.conversion import in_place
 from steps import normal, numpy, state_of
 
 POLICY = "float8/4_from_float32"
@@ -91,7 +91,7 @@ def test_a_failed_conversion_leaves_stock_float8_as_it_was(monkeypatch):
     def fail(model):
         raise RuntimeError("after the layers")
 
-    monkeypatch.setattr(composites, "declare_policies", fail)
+    monkeypatch.setattr(in_place, "declare_policies", fail)
     with pytest.raises(RuntimeError, match="after the layers"):
         kpe.convert(model, POLICY)
     assert type(dense) is keras.layers.Dense

@@ -10,7 +10,7 @@ from rich.console import Console
 from keras_policy_ext import backends, contractions, kernels, recipes
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
-from keras_policy_ext.conversion import break_even
+from keras_policy_ext.conversion import filters
 from keras_policy_ext.diagnostics import bfloat16_speed, doctor
 
 
@@ -175,7 +175,7 @@ def test_doctor_begins_with_one_sentence_of_the_device(name):
     title = devices.get(name).title
     assert first.startswith(f"{title[0].upper()}{title[1:]} with")
     with devices.pretend(name):
-        choice = break_even.choice_for(contractions.Einsum("ab,bc->ac"))
+        choice = filters.choice_for(contractions.Einsum("ab,bc->ac"))
     assert ("natively" in first) == choice.native
     assert ("emulated" in first) != choice.native
 
@@ -183,7 +183,7 @@ def test_doctor_begins_with_one_sentence_of_the_device(name):
 def test_doctor_tells_the_size_from_which_a_device_elsewhere_gains():
     row = next(
         row
-        for row in break_even.table()
+        for row in filters.table()
         if row.is_for(keras.backend.backend(), "an NVIDIA H100")
     )
     printed = printed_for("h100")

@@ -10,7 +10,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext.export import plain, safetensors_files
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.stored_kernels import StoredKernel
 
 KERNELS = [

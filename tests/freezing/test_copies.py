@@ -10,8 +10,8 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import DELAYED, AttentionBlock, Block, Net, Scaled
 from frozen_models import frozen_layers, outputs_of
-from keras_policy_ext.conversion import loading
 from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.saving import loading
 from steps import normal, numpy
 
 SHAPE = (3, 4)  # steps, features

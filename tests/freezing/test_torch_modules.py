@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from frozen_models import outputs_of
-from keras_policy_ext.layers.stored_variable import StoredConstant
+from keras_policy_ext.layers.stored_weights import StoredConstant
 from steps import normal
 
 torch = pytest.importorskip("torch", reason="modules are of torch")

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.stored_variable import StoredVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
 
 LAYERS = keras.layers
 

@@ -157,7 +157,7 @@ def test_compressed_archives_are_counted_too(saved, tmp_path):
 
 
 def test_no_array_is_read_to_count(saved, monkeypatch):
-    from keras_policy_ext.conversion import lost_float8
+    from keras_policy_ext.saving import keras_hooks
 
     def read(*args):
         raise AssertionError("an array was read")
@@ -165,20 +165,20 @@ def test_no_array_is_read_to_count(saved, monkeypatch):
     _, folder = saved
     monkeypatch.setattr(h5py.Dataset, "__getitem__", read)
     with pytest.warns(UserWarning, match=LOST):
-        lost_float8.warn(stock("blocks"), folder / "model.keras")
+        keras_hooks.warn_of_lost_float8(stock("blocks"), folder / "model.keras")
 
 
 def test_one_thread_that_uses_kpe_does_not_silence_another(saved, monkeypatch):
-    from keras_policy_ext.conversion import lost_float8
+    from keras_policy_ext.saving import keras_hooks
 
     _, folder = saved
     found = []
 
     def load():
-        lost_float8.warn(stock("blocks"), folder / "model")
+        keras_hooks.warn_of_lost_float8(stock("blocks"), folder / "model")
 
     monkeypatch.setattr(warnings, "warn", lambda *a, **k: found.append(a))
-    with lost_float8.silent():
+    with keras_hooks.without_warning_of_lost_float8():
         load()
         assert not found
         thread = threading.Thread(target=load)
@@ -188,7 +188,7 @@ def test_one_thread_that_uses_kpe_does_not_silence_another(saved, monkeypatch):
 
 
 def test_a_file_that_is_gone_or_damaged_since_ends_no_load(tmp_path):
-    from keras_policy_ext.conversion import lost_float8
+    from keras_policy_ext.saving import keras_hooks
 
     model = stock("blocks")
     (tmp_path / "model.keras").write_bytes(b"PK\x03\x04 damaged")
@@ -198,5 +198,5 @@ def test_a_file_that_is_gone_or_damaged_since_ends_no_load(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in paths:
-            lost_float8.warn(model, tmp_path / name)
-        lost_float8.warn(model, "hf://who/what")
+            keras_hooks.warn_of_lost_float8(model, tmp_path / name)
+        keras_hooks.warn_of_lost_float8(model, "hf://who/what")

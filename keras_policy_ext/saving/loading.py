@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,27 +22,15 @@ import numpy as np
 
 from keras_policy_ext import _input_files, _user_code, policies
 from keras_policy_ext._keras import built_layers, stock_float8, walking
-from keras_policy_ext.conversion import (
-    candidates,
-    composites,
-    files,
-    frozen_files,
-    lost_float8,
-    models,
-    own_policies,
-    scalers,
-    stock_files,
-    training,
-)
+from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.conversion.weight_files import PathLike
-from keras_policy_ext.layers import other_formats, stock_state
+from keras_policy_ext.layers import saved_weights, stock_state
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.state_files import (
+from keras_policy_ext.layers.state import (
     ATTENTION_KEY,
     POLICY_KEY,
+    Float8State,
     matrices_in,
     text_in,
 )
@@ -53,6 +42,8 @@ from keras_policy_ext.policies.of_layers import (
     policy_of,
     source_policy_of,
 )
+from keras_policy_ext.saving import files, frozen_files, keras_hooks
+from keras_policy_ext.saving.files import WEIGHTS, PathLike
 
 
 @_user_code.once
@@ -103,7 +94,7 @@ def load_model(
         if frozen_files.has_frozen_layers(path):
             load = frozen_files.load_model
             return _load_model(load, path, custom_objects, **options)
-        with stock_files.rewritten_model(path) as rewritten:
+        with frozen_files.rewritten_model(path) as rewritten:
             load = keras.saving.load_model
             return _load_model(load, rewritten, custom_objects, **options)
 
@@ -131,7 +122,7 @@ def load_whole(
     """
     in_memory = isinstance(source, io.BytesIO)
     found = source if in_memory else getattr(source, "name", source)
-    in_float8 = in_memory and lost_float8.saved_in(found)
+    in_float8 = in_memory and keras_hooks.states_in_file(found)
     if not in_float8 and not frozen_files.has_frozen_layers(found):
         return None
     with files.on_disk(source) as path:
@@ -148,23 +139,23 @@ def _load_model(
     legacy = str(path).endswith((".h5", ".hdf5"))
     config = None
     if not legacy:
-        config = _input_files.json_in(stock_files.config_in(path), path)
+        config = _input_files.json_in(frozen_files.config_in(path), path)
         if not isinstance(config, dict):
             raise _input_files.damaged(path, "its config is no dict")
     with (
-        lost_float8.silent(),
+        keras_hooks.without_warning_of_lost_float8(),
         public_classes.for_private_names(config),
         files.without_skip_warnings() as skipped,
     ):
         model = load(path, custom_objects, **options)
     if not legacy:
-        own_policies.restore(model, path)
+        keras_hooks.restore_policies(model, path)
     places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
     if legacy:
         places = []  # No layer has a group of its own there.
-    if places or scalers.may_differ(model):
+    if places or training.may_differ(model):
         with files.weights_of(path) as weights:
-            again = scalers.restore(model, weights)
+            again = training.restore(model, weights)
             if places:
                 again = _load_as_saved(model, weights, places) or again
             elif again:
@@ -214,7 +205,7 @@ def load_weights(
         'float8'
     """
     files.check_exists(path)
-    models.check(model)
+    candidates.check(model)
     try:
         files.check_weights(path)
         with (
@@ -277,8 +268,8 @@ def _load_as_saved(
         for each in found:
             _restore_float8(each)
         for layer in candidates.survey(model).composites:
-            composites.enter_float8_with_children(layer)
-        composites.declare_policies(model)
+            in_place.enter_float8_with_children(layer)
+        in_place.declare_policies(model)
     again = _optimizer_sizes(model) != before
     if again:
         files.load(model, weights)
@@ -295,7 +286,7 @@ def _for_layers_of(
     layers = walking.layers_within(model)
     if any(stock_float8.stock_float8(layer) for layer in layers):
         return contextlib.nullcontext(path)
-    return stock_files.rewritten_weights(path)
+    return frozen_files.rewritten_weights(path)
 
 
 def _read(
@@ -386,7 +377,7 @@ def _restore_float8(found: _Found) -> None:
         layer.float8_state.load_own_variables(found.entries)
         policy = float8_policy_of(layer)
         if policy is not None:
-            other_formats.warn(policy)
+            saved_weights.warn(policy)
     if found.attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(found.attention)
@@ -434,3 +425,56 @@ def _variables(model: keras.Layer) -> list[keras.Variable]:
         *getattr(model, "metrics_variables", ()),
         *(v for x in training.all_optimizers(model) for v in x.variables),
     ]
+
+
+_SHARDED = "model.weights.json"
+_CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
+_OF_TASK = "task.weights.h5"
+
+
+@_user_code.once
+def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
+    """`cls.from_preset(preset)`, with every layer frozen as it was saved.
+
+    There is never more than one of the float kernels that KerasHub makes.
+
+    Args:
+        cls: A class of KerasHub, such as `keras_hub.models.CausalLM` or
+            `keras_hub.models.Backbone`.
+        preset: A local folder, as `save_to_preset` writes it.
+        **options: As for `cls.from_preset`, such as `dtype`.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: If there are no weights in such a folder.
+        ValueError: If the weights are damaged or do not fit.
+    """
+    folder = pathlib.Path(str(preset))
+    weights = next(
+        (x for n in (WEIGHTS, _SHARDED) if (x := folder / n).exists()), None
+    )
+    if weights is None:
+        raise FileNotFoundError(
+            "There are no weights of a preset here. Received: "
+            f"{str(preset)!r}. Allowed: a local folder with {WEIGHTS} or "
+            f"{_SHARDED}. A preset that is elsewhere is loaded by "
+            "`cls.from_preset`; then call `keras_policy_ext.freeze`."
+        )
+    numbers = files.check_weights(weights)
+    for name in _CONFIGS:
+        if (folder / name).is_file():
+            _input_files.json_in((folder / name).read_bytes(), folder / name)
+    with (
+        keras_hooks.without_warning_of_lost_float8(),
+        _input_files.within_memory_of(folder, numbers),
+        frozen_files.frozen_when_built(weights),
+    ):
+        model = cls.from_preset(str(folder), load_weights=False, **options)
+    backbone = getattr(model, "backbone", model)
+    frozen_files.freeze_as_saved(backbone, weights)
+    if model is not backbone and (folder / _OF_TASK).exists():
+        model.load_task_weights(str(folder / _OF_TASK))
+    files.load(backbone, weights)
+    return model

@@ -17,7 +17,7 @@ from frozen_models import (
     frozen_layers,
     outputs_of,
 )
-from keras_policy_ext.conversion import frozen_files
+from keras_policy_ext.saving import frozen_files
 from steps import normal, numpy
 
 LAYERS = keras.layers

@@ -1,8 +1,4 @@
-"""Files of frozen models.
-
-A layer that Keras makes anew with a float kernel is frozen as soon as it is
-built, so that there is never more than one such kernel, and loaded then.
-"""
+"""Frozen layers in files, and layers of Keras's own float8."""
 
 from __future__ import annotations
 
@@ -17,39 +13,158 @@ from typing import Any
 
 import h5py
 import keras
+import numpy as np
 
-from keras_policy_ext import _input_files
+from keras_policy_ext import _input_files, policies
 from keras_policy_ext._keras import (
     saving_hooks,
     walking,
     while_building,
 )
-from keras_policy_ext.conversion import (
-    candidates,
-    composites,
-    files,
-    freezing,
-    stock_files,
-    training,
-    weight_files,
-)
-from keras_policy_ext.conversion.weight_files import PathLike, Source
-from keras_policy_ext.layers import stored_files, stored_weights
+from keras_policy_ext.conversion import candidates, freezing, in_place, training
+from keras_policy_ext.layers import stock_state, stored_files, stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
+from keras_policy_ext.layers.state import FORMAT_VERSION, VERSION_KEY
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
+from keras_policy_ext.saving import files
+from keras_policy_ext.saving.files import PathLike, Source
 from keras_policy_ext.stored_kernels import StoredKernel
+
+_CONFIG = "config.json"
+_POLICY = "QuantizedFloat8DTypePolicy"
+
+
+@contextlib.contextmanager
+def rewritten_model(
+    path: PathLike,
+) -> Iterator[PathLike]:
+    """A file or folder of a model, in the form of this package.
+
+    Yields:
+        `path`, or a folder with the same model where it was in Keras's own
+        float8.
+
+    Raises:
+        ValueError: If the history length of a policy in it is < 1.
+    """
+    if not files.count(path, _own_count):
+        yield path
+        return
+    config = json.dumps(
+        _own_policies(_input_files.json_in(config_in(path), path))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder) / "model"
+        if pathlib.Path(str(path)).is_dir():
+            # Without their modes: copies of read-only files are written to.
+            shutil.copytree(str(path), copy, copy_function=shutil.copyfile)
+        else:
+            with zipfile.ZipFile(str(path)) as archive:
+                archive.extractall(copy)
+        (copy / _CONFIG).write_text(config, "utf8")
+        _rewrite(copy / files.WEIGHTS)
+        yield copy
+
+
+@contextlib.contextmanager
+def rewritten_weights(
+    path: PathLike,
+) -> Iterator[PathLike]:
+    """A file of weights, or the weights of a model, in the same way.
+
+    Yields:
+        `path`, or the path of a `.weights.h5` file.
+    """
+    if not files.count(path, _own_count):
+        yield path
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        files.weights_of(path) as weights,
+    ):
+        copy = pathlib.Path(folder) / files.WEIGHTS
+        _rewrite(pathlib.Path(shutil.copyfile(weights, copy)))
+        yield copy
+
+
+def config_in(path: PathLike) -> bytes:
+    """Read from where the user has it, which errors then name."""
+    place = pathlib.Path(str(path))
+    if place.is_dir():
+        return (place / _CONFIG).read_bytes()
+    with zipfile.ZipFile(place) as archive:
+        return archive.read(_CONFIG)
+
+
+def _rewrite(path: pathlib.Path) -> None:
+    with h5py.File(path, "a") as file:
+        for group in files.groups(file):
+            own = _own_count(group)
+            if own:
+                _move_state(group, own)
+
+
+def _own_count(group: h5py.Group) -> int:
+    """How many weights a layer in Keras's own float8 has beside the state.
+
+    Returns:
+        1 or 2; 0 where the variables in the group are not those of one.
+    """
+    own = len(group) - len(stock_state.NAMES)
+    if own not in (1, 2) or "float8_state" in group.parent:
+        return 0
+    items = [group.get(str(number)) for number in range(len(group))]
+    if not all(isinstance(item, h5py.Dataset) for item in items):
+        return 0
+    kernel, scales, histories = items[0], items[own::2], items[own + 1 :: 2]
+    fits = (
+        kernel.ndim >= 2
+        and all(x.shape == () for x in scales)
+        and all(x.ndim == 1 and x.size for x in histories)
+        and len({x.shape for x in histories}) == 1
+        and {x.dtype for x in items[own:]} == {np.dtype("float32")}
+    )
+    return own if fits else 0
+
+
+def _move_state(group: h5py.Group, own: int) -> None:
+    entries = {
+        name: group[str(own + number)][()]
+        for number, name in enumerate(stock_state.NAMES)
+    }
+    for number in range(own, own + len(entries)):
+        del group[str(number)]
+    state = group.parent.create_group("float8_state").create_group("vars")
+    state[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
+    state[stock_state.LENGTH_KEY] = np.array(
+        entries["0.inputs.amax_history"].size, "int32"
+    )
+    for name, value in stock_state.observed(entries).items():
+        state[name] = value
+
+
+def _own_policies(config: Any) -> Any:
+    """A config with policies of this package in place of Keras's float8."""
+    if isinstance(config, list):
+        return [_own_policies(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    if config.get("class_name") == _POLICY:
+        return policies.serialize(policies.get(config))
+    return {key: _own_policies(value) for key, value in config.items()}
+
 
 _ASSETS = "assets"
 
 
 def has_frozen_layers(path: Source) -> bool:
     """True if layers of a file are frozen; False if it cannot be read."""
-    return bool(weight_files.count(path, _is_frozen))
+    return bool(files.count(path, _is_frozen))
 
 
 def load_model(
@@ -59,7 +174,7 @@ def load_model(
     safe_mode: bool,
 ) -> keras.Model:
     """`keras.saving.load_model` of a file with frozen layers."""
-    text = stock_files.config_in(path)
+    text = config_in(path)
     compiled = _input_files.json_in(text, path).get("compile_config")
 
     def made() -> keras.Model:
@@ -123,8 +238,8 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
         for layer in walking.layers_within(model):
             _freeze_as(layer, recipes.get(id(layer)))
         for layer in candidates.survey(model).composites:
-            composites.enter_float8_with_children(layer)
-        composites.declare_policies(model)
+            in_place.enter_float8_with_children(layer)
+        in_place.declare_policies(model)
 
 
 @contextlib.contextmanager
@@ -141,10 +256,10 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
         tempfile.TemporaryDirectory() as folder,
         files.weights_of(path) as weights,
     ):
-        copy = pathlib.Path(folder) / weight_files.WEIGHTS
+        copy = pathlib.Path(folder) / files.WEIGHTS
         shutil.copyfile(weights, copy)
         with h5py.File(copy, "a") as file:
-            for group in weight_files.groups(file):
+            for group in files.groups(file):
                 if _is_frozen(group):
                     _dequantize(group)
         yield copy
@@ -192,7 +307,7 @@ def _enter_composite(layer: Any) -> None:
     """
     survey = candidates.survey(layer)
     if any(each is layer for each in survey.composites):
-        composites.enter_float8_with_children(layer)
+        in_place.enter_float8_with_children(layer)
 
 
 def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
@@ -211,9 +326,9 @@ def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     """The recipe of the first frozen layer in a file of weights."""
-    for part in weight_files.parts_of(str(weights)):
-        with weight_files.opened(part) as file:
-            for group in [] if file is None else weight_files.groups(file):
+    for part in files.parts_of(str(weights)):
+        with files.opened(part) as file:
+            for group in [] if file is None else files.groups(file):
                 if _is_frozen(group):
                     header = stored_files.header_in(group, group.name)
                     return stored_files.recipe_of(header, group.name)

@@ -10,7 +10,7 @@ import pytest
 import keras_policy_ext as kpe
 from cases import needs_whole_graphs
 from keras_policy_ext._keras import saving_hooks
-from keras_policy_ext.conversion import exports
+from keras_policy_ext.saving import keras_hooks
 from steps import numpy
 
 BACKEND = keras.backend.backend()
@@ -81,7 +81,7 @@ def assert_same(found, expected, policy):
 
 @pytest.mark.full
 @pytest.mark.skipif(
-    "tf_saved_model" not in exports.FORMATS[BACKEND],
+    "tf_saved_model" not in keras_hooks.FORMATS[BACKEND],
     reason="Keras writes a SavedModel from PyTorch by torch_xla alone",
 )
 @pytest.mark.skipif(
@@ -175,7 +175,7 @@ def test_exporting_observes_nothing():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_other_formats_are_refused_before_anything_is_written(format, tmp_path):
-    if format in exports.FORMATS[BACKEND]:
+    if format in keras_hooks.FORMATS[BACKEND]:
         pytest.skip(f"{format} can be written on {BACKEND}")
     model = model_of("dense", "delayed")
     with pytest.raises(NotImplementedError) as caught:
@@ -185,7 +185,7 @@ def test_other_formats_are_refused_before_anything_is_written(format, tmp_path):
         assert part in message
     assert not list(tmp_path.iterdir())
     kpe.revert(model)
-    exports.check(model, format)
+    keras_hooks.check_export(model, format)
 
 
 def test_a_float8_layer_in_a_block_is_found(tmp_path):
@@ -203,7 +203,7 @@ def test_what_is_not_in_float8_is_exported_as_keras_does(monkeypatch):
 
     monkeypatch.setattr(keras.Model, "export", export)
 
-    saving_hooks.before_export(exports.check)
+    saving_hooks.before_export(keras_hooks.check_export)
     model = keras.Sequential([keras.Input((4,)), kpe.layers.Dense(2)])
     assert model.export("path", format="onnx", opset_version=18) == "exported"
     assert model.export("path") == "exported"

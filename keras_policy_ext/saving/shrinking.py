@@ -13,9 +13,9 @@ from keras_policy_ext._output_files import check_output, whole
 from keras_policy_ext.conversion import summary, tables
 from keras_policy_ext.conversion.freezing import freeze, frozen_layers
 from keras_policy_ext.conversion.frozen_report import FrozenReport
-from keras_policy_ext.conversion.loading import load_model
 from keras_policy_ext.conversion.report import Converted, Skipped
 from keras_policy_ext.conversion.tables import Column, Table
+from keras_policy_ext.saving.loading import load_model
 
 
 @dataclasses.dataclass(frozen=True)

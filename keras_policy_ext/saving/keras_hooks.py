@@ -1,0 +1,186 @@
+"""What this package does where Keras itself saves, loads and exports models."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import pathlib
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import keras
+
+from keras_policy_ext import _input_files, _user_code, policies
+from keras_policy_ext._keras import global_policy, walking
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.layers.state import VERSION_KEY
+from keras_policy_ext.layers.stored_files import STORED
+from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.saving import files
+from keras_policy_ext.saving.files import PathLike, Source
+
+_STATE = "/float8_state/vars"
+
+_silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
+
+
+@contextlib.contextmanager
+def without_warning_of_lost_float8() -> Iterator[None]:
+    """No warning in this block, whose loader brings the layers back."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
+    """Warn if fewer layers are in float8 than when the model was saved.
+
+    Of files other than `.keras` and folders nothing is known, and nothing said.
+    """
+    if _silent.get():
+        return
+    saved = states_in_file(str(path))
+    layers = layers_in_float8(model) if saved else []
+    now = sum(bool(layer.float8_contracted) for layer in layers)
+    if now < saved:
+        _user_code.warn(
+            f"{saved - now} of the {saved} layers that were in float8 when "
+            "this model was saved are not in float8 now: their model or "
+            "block made stock layers anew, in the source policy. Their "
+            f"weights are loaded. Received: {str(path)!r}. "
+            "`keras_policy_ext.load_model(path)` brings all of them back, "
+            "with their scales. If they are to stay so, `revert` the model "
+            "before it is saved."
+        )
+
+
+def states_in_file(source: Source) -> int:
+    """How many layers were in float8 when a model was saved."""
+    return files.count(source, _is_state)
+
+
+def _is_state(group: h5py.Group) -> bool:
+    """Return True if this is the state of a layer that has weights itself.
+
+    A composite, such as attention, has a state too, to say what it is; and
+    where it is frozen, a header that names no weight.
+    """
+    if not group.name.endswith(_STATE) or VERSION_KEY not in group:
+        return False
+    layer = group.parent.parent
+    return "vars" in layer and bool(set(layer["vars"]) - {STORED})
+
+
+FORMATS = {
+    "jax": ("tf_saved_model",),
+    "tensorflow": ("tf_saved_model",),
+    "torch": ("torch",),
+}
+"""Formats of `Model.export` whose files were run and gave the same numbers.
+
+On TensorFlow, an ONNX file names an operation that ONNX lacks (tf2onnx 1.17),
+and a LiteRT file needs operations that its runtime has not (2.3): both round
+by the bits of a number.
+"""
+
+KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
+"""Formats of Keras 3.15; of any other Keras says that there is none."""
+
+
+def check_export(model: keras.Model, format: str) -> None:
+    """Raise if a file of a format would not compute what the model computes.
+
+    Raises:
+        NotImplementedError: If the model has layers in float8, and files of
+            this format are not known to compute the same numbers.
+    """
+    allowed = FORMATS.get(keras.backend.backend(), ())
+    if format in allowed or format not in KNOWN:
+        return
+    layers = layers_in_float8(model)
+    if not layers:
+        return
+    formats = " or ".join(map(repr, allowed)) or "none"
+    raise NotImplementedError(
+        f"A file in the format {format!r} does not compute what layers in "
+        f"float8 do; nothing was written. Received: format={format!r} and a "
+        f"model with {len(layers)} layers in float8, the first of them "
+        f"{path_of(layers[0])!r}. Allowed on {keras.backend.backend()}: "
+        f"{formats}; any format for a model without float8. For ONNX with "
+        "float8 weights call `keras_policy_ext.export(model, path, "
+        "format='onnx')`. For other formats save the model, call "
+        "`keras_policy_ext.revert(model)`, or `thaw` where it is frozen, and "
+        "export it then, in the source policy. `keras_policy_ext.load_model` "
+        "has the model in float8 again."
+    )
+
+
+_METADATA = "metadata.json"
+_KEY = "keras_policy_ext"
+_POLICIES = "dtype_policies"
+
+
+def policies_of_models(model: keras.Layer) -> dict[str, Any]:
+    """Return the entries for the metadata of a file."""
+    found = [
+        [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
+        for each in _models(model)
+    ]
+    return {_KEY: {_POLICIES: found}}
+
+
+def restore_policies(model: keras.Layer, path: PathLike) -> None:
+    """Give the models of a file the policies that they had when saved.
+
+    Nothing where the file says nothing, or has other models than were made
+    of it.
+
+    Raises:
+        ValueError: If what it says is no list of policies.
+    """
+    said = _read(path)
+    models = _models(model)
+    if [name for name, _ in said] != [each.name for each in models]:
+        return
+    for each, (_, policy) in zip(models, said, strict=True):
+        if each.dtype_policy != policy:
+            global_policy.replace_layer_policy(each, policy)
+
+
+def _models(model: keras.Layer) -> list[Any]:
+    layers = walking.layers_within(model)
+    return [layer for layer in layers if isinstance(layer, keras.Model)]
+
+
+def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
+    """Names and policies that a file says."""
+    try:
+        metadata = _input_files.json_in(_bytes(path), path)
+        if not isinstance(metadata, dict) or _KEY not in metadata:
+            return []
+        said = metadata[_KEY][_POLICIES]
+        return [(str(name), policies.get(dict(each))) for name, each in said]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The policies of the models in this file cannot be read. "
+            f"Received: {str(path)!r}, and in its {_METADATA}: {error}. "
+            "Allowed: a file as `model.save` writes it. Save it again, or load "
+            "it with `keras.saving.load_model`."
+        ) from error
+
+
+def _bytes(path: PathLike) -> bytes:
+    """The metadata of a file or folder; those of none, if it has none."""
+    place = pathlib.Path(str(path))
+    try:
+        if place.is_dir():
+            return (place / _METADATA).read_bytes()
+        with zipfile.ZipFile(place) as archive:
+            _input_files.check_archive(path, archive)
+            return archive.read(_METADATA)
+    except (KeyError, OSError, zipfile.BadZipFile):
+        return b"{}"
