@@ -31,12 +31,7 @@ from keras_policy_ext import (
     policies,
     recipes,
 )
-from keras_policy_ext._keras import (
-    assignments,
-    averages,
-    saving_hooks,
-    versions,
-)
+from keras_policy_ext._keras import saving_hooks, variable_values, versions
 from keras_policy_ext.export import export, load_quantized
 from keras_policy_ext.layers import autocast_scope, is_autocast_variable
 from keras_policy_ext.policies import (
@@ -79,8 +74,8 @@ def _describe_policies(model: Any) -> dict[str, Any]:
 
 
 versions.warn_of_a_newer_keras()
-averages.leave_out_of_averages()
-assignments.tell_companions()
+variable_values.leave_out_of_averages()
+variable_values.tell_companions()
 saving_hooks.after_loading(_warn_of_lost_float8)
 saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)

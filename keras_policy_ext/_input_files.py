@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from keras_policy_ext._keras import while_building
+from keras_policy_ext._keras import calls
 
 MOST_NESTED = 200
 """Levels of brackets in JSON; Keras needs some calls of Python for each."""
@@ -187,7 +187,7 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
             )
 
     try:
-        with while_building.before_each_variable(check):
+        with calls.before_each_variable(check):
             yield
     except (MemoryError, OverflowError, RecursionError) as error:
         raise damaged(path, repr(error)) from error

@@ -10,13 +10,7 @@ import pytest
 from rich.console import Console
 
 from keras_policy_ext.diagnostics import demo, plots
-from keras_policy_ext.diagnostics.demo import (
-    duration,
-    report,
-    session,
-    text,
-    train,
-)
+from keras_policy_ext.diagnostics.demo import report, session, text, train
 
 STEPS = 4
 SMALL = demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1)
@@ -151,14 +145,14 @@ def test_of_several_recipes_the_best_and_the_worst_are_named(compared):
 
 
 def forecast_of(monkeypatch, slowdown, seconds):
-    monkeypatch.setattr(duration.bfloat16_speed, "slowdown", lambda: slowdown)
+    monkeypatch.setattr(train.bfloat16_speed, "slowdown", lambda: slowdown)
     monkeypatch.setattr(
-        duration.train,
+        train,
         "seconds_per_step",
         lambda policy, *_: seconds[policy],
     )
     compared = {name: name for name in seconds}
-    return duration.forecast(compared, None, demo.Settings(), None)
+    return train.forecast(compared, None, demo.Settings(), None)
 
 
 # Steps a second that were seen on a CPU without instructions for bfloat16.
@@ -170,13 +164,13 @@ def test_where_bfloat16_is_slow_there_are_fewer_steps(monkeypatch):
     found = forecast_of(monkeypatch, 11.0, SLOW)
     settings = demo.Settings()
     steps = found.steps(settings)
-    assert duration.FEWEST < steps < settings.steps
-    assert steps * sum(SLOW.values()) <= duration.PATIENCE
-    told = duration.told(found, settings, steps)
+    assert train.FEWEST < steps < settings.steps
+    assert steps * sum(SLOW.values()) <= train.PATIENCE
+    told = train.told(found, settings, steps)
     assert "mixed_bfloat16 takes 11 times as long as in float32" in told
     assert "about 9 minutes" in told
     assert f"Taking {steps} steps" in told and "--steps 300" in told
-    assert "Taking" not in duration.told(found, settings, settings.steps)
+    assert "Taking" not in train.told(found, settings, settings.steps)
 
 
 @pytest.mark.any_backend
@@ -190,9 +184,9 @@ def test_where_nothing_is_slow_no_step_is_timed(monkeypatch):
 def test_steps_that_are_asked_for_are_taken(asked, monkeypatch, tmp_path):
     settings = small_settings(tmp_path, steps=300, may_shorten=asked is None)
     monkeypatch.setattr(
-        session.duration,
+        train,
         "forecast",
-        lambda *_: duration.Forecast({"float32": 0.1, "float8": 9.0}),
+        lambda *_: train.Forecast({"float32": 0.1, "float8": 9.0}),
     )
     console = Console(file=io.StringIO(), width=80)
     corpus = demo.prepare(settings).corpus

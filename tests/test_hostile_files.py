@@ -16,8 +16,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import _input_files
-from keras_policy_ext.export import plain, safetensors_files, shards
-from keras_policy_ext.export.quantized_folders import QuantizedFolder
+from keras_policy_ext.export import plain, safetensors_files
+from keras_policy_ext.export.loading import QuantizedFolder
 
 WEIGHTS = "model.weights.h5"
 CODES, SCALE = "layers/dense/vars/kernel", "layers/dense/vars/kernel.scale"
@@ -394,7 +394,7 @@ def test_safetensors(case, tmp_path):
     path.write_bytes(TENSORS[case])
     for load in (safetensors_files.read, plain.read):
         refused(load, path)
-    refused(shards.read, tmp_path)
+    refused(safetensors_files.read_folder, tmp_path)
 
 
 OUT = "../model.safetensors"
@@ -418,7 +418,11 @@ def test_folders_of_hugging_face(case, tmp_path):
         content = json.dumps(content)
     content = content if isinstance(content, bytes) else content.encode()
     (tmp_path / name).write_bytes(content)
-    read = QuantizedFolder.read if name == "config.json" else shards.read
+    read = (
+        QuantizedFolder.read
+        if name == "config.json"
+        else safetensors_files.read_folder
+    )
     refused(read, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Layers that are built already: what changes them in place."""
+"""Layers that are built: their trackers, variables and classes."""
 
 import contextlib
 import functools

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import averages, versions
+from keras_policy_ext._keras import variable_values, versions
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -170,7 +170,7 @@ def _replace_known(
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(variables)
     }
-    averages.fill_averages(optimizer, variables)
+    variable_values.fill_averages(optimizer, variables)
 
 
 def _replace_variables(

@@ -1,9 +1,4 @@
-"""Functions of weights as graphs, to be computed one result at a time.
-
-A function such as KerasHub's map of names reads `layer.kernel`, reshapes and
-transposes with `keras.ops`, and returns all results at once. Given stand-ins
-for the layers, whose weights are symbolic tensors, it returns graphs instead.
-"""
+"""Symbolic calls, and the classes of operations."""
 
 from __future__ import annotations
 
@@ -13,7 +8,41 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import variable_values, versions
+
+
+def operation_class(
+    function: Callable[..., Any],
+    operands: int = 1,
+    takes_list: bool = False,
+    **options: Any,
+) -> Any:
+    """The class that Keras puts into a graph for a function of `keras.ops`.
+
+    `keras.ops` exports the functions alone, and a saved graph names the
+    classes (keras 3.0 to 3.15). The class is taken from the history of a
+    symbolic result.
+
+    Args:
+        function: Such as `keras.ops.add`.
+        operands: How many tensors it takes; they get the shape (3, 3).
+        takes_list: Whether it takes them as a list.
+        **options: Other arguments that it cannot be called without.
+
+    Raises:
+        ImportError: If symbolic tensors of this Keras have no history.
+    """
+    # A square shape: a matrix product takes it too.
+    tensors = [keras.KerasTensor((3, 3)) for _ in range(operands)]
+    result = function(tensors) if takes_list else function(*tensors, **options)
+    history = getattr(result, "_keras_history", None)
+    if history is None:
+        raise versions.missing(
+            "KerasTensor._keras_history",
+            "the migration of TensorFlow operations",
+        )
+    return type(history.operation)
+
 
 Array = np.ndarray[Any, Any]
 

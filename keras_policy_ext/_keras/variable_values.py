@@ -1,10 +1,17 @@
-"""Variables: their values, when these can be read, and in which dtype."""
+"""Values of variables: read, assigned and averaged."""
 
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
 from keras_policy_ext._keras import calls, versions
+from keras_policy_ext._keras.around import put_around
 from keras_policy_ext._types import Tensor
 
 try:
@@ -238,3 +245,246 @@ def _stored(layer: keras.Layer, name: str) -> keras.Variable:
         what = f"{type(layer).__name__}._{name}"
         raise versions.missing(what, "a float8 layer with LoRA")
     return getattr(layer, name)
+
+
+class Companion:
+    """Base of an object that is notified when its variable changes.
+
+    There is no public hook (keras 3.0 to 3.15). Expires with one.
+    """
+
+    left_out = False
+    """Whether an optimizer was built for the variable, and none for this."""
+
+    _optimizers: Any = None
+
+    def handed_to(self, optimizer: Any) -> None:
+        """Called when an optimizer is built for this."""
+        self._optimizers = self._optimizers or weakref.WeakSet()
+        self._optimizers.add(optimizer)
+        self.left_out = False
+
+    def assigned_beside(self) -> None:
+        """Called after each assignment that is not `untold`."""
+
+    def stepped_beside(self) -> None:
+        """Called when an optimizer has changed the variable and not this."""
+
+    def memory(self) -> Callable[[], None]:
+        """Remember what this holds now; return what puts it back.
+
+        To be called once the values of both variables are back.
+        """
+        raise NotImplementedError
+
+
+_COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
+    weakref.WeakValueDictionary()
+)
+"""By the id of the variable, which its companion keeps alive."""
+
+_thread = threading.local()
+
+
+def watch(variable: keras.Variable, companion: Companion) -> None:
+    """Tell a companion from now on when this variable is assigned.
+
+    Args:
+        variable: A variable that the companion holds.
+        companion: Told of it, as long as it lives.
+    """
+    _COMPANIONS[id(variable)] = companion
+
+
+def is_untold() -> bool:
+    """Return whether this thread is in a block of `untold`."""
+    return getattr(_thread, "blocks", 0) > 0
+
+
+@contextlib.contextmanager
+def untold() -> Iterator[None]:
+    """A block whose assignments are told to nobody.
+
+    As in a step of an optimizer, which assigns companions too, or while a
+    file is read that has both.
+    """
+    _thread.blocks = getattr(_thread, "blocks", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.blocks -= 1
+
+
+def tell_companions() -> None:
+    """Have assignments to variables, and steps of optimizers, be told.
+
+    Public methods are put into others: `Variable.assign`, and of optimizers
+    `build`, `apply` and `finalize_variable_values`, which on TensorFlow write
+    into the tensors behind the variables. The variables that an optimizer was
+    built with are in `_trainable_variables` (keras 3.0 to 3.15); where these
+    are gone, `apply` has to be given them.
+    """
+    put_around(keras.Variable, "assign", _assign)
+    put_around(keras.optimizers.Optimizer, "build", _build)
+    put_around(keras.optimizers.Optimizer, "apply", _apply)
+    name = "finalize_variable_values"
+    put_around(keras.optimizers.Optimizer, name, _finalize)
+
+
+def _assign(stock: Callable[..., Any], variable: Any, value: Any) -> Any:
+    assigned = stock(variable, value)
+    companion = _COMPANIONS.get(id(variable))
+    if companion is not None and not is_untold():
+        companion.assigned_beside()
+    return assigned
+
+
+def _build(
+    stock: Callable[..., Any], optimizer: Any, variables: Sequence[Any]
+) -> Any:
+    built = stock(optimizer, variables)
+    for variable in variables:
+        if isinstance(variable, Companion):
+            variable.handed_to(optimizer)
+    for companion in _companions_of(variables):
+        companion.left_out = not companion._optimizers
+    return built
+
+
+def _apply(
+    stock: Callable[..., Any],
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+) -> Any:
+    variables = trainable_variables
+    if variables is None:
+        variables = getattr(optimizer, "_trainable_variables", ())
+    else:
+        trainable_variables = variables = list(variables)
+    with untold():
+        applied = stock(optimizer, grads, trainable_variables)
+        for companion in _companions_of(variables):
+            if companion.left_out:
+                companion.stepped_beside()
+    return applied
+
+
+def _finalize(
+    stock: Callable[..., Any], optimizer: Any, var_list: Sequence[Any]
+) -> Any:
+    with untold():
+        stock(optimizer, var_list)
+    if getattr(optimizer, "use_ema", True):
+        for companion in _companions_of(var_list):
+            companion.stepped_beside()
+
+
+def _companions_of(variables: Sequence[Any]) -> list[Any]:
+    found = (_COMPANIONS.get(id(variable)) for variable in variables)
+    return [companion for companion in found if companion is not None]
+
+
+class _AverageStandIn(keras.Variable):
+    """Stands where an optimizer keeps the moving average of a variable.
+
+    It ignores what is assigned. It holds zeros, which leave the variable as it
+    is when Keras assigns them. On TensorFlow Keras writes into the
+    tensors behind the variables: there it holds what the variable holds, so
+    that to overwrite the one with the other, or to swap the two, changes
+    nothing.
+    """
+
+    def __init__(self, variable: keras.Variable):
+        self._copies = keras.backend.backend() == "tensorflow"
+
+        def initial(shape: Sequence[int], dtype: str | None = None) -> Tensor:
+            if self._copies:
+                return keras.ops.copy(variable.value)
+            return keras.ops.zeros(shape, dtype)
+
+        # As Keras makes slots: on JAX a LayoutMap may match the name.
+        layout = getattr(variable, "_layout", None)
+        super().__init__(
+            initial,
+            shape=variable.shape,
+            dtype=variable.dtype,
+            trainable=False,
+            autocast=False,
+            aggregation="only_first_replica",
+            name=f"{variable.name}_average",
+            **({} if layout is None else {"layout": layout}),
+        )
+
+    def assign(self, value: Tensor) -> None:
+        """Ignore the assigned value."""
+
+    def follow(self, variable: keras.Variable) -> None:
+        """Hold what the variable holds now, where that is due."""
+        if self._copies:
+            super().assign(variable.value)
+
+
+class NotAveraged:
+    """A variable that moving averages leave as it is.
+
+    For a variable that is overwritten with its gradient, optimizers with
+    `use_ema` keep None as the average and then fail on it: on TensorFlow at
+    the end of `fit`, on TensorFlow and JAX with `ema_overwrite_frequency`, on
+    all three with the callback `SwapEMAWeights` (keras 3.12 to 3.15). See
+    `leave_out_of_averages`. Zeros, assigned to such a variable, must leave it
+    as it is.
+    """
+
+    _stand_in: _AverageStandIn | None = None
+
+    def stand_in(self) -> keras.Variable:
+        """Return the stand-in that optimizers get for an average."""
+        if self._stand_in is None:
+            self._stand_in = _AverageStandIn(self)
+        return self._stand_in
+
+    def is_stand_in(self, value: Any) -> bool:
+        """True if a value is what this variable gave out for its average."""
+        return value is not None and value is self._stand_in
+
+    def assign(self, value: Tensor) -> Tensor:
+        """Assign, and let the stand-in follow."""
+        parent: Any = super()
+        assigned = parent.assign(value)
+        if self._stand_in is not None:
+            self._stand_in.follow(self)
+        return assigned
+
+
+def fill_averages(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
+    """Put the stand-ins of variables where a built optimizer has None."""
+    averages = getattr(optimizer, "_model_variables_moving_average", None) or []
+    for index, average in enumerate(averages):
+        variable = variables[index]
+        if average is None and isinstance(variable, NotAveraged):
+            averages[index] = variable.stand_in()
+
+
+def leave_out_of_averages() -> None:
+    """Have all optimizers treat variables as `NotAveraged` says.
+
+    Nothing public tells a variable which optimizer it is given to. So the
+    public method `Optimizer.build`, which is given the variables, is put into
+    another one that fills the list of averages when it has made it
+    (`_model_variables_moving_average`, keras 3.12 to 3.15). Where that list is
+    gone, optimizers fail as Keras's do. Expires when Keras skips None
+    everywhere.
+    """
+
+    def build(
+        stock: Callable[..., None],
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        stock(optimizer, variables)
+        fill_averages(optimizer, list(variables))
+
+    put_around(keras.optimizers.Optimizer, "build", build)

@@ -1,13 +1,115 @@
-"""Which layers, variables and metrics are in a layer."""
+"""Walk over layers, compiled steps and graphs."""
+
+from __future__ import annotations
 
 import collections
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+
+from keras_policy_ext._keras import versions
+
+# Attributes of models that keep a compiled step; the last one is KerasHub's.
+STEPS = (
+    "train_function",
+    "test_function",
+    "predict_function",
+    "generate_function",
+)
+
+
+class OwnReturnedLogs:
+    """A model that says which logs `train_on_batch` returns as a list.
+
+    Keras lists whatever `train_step` logs (`_flatten_metrics_in_order`,
+    keras 3.0 to 3.15). Where it no longer asks, all logs are returned.
+    """
+
+    def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The logs to return; all, unless a subclass leaves some out."""
+        return logs
+
+    def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
+        above: Any = super()
+        return above._flatten_metrics_in_order(self.returned_logs(logs))
+
+
+def forget_compiled_functions(model: keras.Model) -> None:
+    """Let a model trace its training, test and prediction steps anew.
+
+    As `compile` does, which would also ask for the loss and the metrics
+    again (keras 3.0 to 3.15). KerasHub's models that generate keep one step
+    more, which `compile` sets to None too (keras_hub 0.32). A `fit` that is
+    under way, and has called back, makes no training step by itself.
+
+    On TensorFlow a model tracks a step as long as the attribute is there, and
+    the step keeps the weights that it reads.
+    """
+    trains = getattr(model, "train_function", None) is not None
+    generates = hasattr(model, "make_generate_function")
+    for name in STEPS if generates else STEPS[:-1]:
+        if hasattr(model, name):
+            if getattr(model, name) is not None:
+                delattr(model, name)
+            setattr(model, name, None)
+    if trains:
+        model.make_train_function()
+
+
+def forget_gone_layers(model: keras.Model) -> None:
+    """Let go the layers that were in a model when it was compiled.
+
+    It keeps for each whether it was trainable (`_compiled_trainable_state`,
+    keras 3.15), and with a float8 state the kernel. Where that is gone, so are
+    they. Expires when Keras keeps no layers there.
+    """
+    kept = getattr(model, "_compiled_trainable_state", None)
+    if isinstance(kept, dict):
+        for layer in kept.keys() - set(layers_within(model)):
+            del kept[layer]
+
+
+def follow_graph(
+    model: keras.Model, inputs: list[Any], call: Callable[..., Any]
+) -> list[Any]:
+    """Call what a Functional model calls, on values of the caller's own.
+
+    `model.operations` is public and has each operation once, without what it
+    was called on; that is in `_nodes_by_depth` (keras 3.0 to 3.15). Expires
+    with a public way to read the graph.
+
+    Args:
+        model: A Functional model.
+        inputs: A value for each of `model.inputs`; of any type that
+            `keras.tree` has as a leaf.
+        call: Called as `call(operation, *args, **kwargs)`, with values in
+            place of symbolic tensors; returns what the operation does.
+
+    Returns:
+        A value for each of `model.outputs`.
+
+    Raises:
+        ImportError: If models of this Keras keep their graph elsewhere.
+    """
+    levels = getattr(model, "_nodes_by_depth", None)
+    if levels is None:
+        raise versions.missing(
+            "Functional._nodes_by_depth", "reading the graph of a model"
+        )
+    values = dict(zip(map(id, model.inputs), inputs, strict=True))
+    for depth in sorted(levels, reverse=True):
+        for node in levels[depth]:
+            needed = node.input_tensors
+            if node.is_input or any(id(x) not in values for x in needed):
+                continue
+            args, kwargs = node.arguments.fill_in(values)
+            results = keras.tree.flatten(call(node.operation, *args, **kwargs))
+            values.update(zip(map(id, node.outputs), results, strict=True))
+    return [values[id(x)] for x in model.outputs]
 
 
 def layers_within(layer: keras.Layer) -> list[keras.Layer]:

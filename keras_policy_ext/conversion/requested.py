@@ -30,7 +30,7 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
 )
 from keras_policy_ext.recipes import Recipe
-from keras_policy_ext.recipes.words import did_you_mean
+from keras_policy_ext.recipes.spec import did_you_mean
 
 
 class DTypePolicyLike(Protocol):

@@ -22,8 +22,8 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, contractions
-from keras_policy_ext._keras import calls, graphs, variable_values, walking
-from keras_policy_ext._keras.while_building import in_place_of
+from keras_policy_ext._keras import calls, variable_values, walking
+from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext.backends import tracing
 from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import equations
@@ -343,7 +343,7 @@ class _Tracer:
             return found.outputs
 
         given = keras.tree.flatten(inputs)
-        outputs = graphs.follow_graph(model, given, call)
+        outputs = walking.follow_graph(model, given, call)
         structure = keras.tree.pack_sequence_as(model.output, outputs)
         return Call(structure, frame.counted, frame.unknown)
 

@@ -14,7 +14,6 @@ import keras
 from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import (
     built_layers,
-    compiled_steps,
     keras_hub,
     optimizer_variables,
     walking,
@@ -23,7 +22,7 @@ from keras_policy_ext.conversion.candidates import leaves, path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.mixed_precision.gradients import is_overwritten
+from keras_policy_ext.mixed_precision.float32_views import is_overwritten
 from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
 from keras_policy_ext.policies.loss_scales import LossScale
 
@@ -78,7 +77,7 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     """
     containers = []
     for name, value in walking.attributes(layer).items():
-        if name in compiled_steps.STEPS:
+        if name in walking.STEPS:
             continue
         if isinstance(value, _CONTAINERS):
             containers.append((name, value))
@@ -210,8 +209,8 @@ def replicas(model: keras.Layer) -> AbstractContextManager[object]:
 def _update_optimizers(
     model: keras.Model, gone: set[int], come: set[int]
 ) -> None:
-    compiled_steps.forget_compiled_functions(model)
-    compiled_steps.forget_gone_layers(model)
+    walking.forget_compiled_functions(model)
+    walking.forget_gone_layers(model)
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
         within = optimizer_variables.optimizers_within(optimizer)

@@ -8,16 +8,15 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_policy_ext._keras import keras_hub_export as hub
+from keras_policy_ext._keras import keras_hub as hub
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.export import (
     hugging_face,
     kernels,
     language_models,
-    outputs,
     plain,
     readers,
-    shards,
+    safetensors_files,
 )
 from keras_policy_ext.export.kernels import ExportedKernel, Scheme
 from keras_policy_ext.export.readers import Reader
@@ -77,7 +76,7 @@ def _to_file(model: Any, request: ExportRequest) -> ExportReport:
     found = kernels.of_model(model, request.include, request.exclude)
     scheme = kernels.scheme_of(found.values(), *request.asked, kernels.USUAL)
     _check_static(found.values(), scheme)
-    whole = outputs.whole(
+    whole = language_models.whole(
         request.path, folder=False, overwrite=request.overwrite
     )
     with whole as place:
@@ -86,7 +85,7 @@ def _to_file(model: Any, request: ExportRequest) -> ExportReport:
 
 
 def _to_folder(model: Any, request: ExportRequest) -> ExportReport:
-    size = shards.size_of(request.max_shard_size)
+    size = safetensors_files.size_of(request.max_shard_size)
     backbone, tokenizer = language_models.parts(model, request.format)
     found = kernels.of_model(backbone, request.include, request.exclude)
     scheme = kernels.scheme_of(
@@ -98,7 +97,7 @@ def _to_folder(model: Any, request: ExportRequest) -> ExportReport:
     _check_static(
         [k for entry in folder.entries for k in entry.kernels], scheme
     )
-    whole = outputs.whole(
+    whole = language_models.whole(
         request.path, folder=True, overwrite=request.overwrite
     )
     with whole as place:

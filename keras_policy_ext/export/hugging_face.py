@@ -1,4 +1,4 @@
-"""Folders in the form of Hugging Face, from models of KerasHub."""
+"""Folders that Hugging Face reads: configs and tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,75 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import keras_hub_export as hub
+from keras_policy_ext._keras import keras_hub as hub
 from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext._version import __version__
-from keras_policy_ext.export import hugging_face_configs as configs
-from keras_policy_ext.export import kernels, shards
+from keras_policy_ext.export import kernels, safetensors_files
 from keras_policy_ext.export.kernels import ExportedKernel
-from keras_policy_ext.export.lazily import OneAtATime
 from keras_policy_ext.export.readers import Reader
 from keras_policy_ext.export.report import Written
-from keras_policy_ext.export.safetensors_files import DTYPES, Tensor
+from keras_policy_ext.export.safetensors_files import DTYPES, OneAtATime, Tensor
 from keras_policy_ext.stored_kernels import StoredKernel
+
+_ARCHITECTURES = {
+    "gemma": "GemmaForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "qwen2": "Qwen2ForCausalLM",
+}
+"""Models for which KerasHub names no architecture, or one that is not there."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    # What KerasHub's own reader asks for.
+    "qwen2": {"use_sliding_window": False, "sliding_window": None},
+}
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def complete(
+    config: dict[str, Any], backbone: Any, dtype: str
+) -> dict[str, Any]:
+    """A config with the dtype of the weights, which readers load them in.
+
+    Args:
+        config: As KerasHub makes it.
+        backbone: What it is of.
+        dtype: Of the weights that are not quantized.
+    """
+    found = {**_DEFAULTS.get(config.get("model_type", ""), {}), **config}
+    if found.get("model_type") in ("gemma", "mistral"):
+        # Left out, or worked out of other sizes.
+        found["rms_norm_eps"] = backbone.layer_norm_epsilon
+        found["head_dim"] = backbone.head_dim or found["head_dim"]
+    if found.get("model_type") == "gemma4_text":
+        # Set, it says that keys are values too; KerasHub always sets it.
+        heads = backbone.num_global_key_value_heads
+        found["num_global_key_value_heads"] = heads
+        found["attention_k_eq_v"] = heads is not None
+    found = _part(found, dtype)
+    architecture = _ARCHITECTURES.get(found.get("model_type", ""))
+    if architecture:
+        found["architectures"] = [architecture]
+    return found
+
+
+def _part(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A config, or that of a part of the model.
+
+    KerasHub writes names of policies for dtypes. A token beyond the
+    vocabulary is none: GPT-2's is 50256 however small the vocabulary is.
+    """
+    found: dict[str, Any] = {
+        key: _part(value, dtype) if key.endswith("_config") else value
+        for key, value in config.items()
+    }
+    size = found.get("vocab_size")
+    for name in _TOKENS:
+        if size is not None and (found.get(name) or 0) >= size:
+            found[name] = None
+    return {**found, "torch_dtype": dtype}
+
 
 Array = np.ndarray[Any, Any]
 
@@ -98,9 +156,9 @@ class Folder:
             made = self._tensors(entry)
             tensors += made
             written.append(_written(entry, made))
-        shards.write(folder, tensors, shard_size)
+        safetensors_files.write_shards(folder, tensors, shard_size)
         ignore = self.ignored()
-        config = configs.complete(
+        config = complete(
             hub.config(self._backbone, tokenizer), self._backbone, self._dtype
         )
         config["quantization_config"] = self._reader.config(ignore)

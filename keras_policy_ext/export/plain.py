@@ -18,9 +18,8 @@ from keras_policy_ext import _input_files, formats, loops, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.export import kernels, safetensors_files
 from keras_policy_ext.export.kernels import ExportedKernel, Scheme
-from keras_policy_ext.export.lazily import OneAtATime
 from keras_policy_ext.export.report import Written
-from keras_policy_ext.export.safetensors_files import DTYPES, Tensor
+from keras_policy_ext.export.safetensors_files import DTYPES, OneAtATime, Tensor
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]

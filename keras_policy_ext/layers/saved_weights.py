@@ -17,7 +17,7 @@ from keras_policy_ext import (
     formats,
     stored_kernels,
 )
-from keras_policy_ext._keras import assignments, built_layers
+from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state import GIVEN_KEY, POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
@@ -264,14 +264,14 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
             return
         stock = self._stock_store(store)
         if stock is None:
-            with assignments.untold():
+            with variable_values.untold():
                 super().load_own_variables(store)
             self.float8_state.layer_has_loaded()
             return
         entries: dict[str, np.ndarray] = {}
         if self.float8_state.matrices:
             entries = stock_state.checked(stock.state, self.path)
-        with assignments.untold():
+        with variable_values.untold():
             super().load_own_variables(stock.own)
         self.float8_state.layer_has_loaded()
         self.float8_state.load_stock(entries)

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _user_code, backends, contractions
-from keras_policy_ext._keras import assignments, averages, variable_values
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -62,8 +62,8 @@ def on_every_device(rank: int) -> dict[str, Any]:
 
 
 class StateVariable(
-    averages.NotAveraged,
-    assignments.Companion,
+    variable_values.NotAveraged,
+    variable_values.Companion,
     variable_values.TellsItsValue,
     keras.Variable,
 ):
@@ -169,7 +169,7 @@ class StateVariable(
             return super().value
 
     def _watch(self) -> None:
-        assignments.watch(self.kernel, self)
+        variable_values.watch(self.kernel, self)
         self._watched = id(self.kernel)
 
     def _count_assignment(self, settled: bool) -> None:
@@ -177,7 +177,7 @@ class StateVariable(
         if settled:
             self._ahead, self._assigned = 0, False
             self._version = self._seen()  # it is of the kernel as it is
-        elif not assignments.is_untold():
+        elif not variable_values.is_untold():
             self._ahead = max(self._ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
@@ -190,7 +190,7 @@ class StateVariable(
         if value is None or not (self.trainable and self.observes_amaxes):
             return
         row = _kernel_row(np.asarray(value))
-        if row == self._row and not assignments.is_untold():
+        if row == self._row and not variable_values.is_untold():
             self._ahead += 1
         self._row = row
 

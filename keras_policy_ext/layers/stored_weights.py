@@ -13,7 +13,7 @@ from keras import ops
 from keras_policy_ext import backends, contractions, formats
 from keras_policy_ext._keras import (
     built_layers,
-    summaries,
+    saving_hooks,
     variable_values,
     walking,
 )
@@ -334,7 +334,7 @@ def is_state(variable: object) -> bool:
     return isinstance(variable, (StateVariable, StoredConstant))
 
 
-summaries.leave_out_of_totals(is_state)
+saving_hooks.leave_out_of_totals(is_state)
 
 
 def _name_of(dtype: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import assignments, built_layers, variable_values
+from keras_policy_ext._keras import built_layers, variable_values
 
 # Their own methods are used, not those of the subclasses of Keras and
 # TensorFlow, which would track what is put back as if it were new.
@@ -50,7 +50,7 @@ def unchanged_on_error(
     except BaseException:
         for memory in memories:
             memory.restore()
-        with assignments.untold():
+        with variable_values.untold():
             for variable, value in values:
                 # By Keras's method: what is put back is no observation.
                 keras.Variable.assign(variable, value)
@@ -93,7 +93,7 @@ class _Memory:
         self._companions = [
             each.memory()
             for each in held
-            if isinstance(each, assignments.Companion)
+            if isinstance(each, variable_values.Companion)
         ]
         self._contents = [
             (each, base, _entries(each, base))

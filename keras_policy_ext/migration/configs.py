@@ -1,24 +1,26 @@
-"""Rewriting the configs of tf_keras for Keras 3."""
+"""Configs of tf_keras, rewritten for Keras 3."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 
 from keras_policy_ext import activations
-from keras_policy_ext.migration import (
-    changes,
-    classes,
-    compiling,
-    files,
-    graphs,
-    loss_scales,
-    operations,
+from keras_policy_ext.migration import classes, files, graphs
+from keras_policy_ext.migration.classes import (
+    Config,
+    Problems,
+    Rewriting,
+    is_custom,
+    named,
 )
-from keras_policy_ext.migration.problems import Config, Problems, named
+from keras_policy_ext.mixed_precision import LossScaleOptimizer
+from keras_policy_ext.mixed_precision._arguments import of_loss_scale
+from keras_policy_ext.policies import LossScaleDTypePolicy, loss_scales
 
 _HINTS = {
     "initializer": "initializers",
@@ -162,7 +164,7 @@ class Rewriter:
     def _activation(self, value: object, where: str) -> Any:
         name = value
         if isinstance(value, Mapping):
-            code = changes.bytecode(value.get("value"))
+            code = classes.bytecode(value.get("value"))
             if code is not None:
                 self.problems.code.append(where)
                 return {"class_name": "__lambda__", "config": {"value": code}}
@@ -187,7 +189,7 @@ class Rewriter:
 
     def _object(self, config: Config, hint: str, where: str) -> Any:
         if config["class_name"] == "MeanMetricWrapper":
-            config = compiling.plain_metric(config, self.custom_objects)
+            config = plain_metric(config, self.custom_objects)
         name = config["class_name"]
         if name == "function":
             return self.rewrite_function(config["config"], where)
@@ -195,12 +197,12 @@ class Rewriter:
             self.problems.code.append(where)
         if name == "__lambda__" or name in _PASSED_ON:
             return copy.deepcopy(dict(config))
-        if name in loss_scales.POLICIES:
-            return loss_scales.policy(self, config, where)
-        if name in loss_scales.OPTIMIZERS:
-            return loss_scales.optimizer(self, config["config"], where)
-        if name in operations.LAYERS:
-            self.problems.unsupported.append(operations.described(config))
+        if name in POLICIES:
+            return policy(self, config, where)
+        if name in OPTIMIZERS:
+            return optimizer(self, config["config"], where)
+        if name in graphs.LAYERS:
+            self.problems.unsupported.append(graphs.described(config))
             return None
         found = classes.find(config, hint, self.custom_objects)
         if found is None:
@@ -222,7 +224,7 @@ class Rewriter:
             arguments = self._arguments(found, config, where)
         migrated = {**found.fields, "config": arguments}
         if config.get("compile_config"):
-            migrated["compile_config"] = compiling.rewrite(
+            migrated["compile_config"] = rewrite(
                 self, config["compile_config"], fields
             )
         return migrated
@@ -240,9 +242,9 @@ class Rewriter:
         kind, name = classes.base(found, config["class_name"])
         is_derived = found.kind == "custom" and kind != "custom"
         known = classes.arguments(found.cls) if is_derived else frozenset()
-        changes.revise(kind, name, fields, known)
-        if found.kind == "layers" and name in changes.NOTES:
-            self.problems.notes.append(f"{where} {changes.NOTES[name]}")
+        classes.revise(kind, name, fields, known)
+        if found.kind == "layers" and name in classes.NOTES:
+            self.problems.notes.append(f"{where} {classes.NOTES[name]}")
         if fields.get("synchronized") and not _ON_TENSORFLOW:
             fields["synchronized"] = False
             self.problems.notes.append(
@@ -250,7 +252,7 @@ class Rewriter:
                 "on TensorFlow only."
             )
         if found.is_layer and isinstance(fields.get("name"), str):
-            fields["name"] = changes.safe_name(fields["name"])
+            fields["name"] = classes.safe_name(fields["name"])
         hint = "layers" if kind == "custom" else kind
         return {
             key: self._argument(key, value, hint, where)
@@ -262,7 +264,7 @@ class Rewriter:
     ) -> dict[str, Any]:
         """The arguments that the class takes; others become problems."""
         base, name = classes.base(found, "")
-        dropped = changes.DROPPED.get("layers" if found.is_layer else base, {})
+        dropped = classes.DROPPED.get("layers" if found.is_layer else base, {})
         if found.kind == "custom":
             # The caller's class knows its own arguments, but not those that
             # its base had in tf_keras.
@@ -274,7 +276,252 @@ class Rewriter:
             known = classes.arguments(found.cls)
         for key, value in fields.items():
             allowed = dropped.get(key, ())
-            if key in known or allowed is changes.ANY or value in allowed:
+            if key in known or allowed is classes.ANY or value in allowed:
                 continue
             self.problems.unsupported.append(f"{key}={value!r} of {where}")
         return {key: v for key, v in fields.items() if key in known}
+
+
+# Aliases in `losses` and `metrics` of tf_keras 2.21 that keras 3.12 to 3.15
+# do not know. A metric of Keras 3 is a class, which is given the old name.
+_LOSSES = {
+    "huber_loss": "huber",
+    "kullback_leibler_divergence": "kl_divergence",
+    "logcosh": "log_cosh",
+}
+_METRICS = {
+    "cosine_proximity": "CosineSimilarity",
+    "kullback_leibler_divergence": "KLDivergence",
+    "log_cosh": "LogCoshError",
+    "logcosh": "LogCoshError",
+}
+_BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
+
+
+def rewrite(
+    rewriter: Rewriting, config: Config, model: object
+) -> dict[str, Any]:
+    """The arguments of `compile` for Keras 3; defaults are left out.
+
+    The legacy config of the model says which outputs there are.
+    """
+    arguments = {key: v for key, v in config.items() if v is not None}
+    outputs = _outputs(model)
+    if isinstance(arguments.get("loss_weights"), Mapping):
+        # tf_keras weighs other losses with 1; Keras 3 has a KeyError.
+        others = dict.fromkeys(_names(outputs), 1.0)
+        arguments["loss_weights"] = {**others, **arguments["loss_weights"]}
+    return {
+        key: _argument(rewriter, key, value, outputs)
+        for key, value in arguments.items()
+    }
+
+
+def plain_metric(config: Config, custom_objects: Config) -> Config:
+    """The config of a metric without a wrapper that Keras 3 reads otherwise.
+
+    That is `MeanMetricWrapper`, which HDF5 has for every function.
+    """
+    fields = config["config"]
+    name = fields.get("fn") if isinstance(fields, Mapping) else None
+    if not isinstance(name, str):
+        return config
+    if is_custom(name, custom_objects):
+        # Keras 3 takes a field that is the name of a custom object for the
+        # object, and the name of the metric is such a field.
+        if fields.get("name") == name:
+            return {"class_name": "function", "config": name}
+    elif name == "cosine_similarity":
+        # The function of this name is a loss in Keras 3: its sign is another.
+        rest = {key: value for key, value in fields.items() if key != "fn"}
+        return {"class_name": "CosineSimilarity", "config": rest}
+    return config
+
+
+def _argument(
+    rewriter: Rewriting, key: str, value: object, outputs: object
+) -> Any:
+    where = f"compile, {key}"
+    safe = classes.safe_names(_names(outputs))
+    if isinstance(outputs, Mapping):
+        safe = {}  # the names are no names of layers
+    if key == "loss":
+        return _each(value, safe, lambda x: _loss(rewriter, x, where))
+    if key in ("metrics", "weighted_metrics"):
+        value = _by_output(value, outputs)
+        return _each(value, safe, lambda x: _metric(rewriter, x, where))
+    if key == "loss_weights":
+        return _each(value, safe, lambda x: x)
+    hint = "optimizers" if key == "optimizer" else "layers"
+    return rewriter.rewrite(value, hint, where)
+
+
+def _each(
+    value: object, safe: Mapping[str, str], change: Callable[[Any], object]
+) -> object:
+    """Change every loss or metric; names of outputs follow their layers."""
+    if isinstance(value, (list, tuple)):
+        return [_each(x, safe, change) for x in value]
+    if isinstance(value, Mapping) and not _is_object(value):
+        return {
+            safe.get(key, key): _each(x, safe, change)
+            for key, x in value.items()
+        }
+    return None if value is None else change(value)
+
+
+def _loss(rewriter: Rewriting, loss: object, where: str) -> object:
+    if not isinstance(loss, str):
+        return rewriter.rewrite(loss, "losses", where)
+    return _named(rewriter, _LOSSES.get(loss, loss), "losses", where)
+
+
+def _metric(rewriter: Rewriting, metric: object, where: str) -> object:
+    if not isinstance(metric, str):
+        return rewriter.rewrite(metric, "metrics", where)
+    if not is_custom(metric, rewriter.custom_objects):
+        if metric.lower() in _BY_SHAPE:
+            return metric
+        if metric in _METRICS:
+            fields = {"name": metric}
+            config = {"class_name": _METRICS[metric], "config": fields}
+            return rewriter.rewrite(config, "metrics", where)
+    return _named(rewriter, metric, "metrics", where)
+
+
+def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
+    """A loss or metric by name; an unknown one becomes a problem."""
+    if not is_custom(name, rewriter.custom_objects):
+        with contextlib.suppress(ValueError):
+            getattr(keras, kind).get(name)
+            return name
+    return rewriter.rewrite_function(name, where)
+
+
+def _by_output(metrics: object, outputs: Any) -> object:
+    """Metrics as Keras 3 takes them: what a flat list has is of each output.
+
+    Keras 3.12 does not take a list in a list for a model with one output.
+    """
+    if isinstance(metrics, str) or _is_object(metrics):
+        metrics = [metrics]
+    if not isinstance(metrics, (list, tuple)) or not outputs:
+        return metrics
+    is_flat = all(isinstance(x, str) or _is_object(x) for x in metrics if x)
+    if is_flat and not any(isinstance(x, list) for x in metrics):
+        return _like(outputs, [x for x in metrics if x is not None])
+    if len(metrics) == 1:
+        return metrics[0]
+    # HDF5 has `[None]` for an output without metrics.
+    return [None if x in ([], [None]) else x for x in metrics]
+
+
+def _like(outputs: Any, metrics: list[Any]) -> object:
+    """The same metrics for each output, in the structure of the outputs."""
+    if _is_tensor(outputs):
+        return metrics
+    if isinstance(outputs, Mapping):
+        return {key: _like(x, metrics) for key, x in outputs.items()}
+    if len(outputs) == 1:
+        return _like(outputs[0], metrics)
+    return [_like(x, metrics) for x in outputs]
+
+
+def _outputs(model: object) -> Any:
+    """The structure of outputs of a model, of its config; None if unknown."""
+    if isinstance(model, Mapping) and "output_layers" in model:
+        return model["output_layers"]
+    if isinstance(model, Mapping) and "layers" not in model:
+        return None
+    return ["", 0, 0]  # a sequential model has one
+
+
+def _names(outputs: Any) -> list[str]:
+    """Names of the outputs, as arguments of `compile` have them."""
+    if isinstance(outputs, Mapping):
+        return list(outputs)
+    return [x[0] for x in outputs or () if _is_tensor(x)]
+
+
+def _is_tensor(output: object) -> bool:
+    """True if it is one output: name of a layer, its node, which tensor."""
+    return (
+        isinstance(output, (list, tuple))
+        and len(output) == 3
+        and isinstance(output[0], str)
+    )
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(
+        value.get("class_name"), str
+    )
+
+
+POLICIES = frozenset({"Policy", "PolicyV1"})
+OPTIMIZERS = frozenset(
+    {"LossScaleOptimizer", "LossScaleOptimizerV1", "LossScaleOptimizerV3"}
+)
+
+
+def policy(rewriter: Rewriting, config: Config, where: str) -> dict[str, Any]:
+    """The Keras 3 config of a tf_keras policy.
+
+    Raises:
+        ValueError: If the config means no policy.
+    """
+    fields = config["config"]
+    if not isinstance(fields, Mapping) or "name" not in fields:
+        raise ValueError(
+            f"Cannot read this policy. Received: {dict(config)!r}. Allowed: "
+            "a config with a name. Correct the file."
+        )
+    # TensorFlow 2.0 to 2.2 wrote "_infer" for layers that took the dtype of
+    # their inputs, which Keras 3 has no word for.
+    name = "float32" if fields["name"] == "_infer" else fields["name"]
+    requested = fields.get("loss_scale", "auto")
+    # With "auto" it is what tf_keras and Keras do anyway.
+    if requested not in ("auto", None):
+        rewriter.problems.loss_scales.append(
+            f"{requested!r} of the policy {fields['name']!r} ({where})"
+        )
+        if rewriter.keeps_loss_scale:
+            kept = LossScaleDTypePolicy(name, loss_scale=requested)
+            return keras.saving.serialize_keras_object(kept)
+    return keras.dtype_policies.serialize(keras.DTypePolicy(name))
+
+
+def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
+    """The Keras 3 config of an optimizer with its loss scale, or without it.
+
+    Raises:
+        ValueError: If the loss scale cannot be read.
+    """
+    inner = config.get("inner_optimizer", config.get("optimizer"))
+    migrated = rewriter.rewrite(inner, "optimizers", where)
+    arguments = _arguments(config)
+    met = f"LossScaleOptimizer({arguments}) ({where})"
+    rewriter.problems.loss_scales.append(met)
+    if not rewriter.keeps_loss_scale:
+        return migrated
+    return {
+        "module": LossScaleOptimizer.__module__,
+        "class_name": LossScaleOptimizer.__name__,
+        "config": {"inner_optimizer": migrated, **arguments},
+        "registered_name": keras.saving.get_registered_name(LossScaleOptimizer),
+    }
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    """The arguments of a `LossScaleOptimizer` without the inner optimizer.
+
+    TensorFlow 2.3 and before have a loss scale object, later ones numbers.
+    """
+    if "loss_scale" in config:
+        scale = loss_scales.get(config["loss_scale"])
+        return {} if scale is None else of_loss_scale(scale)
+    wanted = ("dynamic", "initial_scale", "dynamic_growth_steps")
+    given = {k: config[k] for k in wanted if config.get(k) is not None}
+    if given.get("initial_scale", 1) < 1:  # tf_keras has no minimum
+        given["minimum_scale"] = given["initial_scale"]
+    return given

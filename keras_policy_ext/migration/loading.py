@@ -11,15 +11,9 @@ from typing import Any
 import keras
 
 from keras_policy_ext import mixed_precision
-from keras_policy_ext.migration import (
-    compiling,
-    files,
-    loss_scales,
-    optimizer_state,
-    weights,
-)
+from keras_policy_ext.migration import configs, files, weights
+from keras_policy_ext.migration.classes import Config
 from keras_policy_ext.migration.configs import Rewriter
-from keras_policy_ext.migration.problems import Config
 
 _FAR = 10_000
 """More operations than Keras names while it builds a model."""
@@ -112,7 +106,7 @@ def _training(
             "config": {"inner_optimizer": inner, "dynamic": True},
         }
         legacy = {**legacy, "optimizer": scaled}
-    return compiling.rewrite(rewriter, legacy, file.model_config["config"])
+    return configs.rewrite(rewriter, legacy, file.model_config["config"])
 
 
 def _load_optimizer(model: keras.Model, file: files.LegacyFile) -> None:
@@ -121,7 +115,7 @@ def _load_optimizer(model: keras.Model, file: files.LegacyFile) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     config = _inner_config((file.compile_config or {}).get("optimizer"), inner)
     order, _ = weights.legacy_order(model, file.model_config)
-    missing = optimizer_state.load(
+    missing = weights.load_optimizer_state(
         inner, model.trainable_variables, config, order, file.optimizer
     )
     if missing is not None:
@@ -133,7 +127,7 @@ def _load_optimizer(model: keras.Model, file: files.LegacyFile) -> None:
 def _is_scaled(optimizer: object) -> bool:
     return (
         isinstance(optimizer, Mapping)
-        and optimizer.get("class_name") in loss_scales.OPTIMIZERS
+        and optimizer.get("class_name") in configs.OPTIMIZERS
     )
 
 

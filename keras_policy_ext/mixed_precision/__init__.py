@@ -7,7 +7,6 @@ model that has a layer in float16.
 """
 
 from keras_policy_ext.mixed_precision import experimental
-from keras_policy_ext.mixed_precision.model import LossScaleMixin
 from keras_policy_ext.mixed_precision.monitor import LossScaleMonitor
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 from keras_policy_ext.mixed_precision.policy import (
@@ -18,7 +17,11 @@ from keras_policy_ext.mixed_precision.policy import (
 from keras_policy_ext.mixed_precision.stochastic_rounding import (
     StochasticRounding,
 )
-from keras_policy_ext.mixed_precision.wrapping import compile, wrap_optimizer
+from keras_policy_ext.mixed_precision.wrapping import (
+    LossScaleMixin,
+    compile,
+    wrap_optimizer,
+)
 from keras_policy_ext.policies.loss_scales import (
     DynamicLossScale,
     FixedLossScale,

@@ -10,11 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.mixed_precision import (
-    _arguments,
-    optimizer,
-    public_classes,
-)
+from keras_policy_ext.mixed_precision import _arguments, optimizer
 from keras_policy_ext.mixed_precision.policy import (
     global_policy,
     set_global_policy,
@@ -118,7 +114,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`."""
         config = dict(config)
-        inner = public_classes.read_inner(
+        inner = _arguments.read_inner(
             config.pop("inner_optimizer"), custom_objects
         )
         return cls(inner, **config)

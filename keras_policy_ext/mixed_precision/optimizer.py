@@ -1,31 +1,238 @@
-"""`LossScaleOptimizer`: scales the loss, skips steps that overflowed."""
+"""An optimizer that scales the loss, and how its scale grows."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
+from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.mixed_precision import _arguments, scaling
-from keras_policy_ext.mixed_precision._unscaling import Unscaling
-from keras_policy_ext.mixed_precision.gradients import (
+from keras_policy_ext.mixed_precision import _arguments
+from keras_policy_ext.mixed_precision._arguments import (
+    read_inner,
+    with_public_class,
+)
+from keras_policy_ext.mixed_precision.float32_views import (
     as_accumulated,
     is_overwritten,
     may_belong,
     with_scaled_states,
 )
-from keras_policy_ext.mixed_precision.public_classes import (
-    read_inner,
-    with_public_class,
-)
-from keras_policy_ext.mixed_precision.scaling import Growth, ScaleState
 from keras_policy_ext.policies.loss_scales import LARGEST
+
+
+class Growth(NamedTuple):
+    """How a dynamic loss scale moves.
+
+    After so many steps with finite gradients it is multiplied, after a skipped
+    step divided; it stays between minimum and maximum.
+    """
+
+    steps: int
+    multiplier: float
+    minimum: float
+    maximum: float
+
+
+class ScaleState(NamedTuple):
+    """What a loss scaler knows: tensors of shape ().
+
+    Attributes:
+        scale: Float32, the loss scale.
+        good_steps: Integer, finite steps since the scale last moved.
+        skipped_steps: Integer, consecutive steps that were skipped.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    skipped_steps: Tensor
+
+
+def scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
+    """`loss * scale`, in float32 or wider: float16 would overflow."""
+    loss = ops.convert_to_tensor(loss)
+    wide = _wide(loss)
+    return ops.multiply(ops.cast(loss, wide), ops.cast(scale, wide))
+
+
+def unscaled(
+    gradients: Iterable[Tensor | None], scale: Tensor, left: Iterable[bool]
+) -> list[Tensor | None]:
+    """Gradients divided by the scale; exact for scales that are powers of 2.
+
+    Args:
+        gradients: Floating tensors; None is passed on.
+        scale: Float32 scalar.
+        left: For each gradient, whether to leave it as it is.
+
+    Returns:
+        Tensors in float32, or float64 where a gradient was that.
+    """
+    # 1 / 2**127 is subnormal and compilers divide by multiplying with it,
+    # where JAX and TensorFlow flush it to 0: a large scale goes in two steps.
+    one = ops.ones_like(scale)
+    part = ops.where(ops.greater(scale, 2.0**64), one * 2.0**-64, one)
+    rest = ops.multiply(scale, part)
+    return [
+        gradient if gradient is None or keep else _divided(gradient, part, rest)
+        for gradient, keep in zip(gradients, left, strict=True)
+    ]
+
+
+def all_finite(gradients: Iterable[Tensor | None]) -> Tensor:
+    """Whether every number in every gradient is finite: bool scalar."""
+    flags = [
+        ops.all(ops.isfinite(gradient))
+        for gradient in gradients
+        if gradient is not None
+    ]
+    if not flags:
+        return ops.convert_to_tensor(True)
+    return functools.reduce(ops.logical_and, flags)
+
+
+def following(
+    state: ScaleState, finite: Tensor, growth: Growth | None
+) -> ScaleState:
+    """The state after a step; without growth the scale is fixed."""
+    skipped = ops.where(finite, 0, ops.add(state.skipped_steps, 1))
+    if growth is None:
+        return state._replace(skipped_steps=skipped)
+    good = ops.where(finite, ops.add(state.good_steps, 1), 0)
+    grows = ops.greater_equal(good, growth.steps)
+    grown = ops.minimum(state.scale * growth.multiplier, growth.maximum)
+    shrunk = ops.maximum(state.scale / growth.multiplier, growth.minimum)
+    kept = ops.where(grows, grown, state.scale)
+    return ScaleState(
+        scale=ops.where(finite, kept, shrunk),
+        good_steps=ops.where(grows, 0, good),
+        skipped_steps=skipped,
+    )
+
+
+def _divided(gradient: Tensor, part: Tensor, rest: Tensor) -> Tensor:
+    wide = _wide(gradient)
+    gradient = ops.cast(gradient, wide)
+    part, rest = ops.cast(part, wide), ops.cast(rest, wide)
+    return ops.divide(ops.multiply(gradient, part), rest)
+
+
+def _wide(x: Tensor) -> str:
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return "float64" if dtype == "float64" else "float32"
+
+
+class Unscaling:
+    """Who unscales: the caller, by `get_unscaled_gradients`, or `apply`.
+
+    tf_keras lets the caller unscale gradients and change them, by clipping
+    for instance, before they are applied; Keras applies scaled ones. Nothing
+    in a tensor tells the two apart, so the calls do: once the caller has
+    unscaled, `apply` does not, until the loss is scaled again or one of the
+    scaled gradients themselves is applied. That outlasts a step, because of
+    steps whose first part is compiled: its calls are seen once only.
+    """
+
+    def __init__(self) -> None:
+        self.states_too = False
+        """Whether the caller unscaled observations of float8 state too, since
+        it was not known which they were."""
+        self._scale_used = False
+        self._used_in_trace = False
+        self._updated: set[int] = set()
+        self._warned = False
+        self.start_step()
+
+    def start_step(self) -> None:
+        """The loss is scaled, and no gradient is unscaled yet."""
+        self._by_caller = False
+        self._scaled: list[Tensor | None] = []
+
+    def use_scale(self, traced: bool) -> None:
+        """The loss is multiplied by the scale, or the scale is read for that.
+
+        Args:
+            traced: Whether a compiler records this call, which it then does
+                not make again in each step.
+        """
+        self._scale_used = True
+        self._used_in_trace = self._used_in_trace or traced
+        self._updated.clear()
+
+    def check_scaled(self, variable: Any, traced: bool, name: str) -> None:
+        """Warn once if gradients are divided by a scale that was not used.
+
+        Where no compiler is at work the scale is to be used in each step:
+        between two updates of the same variable. Otherwise, once.
+
+        Args:
+            variable: The first variable that is updated.
+            traced: Whether a compiler records this call.
+            name: That of the optimizer.
+        """
+        if self._by_caller or self._used_in_trace:
+            return
+        seen = not traced and id(variable) in self._updated
+        if not traced:
+            self._updated.add(id(variable))
+        if self._scale_used and not seen:
+            return
+        self._warn(
+            "The loss is not scaled, but its gradients are divided by the "
+            "loss scale: weights hardly change. Received: gradients for "
+            f"{name!r}, whose scale_loss was not called for this step. "
+            "Allowed: gradients of the scaled loss. Write "
+            "`loss = optimizer.scale_loss(loss)` before gradients are taken "
+            "(in a train_step: `self.optimizer.scale_loss(loss)`). To train "
+            "without loss scaling, compile with auto_scale_loss=False or use "
+            "`optimizer.inner_optimizer`."
+        )
+
+    def warn_of_constant(self, name: str) -> None:
+        """Warn once that a compiled function reads a scale that moves."""
+        self._warn(
+            "The loss scale is a constant in this compiled function, and "
+            "does not follow when the optimizer changes it. Received: "
+            f"scale_loss of {name!r} where JAX compiles, with the value of "
+            "its variable. Allowed: the scale as an argument of the function. "
+            "Pass the values of `optimizer.variables` to the function, and "
+            "call scale_loss within `keras.StatelessScope("
+            "zip(optimizer.variables, values))`."
+        )
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, stacklevel=_user_code.stacklevel())
+
+    def by_caller(
+        self,
+        scaled: list[Tensor | None],
+        unscaled: list[Tensor | None],
+        states_too: bool,
+    ) -> None:
+        """The caller has made the second of the first of these gradients."""
+        self.states_too = states_too
+        self._by_caller = True
+        pairs = zip(scaled, unscaled, strict=True)
+        self._scaled = [a for a, b in pairs if a is not b]
+
+    def is_done(self, gradients: list[Tensor | None]) -> bool:
+        """True if these gradients, which are applied now, are unscaled ones."""
+        scaled = {id(x) for x in self._scaled}
+        if any(id(x) in scaled for x in gradients):
+            self.start_step()
+        # Tensors of a step are not kept until the next.
+        self._scaled = []
+        return self._by_caller
+
 
 #: The variables that hold a `ScaleState`, in its order; also their names in
 #: a file.
@@ -187,7 +394,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._unscaling.warn_of_constant(self.name)
         self._unscaling.start_step()
         self._unscaling.use_scale(traced)
-        return scaling.scaled(loss, scale)
+        return scaled(loss, scale)
 
     def get_scaled_loss(
         self, loss: Tensor | Callable[[], Tensor]
@@ -260,7 +467,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(variables)
         self._check_scaled(grads, variables)
         framework = backends.current()
-        finite = framework.on_all_replicas(scaling.all_finite(grads))
+        finite = framework.on_all_replicas(all_finite(grads))
         framework.run_if(
             finite,
             self.inner_optimizer.apply,
@@ -299,7 +506,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Whether all gradients are finite: bool scalar."""
-        return scaling.all_finite(grads)
+        return all_finite(grads)
 
     def check_skipped_steps(self) -> None:
         """Raise if too many steps in a row were skipped.
@@ -421,9 +628,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         left = [False] * len(grads)
         if variables is not None:
             left = [is_overwritten(v) for v in variables]
-        return scaling.unscaled(
-            grads, ops.convert_to_tensor(self._scale()), left
-        )
+        return unscaled(grads, ops.convert_to_tensor(self._scale()), left)
 
     def _to_apply(
         self, grads: list[Tensor | None], variables: list[keras.Variable]
@@ -474,6 +679,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.maximum_scale,
             )
         state = ScaleState(*(ops.convert_to_tensor(v) for v in variables))
-        state = scaling.following(state, finite, growth)
+        state = following(state, finite, growth)
         for variable, value in zip(variables, state, strict=True):
             variable.assign(ops.cast(value, variable.dtype))

@@ -13,11 +13,11 @@ from keras import ops
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision import _arguments
+from keras_policy_ext.mixed_precision._arguments import with_public_class
 from keras_policy_ext.mixed_precision.float32_views import (
     Float32View,
     Float32Views,
 )
-from keras_policy_ext.mixed_precision.public_classes import with_public_class
 
 SEED_KEY = "seed_generator_state"
 """Name of the state of the seed in a file."""

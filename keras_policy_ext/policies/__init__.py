@@ -25,7 +25,7 @@ from keras_policy_ext.policies._in_keras import names_in_keras
 from keras_policy_ext.policies._plain import FLOATS, actual_dtype
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
-from keras_policy_ext.policies.loss_scale import LossScaleDTypePolicy
+from keras_policy_ext.policies.loss_scales import LossScaleDTypePolicy
 
 __all__ = [
     "FLOATS",

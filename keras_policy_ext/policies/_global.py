@@ -1,7 +1,4 @@
-"""Keras's global policy, read without fixing it.
-
-Keras keeps it per thread.
-"""
+"""Keras's global policy, read without fixing it."""
 
 import threading
 

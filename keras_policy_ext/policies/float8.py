@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeGuard
 import keras
 
 from keras_policy_ext import policy_names, recipes
-from keras_policy_ext.policies import _arguments, _global, _plain
+from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
-from keras_policy_ext.policies.loss_scale import AUTO, LossScaleDTypePolicy
-from keras_policy_ext.recipes.words import did_you_mean
+from keras_policy_ext.policies.loss_scales import AUTO, LossScaleDTypePolicy
+from keras_policy_ext.recipes.spec import did_you_mean
 
 _ALLOWED = (
     "a policy object, a config dict, a dtype, None (the global policy), or a "
@@ -75,17 +75,17 @@ class Float8DTypePolicy(SourceMap):
         self,
         source_name: object = None,
         *args: Any,
-        amax_history_length: int = _arguments.DEFAULT_LENGTH,
-        recipe: _arguments.RecipeLike = None,
+        amax_history_length: int = _plain.DEFAULT_LENGTH,
+        recipe: _plain.RecipeLike = None,
         rules: object = (),
         mode: str | None = None,
     ) -> None:
-        source_name, length = _arguments.mode_first(
+        source_name, length = _plain.mode_first(
             source_name, args, mode, amax_history_length
         )
         given = _read_source(source_name)
         super().__init__(given.source)
-        self._recipe = _arguments.merge_recipes(given.recipe, recipe, length)
+        self._recipe = _plain.merge_recipes(given.recipe, recipe, length)
         self._rules = _merge_rules(given.rules, _read_rules(rules))
         self._patterns = [re.compile(pattern) for pattern, _ in self._rules]
         self._without_rules = self

@@ -15,9 +15,12 @@ from keras_policy_ext.reference.blocks import (
 from keras_policy_ext.reference.casting import (
     cast,
     dequantize,
+    matmul_key,
     quantize,
     quantize_dequantize,
+    random_bits,
     round_scalar,
+    stochastic_cast,
     stochastic_round,
 )
 from keras_policy_ext.reference.contraction import (
@@ -27,18 +30,17 @@ from keras_policy_ext.reference.contraction import (
     linear,
 )
 from keras_policy_ext.reference.delayed_linear import DelayedLinear
-from keras_policy_ext.reference.errors import sqnr_db, underflow_fraction
+from keras_policy_ext.reference.errors import (
+    pack,
+    sqnr_db,
+    underflow_fraction,
+    unpack,
+)
 from keras_policy_ext.reference.hadamard_transform import hadamard
 from keras_policy_ext.reference.matrices import (
     Asked,
     Quantized,
     quantize_matrices,
-)
-from keras_policy_ext.reference.packing import pack, unpack
-from keras_policy_ext.reference.randomness import (
-    matmul_key,
-    random_bits,
-    stochastic_cast,
 )
 from keras_policy_ext.reference.scales import (
     LARGEST_SCALE,

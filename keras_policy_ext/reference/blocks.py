@@ -7,19 +7,18 @@ from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
 from keras_policy_ext.reference.casting import cast, float32, quantize
-from keras_policy_ext.reference.exponents import (
+from keras_policy_ext.reference.scales import (
     E8M0,
+    amax,
     e8m0_floor,
     e8m0_up,
     multiplier,
-)
-from keras_policy_ext.reference.scales import (
-    amax,
     scale_from_amax,
     scale_of_multiplier,
+    spread,
+    tile_amax,
+    two_level_scales,
 )
-from keras_policy_ext.reference.tiles import spread, tile_amax
-from keras_policy_ext.reference.two_levels import two_level_scales
 
 Array = np.ndarray[Any, Any]
 

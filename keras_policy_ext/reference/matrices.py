@@ -6,19 +6,27 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
-from keras_policy_ext.reference import exponents
-from keras_policy_ext.reference.casting import cast, float32
+from keras_policy_ext.reference.casting import (
+    cast,
+    float32,
+    random_bits,
+    stochastic_cast,
+)
 from keras_policy_ext.reference.hadamard_transform import SIZE, hadamard
-from keras_policy_ext.reference.randomness import random_bits, stochastic_cast
 from keras_policy_ext.reference.scales import (
+    BLOCK_SCALE,
+    E8M0,
+    Tile,
     amax,
+    e8m0_floor,
+    e8m0_up,
+    floor_scale,
+    multiplier,
     scale_from_amax,
     scale_of_multiplier,
-)
-from keras_policy_ext.reference.tiles import Tile, spread, tile_amax
-from keras_policy_ext.reference.two_levels import (
-    BLOCK_SCALE,
+    spread,
     tensor_scale,
+    tile_amax,
     two_level_scales,
 )
 
@@ -150,11 +158,11 @@ def _scaled(
 ) -> tuple[Array, Array, np.float32 | None]:
     """What is cast, the scales, and the scale of the tensor above them."""
     tile, shape = asked.tile, x.shape
-    if asked.scale_format == exponents.E8M0:
-        rules = {"up": exponents.e8m0_up, "floor": exponents.e8m0_floor}
+    if asked.scale_format == E8M0:
+        rules = {"up": e8m0_up, "floor": e8m0_floor}
         codes = rules[asked.scale_rounding](usable, asked.format)
-        factor = exponents.multiplier(codes)
-        scales = codes.view(formats.get(exponents.E8M0).dtype)
+        factor = multiplier(codes)
+        scales = codes.view(formats.get(E8M0).dtype)
         return x * spread(factor, tile, shape), scales, None
     if asked.scale_format == BLOCK_SCALE:
         whole = amax(usable) if finite.all() else np.float32(0)
@@ -169,7 +177,7 @@ def _float32_scales(usable: Array, asked: Asked) -> Array:
     if asked.scale_rounding == "up":
         return scale_from_amax(usable, asked.format, power_of_two=True)
     if asked.scale_rounding == "floor":
-        return exponents.floor_scale(usable, asked.format)
+        return floor_scale(usable, asked.format)
     in_blocks = None not in asked.tile
     rule = scale_of_multiplier if in_blocks else scale_from_amax
     return rule(usable, asked.format)

@@ -1,14 +1,154 @@
-"""From an amax to a scale, and from a history to a scale, in NumPy."""
+"""Scales of tensors and tiles, in NumPy: powers of two, and two levels."""
 
+from __future__ import annotations
+
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
-from keras_policy_ext.reference.casting import float32
+from keras_policy_ext.reference.casting import cast, float32
 
 Array = np.ndarray[Any, Any]
+
+E8M0 = "float8_e8m0fnu"
+
+
+def e8m0_up(amax: Array, dtype: str) -> Array:
+    """Bytes of the smallest powers of two not below amax / max(dtype).
+
+    Not below but at both ends of the range: an amax / max of up to 2^-127
+    has byte 0, and the largest byte is 254. Infinity has 254, NaN 255.
+    """
+    v = amax * (np.float32(1) / np.float32(formats.get(dtype).max))
+    bits = v.view(np.uint32)
+    exponent = (bits >> 23).astype(np.int32)
+    fraction = bits & np.uint32(0x7FFFFF)
+    small = (exponent == 0) & (fraction <= 0x400000)
+    up = (fraction > 0) & (exponent != 254) & ~small
+    return _special(exponent + up, amax)
+
+
+def e8m0_floor(amax: Array, dtype: str) -> Array:
+    """Bytes by the rule of OCP MX 1.0, which lets the largest saturate.
+
+    The exponent of the amax less that of the largest number of the format.
+    Infinity has 254, NaN 255.
+    """
+    exponent = _exponent_above_largest(amax, dtype)
+    return _special(np.clip(exponent, -127, 127) + 127, amax)
+
+
+def floor_scale(amax: Array, dtype: str) -> Array:
+    """The power of two of `e8m0_floor` as a float32, 1 where amax is 0."""
+    usable = np.isfinite(amax) & (amax > 0)
+    exponent = _exponent_above_largest(np.where(usable, amax, 1), dtype)
+    scale = np.ldexp(np.float32(1), np.clip(exponent, -126, 127))
+    scale = np.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
+    return np.where(usable, scale, np.float32(1))
+
+
+def multiplier(exponents: Array) -> Array:
+    """`2^(127 - E)`, what a number is multiplied by under the byte E.
+
+    Dividing by 2^-127 fails where denormals are flushed. The power itself is
+    a normal number but for E = 254.
+    """
+    return np.ldexp(np.float32(1), 127 - exponents.astype(np.int32))
+
+
+def _exponent_above_largest(amax: Array, dtype: str) -> Array:
+    largest = math.frexp(formats.get(dtype).max)[1] - 1
+    return np.frexp(amax)[1] - 1 - largest
+
+
+def _special(exponent: Array, amax: Array) -> Array:
+    exponent = np.where(amax == 0, 0, exponent)
+    exponent = np.where(np.isinf(amax), 254, exponent)
+    exponent = np.where(np.isnan(amax), 255, exponent)
+    return exponent.astype(np.uint8)
+
+
+#: The format of the scales of blocks.
+BLOCK_SCALE = "float8_e4m3fn"
+
+_FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def two_level_scales(
+    block_amax: Array, tensor_amax: np.float32, dtype: str
+) -> tuple[Array, Array]:
+    """The scales of blocks, and what their values are multiplied by.
+
+    With `S = min(448 * 6 / tensor_amax, FLT_MAX)` (448 and 6 being the
+    largest e4m3fn and e2m1fn), a scale is `e4m3fn(block_amax * (S / 6))` and
+    the multiplier `min(1 / (scale * (1 / S)), FLT_MAX)`, so that a block
+    whose scale rounds to 0 has the largest multiplier and the value 0.
+
+    Args:
+        block_amax: float32 of any shape.
+        tensor_amax: float32 scalar; S is 1 where it is 0.
+        dtype: The format of the elements.
+
+    Returns:
+        `float8_e4m3fn` scales and float32 multipliers of block_amax's shape.
+    """
+    largest = np.float32(formats.get(dtype).max)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        wanted = np.float32(_largest_value(dtype)) / tensor_amax
+        scale = np.minimum(wanted, _FLOAT32_MAX)
+        scale = scale if tensor_amax else np.float32(1)
+        scales = cast(block_amax * (scale / largest), BLOCK_SCALE)
+        inverse = np.float32(1) / (float32(scales) * (np.float32(1) / scale))
+    return scales, np.minimum(inverse, _FLOAT32_MAX)
+
+
+def tensor_scale(tensor_amax: np.float32, dtype: str) -> np.float32:
+    """`tensor_amax / 2688` (448 · 6) in float32, and 1 for an amax of 0."""
+    if not tensor_amax:
+        return np.float32(1)
+    return np.float32(tensor_amax) / np.float32(_largest_value(dtype))
+
+
+def _largest_value(dtype: str) -> float:
+    return formats.get(BLOCK_SCALE).max * formats.get(dtype).max
+
+
+#: How far one scale reaches along the last two axes; None is all of an axis.
+Tile = tuple[int | None, int | None]
+
+
+def tile_amax(x: ArrayLike, tile: Tile) -> Array:
+    """The largest magnitude of each tile, NaN where it has one.
+
+    The last tile of an axis may be smaller. `(None, None)` is the whole
+    array with all its axes; every other tile lies within one matrix.
+
+    Args:
+        x: `(..., rows, columns)`.
+        tile: Rows and columns of a tile.
+
+    Returns:
+        float32 `(..., rows / tile[0], columns / tile[1])`, rounded up; a
+        single number with as many axes for the whole array.
+    """
+    magnitudes = np.abs(float32(x))
+    if tile == (None, None):
+        return np.reshape(amax(magnitudes), (1,) * magnitudes.ndim)
+    for axis, size in zip((-2, -1), tile, strict=True):
+        length = magnitudes.shape[axis]
+        starts = np.arange(0, length, size or max(length, 1))
+        magnitudes = np.maximum.reduceat(magnitudes, starts, axis=axis)
+    return magnitudes
+
+
+def spread(tiles: Array, tile: Tile, shape: tuple[int, ...]) -> Array:
+    """Repeat one value per tile over the elements of `(..., rows, columns)`."""
+    for axis, size in zip((-2, -1), tile, strict=True):
+        tiles = tiles.repeat(size or shape[axis], axis=axis)
+    return np.broadcast_to(tiles[..., : shape[-2], : shape[-1]], shape)
 
 
 #: The smallest normal float32: no scale is smaller.

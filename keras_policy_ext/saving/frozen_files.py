@@ -16,11 +16,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _input_files, policies
-from keras_policy_ext._keras import (
-    saving_hooks,
-    walking,
-    while_building,
-)
+from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
 from keras_policy_ext.layers import stock_state, stored_files, stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
@@ -206,7 +202,7 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
     tell which layers are built, all are, in floats, before they are frozen.
     """
     recipe = _first_recipe(weights)
-    if recipe is None or not while_building.tells_what_is_built():
+    if recipe is None or not calls.tells_what_is_built():
         yield
         return
 
@@ -219,8 +215,8 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
             to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
 
     with (
-        while_building.after_each_build(freeze),
-        while_building.without_initial_values(_is_to_be_frozen),
+        calls.after_each_build(freeze),
+        calls.without_initial_values(_is_to_be_frozen),
     ):
         yield
 

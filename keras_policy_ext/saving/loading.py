@@ -35,7 +35,7 @@ from keras_policy_ext.layers.state import (
     text_in,
 )
 from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.mixed_precision import public_classes
+from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -144,7 +144,7 @@ def _load_model(
             raise _input_files.damaged(path, "its config is no dict")
     with (
         keras_hooks.without_warning_of_lost_float8(),
-        public_classes.for_private_names(config),
+        _arguments.for_private_names(config),
         files.without_skip_warnings() as skipped,
     ):
         model = load(path, custom_objects, **options)

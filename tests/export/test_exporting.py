@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.export import readers, shards
+from keras_policy_ext.export import readers, safetensors_files
 from keras_policy_ext.export.kernels import Scheme
 from keras_policy_ext.export.readers import Reader
 
@@ -124,14 +124,14 @@ def test_the_report_says_what_was_written(tmp_path):
     [(7, 7), ("12", 12), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000)],
 )
 def test_sizes_of_files(given, size):
-    assert shards.size_of(given) == size
+    assert safetensors_files.size_of(given) == size
 
 
 @pytest.mark.any_backend
 @pytest.mark.parametrize("given", [0, -1, "", "GB", "5TB", True, None, [5]])
 def test_sizes_that_are_none(given):
     with pytest.raises(ValueError, match="'500MB'"):
-        shards.size_of(given)
+        safetensors_files.size_of(given)
 
 
 def scheme(granularity, activations=None, weights="float8_e4m3fn"):

@@ -5,13 +5,15 @@ import sys
 
 import pytest
 
-from keras_policy_ext.export import outputs
+from keras_policy_ext.export import language_models
 
 pytestmark = pytest.mark.any_backend
 
 
 def write(path, text, folder=True, overwrite=False):
-    with outputs.whole(path, folder=folder, overwrite=overwrite) as place:
+    with language_models.whole(
+        path, folder=folder, overwrite=overwrite
+    ) as place:
         (place / "config.json" if folder else place).write_text(text)
 
 
@@ -22,7 +24,7 @@ def content(path):
 @pytest.mark.parametrize("folder", [True, False])
 def test_an_output_appears_when_it_is_whole(folder, tmp_path):
     path = tmp_path / "out"
-    with outputs.whole(path, folder=folder, overwrite=False) as place:
+    with language_models.whole(path, folder=folder, overwrite=False) as place:
         (place / "config.json" if folder else place).write_text("new")
         assert not path.exists()
     assert content(path) == "new"
@@ -36,7 +38,9 @@ def test_an_error_leaves_everything_as_it_was(folder, exists, tmp_path):
     if exists:
         write(path, "old", folder)
     with pytest.raises(OSError, match="disk"):  # noqa: SIM117
-        with outputs.whole(path, folder=folder, overwrite=True) as place:
+        with language_models.whole(
+            path, folder=folder, overwrite=True
+        ) as place:
             (place / "config.json" if folder else place).write_text("half")
             raise OSError("the disk is full")
     assert os.listdir(tmp_path) == (["out"] if exists else [])
@@ -58,7 +62,9 @@ def test_an_output_is_replaced_if_asked_for(folder, tmp_path):
 def test_what_came_meanwhile_is_not_replaced(tmp_path):
     path = tmp_path / "out"
     with pytest.raises(FileExistsError):  # noqa: SIM117
-        with outputs.whole(path, folder=False, overwrite=False) as place:
+        with language_models.whole(
+            path, folder=False, overwrite=False
+        ) as place:
             place.write_text("new")
             path.write_text("of another process")
     assert path.read_text() == "of another process"

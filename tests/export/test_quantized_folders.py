@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.export import quantized_folders, safetensors_files, shards
-from keras_policy_ext.export.quantized_folders import QuantizedFolder
+from keras_policy_ext.export import loading, safetensors_files
+from keras_policy_ext.export.loading import QuantizedFolder
 from keras_policy_ext.export.readers import USUAL, Reader
 from keras_policy_ext.export.safetensors_files import Tensor
 from keras_policy_ext.recipes import FrozenKernels
@@ -135,13 +135,13 @@ def tensor(name, value, dtype="F32"):
 def folder(tmp_path):
     """Three tensors in three files."""
     tensors = [tensor(name, np.full(4, n)) for n, name in enumerate("abc")]
-    shards.write(tmp_path, tensors, most=20)
+    safetensors_files.write_shards(tmp_path, tensors, most=20)
     return tmp_path
 
 
 def test_several_files_are_read(folder):
     assert len(list(folder.glob("*.safetensors"))) == 3
-    found = shards.read(folder)
+    found = safetensors_files.read_folder(folder)
     assert {n: s.read()[0] for n, s in found.items()} == {
         "a": 0,
         "b": 1,
@@ -152,7 +152,7 @@ def test_several_files_are_read(folder):
 def test_a_missing_file_is_an_error(folder):
     next(folder.glob("*00002*")).unlink()
     with pytest.raises(FileNotFoundError, match="00002"):
-        shards.read(folder)
+        safetensors_files.read_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,11 @@ def test_a_missing_file_is_an_error(folder):
     ],
 )
 def test_an_index_that_does_not_fit(places, folder):
-    (folder / shards.INDEX).write_text(json.dumps({"weight_map": places}))
+    (folder / safetensors_files.INDEX).write_text(
+        json.dumps({"weight_map": places})
+    )
     with pytest.raises(ValueError, match="index of the files"):
-        shards.read(folder)
+        safetensors_files.read_folder(folder)
 
 
 def slots(tmp_path, *tensors):
@@ -184,7 +186,7 @@ def test_scales_of_a_weight(name, tmp_path):
     found = slots(
         tmp_path, tensor(f"a.{name}", [[2.0]]), tensor("a.input_scale", [3.0])
     )
-    scale, inputs = quantized_folders.scales(found, "a.weight")
+    scale, inputs = loading.scales(found, "a.weight")
     assert (scale.tolist(), inputs) == ([[2.0]], 3.0)
 
 
@@ -200,4 +202,4 @@ def test_scales_of_a_weight(name, tmp_path):
 def test_scales_that_are_missing(tensors, tmp_path):
     found = slots(tmp_path, *tensors)
     with pytest.raises(ValueError, match=r"'a\.weight'"):
-        quantized_folders.scales(found, "a.weight")
+        loading.scales(found, "a.weight")

@@ -3,17 +3,17 @@
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import assignments
+from keras_policy_ext._keras import variable_values
 from steps import no_grad
 
 
-class Beside(assignments.Companion):
+class Beside(variable_values.Companion):
     """Counts what it is told."""
 
     def __init__(self, variable):
         self.variable = variable
         self.assigned = self.stepped = 0
-        assignments.watch(variable, self)
+        variable_values.watch(variable, self)
 
     def assigned_beside(self):
         self.assigned += 1
@@ -34,7 +34,7 @@ def test_an_assignment_is_told_and_not_that_of_an_optimizer():
     variable.assign(np.zeros(2, "float32"))
     variable.assign_add(np.ones(2, "float32"))
     assert beside.assigned == 2
-    with assignments.untold():
+    with variable_values.untold():
         variable.assign(np.zeros(2, "float32"))
     optimizer = keras.optimizers.SGD(0.1)
     with no_grad():

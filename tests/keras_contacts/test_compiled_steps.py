@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_policy_ext._keras import compiled_steps
+from keras_policy_ext._keras import walking
 from public_api import members_about
 
 BACKEND = keras.backend.backend()
@@ -29,7 +29,7 @@ class LogsMore(keras.Model):
         return {**result, "more": 1.0}
 
 
-class ReturnsLoss(compiled_steps.OwnReturnedLogs, LogsMore):
+class ReturnsLoss(walking.OwnReturnedLogs, LogsMore):
     """Returns the loss alone."""
 
     def returned_logs(self, logs):
@@ -52,7 +52,7 @@ def test_a_traced_step_is_kept_when_a_layer_changes():
     dense.activation = lambda x: 10 * x
     is_kept = BACKEND != "torch"
     assert model.predict(X, verbose=0).max() == (2 if is_kept else 20)
-    compiled_steps.forget_compiled_functions(model)
+    walking.forget_compiled_functions(model)
     assert model.predict(X, verbose=0).max() == 20
     assert members_about(keras.Model, "trace", "forget", "recompile") == []
 
@@ -67,5 +67,5 @@ def test_a_compiled_model_keeps_the_layers_that_it_had():
         pytest.skip("Keras before 3.15 remembers no layers")
     model.pop()
     assert layers[1] in kept
-    compiled_steps.forget_gone_layers(model)
+    walking.forget_gone_layers(model)
     assert set(kept) & set(layers) == {layers[0]}

@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from keras_policy_ext._keras import graphs
+from keras_policy_ext._keras import walking
 from public_api import functions_about, members_about
 
 
@@ -30,7 +30,7 @@ def test_calls_of_a_graph_are_followed_with_other_values():
         calls.append((type(operation).__name__, *args))
         return str(len(calls))
 
-    found = graphs.follow_graph(model_with_a_layer_called_twice(), ["x"], call)
+    found = walking.follow_graph(model_with_a_layer_called_twice(), ["x"], call)
     names = [name for name, _ in calls]
     assert names == ["Dense", "Dense", "Dense", "Concatenate", "Transpose"]
     dense = [value for name, value in calls if name == "Dense"]
@@ -44,4 +44,4 @@ def test_models_without_a_graph_are_refused():
         pass
 
     with pytest.raises(ImportError, match="_nodes_by_depth"):
-        graphs.follow_graph(Model(), [], None)
+        walking.follow_graph(Model(), [], None)

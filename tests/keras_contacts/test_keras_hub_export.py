@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras import keras_hub_export, keras_hub_import
+from keras_policy_ext._keras import keras_hub
 from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext.export import safetensors_files
 
@@ -40,15 +40,15 @@ def backbone():
 
 @pytest.mark.full
 def test_the_families_that_are_written():
-    assert keras_hub_export.families() == FAMILIES
-    assert keras_hub_export.family(backbone()) == "Llama3Backbone"
+    assert keras_hub.families() == FAMILIES
+    assert keras_hub.family(backbone()) == "Llama3Backbone"
 
     class Mine(hub.models.Llama3Backbone):
         pass
 
     mine = Mine(**{**SIZES, "num_layers": 1})
-    assert keras_hub_export.family(mine) == "Llama3Backbone"
-    assert keras_hub_export.family(keras.layers.Dense(2)) is None
+    assert keras_hub.family(mine) == "Llama3Backbone"
+    assert keras_hub.family(keras.layers.Dense(2)) is None
 
 
 SIZES = {
@@ -63,8 +63,8 @@ SIZES = {
 def test_a_map_of_stand_ins_is_that_of_the_model():
     model = backbone()
     symbols = Symbols()
-    found = keras_hub_export.weight_map(model, symbols)
-    exporter = keras_hub_export._exporter()
+    found = keras_hub.weight_map(model, symbols)
+    exporter = keras_hub._exporter()
     stock = exporter.MODEL_EXPORTERS["Llama3Backbone"](
         model, include_lm_head=True
     )
@@ -77,7 +77,7 @@ def test_a_map_of_stand_ins_is_that_of_the_model():
 
 
 def test_configs_are_dictionaries_with_a_kind_of_model():
-    config = keras_hub_export.config(backbone())
+    config = keras_hub.config(backbone())
     assert config["model_type"] == "llama"
     assert config["hidden_size"] == 8
 
@@ -116,13 +116,11 @@ def test_the_loader_of_converters_is_asked_for_little():
 
 
 def test_a_backbone_is_made_of_a_config(tmp_path):
-    config = keras_hub_export.config(backbone())
-    converter = keras_hub_import.Converter(
-        tmp_path, {**config, "rms_norm_eps": 1e-3}
-    )
+    config = keras_hub.config(backbone())
+    converter = keras_hub.Converter(tmp_path, {**config, "rms_norm_eps": 1e-3})
     made = converter.make_backbone("bfloat16")
     assert made.compute_dtype == "bfloat16"
     # KerasHub's converter leaves this one at its default.
     assert made.layer_norm_epsilon == 1e-3
-    task = keras_hub_import.language_model_of(made)
+    task = keras_hub.language_model_of(made)
     assert isinstance(task, hub.models.Llama3CausalLM)

@@ -13,13 +13,11 @@ from keras_policy_ext._keras import (
     around,
     calls,
     global_policy,
-    graphs,
-    operation_classes,
     saving_hooks,
     symbolic,
     variable_values,
     versions,
-    while_building,
+    walking,
 )
 from private_names import private_attributes, private_definitions
 from processes import run
@@ -293,13 +291,13 @@ def test_a_mask_that_is_lost_is_said_once(monkeypatch):
 def test_what_needs_a_graph_or_a_history_is_refused(monkeypatch):
     made = model()
     with hidden(FUNCTION, "_nodes_by_depth"), pytest.raises(ImportError) as e:
-        graphs.follow_graph(made, [data()[0]], None)
+        walking.follow_graph(made, [data()[0]], None)
     assert_names(e, "_nodes_by_depth")
     with (
         hidden(keras.KerasTensor, "_keras_history"),
         pytest.raises(ImportError) as error,
     ):
-        operation_classes.operation_class(keras.ops.add, 2)
+        symbolic.operation_class(keras.ops.add, 2)
     assert_names(error, "_keras_history")
     tensors = symbolic.Symbols()
     kernel = tensors.tensor(made.layers[-1].kernel)
@@ -313,7 +311,7 @@ def test_what_needs_a_graph_or_a_history_is_refused(monkeypatch):
 def test_hooks_that_keras_does_not_have_are_refused():
     with (
         pytest.raises(ImportError) as error,
-        while_building.in_place_of("_no_such_hook", None),
+        calls.in_place_of("_no_such_hook", None),
     ):
         pass
     assert_names(error, "Layer._no_such_hook")

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_policy_ext._keras import operation_classes
+from keras_policy_ext._keras import symbolic
 
 
 def test_keras_ops_has_functions_and_no_classes():
@@ -16,4 +16,4 @@ def test_a_saved_graph_names_the_class():
     config = keras.Model(x, keras.ops.add(x, x)).get_config()
     (add,) = (each for each in config["layers"] if each["name"] == "add")
     assert add["class_name"] == "Add"
-    assert operation_classes.operation_class(keras.ops.add, 2).__name__ == "Add"
+    assert symbolic.operation_class(keras.ops.add, 2).__name__ == "Add"

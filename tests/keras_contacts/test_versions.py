@@ -9,11 +9,7 @@ import warnings
 import keras
 import pytest
 
-from keras_policy_ext._keras import (
-    keras_hub_export,
-    keras_hub_import,
-    versions,
-)
+from keras_policy_ext._keras import keras_hub, versions
 from processes import run
 
 pytestmark = pytest.mark.any_backend
@@ -106,8 +102,8 @@ def test_what_keras_hub_lacks_is_named_as_what_to_install(
 
     monkeypatch.setattr(importlib, "import_module", fails)
     for use in (
-        lambda: keras_hub_import.Converter("folder", {}),
-        lambda: keras_hub_export.write_tokenizer(None, "folder"),
+        lambda: keras_hub.Converter("folder", {}),
+        lambda: keras_hub.write_tokenizer(None, "folder"),
     ):
         with pytest.raises(ImportError) as raised:
             use()

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_policy_ext._keras.while_building import (
+from keras_policy_ext._keras.calls import (
     after_each_build,
     before_each_variable,
     without_initial_values,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keras_policy_ext._keras import assignments
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.observations import UNIT
 
@@ -378,7 +378,7 @@ def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
 def _enter_states_of(optimizer: Any) -> None:
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
-    with torch.no_grad(), assignments.untold():
+    with torch.no_grad(), variable_values.untold():
         enter(
             state
             for state in _all_states()

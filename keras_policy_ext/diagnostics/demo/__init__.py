@@ -1,12 +1,13 @@
 """`keras-policy-ext demo`: one transformer in three precisions."""
 
-from keras_policy_ext.diagnostics.demo.arguments import (
+from keras_policy_ext.diagnostics.demo.session import prepare, run
+from keras_policy_ext.diagnostics.demo.settings import (
     DESCRIPTION,
+    Settings,
+    Size,
     add_arguments,
     settings_of,
 )
-from keras_policy_ext.diagnostics.demo.session import prepare, run
-from keras_policy_ext.diagnostics.demo.settings import Settings, Size
 
 __all__ = [
     "DESCRIPTION",

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from keras_policy_ext import recipes
 from keras_policy_ext.diagnostics import machine, plots
-from keras_policy_ext.diagnostics.demo import duration, report, train
+from keras_policy_ext.diagnostics.demo import report, train
 from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.text import Corpus, load
 
@@ -103,11 +103,11 @@ def in_time(settings: Settings, corpus: Corpus, console: Console) -> Settings:
     """Return the settings, with fewer steps where the runs would take long."""
     compared = train.policies_compared(*settings.recipes)
     start = train.draw(corpus, settings, settings.seeds[0])
-    found = duration.forecast(compared, corpus, settings, start)
+    found = train.forecast(compared, corpus, settings, start)
     if found is None:
         return settings
     steps = found.steps(settings) if settings.may_shorten else settings.steps
-    told = duration.told(found, settings, steps)
+    told = train.told(found, settings, steps)
     console.print(told, highlight=False)
     return dataclasses.replace(settings, steps=steps)
 

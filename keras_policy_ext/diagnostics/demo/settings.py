@@ -1,8 +1,122 @@
-"""The settings of the demo."""
+"""Settings of the demo, and its arguments on the command line."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Callable
+
+from keras_policy_ext import recipes
+
+DESCRIPTION = """\
+Train a small transformer for next-character prediction three times, in
+float32, mixed_bfloat16 and float8, from the same weights on the same batches;
+with --compare in float8 under every recipe. Prints a table of the results,
+writes a plot and a CSV file of the losses, and says what was seen.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the demo to a parser."""
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="UTF-8 text to learn from; without it the topics of Python's "
+        "own pydoc",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--steps",
+        type=_at_least(1),
+        metavar="N",
+        help=f"training steps (default: {Settings.steps}, and fewer where a "
+        "step takes long)",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--seed",
+        "--seeds",
+        type=_seeds,
+        metavar="SEEDS",
+        dest="seeds",
+        default="0",
+        help="of the weights and the batches; several, such as 0,1,2, show "
+        "the spread",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--recipe",
+        type=_recipe,
+        metavar="SPEC",
+        default="delayed",
+        help=f"how numbers are scaled: {', '.join(recipes.names())}, or one "
+        "with arguments, such as 'nvfp4(hadamard=False)'",
+    )
+    which.add_argument(
+        "--compare",
+        action="store_true",
+        help="train under every recipe",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the numbers of the tables, too",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default="keras-policy-ext-demo",
+        help="folder for the plot and the CSV file; made if missing",
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """What the demo is asked to do, of what a parser has read."""
+    compare = getattr(arguments, "compare", False)
+    steps = getattr(arguments, "steps", None)
+    return Settings(
+        steps=steps or Settings.steps,
+        may_shorten=steps is None,
+        seeds=arguments.seeds,
+        recipes=recipes.names() if compare else (arguments.recipe,),
+        text=getattr(arguments, "text", None),
+        out=arguments.out,
+        json=getattr(arguments, "json", None),
+    )
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: an int that is not smaller."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"an integer of {least} or more is needed, not {text!r}"
+            )
+        return int(text)
+
+    return integer
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """An argparse type: integers with commas between them, each once."""
+    return tuple(dict.fromkeys(map(_at_least(0), text.split(","))))
+
+
+def _recipe(text: str) -> str:
+    """An argparse type: what `recipes.parse` reads, to train with."""
+    try:
+        recipe = recipes.parse(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not recipe.trains:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a recipe to train with. Allowed: "
+            f"{', '.join(recipes.names())}"
+        )
+    return text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Training one model in one precision, and what was seen of it."""
+"""Train the demo's model, and estimate how long it takes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,182 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from keras import ops
 
-from keras_policy_ext import policies, recipes
-from keras_policy_ext.diagnostics.demo.model import decoder
-from keras_policy_ext.diagnostics.demo.settings import Settings
+from keras_policy_ext import layers, policies, recipes
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.diagnostics import bfloat16_speed
+from keras_policy_ext.diagnostics.demo.settings import Settings, Size
 from keras_policy_ext.diagnostics.demo.text import Corpus
 from keras_policy_ext.layers.state_variable import StateVariable
+
+register = keras.saving.register_keras_serializable("keras_policy_ext.demo")
+
+
+@register
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned vector for each position."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Make one vector for each position of `(batch, time, width)`."""
+        self.embeddings = self.add_weight(
+            shape=input_shape[1:], initializer="uniform", name="embeddings"
+        )
+
+    def call(self, inputs: Tensor) -> Tensor:
+        """`inputs + embeddings`, both (batch, time, width)."""
+        return inputs + ops.convert_to_tensor(self.embeddings)
+
+
+@register
+class CausalAttention(keras.layers.Layer):
+    """Softmax attention to the positions so far; it has no weights."""
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend; all are (batch, time, heads, width)."""
+        return ops.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    def compute_output_shape(self, query_shape: Any, *_: Any) -> Any:
+        """The shape of the query."""
+        return query_shape
+
+
+def decoder(tokens: int, size: Size, policy: object) -> keras.Model:
+    """Build the model: characters in, logits of the next ones out.
+
+    The layers that multiply with a matrix come from this package and follow
+    a float8 policy; all others take the source policy from it.
+
+    Returns:
+        A model from (batch, context) int32 to (batch, context, tokens)
+        float32.
+    """
+    with policies.policy_scope(policy):
+        inputs = keras.Input((size.context,), dtype="int32", name="characters")
+        x = layers.Embedding(tokens, size.width, name="embedding")(inputs)
+        x = PositionEmbedding(name="position")(x)
+        for number in range(size.blocks):
+            x = _attend(x, size, f"block_{number}")
+            x = _feed_forward(x, size, f"block_{number}")
+        x = layers.LayerNormalization(name="norm")(x)
+        logits = layers.Dense(tokens, name="logits")(x)
+        outputs = layers.Activation("linear", dtype="float32")(logits)
+    return keras.Model(inputs, outputs, name="decoder")
+
+
+def _attend(x: Tensor, size: Size, block: str) -> Tensor:
+    head = size.width // size.heads
+    normed = layers.LayerNormalization(name=f"{block}_attention_norm")(x)
+    projected = [
+        layers.EinsumDense(
+            "btd,dhk->bthk", (None, size.heads, head), name=f"{block}_{role}"
+        )(normed)
+        for role in ("query", "key", "value")
+    ]
+    attended = CausalAttention(name=f"{block}_attention")(*projected)
+    outputs = layers.EinsumDense(
+        "bthk,hkd->btd", (None, size.width), name=f"{block}_attention_outputs"
+    )(attended)
+    return layers.Add(name=f"{block}_attention_add")([x, outputs])
+
+
+def _feed_forward(x: Tensor, size: Size, block: str) -> Tensor:
+    normed = layers.LayerNormalization(name=f"{block}_feed_forward_norm")(x)
+    hidden = layers.Dense(size.hidden, "gelu", name=f"{block}_feed_forward_up")(
+        normed
+    )
+    outputs = layers.Dense(size.width, name=f"{block}_feed_forward_down")(
+        hidden
+    )
+    return layers.Add(name=f"{block}_feed_forward_add")([x, outputs])
+
+
+MANY = 4.0
+"""A run that takes so many times as long as in float32 is slow."""
+
+PATIENCE = 150.0
+"""Seconds that the demo is to take where steps are left out."""
+
+FEWEST = 20
+"""The fewest steps: in fewer nothing is learned."""
+
+
+class Forecast(NamedTuple):
+    """The time of a step in seconds, by precision."""
+
+    seconds: dict[str, float]
+
+    @property
+    def slowest(self) -> str:
+        """The precision with the longest steps."""
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+    @property
+    def times(self) -> float:
+        """How many times as long as in float32 its steps take."""
+        return self.seconds[self.slowest] / self.seconds["float32"]
+
+    def total(self, settings: Settings) -> float:
+        """Seconds of all runs."""
+        runs = len(settings.seeds)
+        return settings.steps * runs * sum(self.seconds.values())
+
+    def steps(self, settings: Settings) -> int:
+        """How many steps take no longer than `PATIENCE`."""
+        share = PATIENCE / self.total(settings)
+        return min(settings.steps, max(FEWEST, int(settings.steps * share)))
+
+
+def forecast(
+    compared: dict[str, keras.DTypePolicy],
+    corpus: Corpus,
+    settings: Settings,
+    start: Start,
+) -> Forecast | None:
+    """Time the first steps of each precision.
+
+    That compiles them once more, so it is only done where a matmul in
+    bfloat16 is slow.
+
+    Returns:
+        None where no precision is slow.
+    """
+    if bfloat16_speed.slowdown() < bfloat16_speed.SLOW:
+        return None
+    found = Forecast(
+        {
+            name: seconds_per_step(policy, corpus, settings, start)
+            for name, policy in compared.items()
+        }
+    )
+    return found if found.times >= MANY else None
+
+
+def told(found: Forecast, settings: Settings, steps: int) -> str:
+    """What is slow, how long all takes, and how many steps are taken."""
+    slow = (
+        f"A step in {found.slowest} takes {found.times:.0f} times as long as "
+        f"in float32 on this machine: {settings.steps} steps in every "
+        f"precision would take about {minutes(found.total(settings))}."
+    )
+    if steps == settings.steps:
+        return f"{slow} `--steps` takes fewer."
+    return (
+        f"{slow} Taking {steps} steps instead; `--steps {settings.steps}` "
+        "takes all."
+    )
+
+
+def minutes(seconds: float) -> str:
+    """A duration as text."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes"
+
 
 BASELINE = "mixed_bfloat16"
 """The precision that the others are compared with."""

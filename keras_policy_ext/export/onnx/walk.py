@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from onnx import helper
 
-from keras_policy_ext._keras import graphs
+from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion.candidates import path_of, replaced_code
 from keras_policy_ext.export.onnx import (  # noqa: F401  they register
     activations,
@@ -106,7 +106,7 @@ class Walk:
 
     def _run(self, model: Any, inputs: list[Value]) -> list[Value]:
         if not is_sequential(model):
-            return graphs.follow_graph(model, inputs, self.call)
+            return walking.follow_graph(model, inputs, self.call)
         (x,) = inputs
         for layer in model.layers:
             x = self.call(layer, x)

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from keras_policy_ext._version import __version__
-from keras_policy_ext.export import outputs
+from keras_policy_ext.export import language_models
 from keras_policy_ext.export.onnx.graph import OnnxGraph
 from keras_policy_ext.export.onnx.initializers import Initializers
 from keras_policy_ext.export.onnx.kernels import Kernels
@@ -33,7 +33,9 @@ def write(
     target = pathlib.Path(path).absolute()
     with (
         contextlib.ExitStack() as undo,
-        outputs.whole(target, folder=False, overwrite=overwrite) as made,
+        language_models.whole(
+            target, folder=False, overwrite=overwrite
+        ) as made,
     ):
         data = made.with_name(f"{made.name}.data")
         _write(model, made, data, kernels, opset)
