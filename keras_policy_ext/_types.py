@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+else:  # `typing` has it from Python 3.12 on.
+
+    def override(method):
+        """Mark a method whose base class documents it."""
+        return method
+
+
+__all__ = ["Tensor", "override"]
 
 Tensor: TypeAlias = Any
 """A tensor of TensorFlow, JAX or PyTorch."""

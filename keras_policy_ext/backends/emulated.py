@@ -9,14 +9,18 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.matmuls import Request
+from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.matmuls import (
+    Convolutions,
+    MatmulKernel,
+    Request,
+)
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
 
-class KerasConvolutions:
+class KerasConvolutions(Convolutions):
     """The convolutions of Keras, and their transposes by the framework.
 
     Args:
@@ -26,22 +30,22 @@ class KerasConvolutions:
     def __init__(self, reason: str):
         self.reason = reason
 
+    @override
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
-        """See `Convolutions.outputs`."""
         return conv.of(x, w)
 
+    @override
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Any
     ) -> Tensor:
-        """See `Convolutions.inputs_grad`."""
         return backends.current().transpose(
             lambda x: self.outputs(conv, x, w), shape, g
         )
 
+    @override
     def kernel_grad(
         self, conv: Any, x: Tensor, g: Tensor, shape: Any
     ) -> Tensor:
-        """See `Convolutions.kernel_grad`."""
         return backends.current().transpose(
             lambda w: self.outputs(conv, x, w), shape, g
         )
@@ -52,7 +56,7 @@ LARGEST = float(np.finfo("float32").max)
 SMALLEST = 2.0**-126
 
 
-class Emulated:
+class Emulated(MatmulKernel):
     """Multiplies the numbers of float8 operands in float32.
 
     Scales that are equal along the summed axis are applied to the product,
@@ -75,15 +79,15 @@ class Emulated:
         """One sentence for the user."""
         return "float8 numbers are multiplied in float32"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         product = self.product(unscaled(a), unscaled(b))
         return scaled(product, a, b, dtype)
 
 
-class Plain:
+class Plain(MatmulKernel):
     """Multiplies what is not quantized.
 
     Accumulated in float32; what is float64, in that.
@@ -105,10 +109,10 @@ class Plain:
         """One sentence for the user."""
         return "a matmul in the compute dtype"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         return ops.cast(self.product(a.values, b.values), dtype)
 
 

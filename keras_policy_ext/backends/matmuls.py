@@ -121,9 +121,8 @@ class MatmulKernel(Protocol):
 class Convolutions(Protocol):
     """A convolution of float32 tensors, and its gradients."""
 
-    @property
-    def reason(self) -> str:
-        """Why they are not of float8 tensors."""
+    reason: str
+    """Why they are not of float8 tensors."""
 
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
         """The outputs."""

@@ -114,7 +114,7 @@ class Einsum:
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[MatmulKernel, Choice]:
-        """See `Contraction.choose`."""
+        """Select the kernel for two quantizations, with the reason."""
         if a is None or b is None:
             reason = f"{matmul} is not in float8 under this recipe"
             return engine.plain, Choice("emulated", reason)
@@ -122,20 +122,19 @@ class Einsum:
         return engine.select(Request(matmul, a, b, batched, **how))
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """See `Contraction.quantization`: what a recipe asks."""
+        """Return the quantization of an operand for that of a recipe."""
+        # What a recipe asks.
         return asked
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """See `Contraction.summed_axes`."""
+        """The axes of inputs of this rank that make one output."""
         first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """See `Contraction.operand`.
-
-        A tensor with one scale keeps its own axes while it is quantized, so
-        that what is moved to make a matrix of it is narrow.
-        """
+        """Return the tensor to quantize, in the axes of its home matrix."""
+        # A tensor with one scale keeps its own axes while it is quantized, so
+        # that what is moved to make a matrix of it is narrow.
         form = self.form
         if axes_alone(form, name):
             is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
@@ -145,7 +144,7 @@ class Einsum:
         return x if in_axes else form.matrix(name, x)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """See `Contraction.kernel_axes`."""
+        """What is said of each axis of a kernel, of those of its `operand`."""
         if not in_one_scale(asked):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
@@ -153,18 +152,19 @@ class Einsum:
         return tuple(each for c, each in said if c in form.first + form.out)
 
     def lies_across(self, name: str) -> bool:
-        """See `Contraction.lies_across`."""
+        """True if an operand lies in memory as the transpose of its matrix."""
         return self.form.lies_across(name)
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """See `Contraction.read`: the home matrix."""
+        """Return the matrix that the first matmul reads of an operand."""
+        # The home matrix.
         quantization = quantized.quantization
         if quantization is not None and not quantization.keeps_axes:
             return quantized
         return quantized.with_values(self.form.matrix(name, quantized.values))
 
     def transposed(self, read: Quantized) -> Quantized:
-        """See `Contraction.transposed`."""
+        """Return the matrix that the second matmul reads."""
         return read.transposed
 
     def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
@@ -188,7 +188,7 @@ class Einsum:
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """See `Contraction.product`."""
+        """The outputs, or the gradient of an operand of one of the shapes."""
         matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
         sizes = self.form.sizes(*shapes)
         if matmul == "forward":
@@ -256,37 +256,42 @@ class Conv:
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Convolutions, Choice]:
-        """See `Contraction.choose`."""
+        """Select the kernel for two quantizations, with the reason."""
         return engine.convolutions, Choice(
             "emulated", engine.convolutions.reason
         )
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """See `Contraction.quantization`: one scale for a tensor."""
+        """Return the quantization of an operand for that of a recipe."""
+        # One scale for a tensor.
         return None if asked is None else asked.tensorwise
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """See `Contraction.summed_axes`."""
+        """The axes of inputs of this rank that make one output."""
         return tuple(range(1, rank))
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """See `Contraction.operand`: the tensor as it is."""
+        """Return the tensor to quantize, in the axes of its home matrix."""
+        # The tensor as it is.
         return x
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """See `Contraction.kernel_axes`."""
+        """What is said of each axis of a kernel, of those of its `operand`."""
         return tuple(axes)
 
     def lies_across(self, name: str) -> bool:
-        """See `Contraction.lies_across`: it is read as it lies."""
+        """True if an operand lies in memory as the transpose of its matrix."""
+        # It is read as it lies.
         return False
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """See `Contraction.read`: as it is."""
+        """Return the matrix that the first matmul reads of an operand."""
+        # As it is.
         return quantized
 
     def transposed(self, read: Quantized) -> Quantized:
-        """See `Contraction.transposed`: as it is."""
+        """Return the matrix that the second matmul reads."""
+        # As it is.
         return read
 
     def product(
@@ -298,7 +303,7 @@ class Conv:
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """See `Contraction.product`."""
+        """The outputs, or the gradient of an operand of one of the shapes."""
         first, second = (emulated.float32(each) for each in (a, b))
         if matmul == "forward":
             result = kernel.outputs(self, first, second)

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_policy_ext import contractions
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -88,8 +88,9 @@ class _Float8ConvTranspose(_Convolves):
         return self._contract(contraction, inputs, self.kernel, training)
 
     @classmethod
+    @override
     def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
-        """See `Float8Mixin.float8_axes`; filters are before the channels."""
+        # Filters are before the channels.
         *window, filters, channels = range(len(kernel.shape))
         return Axes((*window, channels), (filters,))
 

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
@@ -76,8 +76,9 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
         return _einsum_call(self, self.equation, inputs, training)
 
     @classmethod
+    @override
     def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
-        """See `Float8Mixin.float8_axes`; the equation says what is summed."""
+        # The equation says what is summed.
         first, second, out = equations.split(layer.equation.replace("...", ""))
         summed = [letter for letter in first if letter in second]
         summed += [letter for letter in second if letter not in first + out]

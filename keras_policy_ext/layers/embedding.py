@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.stored_kernels import BLOCK, Axes
@@ -81,19 +81,22 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         return stock.quantized_call(self, inputs, reverse=reverse)
 
     @classmethod
+    @override
     def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
-        """See `Float8Mixin.float8_axes`; a word of the vocabulary is kept."""
+        # A word of the vocabulary is kept.
         projects = kernel.name == "reverse_embeddings"
         return Axes((0,), (1,)) if projects else Axes((1,), (0,))
 
     @classmethod
+    @override
     def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """See `Float8Mixin.is_stored_kernel`; what is looked up counts."""
+        # What is looked up counts.
         return variable.name in cls.float8_kernels
 
     @classmethod
+    @override
     def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """See `Float8Mixin.is_float8_kernel`; only what projects counts."""
+        # Only what projects counts.
         tied = "embeddings" if layer.tie_weights else "reverse_embeddings"
         return variable.name == tied
 
@@ -146,13 +149,14 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
         return look_up(self, inputs)
 
     @classmethod
+    @override
     def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
-        """See `Float8Mixin.float8_axes`; a word of the vocabulary is kept."""
+        # A word of the vocabulary is kept.
         return Axes((1,), (0,))
 
     @classmethod
+    @override
     def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
-        """See `Float8Mixin.is_stored_kernel`."""
         return variable.name == "embeddings"
 
 

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_policy_ext import _bases, contractions, policies
 from keras_policy_ext._keras import built_layers, calls, stock_float8
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.kinds import in_one_scale
 from keras_policy_ext.layers.drop_in import drop_in
@@ -41,13 +41,15 @@ class Gates(contractions.Einsum):
     reads_what_is_quantized: ClassVar[bool] = False
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """See `Contraction.operand`; of a kernel (inputs, gates * units)."""
+        """Return the tensor to quantize, in the axes of its home matrix."""
+        # Of a kernel (inputs, gates * units).
         if name == "kernel":
             x = x if in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """See `Contraction.kernel_axes`; where it is cut, of its rows."""
+        """What is said of each axis of a kernel, of those of its `operand`."""
+        # Where it is cut, of its rows.
         if in_one_scale(asked):
             return tuple(axes)
         rows, columns = axes
@@ -55,7 +57,8 @@ class Gates(contractions.Einsum):
         return gates, None if columns else features, units
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """See `Contraction.read`: the gates that are multiplied."""
+        """Return the matrix that the first matmul reads of an operand."""
+        # The gates that are multiplied.
         if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
         return super().read(name, quantized)
@@ -63,7 +66,8 @@ class Gates(contractions.Einsum):
     def product(
         self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
     ) -> Tensor:
-        """See `Contraction.product`; of a whole kernel the gradient."""
+        """The outputs, or the gradient of an operand of one of the shapes."""
+        # Of a whole kernel the gradient.
         inputs, (rows, columns) = shapes
         cut = rows, self.last - self.first, columns // self.count
         result = super().product(matmul, kernel, a, b, (inputs, cut), dtype)
@@ -229,10 +233,10 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
         """One step; see `Float8Cell.call`."""
         return super().call(sequence, states, training=training)
 
+    @override
     def float8_step(
         self, projected: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """See `Float8Cell.float8_step`."""
         state = self.convert_input(_first(states))
         inner = self._recurrent(state, training)
         kernel = self.recurrent_kernel
@@ -252,10 +256,10 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
 
     float8_gates = 3
 
+    @override
     def float8_step(
         self, projected: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """See `Float8Cell.float8_step`."""
         state = self.convert_input(_first(states))
         shares = ops.split(projected, 3, axis=-1)
         make = self._reset_after if self.reset_after else self._reset_before
@@ -309,10 +313,10 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
         *calls.PARTS_OF_LSTM_STEPS,
     )
 
+    @override
     def float8_step(
         self, projected: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """See `Float8Cell.float8_step`."""
         state, carry = (self.convert_input(x) for x in states)
         inner = self._recurrent(state, training)
         kernel = self.recurrent_kernel

@@ -18,6 +18,7 @@ from keras_policy_ext import (
     stored_kernels,
 )
 from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._types import override
 from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state import GIVEN_KEY, POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
@@ -193,8 +194,8 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
     float8_state: Any
 
     @property
+    @override
     def is_frozen(self) -> bool:
-        """See `Float8Mixin.is_frozen`."""
         raise NotImplementedError
 
     @property

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_policy_ext import _user_code, backends, contractions
 from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import override
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -194,18 +195,16 @@ class StateVariable(
             self._ahead += 1
         self._row = row
 
+    @override
     def assigned_beside(self) -> None:
-        """See `Companion.assigned_beside`.
-
-        A loop may assign kernels and states in any order: the kernel is ahead
-        where it was assigned more often.
-        """
+        # A loop may assign kernels and states in any order: the kernel is
+        # ahead where it was assigned more often.
         self._ahead += 1
         if self._ahead > 0 and backends.current().keeps_variables_in_graphs:
             self.catch_up()
 
+    @override
     def stepped_beside(self) -> None:
-        """See `Companion.stepped_beside`."""
         if not variable_values.is_stateless():
             self.catch_up()
 
@@ -232,8 +231,8 @@ class StateVariable(
             self._version, self._assigned = version, False
         self._ahead = 0
 
+    @override
     def memory(self) -> Callable[[], None]:
-        """See `Companion.memory`."""
         state: Any = self
         kept, pending = dict(vars(state)), state.observed
         observed = None if pending is None else dict(vars(pending))

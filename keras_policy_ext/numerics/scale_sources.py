@@ -256,11 +256,12 @@ class CurrentSource:
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """See `ScaleSource.known_of`."""
+        """Rebuild the reading of a state from tensors that start with it."""
         return None, leaves
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """See `ScaleSource.observed`; nothing, without a state."""
+        """Return what a use reports to the state, one number for each row."""
+        # Nothing, without a state.
         return []
 
     def history_scales(self, state: Tensor) -> StateReading:
@@ -277,7 +278,7 @@ class CurrentSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """See `ScaleSource.scale`."""
+        """The scale of an operand."""
         return None
 
 
@@ -310,14 +311,13 @@ class DelayedSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """See `ScaleSource.scale`.
-
-        The amax counts only for what was never observed. Without a branch XLA
-        waits for it in every step, which for a kernel is a pass over it that
-        nothing else needs. With a branch XLA has to store the operand (JAX
-        0.10), which most others pay more for. So `Amax.apart` says who gets a
-        branch. From CUDA 12.3 XLA records it in the graph that CUDA runs.
-        """
+        """The scale of an operand."""
+        # The amax counts only for what was never observed. Without a branch
+        # XLA waits for it in every step, which for a kernel is a pass over it
+        # that nothing else needs. With a branch XLA has to store the operand
+        # (JAX 0.10), which most others pay more for. So `Amax.apart` says who
+        # gets a branch. From CUDA 12.3 XLA records it in the graph that CUDA
+        # runs.
         if known is None:
             return None
         index = OPERANDS.index(operand)
@@ -338,29 +338,27 @@ class DelayedSource:
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """See `ScaleSource.known_of`.
-
-        The amaxes that follow are two or none: of an even number of tensors
-        one says what was never observed.
-        """
+        """Rebuild the reading of a state from tensors that start with it."""
+        # The amaxes that follow are two or none: of an even number of tensors
+        # one says what was never observed.
         count = 1 + (len(leaves) % 2 == 0)
         unseen = leaves[1] if count == 2 else None
         return HistoryScales(leaves[0], unseen), leaves[count:]
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """See `ScaleSource.observed`: the amaxes."""
+        """Return what a use reports to the state, one number for each row."""
+        # The amaxes.
         return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
-        """See `StateSource.observation`; in the order of `OPERANDS`."""
+        """The gradient of the state: see `observations`."""
+        # In the order of `OPERANDS`.
         return self.layout.observation(ops.stack(amaxes), slot)
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """See `StateSource.outgrown`.
-
-        A kernel that was never observed is scaled by its own amax already,
-        unless the recipe starts from a fixed scale.
-        """
+        """Whether a kernel is larger than the scale that it has allows."""
+        # A kernel that was never observed is scaled by its own amax already,
+        # unless the recipe starts from a fixed scale.
         index = OPERANDS.index("kernel")
         before = known.scales[index]
         own = self._scale(amax, self.limits[index], 0.0)
@@ -369,13 +367,13 @@ class DelayedSource:
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
-        """See `StateSource.caught_up`."""
+        """A state whose scale is large enough for a kernel."""
         outgrown = self.outgrown(amax / beyond, self.history_scales(state))
         observation = self.observation([amax] * len(OPERANDS), 0)
         return self.settle(of_kernel_alone(observation, outgrown), state)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """See `StateSource.settle`."""
+        """Return the new state when `value` is assigned to it."""
         used = self.history_scales(previous).scales
         return self.layout.settle(value, previous, used)
 
@@ -418,7 +416,7 @@ class CountingSource(CurrentSource):
         self.seed = int(getattr(recipe, "seed", 0))
 
     def history_scales(self, state: Tensor) -> StepCount:
-        """See `ScaleSource.history_scales`."""
+        """Read a state before the step: scales, or a count of steps."""
         steps = self.layout.history(state)[:, 0]
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
         return StepCount(steps[0], self.layout.scale(state)[0])
@@ -426,7 +424,7 @@ class CountingSource(CurrentSource):
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """See `ScaleSource.known_of`."""
+        """Rebuild the reading of a state from tensors that start with it."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
@@ -447,15 +445,16 @@ class CountingSource(CurrentSource):
         return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """See `ScaleSource.observed`: the number of the next step."""
+        """Return what a use reports to the state, one number for each row."""
+        # The number of the next step.
         return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
-        """See `StateSource.observation`."""
+        """The gradient of the state: see `observations`."""
         return self.layout.observation(ops.stack(numbers), slot)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """See `StateSource.settle`."""
+        """Return the new state when `value` is assigned to it."""
         return self.layout.settle(value, previous, ops.zeros((1,), "float32"))
 
 

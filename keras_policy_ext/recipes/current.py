@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import (
     FP8_FORMATS,
     boolean,
@@ -61,8 +62,9 @@ class CurrentScaling(Recipe):
         whole = all(q is None or q.keeps_axes for q in asked)
         return self if whole else super().for_activations
 
+    @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """See `Recipe.quantization`; the same in both matmuls."""
+        # The same in both matmuls.
         if self.in_high_precision(matmul):
             return None
         rounding = "up" if self.power_of_two else "nearest"

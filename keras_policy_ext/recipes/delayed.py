@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import (
     FP8_FORMATS,
     choice,
@@ -98,8 +99,9 @@ class DelayedScaling(Recipe):
         length = changed == ["amax_history_length"]
         return str(self.amax_history_length) if length else super().spec
 
+    @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """See `Recipe.quantization`; the same in both matmuls."""
+        # The same in both matmuls.
         if self.in_high_precision(matmul):
             return None
         return tensorwise(self.fp8_format, operand)

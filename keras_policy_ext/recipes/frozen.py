@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import override
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
 from keras_policy_ext.stored_kernels import BLOCK, GRANULARITIES, WEIGHTS
@@ -56,8 +57,9 @@ class FrozenKernels(Recipe):
         _check(self, "activations", ACTIVATIONS)
         super().__post_init__()
 
+    @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """See `Recipe.quantization`; None where inputs are not quantized."""
+        # None where inputs are not quantized.
         if matmul != "forward" or self.activations is None:
             return None
         if self.in_high_precision(matmul):

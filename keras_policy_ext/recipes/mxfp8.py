@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import choice
 from keras_policy_ext.recipes.quantization import Quantization, Tile
 from keras_policy_ext.recipes.recipe import Recipe
@@ -43,8 +44,9 @@ class MXFP8Scaling(Recipe):
         choice(self, "rounding", tuple(_ROUNDINGS))
         super().__post_init__()
 
+    @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """See `Recipe.quantization`; the same everywhere."""
+        # The same everywhere.
         if self.in_high_precision(matmul):
             return None
         return Quantization(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import boolean, integer, put
 from keras_policy_ext.recipes.quantization import Quantization, Tile
 from keras_policy_ext.recipes.recipe import Recipe
@@ -51,8 +52,8 @@ class NVFP4Scaling(Recipe):
         put(self, "seed", integer(self, "seed", 0, LARGEST_SEED))
         super().__post_init__()
 
+    @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """See `Recipe.quantization`."""
         if self.in_high_precision(matmul):
             return None
         transformed = self.hadamard and matmul == "kernel_grad"

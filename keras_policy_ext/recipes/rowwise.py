@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from keras_policy_ext import formats
+from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import boolean, put
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import Recipe
@@ -47,8 +48,8 @@ class RowwiseScaling(Recipe):
         put(self, "power_of_two", boolean(self, "power_of_two"))
         super().__post_init__()
 
+    @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """See `Recipe.quantization`."""
         if self.in_high_precision(matmul):
             return None
         # torchao gathers a sharded kernel in float8 for this matmul, which

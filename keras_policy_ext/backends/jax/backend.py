@@ -13,7 +13,7 @@ import keras
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -112,65 +112,64 @@ class JaxBackend(Backend):
     name = "jax"
     keeps_values_apart = True
 
+    @override
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        """See `Backend.trace`."""
         return tracing.trace(function, inputs)
 
+    @override
     def device_name(self) -> str:
-        """See `Backend.device_name`."""
         if jax.default_backend() == "cpu":
             return "cpu"
         return str(jax.devices()[0].device_kind)
 
+    @override
     def step_by_step(self) -> AbstractContextManager[None]:
-        """See `Backend.step_by_step`."""
         return jax.disable_jit()
 
+    @override
     def is_traced(self, x: Tensor) -> bool:
-        """See `Backend.is_traced`.
-
-        Where a gradient is taken and nothing is compiled the loss is a tracer
-        too; an operation on a number is recorded by a compiler only.
-        """
+        # Where a gradient is taken and nothing is compiled the loss is a
+        # tracer too; an operation on a number is recorded by a compiler only.
         if not isinstance(x, jax.core.Tracer):
             return False
         return isinstance(lax.neg(0.0), jax.core.Tracer)
 
+    @override
     def is_compiled(self, function: Any) -> bool:
-        """See `Backend.is_compiled`: what `jax.jit` and `jax.pmap` return."""
+        # What `jax.jit` and `jax.pmap` return.
         return callable(getattr(function, "clear_cache", None)) and callable(
             getattr(function, "lower", None)
         )
 
+    @override
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """See `Backend.forget_traces`; a method is that of all objects."""
+        # A method is that of all objects.
         function.clear_cache()
 
+    @override
     def known_integer(self, x: Tensor) -> int | None:
-        """See `Backend.known_integer`."""
         return None if isinstance(x, jax.core.Tracer) else int(x)
 
+    @override
     def known_value(self, variable: Any) -> Tensor | None:
-        """See `Backend.known_value`."""
         value = variable.value
         return None if isinstance(value, jax.core.Tracer) else value
 
+    @override
     def magnitude(self, x: Tensor) -> Tensor:
-        """See `Backend.magnitude`.
-
-        XLA on a CPU drops NaN from a maximum of 4096 numbers and more (JAX
-        0.10). On a GPU the comparison would be a pass over memory.
-        """
+        # XLA on a CPU drops NaN from a maximum of 4096 numbers and more (JAX
+        # 0.10). On a GPU the comparison would be a pass over memory.
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.abs(x)
         return lax.platform_dependent(x, cpu=_finite_or_inf, default=jnp.abs)
 
+    @override
     def divisor(self, x: Tensor, scale: Tensor) -> Tensor:
-        """See `Backend.divisor`; for CUDA the scale, clipped to itself.
-
-        A cast that is transposed is then one kernel: of a predicate XLA would
-        write the transpose (JAX 0.10). On a CPU it would take a third longer.
-        """
+        # On CUDA the scale is clipped to itself, which XLA does not undo.
+        #
+        # A cast that is transposed is then one kernel: of a predicate XLA
+        # would write the transpose (JAX 0.10). On a CPU it would take a third
+        # longer.
         return lax.platform_dependent(
             x,
             scale,
@@ -182,11 +181,13 @@ class JaxBackend(Backend):
         """Put the scalars behind one barrier of XLA."""
         return tuple(lax.optimization_barrier(scalars))
 
+    @override
     def stored(self, x: Tensor) -> Tensor:
-        """See `Backend.stored`; XLA for a GPU fuses across no barrier."""
+        # XLA for a GPU fuses across no barrier.
         barrier = lax.optimization_barrier
         return lax.platform_dependent(x, cuda=barrier, default=lambda x: x)
 
+    @override
     def run_if(
         self,
         flag: Tensor,
@@ -194,11 +195,8 @@ class JaxBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[Any],
     ) -> None:
-        """See `Backend.run_if`.
-
-        A branch of `lax.cond` must not assign: what it would assign is its
-        result. Eagerly no branch is traced.
-        """
+        # A branch of `lax.cond` must not assign: what it would assign is its
+        # result. Eagerly no branch is traced.
         if not isinstance(flag, jax.core.Tracer):
             if flag:
                 update(*arguments)
@@ -215,49 +213,51 @@ class JaxBackend(Backend):
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
 
+    @override
     def settle_here(
         self, settle: Any, value: Tensor, previous: Tensor
     ) -> Tensor:
-        """See `Backend.settle_here`; traced once for each shape."""
+        # Traced once for each shape.
         return _settled(settle, value, previous)
 
+    @override
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
-        """See `Backend.transpose`."""
         like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         return jax.linear_transpose(function, like)(cotangent)[0]
 
+    @override
     def on_cpu(self, x: Tensor) -> bool:
-        """See `Backend.on_cpu`; a traced one: the default device."""
+        # A traced tensor is on the default device.
         return jax.default_backend() == "cpu"
 
+    @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """See `Backend.kept_dtype`.
-
-        Codes on a CPU, which integers make faster than casts. Of a MLP
-        512-2048-512 a step takes 8 to 12 % longer than with float32 for 256
-        rows, and 2 to 7 % less for 2048 (JAX 0.10, 2 cores).
-        """
+        # Codes on a CPU, which integers make faster than casts. Of a MLP
+        # 512-2048-512 a step takes 8 to 12 % longer than with float32 for 256
+        # rows, and 2 to 7 % less for 2048 (JAX 0.10, 2 cores).
         codes = self.on_cpu(x)
         return "uint8" if codes else super().kept_dtype(x, format_name)
 
+    @override
     def kept(self, step: MeasuredStep) -> Measured:
-        """See `Backend.kept`."""
         return tracing.kept(step)
 
+    @override
     def planned_bytes(self, step: MeasuredStep) -> int:
-        """See `Backend.planned_bytes`: XLA."""
+        # XLA compiles whatever JAX traces.
         return tracing.planned(step)
 
+    @override
     def gathering_of(self, variable: Any) -> Any:
-        """See `Backend.gathering_of`."""
         return gathering_of(variable)
 
+    @override
     def gathered(
         self, x: Tensor, gathering: Any, axes: Sequence[Any]
     ) -> Tensor:
-        """See `Backend.gathered`."""
         return gathered(x, gathering, axes)
 
+    @override
     def run(
         self,
         operation: Operation,
@@ -265,40 +265,38 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """See `Backend.run`."""
         return gradients.run(operation, inputs, kernel, state)
 
+    @override
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """See `Backend.run_frozen`."""
         return gradients.run_frozen(operation, inputs, constants)
 
+    @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Backend.numbers`.
-
-        By way of float16, which has every number of both formats: half the
-        time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
-        """
+        # By way of float16, which has every number of both formats: half the
+        # time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
         shift, factor = HALVES[format_name]
         wide = codes.astype(jnp.uint16)
         bits = ((wide & 0x7F) << shift) | ((wide & 0x80) << 8)
         halves = lax.bitcast_convert_type(bits, jnp.float16)
         return halves.astype(jnp.float32) * factor
 
+    @override
     def relu(self, x: Tensor) -> Tensor:
-        """See `Backend.relu`."""
         return _relu(x)
 
+    @override
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        """See `Backend.recomputed`; on a CPU of a GELU in 16 bits.
-
-        12 blocks with GELU take 110 MiB in place of 206 there, in no more
-        time. The others, and a GELU in float32, XLA for a CPU fuses otherwise
-        where they are computed again: last bits of weights change (JAX 0.10).
-        """
+        # On a CPU of a GELU in 16 bits.
+        #
+        # 12 blocks with GELU take 110 MiB in place of 206 there, in no more
+        # time. The others, and a GELU in float32, XLA for a CPU fuses
+        # otherwise where they are computed again: last bits of weights change
+        # (JAX 0.10).
         if not isinstance(x, jax.core.Tracer):
             return activation(x)  # no gradient is taken: nothing is kept
         is_gelu = activation is keras.activations.gelu
@@ -306,6 +304,7 @@ class JaxBackend(Backend):
             return activation(x)
         return jax.checkpoint(activation)(x)
 
+    @override
     def in_parts(
         self,
         product: Callable[[Tensor, Tensor], Tensor],
@@ -314,12 +313,11 @@ class JaxBackend(Backend):
         axis: int,
         out_axis: int,
     ) -> Tensor:
-        """See `Backend.in_parts`; on a CPU, in a loop.
-
-        Three kernels of 2048 by 2048 and a row take a tenth of the time, and
-        8 MB in place of 50 (JAX 0.10, 2 cores): XLA widens all kernels of a
-        model before it multiplies with the first.
-        """
+        # On a CPU, in a loop.
+        #
+        # Three kernels of 2048 by 2048 and a row take a tenth of the time, and
+        # 8 MB in place of 50 (JAX 0.10, 2 cores): XLA widens all kernels of a
+        # model before it multiplies with the first.
         parts = _parts(codes.shape[axis], codes.size)
         if parts == 1 or jax.default_backend() != "cpu":
             return product(codes, scale)
@@ -338,16 +336,16 @@ class JaxBackend(Backend):
         shape[out_axis : out_axis + 2] = [parts * size]
         return found.reshape(shape)
 
+    @override
     def cuts(self, numbers: int) -> bool:
-        """See `Backend.cuts`."""
         return jax.default_backend() == "cpu" and numbers >= 2 * _PART
 
+    @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Backend.as_float8`."""
         return lax.bitcast_convert_type(codes, jnp.dtype(format_name))
 
+    @override
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """See `Backend.as_dtype`."""
         return jnp.asarray(x).astype(dtype)
 
 

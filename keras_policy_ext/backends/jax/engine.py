@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.emulated import (
@@ -23,7 +23,12 @@ from keras_policy_ext.backends.emulated import (
     scaled,
     unscaled,
 )
-from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
+from keras_policy_ext.backends.matmuls import (
+    OTHER_SCALES,
+    Engine,
+    MatmulKernel,
+    Request,
+)
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.casting import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
@@ -92,7 +97,7 @@ TERMS = 128
 """Sums are over a multiple of this: of 32 XLA fails to compile (JAX 0.10)."""
 
 
-class ScaledDot:
+class ScaledDot(MatmulKernel):
     """`lax.scaled_dot`, of which XLA makes a matmul that takes the scales.
 
     Not run in this release: no Blackwell was there. What XLA compiles for a
@@ -102,8 +107,9 @@ class ScaledDot:
 
     native = True
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: on a data center's Blackwell."""
+        # On a data center's Blackwell.
         if request.tiles != (Tile(1, MX_BLOCK),) * 2:
             return OTHER_SCALES
         if request.prefer == "emulated":
@@ -115,16 +121,17 @@ class ScaledDot:
         wanted = request.prefer == "native"
         return (None if wanted else lacking_mx()) or failing()
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         if lacking_mx() is None:
             return "lax.scaled_dot on float8 operands"
         return "lax.scaled_dot, converted by XLA"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`; there is one way to accumulate."""
+        # There is one way to accumulate.
         read = a.values, a.scale, b.values, b.scale
         if dtype != "bfloat16":
             return _scaled_product(*read).astype(dtype)
@@ -228,10 +235,10 @@ class EmulatedDot(Emulated):
     takes fewer bits, unless it is asked for all.
     """
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         device = here()
         x, y = unscaled(a), unscaled(b)
         narrow = device.multiplies_in
@@ -250,13 +257,13 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
 
 
-class Float8Dot:
+class Float8Dot(MatmulKernel):
     """Float8 operands reach XLA, which has a kernel or converts them."""
 
     native = True
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`."""
         if not request.of_whole_tensors:
             return OTHER_SCALES
         return self.refusal(request)
@@ -269,20 +276,18 @@ class Float8Dot:
             return None
         return lacking(*request.formats)
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         if lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`.
-
-        XLA takes any precision but the highest for leave to accumulate fast,
-        in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
-        """
+        # XLA takes any precision but the highest for leave to accumulate fast,
+        # in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
 
         def direct() -> Tensor:
@@ -304,24 +309,22 @@ class Float8DotOfRows(Float8Dot):
     XLA has no float8 matmul that takes them: the scales of its own are ones.
     """
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`."""
         return self.refusal(request) if request.of_rows else OTHER_SCALES
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         return super().reason(request) + ", scales of rows after it"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`.
-
-        XLA for CUDA reads float8 where it is cast to bfloat16 as well, and
-        small matmuls, for which it casts, are then none of float16. A number
-        times a power of two is rounded to bfloat16 as the number is, so it
-        may write that: half of what it moves.
-        """
+        # XLA for CUDA reads float8 where it is cast to bfloat16 as well, and
+        # small matmuls, for which it casts, are then none of float16. A number
+        # times a power of two is rounded to bfloat16 as the number is, so it
+        # may write that: half of what it moves.
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
         narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
         written = jnp.bfloat16 if narrow else jnp.float32

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -77,30 +77,33 @@ class TensorFlowBackend(Backend):
     name = "tensorflow"
     keeps_variables_in_graphs = True
 
+    @override
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        """See `Backend.trace`."""
         return tracing.trace(function, inputs)
 
+    @override
     def device_name(self) -> str:
-        """See `Backend.device_name`."""
         for gpu in tf.config.list_physical_devices("GPU"):
             details = tf.config.experimental.get_device_details(gpu)
             return str(details.get("device_name", gpu.name))
         return "cpu"
 
+    @override
     def traces_for_xla(self) -> bool:
-        """See `Backend.traces_for_xla`; with `jit_compile=True`."""
+        # With `jit_compile=True`.
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
         if inside is None or tf.executing_eagerly():
             return False
         return bool(inside(tf.compat.v1.get_default_graph()))
 
+    @override
     def on_cpu(self, x: Tensor) -> bool:
-        """See `Backend.on_cpu`; of a tensor in a graph: without a GPU."""
+        # Of a tensor in a graph: without a GPU.
         return not _other_devices()
 
+    @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """See `Backend.kept_dtype`; codes in a loop and under XLA."""
+        # Codes in a loop and under XLA.
         dtype = super().kept_dtype(x, format_name)
         if self.on_cpu(x):
             narrow = self.traces_for_xla() or compiles_parts(x)
@@ -109,13 +112,15 @@ class TensorFlowBackend(Backend):
             return dtype
         return "uint8" if _in_a_loop() else dtype
 
+    @override
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """See `Backend.as_dtype`; TensorFlow has these casts in XLA only."""
+        # TensorFlow has these casts in XLA only.
         return _cast_by_xla(tf.convert_to_tensor(x), tf.as_dtype(dtype))
 
     @contextlib.contextmanager
+    @override
     def functions_step_by_step(self) -> Iterator[None]:
-        """See `Backend.functions_step_by_step`; there is one switch."""
+        # There is one switch.
         with _SWITCH:
             before = tf.config.functions_run_eagerly()
             tf.config.run_functions_eagerly(True)
@@ -124,43 +129,41 @@ class TensorFlowBackend(Backend):
             finally:
                 tf.config.run_functions_eagerly(before)
 
+    @override
     def is_compiled(self, function: Any) -> bool:
-        """See `Backend.is_compiled`: what `tf.function` returns."""
+        # What `tf.function` returns.
         return isinstance(function, tf.types.experimental.PolymorphicFunction)
 
+    @override
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """See `Backend.forget_traces`.
-
-        TensorFlow has no public way to forget them. The function becomes what
-        a copy with the same options is (`_clone`, TF 2.16 to 2.21); where
-        that is gone, it stays as it was.
-        """
+        # TensorFlow has no public way to forget them. The function becomes
+        # what a copy with the same options is (`_clone`, TF 2.16 to 2.21);
+        # where that is gone, it stays as it was.
         if owner is not None:
             function = function.__get__(owner, type(owner))
         clone = getattr(function, "_clone", None)
         if clone is not None:
             vars(function).update(vars(clone(None)))
 
+    @override
     def runs_now(self) -> bool:
-        """See `Backend.runs_now`; loops do wherever functions do."""
+        # Loops do wherever functions do.
         return bool(tf.executing_eagerly())
 
+    @override
     def is_traced(self, x: Tensor) -> bool:
-        """See `Backend.is_traced`."""
         return not tf.executing_eagerly() or tf.distribute.has_strategy()
 
+    @override
     def known_integer(self, x: Tensor) -> int | None:
-        """See `Backend.known_integer`.
-
-        Asked of the context: AutoGraph makes a tensor of `int(x)`.
-        """
+        # Asked of the context: AutoGraph makes a tensor of `int(x)`.
         return int(x) if tf.executing_eagerly() else None
 
+    @override
     def known_value(self, variable: Any) -> Tensor | None:
-        """See `Backend.known_value`; while a graph is made, as it is.
-
-        A foreign optimizer assigns to the variable of TensorFlow itself.
-        """
+        # While a graph is made, as it is.
+        #
+        # A foreign optimizer assigns to the variable of TensorFlow itself.
         value = variable.value
         on_cpu = "CPU" in str(getattr(value, "device", ""))
         with tf.init_scope():
@@ -171,20 +174,18 @@ class TensorFlowBackend(Backend):
             except (AttributeError, tf.errors.FailedPreconditionError):
                 return None  # a part of another replica, or not made yet
 
+    @override
     def magnitude(self, x: Tensor) -> Tensor:
-        """See `Backend.magnitude`.
-
-        XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
-        2.21 with jit_compile=True).
-        """
+        # XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
+        # 2.21 with jit_compile=True).
         magnitude = tf.abs(x)
         if not magnitude.dtype.is_floating:
             return magnitude
         infinite = tf.constant(float("inf"), magnitude.dtype)
         return tf.where(tf.math.is_nan(magnitude), infinite, magnitude)
 
+    @override
     def combine_replicas(self, observation: Tensor) -> Tensor:
-        """See `Backend.combine_replicas`."""
         context = tf.distribute.get_replica_context()
         replicas = 1 if context is None else context.num_replicas_in_sync
         if replicas == 1:
@@ -197,14 +198,15 @@ class TensorFlowBackend(Backend):
         uses = tf.where(first[:, :1] < 0.0, first[:, :1], uses)
         return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
 
+    @override
     def on_all_replicas(self, flag: Tensor) -> Tensor:
-        """See `Backend.on_all_replicas`."""
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return flag
         failed = tf.cast(tf.logical_not(flag), tf.float32)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, failed) == 0.0
 
+    @override
     def run_if(
         self,
         flag: Tensor,
@@ -212,11 +214,8 @@ class TensorFlowBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[Any],
     ) -> None:
-        """See `Backend.run_if`.
-
-        Replicas that run as threads meet inside `update`, which they cannot
-        in a branch: there the branch goes around all of them.
-        """
+        # Replicas that run as threads meet inside `update`, which they cannot
+        # in a branch: there the branch goes around all of them.
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             super().run_if(flag, update, arguments, variables)
@@ -229,46 +228,47 @@ class TensorFlowBackend(Backend):
 
         context.merge_call(all_replicas, args=(flag, *arguments))
 
+    @override
     def settle_here(
         self, settle: Any, value: Tensor, previous: Tensor
     ) -> Tensor:
-        """See `Backend.settle_here`; one graph for all of a shape."""
+        # One graph for all of a shape.
         value = tf.convert_to_tensor(value)
         # Read here: the graph would keep the variable of the first replica.
         previous = tf.convert_to_tensor(previous)
         shapes = (tuple(value.shape), tuple(previous.shape))
         return _shared_settle(settle, shapes)(value, previous)
 
+    @override
     def let_go(self, variables: Sequence[Any]) -> None:
-        """See `Backend.let_go`."""
         let_go(variables)
 
+    @override
     def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
-        """See `Backend.transpose`."""
         point = tf.zeros(shape, tf.float32)
         with tf.GradientTape() as tape:
             tape.watch(point)
             value = function(point)
         return tape.gradient(value, point, output_gradients=cotangent)
 
+    @override
     def kept(self, step: MeasuredStep) -> Measured:
-        """See `Backend.kept`."""
         return tracing.kept(step)
 
+    @override
     def relu(self, x: Tensor) -> Tensor:
-        """See `Backend.relu`."""
         return gradients.relu(x, self.traces_for_xla())
 
+    @override
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        """See `Backend.recomputed`; by XLA, on a CPU of a GELU in 16 bits.
-
-        12 blocks with GELU take 202 MiB in place of 297 on a CPU by XLA, and
-        the step 1.00 to 1.03 of the time; without XLA it would take 1.07 to
-        1.10. The others, and a GELU in float32, are rounded otherwise where
-        they are computed again: last bits of weights change (TF 2.21).
-        """
+        # By XLA, on a CPU of a GELU in 16 bits.
+        #
+        # 12 blocks with GELU take 202 MiB in place of 297 on a CPU by XLA, and
+        # the step 1.00 to 1.03 of the time; without XLA it would take 1.07 to
+        # 1.10. The others, and a GELU in float32, are rounded otherwise where
+        # they are computed again: last bits of weights change (TF 2.21).
         if not self.traces_for_xla():
             return activation(x)
         is_gelu = activation is keras.activations.gelu
@@ -276,6 +276,7 @@ class TensorFlowBackend(Backend):
             return activation(x)
         return gradients.recomputed(activation, x)
 
+    @override
     def run(
         self,
         operation: Operation,
@@ -283,7 +284,6 @@ class TensorFlowBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """See `Backend.run`."""
         shapes = (tuple(inputs.shape), tuple(kernel.shape))
         forward = _shared_forward(operation.first_use, shapes, _in_a_loop())
 
@@ -312,10 +312,10 @@ class TensorFlowBackend(Backend):
         refuse_vectorized(*operands[:2])
         return differentiable(*operands)
 
+    @override
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """See `Backend.run_frozen`."""
 
         @tf.custom_gradient
         def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
@@ -335,12 +335,10 @@ class TensorFlowBackend(Backend):
         refuse_vectorized(operands[0])
         return differentiable(*operands)
 
+    @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Backend.numbers`.
-
-        By way of float16, which has every number of both formats: half the
-        time of a table where XLA does not compile it (TF 2.21, CPU).
-        """
+        # By way of float16, which has every number of both formats: half the
+        # time of a table where XLA does not compile it (TF 2.21, CPU).
         shift, factor = HALVES[format_name]
         wide = tf.cast(codes, tf.uint16)
         magnitude = tf.bitwise.bitwise_and(wide, 0x7F)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.emulated import (
@@ -22,7 +22,12 @@ from keras_policy_ext.backends.emulated import (
     scaled,
     unscaled,
 )
-from keras_policy_ext.backends.matmuls import OTHER_SCALES, Engine, Request
+from keras_policy_ext.backends.matmuls import (
+    OTHER_SCALES,
+    Engine,
+    MatmulKernel,
+    Request,
+)
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
@@ -150,7 +155,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
-class XlaMatmul:
+class XlaMatmul(MatmulKernel):
     """Casts from float8, which XLA takes into the matmul on a GPU.
 
     `tf.matmul` refuses float8 operands. XLA turns a matmul whose operands are
@@ -159,8 +164,9 @@ class XlaMatmul:
 
     native = True
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: in what XLA compiles."""
+        # In what XLA compiles.
         if not request.of_whole_tensors:
             return OTHER_SCALES
         return self.refusal(request)
@@ -176,16 +182,17 @@ class XlaMatmul:
             return "only XLA has a float8 matmul: jit_compile=True"
         return None
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         if request.prefer == "native":
             return "casts for XLA, asked for"
         return "XLA takes the casts into the matmul"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`; not fast is the highest precision."""
+        # Not fast is the highest precision.
         product = _product if fast else _exact_product
         return scaled(product(float32(a), float32(b)), a, b, dtype)
 
@@ -199,14 +206,15 @@ class DequantizedMatmul(XlaMatmul):
     be used.
     """
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: with a GPU that has float8."""
+        # With a GPU that has float8.
         return super().supports(request) or lacking(*request.formats)
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         # XLA's float8 matmul writes no float64.
         if have_vector(a, b) or dtype == "float64":
             return super().multiply(a, b, dtype, fast)
@@ -228,18 +236,17 @@ class XlaMatmulOfRows(XlaMatmul):
     XLA has no float8 matmul that takes them.
     """
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: in what XLA compiles."""
+        # In what XLA compiles.
         return self.refusal(request) if request.of_rows else OTHER_SCALES
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`.
-
-        A number times a power of two is rounded to bfloat16 as the number is,
-        so that a GPU may write that: half of what it moves.
-        """
+        # A number times a power of two is rounded to bfloat16 as the number
+        # is, so that a GPU may write that: half of what it moves.
         narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
         on_gpu = lacking(*map(_format_of, (a, b))) is None
         if not narrow or have_vector(a, b) or not on_gpu:
@@ -255,10 +262,10 @@ class EmulatedMatmul(Emulated):
     XLA alone has a matmul of 16 bits that writes its sums in float32.
     """
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         narrow = here().multiplies_in
         in_xla = backends.current().traces_for_xla()
         if not in_xla or not exact_in(narrow, a, b):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import (
@@ -178,52 +178,48 @@ class TorchBackend(Backend):
 
     name = "torch"
 
+    @override
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        """See `Backend.trace`."""
         return tracing.trace(function, inputs)
 
+    @override
     def device_name(self) -> str:
-        """See `Backend.device_name`."""
         if not torch.cuda.is_available():
             return "cpu"
         return torch.cuda.get_device_name()
 
+    @override
     def is_compiling(self) -> bool:
-        """See `Backend.is_compiling`; torch.compile breaks at one."""
+        # torch.compile breaks its graph where a context variable is read.
         return bool(torch.compiler.is_compiling())
 
+    @override
     def step_by_step(self) -> AbstractContextManager[None]:
-        """See `Backend.step_by_step`."""
         return torch.no_grad()
 
+    @override
     def reshape(self, x: Tensor, shape: Any) -> Tensor:
-        """See `Backend.reshape`: 1 µs in place of 30 (torch 2.13)."""
+        # 1 µs in place of 30 (torch 2.13).
         return x.reshape(shape)
 
+    @override
     def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """See `Backend.permute`."""
         return x.permute(tuple(axes))
 
+    @override
     def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:
-        """See `Backend.repeat`.
-
-        That of Keras fails on the device of shapes alone (keras 3.15).
-        """
+        # That of Keras fails on the device of shapes alone (keras 3.15).
         return torch.repeat_interleave(x, repeats, dim=axis)
 
+    @override
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
-        """See `Backend.stack`.
-
-        Of lists of tensors an eager call of `ops` makes a cycle, in which they
-        live on until garbage is collected (keras 3.15).
-        """
+        # Of lists of tensors an eager call of `ops` makes a cycle, in which
+        # they live on until garbage is collected (keras 3.15).
         return torch.stack(tuple(tensors), axis)
 
+    @override
     def known_number(self, x: Tensor) -> float | None:
-        """See `Backend.known_number`.
-
-        A scale takes 5 µs of arithmetic on numbers and 50 on tensors.
-        """
+        # A scale takes 5 µs of arithmetic on numbers and 50 on tensors.
         if not is_known(x) or x.dim() or x.dtype != torch.float32:
             return None
         # What is exported or compiled is still to come.
@@ -231,12 +227,10 @@ class TorchBackend(Backend):
             return None
         return x.item()
 
+    @override
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
-        """See `Backend.have_normal_product`.
-
-        Taken for granted on a GPU, which does not read a subnormal number as
-        0, and which would have to be waited for.
-        """
+        # Taken for granted on a GPU, which does not read a subnormal number as
+        # 0, and which would have to be waited for.
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return False
         if not (is_known(a) and is_known(b)):
@@ -251,62 +245,62 @@ class TorchBackend(Backend):
         )
         return low * least >= SMALLEST and high * most <= LARGEST
 
+    @override
     def known_any(self, flags: Tensor) -> bool | None:
-        """See `Backend.known_any`.
-
-        A choice of scales that is already made saves three of the five
-        computations of scales in a step.
-        """
+        # A choice of scales that is already made saves three of the five
+        # computations of scales in a step.
         return bool(flags.any()) if is_known(flags) else None
 
+    @override
     def seen_lately(self, state: Tensor) -> bool:
-        """See `Backend.seen_lately`."""
         return observations.seen_lately(state)
 
     @torch.compiler.disable
+    @override
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        """See `Backend.settle_here`; not compiled either."""
+        # torch.compile does not trace it either.
         with torch.no_grad():
             return super().settle_here(settle, value, previous)
 
+    @override
     def version(self, x: Tensor) -> int | None:
-        """See `Backend.version`."""
         counts = is_real(x) and not x.is_inference()
         return x._version if counts else None
 
     @torch.compiler.disable
+    @override
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
-        """See `Backend.assigned`."""
         with torch.no_grad():
             value = observations.with_observed(variable, value)
             previous = variable.value
             return super().settle(variable.settling, value, previous)
 
+    @override
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
-        """See `Backend.keep_observations`."""
         observations.keep_apart(variable, tensor)
 
+    @override
     def earlier_observation(self, variable: Any) -> Tensor | None:
-        """See `Backend.earlier_observation`."""
         return variable.observed.earlier
 
+    @override
     def put_earlier_observation(self, variable: Any, value: Any) -> None:
-        """See `Backend.put_earlier_observation`."""
         value = torch.as_tensor(value, device=variable.value.device)
         variable.observed.earlier = value
 
+    @override
     def known_value(self, variable: Any) -> Tensor | None:
-        """See `Backend.known_value`; once for each change."""
+        # Once for each change.
         if torch.compiler.is_compiling() or are_transforms_active():
             return None
         return observations.changed_value(variable)
 
+    @override
     def follow_shards(
         self, variables: Sequence[Any], modules: Sequence[Any]
     ) -> None:
-        """See `Backend.follow_shards`."""
         # Tensors in parts are not in every build of PyTorch.
         pass
 
@@ -321,36 +315,39 @@ class TorchBackend(Backend):
         group = group_of(cut[0])
         observations.know_group(variables, group)
 
+    @override
     def settle_observed(self, variables: Sequence[Any]) -> None:
-        """See `Backend.settle_observed`."""
         observations.enter(variables)
 
+    @override
     def on_cpu(self, x: Tensor) -> bool:
-        """See `Backend.on_cpu`."""
         return bool(x.device.type == "cpu")
 
+    @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """See `Backend.kept_dtype`; Apple's GPUs have no float8 dtype."""
+        # Apple's GPUs have no float8 dtype.
         on_apple = x.device.type == "mps"
         return "uint8" if on_apple else saved_dtype(format_name)
 
+    @override
     def may_take_gradients(self) -> bool:
-        """See `Backend.may_take_gradients`."""
         return bool(torch.is_grad_enabled())
 
+    @override
     def kept(self, step: MeasuredStep) -> Measured:
-        """See `Backend.kept`."""
         # Here, because it loads what a training step does not need.
         from keras_policy_ext.backends.torch import tracing
 
         return tracing.kept(step)
 
+    @override
     def relu(self, x: Tensor) -> Tensor:
-        """See `Backend.relu`; its compiler chooses what is kept."""
+        # torch.compile chooses itself what is saved for the backward pass.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return torch.relu(x)
         return torch.relu(x) if are_transforms_active() else Relu.apply(x)
 
+    @override
     def run(
         self,
         operation: Operation,
@@ -358,7 +355,6 @@ class TorchBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """See `Backend.run`."""
         if torch.compiler.is_exporting():
             return _run_exported(operation, inputs, kernel, state)
         if torch.compiler.is_dynamo_compiling():
@@ -366,18 +362,19 @@ class TorchBackend(Backend):
             return operators.run(operation, inputs, kernel, *state)
         return _run(operation, None, inputs, kernel, *state)
 
+    @override
     def run_and_add(
         self, bias: Tensor, operation: Operation, *tensors: Tensor
     ) -> Tensor:
-        """See `Backend.run_and_add`; a GPU's matmul may add it itself."""
+        # A GPU's matmul may add it itself.
         if torch.compiler.is_compiling():
             return super().run_and_add(bias, operation, *tensors)
         return _run(operation, bias, *tensors)
 
+    @override
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """See `Backend.run_frozen`."""
         learns = torch.is_grad_enabled() and inputs.requires_grad
         if torch.compiler.is_dynamo_compiling():
             if operation.only_widens and not learns:
@@ -391,12 +388,12 @@ class TorchBackend(Backend):
             return Frozen.apply(operation, inputs, *constants)
         return operation.forward(inputs, constants)
 
+    @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Backend.numbers`; a GPU casts, and a CPU looks them up.
-
-        There a cast takes four times as long as a table when it is compiled
-        (4 M numbers: 8 ms and 1 ms of inductor, torch 2.13).
-        """
+        # A GPU casts, and a CPU looks them up.
+        #
+        # There a cast takes four times as long as a table when it is compiled
+        # (4 M numbers: 8 ms and 1 ms of inductor, torch 2.13).
         if codes.device.type == "cuda" or not is_real(codes):
             return self.as_float8(codes, format_name).float()
         table = _TABLES[format_name].to(codes.device)
@@ -405,12 +402,12 @@ class TorchBackend(Backend):
         found = table.index_select(0, codes.flatten().int())
         return found.view(codes.shape)
 
+    @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
-        """See `Backend.as_float8`."""
         return codes.view(getattr(torch, format_name))
 
+    @override
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """See `Backend.as_dtype`."""
         return x.to(getattr(torch, dtype))
 
 

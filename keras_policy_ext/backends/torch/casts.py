@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from keras_policy_ext import _user_code, formats
-from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.both_layouts import Both, ScaleHint
+from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.both_layouts import Both, BothLayouts, ScaleHint
+from keras_policy_ext.backends.matmuls import StateKernels
 from keras_policy_ext.backends.torch import backend, observations
 from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.formats import FAMILIES
@@ -190,7 +191,7 @@ if HAS_TRITON:
     from keras_policy_ext.backends.torch import triton_kernels
 
 
-class TritonCasts:
+class TritonCasts(BothLayouts):
     """See `BothLayouts`.
 
     Args:
@@ -200,16 +201,17 @@ class TritonCasts:
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
 
+    @override
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
-        """See `BothLayouts.supports`."""
         if format_name not in FAMILIES["ocp"]:
             return f"Triton's casts do not write {format_name}"
         if dtype not in ("bfloat16", "float16", "float32"):
             return f"Triton's casts do not read {dtype}"
         return _refusal(like, self.interpreted)
 
+    @override
     def quantize(
         self,
         matrix: Tensor,
@@ -217,7 +219,6 @@ class TritonCasts:
         known: ScaleHint,
         observe: bool,
     ) -> Both:
-        """See `BothLayouts.quantize`."""
         if is_real(matrix):
             return triton_kernels.quantize_both_ways(
                 matrix, asked, known, observe, self.interpreted
@@ -234,7 +235,7 @@ class TritonCasts:
         )
 
 
-class TritonStates:
+class TritonStates(StateKernels):
     """See `StateKernels`.
 
     Args:
@@ -244,29 +245,29 @@ class TritonStates:
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
 
+    @override
     def supports(self, source: Any, state: Tensor) -> str | None:
-        """See `StateKernels.supports`."""
         if type(source) is not DelayedSource:
             return "Triton's arithmetic is that of delayed scaling"
         if not is_real(state) or state.dtype != torch.float32:
             return "this state has no float32 numbers yet"
         return _refusal(state, self.interpreted)
 
+    @override
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
-        """See `StateKernels.history_scales`."""
         tells = self.interpreted or tells_the_host()
         told = observations.told(state) if tells else None
         matrix = state.contiguous()
         return triton_kernels.history_scales(source, matrix, told)
 
+    @override
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        """See `StateKernels.observation`."""
         return triton_kernels.observation(source, amaxes, slot)
 
+    @override
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
-        """See `StateKernels.settle`."""
         pair = value.contiguous(), previous.contiguous()
         return triton_kernels.settle(source, *pair)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.emulated import (
     LARGEST,
     SMALLEST,
@@ -21,7 +21,7 @@ from keras_policy_ext.backends.emulated import (
     times_scales,
     unscaled,
 )
-from keras_policy_ext.backends.matmuls import Engine
+from keras_policy_ext.backends.matmuls import Engine, StateKernels
 from keras_policy_ext.backends.torch import backend, casts
 from keras_policy_ext.backends.torch.backend import is_known, is_real
 from keras_policy_ext.backends.torch.scaled_mm import (
@@ -51,8 +51,8 @@ class TorchConvolutions(KerasConvolutions):
     A transposed one is PyTorch's, cut to the window that Keras has.
     """
 
+    @override
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
-        """See `Convolutions.outputs`."""
         if not conv.is_transposed:
             return super().outputs(conv, x, w)
         pads = conv.around(tuple(w.shape[:-2]))
@@ -61,16 +61,16 @@ class TorchConvolutions(KerasConvolutions):
         )
         return _as_lying(conv, F.pad(whole, _flat(pads)))
 
+    @override
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Any
     ) -> Tensor:
-        """See `Convolutions.inputs_grad`."""
         return _conv_backward(conv, g, g.new_zeros(tuple(shape)), w, 0)
 
+    @override
     def kernel_grad(
         self, conv: Any, x: Tensor, g: Tensor, shape: Any
     ) -> Tensor:
-        """See `Convolutions.kernel_grad`."""
         return _conv_backward(conv, g, x, g.new_zeros(tuple(shape)), 1)
 
 
@@ -161,11 +161,11 @@ FIRST = 2 + SLOTS
 _KERNEL = OPERANDS.index("kernel")
 
 
-class CpuStates:
+class CpuStates(StateKernels):
     """See `StateKernels`."""
 
+    @override
     def supports(self, source: Any, state: Tensor) -> str | None:
-        """See `StateKernels.supports`."""
         if type(source) is not DelayedSource:
             return "this arithmetic is that of delayed scaling"
         there = is_real(state) and state.device.type == "cpu"
@@ -175,8 +175,8 @@ class CpuStates:
             return "a compiler does not see what NumPy does"
         return None
 
+    @override
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
-        """See `StateKernels.history_scales`."""
         before = _before(source, state.detach().numpy())
         _, scales_before = zip(*before, strict=True)
         scales = np.array(scales_before, np.float32)
@@ -186,17 +186,17 @@ class CpuStates:
             None if unseen is None else torch.from_numpy(unseen),
         )
 
+    @override
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        """See `StateKernels.observation`."""
         found = np.zeros(source.state_shape, "float32")
         found[:, 0] = UNIT
         found[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
         return torch.from_numpy(found)
 
+    @override
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
-        """See `StateKernels.settle`."""
         value, previous = value.detach(), previous.detach()
         values, settled = value.numpy(), previous.numpy().copy()
         before = _before(source, settled)
@@ -305,10 +305,10 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 class Float32Matmul(Emulated):
     """float32, or bfloat16 where that gives the same and is faster."""
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         if _fits_bfloat16(a, b, dtype):
             if not _in_one_scale(a, b):
                 return self._narrow(a, b)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.emulated import times_scales
-from keras_policy_ext.backends.matmuls import OTHER_SCALES, Request
+from keras_policy_ext.backends.matmuls import (
+    OTHER_SCALES,
+    MatmulKernel,
+    Request,
+)
 from keras_policy_ext.backends.torch import backend as torch_devices
 from keras_policy_ext.backends.torch import casts
 from keras_policy_ext.numerics.casting import encode_scales
@@ -35,7 +39,7 @@ MX_BLOCK = 32
 """Numbers of a block of the OCP MX formats."""
 
 
-class ScaledMM:
+class ScaledMM(MatmulKernel):
     """`scaled_mm` of two float8 matrices with one scale each.
 
     PyTorch's own tests of it (`test_scaled_matmul_cuda.py`) have results in
@@ -67,8 +71,8 @@ class ScaledMM:
             return OTHER_SCALES
         return _refusal(request) or _slower_on_a_cpu(request)
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         if torch_devices.here().maker == "cpu":
             return "scaled_mm on a CPU, asked for"
         if devices.pretended() is not None:
@@ -77,16 +81,16 @@ class ScaledMM:
         by = "Triton" if lacking is None else f"PyTorch: {lacking}"
         return f"scaled_mm on CUDA, of operands cast by {by}"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         scales = a.scale.reshape(()), b.scale.reshape(())
         how = getattr(torch, dtype), fast, self._bias
         return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
 
 
-class ScaledMMOfRows:
+class ScaledMMOfRows(MatmulKernel):
     """`scaled_mm` with a scale for each row of an operand or of both.
 
     Where PyTorch has no kernel that takes them the scales multiply the
@@ -95,22 +99,23 @@ class ScaledMMOfRows:
 
     native = True
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: where `ScaledMM` is there."""
+        # Where `ScaledMM` is there.
         if not request.of_rows:
             return OTHER_SCALES
         return _refusal(request) or _slower_on_a_cpu(request)
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         if torch_devices.here().maker == "cpu":
             return "scaled_mm on a CPU, with scales of rows, asked for"
         return "scaled_mm on CUDA, with scales of rows"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         x, y = _matrices(a, b)
         # All that PyTorch's own kernel is made for on every device.
         plain = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
@@ -123,7 +128,7 @@ class ScaledMMOfRows:
         return product.to(getattr(torch, dtype))
 
 
-class ScaledMMOfBlocks:
+class ScaledMMOfBlocks(MatmulKernel):
     """`scaled_mm` with scales of 1 x 128 blocks, or of 128 x 128 in the second.
 
     Not run in this release: no Hopper was there. Layouts are those that
@@ -133,8 +138,9 @@ class ScaledMMOfBlocks:
 
     native = True
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: on a Hopper."""
+        # On a Hopper.
         row, square = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
         if request.tiles not in ((row, row), (row, square)):
             return OTHER_SCALES
@@ -144,14 +150,15 @@ class ScaledMMOfBlocks:
             or _other_formats(request)
         )
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         return "scaled_mm on CUDA, with scales of blocks"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`; PyTorch tests exact sums only."""
+        # PyTorch tests exact sums only.
         x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
         if b.tile.free == BLOCK:
             # The blocks of 128 rows one after another, 4 scales or more each.
@@ -173,7 +180,7 @@ class ScaledMMOfBlocks:
         return _cut(product, a, b, dtype)
 
 
-class ScaledMMOfMX:
+class ScaledMMOfMX(MatmulKernel):
     """`scaled_mm` with a power of two for each 32 numbers of a row.
 
     Not run in this release: no Blackwell was there. What PyTorch checks is
@@ -183,8 +190,9 @@ class ScaledMMOfMX:
 
     native = True
 
+    @override
     def supports(self, request: Request) -> str | None:
-        """See `MatmulKernel.supports`: on a data center's Blackwell."""
+        # On a data center's Blackwell.
         if request.tiles != (Tile(1, MX_BLOCK),) * 2:
             return OTHER_SCALES
         return (
@@ -194,14 +202,14 @@ class ScaledMMOfMX:
             or _other_than_powers_of_two(request)
         )
 
+    @override
     def reason(self, request: Request) -> str:
-        """See `MatmulKernel.reason`."""
         return "scaled_mm on CUDA, with scales of MX blocks"
 
+    @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """See `MatmulKernel.multiply`."""
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         first, second = (
             swizzled(encode_scales(each.scale.squeeze(0), E8M0))
