@@ -10,7 +10,7 @@ import pytest
 
 from keras_policy_ext import stored_kernels
 from keras_policy_ext.export import onnx as onnx_export
-from keras_policy_ext.export.onnx import graph, initializers
+from keras_policy_ext.export.onnx import graph
 from onnx_files import run
 
 pytestmark = pytest.mark.any_backend
@@ -250,7 +250,7 @@ def test_numbers_that_are_too_many_lie_beside(
     x = np.random.default_rng(0).normal(size=(7, 64)).astype("float32")
     options = {"granularity": granularity}
     onnx_export.write(model, tmp_path / "one.onnx", **options)
-    monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
+    monkeypatch.setattr(graph, "INLINE_LIMIT", 1000)
     onnx_export.write(model, tmp_path / "two.onnx", **options)
     names = ["one.onnx", "two.onnx", "two.onnx.data"]
     assert sorted(os.listdir(tmp_path)) == names
@@ -262,7 +262,7 @@ def test_numbers_that_are_too_many_lie_beside(
 
 
 def test_numbers_beside_do_not_stay_without_their_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
+    monkeypatch.setattr(graph, "INLINE_LIMIT", 1000)
     replace = os.replace
 
     def fails(source, target):
@@ -277,7 +277,7 @@ def test_numbers_beside_do_not_stay_without_their_model(tmp_path, monkeypatch):
 
 
 def test_numbers_beside_replace_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(initializers, "INLINE_LIMIT", 1000)
+    monkeypatch.setattr(graph, "INLINE_LIMIT", 1000)
     onnx_export.write(small_model(), tmp_path / "m.onnx")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(FileExistsError, match=r"m\.onnx\.data"):
@@ -307,7 +307,7 @@ def test_one_kernel_is_quantized_at_a_time(tmp_path, monkeypatch):
 
 
 def test_equal_bytes_of_other_dtypes_are_other_initializers(tmp_path):
-    numbers = initializers.Initializers(tmp_path / "data")
+    numbers = graph.Initializers(tmp_path / "data")
     made = graph.OnnxGraph(numbers)
     codes = np.zeros(400, "uint8")
     names = [

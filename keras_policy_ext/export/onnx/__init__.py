@@ -67,7 +67,7 @@ def write(
     opset = OPSET if opset is None else opset
     _check_opset(opset)
     from keras_policy_ext.export import kernels
-    from keras_policy_ext.export.onnx import walk, writing
+    from keras_policy_ext.export.onnx import walk
     from keras_policy_ext.export.onnx.kernels import Kernels
     from keras_policy_ext.export.report import ExportReport
 
@@ -78,7 +78,7 @@ def write(
     )
     _check_blocks(scheme.granularity, opset)
     chosen = Kernels(found, scheme)
-    writing.write(model, path, chosen, opset, overwrite)
+    walk.write(model, path, chosen, opset, overwrite)
     return ExportReport.of(path, "onnx", scheme, chosen.written.values())
 
 

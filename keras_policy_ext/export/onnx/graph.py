@@ -1,45 +1,122 @@
-"""An ONNX graph while it is being written."""
+"""An ONNX graph while it is being written: nodes, values, initializers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from onnx import TensorProto, helper
 
-from keras_policy_ext.export.onnx.initializers import Initializers
-
 Array = np.ndarray[Any, Any]
+Axes = Sequence[int] | Array
 Shape = tuple[int | None, ...]
 
 FLOAT8 = {"float8_e4m3fn": "FLOAT8E4M3FN", "float8_e5m2": "FLOAT8E5M2"}
 """The names of the float8 formats in ONNX."""
 
+INLINE_LIMIT = 2**31 - 2**26
+"""Bytes of numbers that a model file may hold: protobuf ends at 2 GiB."""
+
+_SMALL = 1024
+_ALIGNMENT = 4096  # so that a reader can map each tensor into memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What a node of the graph yields.
+    """A tensor in the graph; each operator on it adds a node.
 
     Attributes:
+        graph: Takes the nodes.
         name: Its name in the file.
         dtype: The name of its dtype in NumPy.
-        shape: As Keras knows it, None for an unknown axis; None where nobody
-            asked.
+        shape: As Keras knows it, None for an unknown axis; None for the
+            result of a node inside a layer.
     """
 
+    graph: OnnxGraph = dataclasses.field(repr=False, compare=False)
     name: str
     dtype: str = "float32"
     shape: Shape | None = None
 
+    # An array on the left then leaves its operator to this class.
+    __array_ufunc__ = None
+
     @property
     def rank(self) -> int:
-        """The number of axes; of what a layer or operation was given."""
+        """Return the number of axes; 0 where the shape is not known."""
         return len(self.shape or ())
+
+    def op(self, kind: str, *others: Operand, **options: Any) -> Value:
+        """Add a node whose first input this is; see `OnnxGraph.op`."""
+        return self.graph.op(kind, self, *others, **options)
+
+    def __add__(self, other: Operand) -> Value:
+        return self.op("Add", other)
+
+    def __sub__(self, other: Operand) -> Value:
+        return self.op("Sub", other)
+
+    def __mul__(self, other: Operand) -> Value:
+        return self.op("Mul", other)
+
+    def __truediv__(self, other: Operand) -> Value:
+        """Divide; integers are divided as integers."""
+        return self.op("Div", other)
+
+    def __neg__(self) -> Value:
+        return self.op("Neg")
+
+    def __gt__(self, other: Value | float) -> Value:
+        return self.op("Greater", other, dtype="bool")
+
+    def __lt__(self, other: Value | float) -> Value:
+        return self.op("Less", other, dtype="bool")
+
+    def where(self, x: Value | float, y: Value | float) -> Value:
+        """Take `x` where this flag is set, else `y`, element by element."""
+        dtype = next(z.dtype for z in (x, y) if isinstance(z, Value))
+        return self.op("Where", x, y, dtype=dtype)
+
+    def cast(self, dtype: str) -> Value:
+        """Cast to another dtype; add no node if it is the same."""
+        if self.dtype == dtype:
+            return self
+        cast = self.op("Cast", dtype=dtype, to=onnx_type(dtype))
+        return dataclasses.replace(cast, shape=self.shape)
+
+    def reduce(self, kind: str, axes: Axes, keepdims: bool = True) -> Value:
+        """Reduce over axes; `kind` is "Mean", "Sum", "Max" and the like."""
+        over = np.asarray(axes, "int64")
+        return self.op(f"Reduce{kind}", over, keepdims=int(keepdims))
+
+    def size(self, axis: int) -> Value:
+        """Return the size of an axis at run time, int64 of shape (1,)."""
+        end = {} if axis == -1 else {"end": axis + 1}
+        return self.op("Shape", dtype="int64", start=axis, **end)
+
+    def reshape(self, *sizes: int) -> Value:
+        """Reshape; 0 keeps the size of an axis, -1 is what is left."""
+        return self.op("Reshape", np.asarray(sizes, "int64"))
+
+    def transpose(self, *order: int) -> Value:
+        """Permute the axes; add no node if they keep their order."""
+        if order == tuple(range(len(order))):
+            return self
+        return self.op("Transpose", perm=list(order))
+
+    def unsqueeze(self, axes: Axes) -> Value:
+        """Insert axes of size 1."""
+        return self.op("Unsqueeze", np.asarray(axes, "int64"))
+
+    def squeeze(self, axes: Axes) -> Value:
+        """Remove axes of size 1."""
+        return self.op("Squeeze", np.asarray(axes, "int64"))
 
 
 Operand = Value | Array | float
@@ -57,7 +134,7 @@ class OnnxGraph:
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Names that are given meanwhile begin with this one."""
+        """Prefix the names that are given within the block."""
         before, self._scope = self._scope, f"{name}/"
         try:
             yield
@@ -65,7 +142,7 @@ class OnnxGraph:
             self._scope = before
 
     def unique(self, name: str) -> str:
-        """A name like this one that nothing in the graph has."""
+        """Reserve a name, with a number if it is taken."""
         found, number = name, 1
         while found in self._names:
             found, number = f"{name}_{number}", number + 1
@@ -80,13 +157,13 @@ class OnnxGraph:
         unused: int = 0,
         **attributes: Any,
     ) -> Value:
-        """Add a node with one output.
+        """Add a node, and return its first output.
 
         Args:
             kind: The name of the operator.
             operands: Its inputs; numbers and arrays become constants.
-            dtype: Of its output; None for that of the first input.
-            unused: How many outputs it has besides.
+            dtype: Of the output; None for that of the first input.
+            unused: The number of other outputs.
             **attributes: Its attributes.
         """
         inputs = [self._value(each) for each in operands]
@@ -95,50 +172,33 @@ class OnnxGraph:
         outputs = [name, *(f"{name}:{n}" for n in range(unused))]
         node = helper.make_node(kind, names, outputs, name, **attributes)
         self.nodes.append(node)
-        return Value(name, dtype or inputs[0].dtype)
-
-    def cast(self, x: Value, dtype: str) -> Value:
-        """A value in another dtype; itself if it has it."""
-        if x.dtype == dtype:
-            return x
-        cast = self.op("Cast", x, dtype=dtype, to=onnx_type(dtype))
-        return dataclasses.replace(cast, shape=x.shape)
+        return Value(self, name, dtype or inputs[0].dtype)
 
     def constant(self, array: Any, name: str = "constant") -> Value:
-        """An initializer; equal ones are there once."""
+        """Add an initializer; return the earlier one if it is equal."""
         array = np.ascontiguousarray(array).reshape(np.shape(array))
         return self._initializer(array, array.dtype.name, name)
 
     def values(self, operands: Iterable[Any]) -> list[Value]:
-        """Operands as values; tensors become constants, floats in float32."""
+        """Make tensors of Keras constants, floats in float32; keep values."""
         return [
             each if isinstance(each, Value) else self.constant(_array(each))
             for each in operands
         ]
 
     def codes(self, codes: Array, format: str, name: str) -> Value:
-        """An initializer of float8 numbers, from their codes in uint8."""
+        """Add an initializer of float8 numbers, from their codes in uint8."""
         return self._initializer(np.ascontiguousarray(codes), format, name)
 
     def _initializer(self, array: Array, dtype: str, name: str) -> Value:
-        """A layer that is called twice has its weights in the file once."""
+        """Add an initializer once, also for a layer that is called twice."""
         digest = hashlib.blake2b(array.data, digest_size=16).digest()
         key = (dtype, array.shape, digest)
         if key not in self._constants:
-            value = Value(self.unique(f"{self._scope}{name}"), *key[:2])
+            value = Value(self, self.unique(f"{self._scope}{name}"), *key[:2])
             self._initializers.add(value.name, onnx_type(dtype), array)
             self._constants[key] = value
         return self._constants[key]
-
-    def reshape(self, x: Value, sizes: tuple[int, ...]) -> Value:
-        """The same numbers in another shape; 0 keeps the size of an axis."""
-        return self.op("Reshape", x, np.asarray(sizes, "int64"))
-
-    def transpose(self, x: Value, order: tuple[int, ...]) -> Value:
-        """The axes in another order."""
-        if order == tuple(range(len(order))):
-            return x
-        return self.op("Transpose", x, perm=list(order))
 
     def _value(self, operand: Operand) -> Value:
         if isinstance(operand, Value):
@@ -148,13 +208,83 @@ class OnnxGraph:
         return self.constant(operand)
 
 
+class Initializers:
+    """Tensors whose numbers are on disk as soon as they are added.
+
+    So only one of them is ever in memory, however many there are.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.tensors: list[Any] = []
+        self._path = path
+        self._file = path.open("wb")
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, data_type: int, array: Array) -> None:
+        """Add a tensor: the bytes of the array, as numbers of this type."""
+        tensor = TensorProto(name=name, data_type=data_type, dims=array.shape)
+        data = np.ascontiguousarray(array)
+        if data.nbytes < _SMALL:
+            tensor.raw_data = data.tobytes()
+        else:
+            self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
+            self._places[name] = (self._file.tell(), data.nbytes)
+            data.tofile(self._file)
+        self.tensors.append(tensor)
+
+    def finish(self) -> None:
+        """Take the numbers into the tensors, and remove their file.
+
+        Where they are too many for a model file, they stay in their own,
+        which is then part of the model.
+        """
+        self._file.close()
+        total = sum(size for _, size in self._places.values())
+        outside = total > INLINE_LIMIT
+        with self._path.open("rb") as file:
+            for tensor in self.tensors:
+                place = self._places.get(tensor.name)
+                if place is not None and outside:
+                    _refer(tensor, self._path.name, *place)
+                elif place is not None:
+                    file.seek(place[0])
+                    tensor.raw_data = file.read(place[1])
+        if not outside:
+            self._path.unlink()
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        self._file.close()
+
+
+class Refused(Exception):
+    """Why a layer or operation cannot be in a graph, and what can be.
+
+    Raised where the name of the layer is not known. `Walk.call`, which knows
+    it, writes the whole message.
+    """
+
+    def __init__(self, reason: str, allowed: str):
+        super().__init__(reason)
+        self.reason = reason
+        self.allowed = allowed
+
+
+def onnx_type(dtype: str) -> int:
+    """Return the number that ONNX has for a dtype or a float8 format."""
+    if dtype in FLOAT8:
+        return int(getattr(TensorProto, FLOAT8[dtype]))
+    return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
 def _array(constant: Any) -> Array:
     array = np.asarray(keras.ops.convert_to_numpy(constant))
     return array.astype("float32") if array.dtype.kind == "f" else array
 
 
-def onnx_type(dtype: str) -> int:
-    """The number that ONNX has for a dtype of NumPy or a float8 format."""
-    if dtype in FLOAT8:
-        return int(getattr(TensorProto, FLOAT8[dtype]))
-    return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+def _refer(tensor: Any, location: str, offset: int, length: int) -> None:
+    """Have a tensor read its numbers from the file beside the model."""
+    tensor.data_location = TensorProto.EXTERNAL
+    places = {"location": location, "offset": offset, "length": length}
+    for key, value in places.items():
+        tensor.external_data.add(key=key, value=str(value))

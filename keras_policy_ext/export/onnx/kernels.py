@@ -1,22 +1,36 @@
-"""The kernels of layers as they go into a graph: one at a time."""
+"""Kernels of layers, in float8 in a graph, and inputs rounded to it.
+
+One kernel at a time is in memory. The nodes are those that onnxruntime
+computes alike at every level of optimization.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_policy_ext import formats
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext.export import kernels
 from keras_policy_ext.export.kernels import Scheme
-from keras_policy_ext.export.onnx.refused import Refused
+from keras_policy_ext.export.onnx.graph import (
+    OnnxGraph,
+    Refused,
+    Value,
+    onnx_type,
+)
 from keras_policy_ext.export.report import Written
 from keras_policy_ext.layers.drop_in import drop_in_of
-from keras_policy_ext.stored_kernels import Axes, StoredKernel
+from keras_policy_ext.stored_kernels import BLOCK, Axes, StoredKernel, as_matrix
 
 Array = np.ndarray[Any, Any]
+
+INPUTS = "float8_e4m3fn"
+"""The format that inputs are rounded to."""
 
 _NOT_FOUND = "its layer cannot be frozen"
 """Why a kernel stays float32."""
@@ -40,7 +54,7 @@ class OnnxKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel in its layer."""
+        """Return the shape of the kernel in its layer."""
         data = self.data
         return (data.codes if isinstance(data, StoredKernel) else data).shape
 
@@ -61,7 +75,7 @@ class Kernels:
     written: dict[int, Written] = dataclasses.field(default_factory=dict)
 
     def of(self, layer: Any) -> OnnxKernel:
-        """The kernel of a layer, read and quantized anew at each call.
+        """Read the kernel of a layer, and quantize it anew at each call.
 
         Raises:
             Refused: If the file cannot have it.
@@ -86,7 +100,7 @@ class Kernels:
     def weight(
         self, variable: keras.Variable, reason: str = kernels.NO_KERNEL
     ) -> Array:
-        """A weight that is no stored kernel, in float32."""
+        """Read a weight that is no stored kernel, in float32."""
         wide = keras.ops.cast(variable, "float32")
         values = np.asarray(keras.ops.convert_to_numpy(wide))
         self._note(variable, "float32", reason, values.nbytes)
@@ -95,7 +109,7 @@ class Kernels:
     def _float(
         self, layer: Any, variable: Any, found: kernels.ExportedKernel | None
     ) -> OnnxKernel:
-        """A kernel that stays float32."""
+        """Read a kernel that stays float32."""
         frozen = kernels.is_frozen(variable)
         if not frozen and not keras.backend.is_float_dtype(variable.dtype):
             raise Refused(
@@ -116,6 +130,92 @@ class Kernels:
         )
 
 
+def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
+    """Add a kernel in float32, its summed axes first, then the others.
+
+    It lies in the file as a matrix of summed by kept axes: there is one axis
+    for the scales, however many axes the kernel has.
+    """
+    stored = kernel.data
+    order = kernel.axes.summed + kernel.axes.free
+    if not isinstance(stored, StoredKernel):
+        return graph.constant(stored.transpose(order), "kernel")
+    codes = graph.codes(stored.matrix.T, stored.weights, "kernel")
+    dequantized = _dequantized(codes, stored, kept=1)
+    if len(kernel.axes.summed) == len(kernel.axes.free) == 1:
+        return dequantized
+    return dequantized.reshape(*(kernel.shape[axis] for axis in order))
+
+
+def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
+    """Add a kernel (*window, in, out) in float32, as (out, in, *window).
+
+    One of a transposed convolution, (*window, out, in), as (in, out, *window).
+    """
+    stored = kernel.data
+    rank = len(kernel.shape)
+    order = (rank - 1, rank - 2, *range(rank - 2))
+    if not isinstance(stored, StoredKernel):
+        return graph.constant(stored.transpose(order), "kernel")
+    (free,) = kernel.axes.free
+    kept = order.index(free)
+    if stored.granularity != "block":
+        turned = stored.codes.transpose(order)
+        codes = graph.codes(turned, stored.weights, "kernel")
+        return _dequantized(codes, stored, kept)
+    # Blocks count along window and input channels as Keras has them.
+    codes = graph.codes(stored.matrix, stored.weights, "kernel")
+    rows = _dequantized(codes, stored, kept=0)
+    sizes = (kernel.shape[axis] for axis in (free, *kernel.axes.summed))
+    ends = (rank - 1, 0) if kept else (0, rank - 1)
+    return rows.reshape(*sizes).transpose(*ends, *range(1, rank - 1))
+
+
+def rows_of_table(kernel: OnnxKernel, indices: Value) -> Value:
+    """Look up rows of embeddings (rows, columns) by integers, in float32.
+
+    `Gather` takes no float8, and to dequantize a table for a few of its rows
+    would take long: codes are looked up, then the number of each code.
+    """
+    graph, stored = indices.graph, kernel.data
+    if not isinstance(stored, StoredKernel):
+        table = graph.constant(stored, "embeddings")
+        return table.op("Gather", indices, axis=0)
+    codes = graph.constant(stored.codes, "embeddings")
+    found = codes.op("Gather", indices, axis=0)
+    every = np.arange(256, dtype="uint8").view(
+        formats.get(stored.weights).dtype
+    )
+    numbers = graph.constant(every.astype("float32"), "numbers")
+    rows = numbers.op("Gather", found.cast("int32"), axis=0)
+    return rows * _row_scales(stored, indices)
+
+
+def rounded(x: Value, kernel: OnnxKernel, axes: Sequence[int]) -> Value:
+    """Round inputs to float8 as the layer of this kernel does it.
+
+    Not by `QuantizeLinear`: onnxruntime then moves and fuses what stands
+    around it, and drops a `Relu` before it.
+
+    Args:
+        x: Inputs in float32.
+        kernel: Says how they are rounded.
+        axes: The axes of the inputs that share a scale, if it is dynamic.
+    """
+    if kernel.activations is None:
+        return x
+    if kernel.activations == "static":
+        seen = np.float32(kernel.inputs_scale)
+        scale = x.graph.constant(seen, "inputs_scale")
+    else:
+        scale = _dynamic_scale(x, axes)
+    # A cast that saturates does so too, but not in every reader.
+    most = formats.get(INPUTS).max
+    clipped = (x / scale).op("Clip", -most, most)
+    codes = clipped.op("Cast", to=onnx_type(INPUTS), dtype=INPUTS, saturate=1)
+    return codes.cast("float32") * scale
+
+
 def _variable(layer: Any) -> keras.Variable:
     """Return the kernel or table of a layer, without adapters."""
     if hasattr(layer, "embeddings"):
@@ -123,3 +223,51 @@ def _variable(layer: Any) -> keras.Variable:
     if hasattr(layer, "pointwise_kernel"):
         return layer.pointwise_kernel
     return variable_values.stored_kernel(layer)
+
+
+def _dynamic_scale(x: Value, axes: Sequence[int]) -> Value:
+    """Compute `amax / 448`, at least the smallest normal number.
+
+    A scale of 0 would divide 0 by 0.
+    """
+    magnitude = x.op("Abs")
+    amax = magnitude.reduce("Max", axes) if len(axes) else magnitude
+    scale = amax / formats.get(INPUTS).max
+    least = float(np.finfo("float32").smallest_normal)
+    return (scale < least).where(least, scale)
+
+
+def _dequantized(codes: Value, stored: StoredKernel, kept: int) -> Value:
+    """Multiply codes by their scales; `kept` is the axis that is not summed."""
+    scale, options = _scales(stored, kept)
+    given = codes.graph.constant(scale, "kernel_scale")
+    return codes.op("DequantizeLinear", given, dtype="float32", **options)
+
+
+def _scales(stored: StoredKernel, kept: int) -> tuple[Array, dict[str, int]]:
+    """Return the scales for `DequantizeLinear`, and its attributes."""
+    if stored.granularity == "tensor":
+        return stored.scale.reshape(()), {}
+    if stored.granularity == "channel":
+        return stored.matrix_scale.reshape(-1), {"axis": kept}
+    rows = as_matrix(stored.codes, stored.axes).shape[0]
+    spread = np.repeat(stored.scale, BLOCK, axis=0)[:rows]
+    scale = spread if kept == 0 else np.ascontiguousarray(spread.T)
+    return scale, {"axis": 1 - kept, "block_size": BLOCK}
+
+
+def _row_scales(stored: StoredKernel, indices: Value) -> Value:
+    """Look up the scales of rows, or return that of the table."""
+    constant = indices.graph.constant
+    if stored.granularity == "tensor":
+        return constant(stored.scale.reshape(()), "embeddings_scale")
+    if stored.granularity == "channel":
+        scale = constant(stored.scale, "embeddings_scale")
+        if stored.scale.shape[0] == 1:
+            return scale.reshape(-1)
+        return scale.op("Gather", indices, axis=0)
+    columns = stored.codes.shape[1]
+    spread = np.repeat(stored.scale, BLOCK, axis=1)[:, :columns]
+    scale = constant(spread, "embeddings_scale")
+    block = indices / np.asarray(BLOCK, indices.dtype)
+    return scale.op("Gather", block, axis=0)

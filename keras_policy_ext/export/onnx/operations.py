@@ -8,9 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
-from keras_policy_ext.export.onnx.normalizations import of_length_one
-from keras_policy_ext.export.onnx.refused import Refused
+from keras_policy_ext.export.onnx.graph import OnnxGraph, Refused, Value
+from keras_policy_ext.export.onnx.layers import of_length_one
 from keras_policy_ext.export.onnx.registry import Context, operation
 
 _BINARY = {
@@ -63,14 +62,14 @@ _LOGICAL = {
 }
 
 _REDUCTIONS = {
-    "Amax": "ReduceMax",
-    "Amin": "ReduceMin",
-    "Logsumexp": "ReduceLogSumExp",
-    "Max": "ReduceMax",
-    "Mean": "ReduceMean",
-    "Min": "ReduceMin",
-    "Prod": "ReduceProd",
-    "Sum": "ReduceSum",
+    "Amax": "Max",
+    "Amin": "Min",
+    "Logsumexp": "LogSumExp",
+    "Max": "Max",
+    "Mean": "Mean",
+    "Min": "Min",
+    "Prod": "Prod",
+    "Sum": "Sum",
 }
 
 _DTYPES = ("bool", "float32", "int32", "int64")
@@ -79,8 +78,8 @@ _DTYPES = ("bool", "float32", "int32", "int64")
 @operation(*_BINARY)
 def _binary(context: Context, operation: Any, x: Any, y: Any) -> Value:
     kind = _BINARY[type(operation).__name__]
-    pair = _promoted(context.graph, (x, y), kind == "Div")
-    return context.graph.op(kind, *pair)
+    x, y = _promoted(context.graph, (x, y), kind == "Div")
+    return context.graph.op(kind, x, y)
 
 
 @operation("Matmul")
@@ -110,41 +109,36 @@ def _comparison(context: Context, operation: Any, x: Any, y: Any) -> Value:
 @operation("NotEqual")
 def _not_equal(context: Context, operation: Any, x: Any, y: Any) -> Value:
     pair = _promoted(context.graph, (x, y), False)
-    equal = context.graph.op("Equal", *pair, dtype="bool")
-    return context.graph.op("Not", equal)
+    return context.graph.op("Equal", *pair, dtype="bool").op("Not")
 
 
 @operation(*_LOGICAL)
 def _logical(context: Context, operation: Any, *operands: Value) -> Value:
     kind = _LOGICAL[type(operation).__name__]
-    flags = [context.graph.cast(each, "bool") for each in operands]
-    return context.graph.op(kind, *flags)
+    return context.graph.op(kind, *(each.cast("bool") for each in operands))
 
 
 @operation("Where")
 def _where(
     context: Context, operation: Any, test: Any, x: Any, y: Any
 ) -> Value:
-    pair = _promoted(context.graph, (x, y), False)
-    test = context.graph.cast(test, "bool")
-    return context.graph.op("Where", test, *pair, dtype=pair[0].dtype)
+    x, y = _promoted(context.graph, (x, y), False)
+    return test.cast("bool").where(x, y)
 
 
 @operation(*_UNARY)
 def _unary(context: Context, operation: Any, x: Value) -> Value:
-    return context.graph.op(_UNARY[type(operation).__name__], x)
+    return x.op(_UNARY[type(operation).__name__])
 
 
 @operation(*_FLOATING)
 def _floating(context: Context, operation: Any, x: Value) -> Value:
-    x = context.graph.cast(x, "float32")
-    return context.graph.op(_FLOATING[type(operation).__name__], x)
+    return x.cast("float32").op(_FLOATING[type(operation).__name__])
 
 
 @operation("Expm1")
 def _expm1(context: Context, operation: Any, x: Value) -> Value:
-    x = context.graph.cast(x, "float32")
-    return context.graph.op("Sub", context.graph.op("Exp", x), 1.0)
+    return x.cast("float32").op("Exp") - 1.0
 
 
 _LOGARITHMS = {"Log2": 1 / math.log(2), "Log10": 1 / math.log(10)}
@@ -152,45 +146,40 @@ _LOGARITHMS = {"Log2": 1 / math.log(2), "Log10": 1 / math.log(10)}
 
 @operation(*_LOGARITHMS)
 def _logarithm(context: Context, operation: Any, x: Value) -> Value:
-    logarithm = context.graph.op("Log", context.graph.cast(x, "float32"))
     factor = _LOGARITHMS[type(operation).__name__]
-    return context.graph.op("Mul", logarithm, factor)
+    return x.cast("float32").op("Log") * factor
 
 
 @operation("Log1p")
 def _log1p(context: Context, operation: Any, x: Value) -> Value:
-    x = context.graph.cast(x, "float32")
-    return context.graph.op("Log", context.graph.op("Add", x, 1.0))
+    return (x.cast("float32") + 1.0).op("Log")
 
 
 @operation("Round")
 def _round(context: Context, operation: Any, x: Value) -> Value:
     if operation.decimals:
         raise Refused(f"it has decimals={operation.decimals}", "0")
-    return context.graph.op("Round", context.graph.cast(x, "float32"))
+    return x.cast("float32").op("Round")
 
 
 @operation("Var", "Std")
 def _spread(context: Context, operation: Any, x: Value) -> Value:
-    graph = context.graph
-    x = graph.cast(x, "float32")
-    axes = _reduced(operation, x)
-    from_mean = graph.op("Sub", x, graph.op("ReduceMean", x, axes, keepdims=1))
-    square = graph.op("Mul", from_mean, from_mean)
-    keepdims = int(operation.keepdims)
-    y = graph.op("ReduceMean", square, axes, keepdims=keepdims)
-    return y if type(operation).__name__ == "Var" else graph.op("Sqrt", y)
+    axes = _reduced_axes(operation, x)
+    x = x.cast("float32")
+    from_mean = x - x.reduce("Mean", axes)
+    square = from_mean * from_mean
+    y = square.reduce("Mean", axes, operation.keepdims)
+    return y if type(operation).__name__ == "Var" else y.op("Sqrt")
 
 
 @operation("Square")
 def _square(context: Context, operation: Any, x: Value) -> Value:
-    return context.graph.op("Mul", x, x)
+    return x * x
 
 
 @operation("Rsqrt")
 def _rsqrt(context: Context, operation: Any, x: Value) -> Value:
-    x = context.graph.cast(x, "float32")
-    return context.graph.op("Reciprocal", context.graph.op("Sqrt", x))
+    return x.cast("float32").op("Sqrt").op("Reciprocal")
 
 
 @operation(*_REDUCTIONS)
@@ -198,29 +187,25 @@ def _reduction(context: Context, operation: Any, x: Value) -> Value:
     if getattr(operation, "initial", None) is not None:
         raise Refused("it has an initial value", "none")
     kind = _REDUCTIONS[type(operation).__name__]
-    if kind in ("ReduceMean", "ReduceLogSumExp"):
-        x = context.graph.cast(x, "float32")
+    if kind in ("Mean", "LogSumExp"):
+        x = x.cast("float32")
     if getattr(operation, "dtype", None) not in (None, x.dtype):
         raise Refused(f"its dtype is {operation.dtype}", "that of its input")
-    keepdims = int(operation.keepdims)
-    return context.graph.op(kind, x, _reduced(operation, x), keepdims=keepdims)
+    return x.reduce(kind, _reduced_axes(operation, x), operation.keepdims)
 
 
-def _reduced(operation: Any, x: Value) -> Any:
-    """The axes of an operation that sums, or the like; None for all."""
+def _reduced_axes(operation: Any, x: Value) -> Any:
+    """Return the axes that an operation reduces; all of them for None."""
     axis = operation.axis
-    axes = range(x.rank) if axis is None else np.atleast_1d(axis)
-    return np.asarray(axes, "int64")
+    return range(x.rank) if axis is None else np.atleast_1d(axis)
 
 
 @operation("Stack")
 def _stack(context: Context, operation: Any, values: Any) -> Value:
-    graph, axis = context.graph, np.asarray([operation.axis])
-    rows = [
-        graph.op("Unsqueeze", each, axis)
-        for each in _promoted(graph, values, False)
-    ]
-    return graph.op("Concat", *rows, axis=operation.axis)
+    graph, axis = context.graph, operation.axis
+    values = _promoted(graph, values, False)
+    rows = [each.unsqueeze([axis]) for each in values]
+    return graph.op("Concat", *rows, axis=axis)
 
 
 @operation("Swapaxes")
@@ -228,7 +213,7 @@ def _swap(context: Context, operation: Any, x: Value) -> Value:
     order = [*range(x.rank)]
     a, b = operation.axis1, operation.axis2
     order[a], order[b] = order[b], order[a]
-    return context.graph.transpose(x, tuple(order))
+    return x.transpose(*order)
 
 
 @operation("Normalize")
@@ -236,9 +221,7 @@ def _normalize(context: Context, operation: Any, x: Value) -> Value:
     if operation.order != 2:
         raise Refused(f"its order is {operation.order}", "2")
     epsilon = operation.epsilon or keras.config.epsilon()
-    return of_length_one(
-        context.graph, x, _reduced(operation, x), float(epsilon)
-    )
+    return of_length_one(x, _reduced_axes(operation, x), float(epsilon))
 
 
 @operation("Reshape")
@@ -248,30 +231,26 @@ def _reshape(context: Context, operation: Any, x: Value) -> Value:
         isinstance(size, (int, np.integer, type(None))) for size in sizes
     ):
         raise Refused(f"its shape {sizes} is not known", "integers")
-    return context.graph.reshape(
-        x, tuple(-1 if size is None else int(size) for size in sizes)
-    )
+    return x.reshape(*(-1 if size is None else int(size) for size in sizes))
 
 
 @operation("Transpose")
 def _transpose(context: Context, operation: Any, x: Value) -> Value:
     axes = operation.axes or range(x.rank)[::-1]
-    return context.graph.transpose(x, tuple(axis % x.rank for axis in axes))
+    return x.transpose(*(axis % x.rank for axis in axes))
 
 
 @operation("ExpandDims")
 def _expand_dims(context: Context, operation: Any, x: Value) -> Value:
-    axes = np.atleast_1d(operation.axis).astype("int64")
-    return context.graph.op("Unsqueeze", x, axes)
+    return x.unsqueeze(np.atleast_1d(operation.axis))
 
 
 @operation("Squeeze")
 def _squeeze(context: Context, operation: Any, x: Value) -> Value:
     if operation.axis is None:
-        axes = np.flatnonzero([size == 1 for size in x.shape or ()])
-    else:
-        axes = np.atleast_1d(operation.axis)
-    return context.graph.op("Squeeze", x, axes.astype("int64"))
+        ones = [i for i, size in enumerate(x.shape or ()) if size == 1]
+        return x.squeeze(ones)
+    return x.squeeze(np.atleast_1d(operation.axis))
 
 
 @operation("Concatenate")
@@ -286,9 +265,8 @@ def _clip(context: Context, operation: Any, x: Value) -> Value:
     if not all(isinstance(each, (int, float)) for each in bounds):
         raise Refused("its bounds are tensors", "numbers")
     if any(isinstance(each, float) for each in bounds):
-        x = context.graph.cast(x, "float32")
-    low, high = (np.asarray(each, x.dtype) for each in bounds)
-    return context.graph.op("Clip", x, low, high)
+        x = x.cast("float32")
+    return x.op("Clip", *(np.asarray(each, x.dtype) for each in bounds))
 
 
 @operation("Cast")
@@ -299,7 +277,7 @@ def _cast(context: Context, operation: Any, x: Value) -> Value:
             f"it casts to {dtype}, and the file computes in float32",
             ", ".join(_DTYPES),
         )
-    return context.graph.cast(x, dtype)
+    return x.cast(dtype)
 
 
 @operation("StopGradient")
@@ -318,17 +296,14 @@ def _get_item(context: Context, operation: Any, x: Value, key: Any) -> Value:
         raise Refused(
             "it takes something else from a tensor", "slices and integers"
         )
-    graph = context.graph
     for axis, each in enumerate(entries):
-        x = _cut(graph, x, axis, each)
+        x = _cut(x, axis, each)
     dropped = [i for i, each in enumerate(entries) if isinstance(each, int)]
-    if not dropped:
-        return x
-    return graph.op("Squeeze", x, np.asarray(dropped, "int64"))
+    return x.squeeze(dropped) if dropped else x
 
 
-def _cut(graph: OnnxGraph, x: Value, axis: int, entry: int | slice) -> Value:
-    """A part of one axis, which stays."""
+def _cut(x: Value, axis: int, entry: int | slice) -> Value:
+    """Take a part of one axis, and keep the axis."""
     if entry == slice(None):
         return x
     if isinstance(entry, int):
@@ -339,11 +314,11 @@ def _cut(graph: OnnxGraph, x: Value, axis: int, entry: int | slice) -> Value:
     start = (0 if step > 0 else far) if entry.start is None else entry.start
     stop = (far if step > 0 else -far) if entry.stop is None else entry.stop
     bounds = (np.asarray([each], "int64") for each in (start, stop, axis, step))
-    return graph.op("Slice", x, *bounds)
+    return x.op("Slice", *bounds)
 
 
 def _promoted(graph: OnnxGraph, operands: Any, floating: bool) -> list[Value]:
-    """Operands in one dtype: float32 if one of them, or the result, is."""
+    """Cast operands to float32 if one of them, or the result, is floating."""
     values = graph.values(operands)
     dtypes = {
         each.dtype
@@ -351,4 +326,4 @@ def _promoted(graph: OnnxGraph, operands: Any, floating: bool) -> list[Value]:
         if isinstance(operand, Value) or each.dtype == "float32"
     }
     dtype = dtypes.pop() if len(dtypes) == 1 and not floating else "float32"
-    return [graph.cast(each, dtype) for each in values]
+    return [each.cast(dtype) for each in values]

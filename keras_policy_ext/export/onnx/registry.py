@@ -32,6 +32,13 @@ class Context:
     kernels: Kernels
     call: Callable[..., Value]
 
+    def bias(self, layer: Any) -> list[Value]:
+        """Return the bias of a layer, or no value if it has none."""
+        if layer.bias is None:
+            return []
+        bias = self.kernels.weight(layer.bias)
+        return [self.graph.constant(bias, "bias")]
+
 
 def layer(*names: str) -> Callable[[Any], Any]:
     """Register a function for layers, by their names in `keras.layers`.

@@ -1,29 +1,40 @@
-"""From the layers of a Keras model to the nodes of an ONNX graph."""
+"""From a Keras model to an ONNX file: layer by layer, checked, in place."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import onnx
 from onnx import helper
 
 from keras_policy_ext._keras import walking
+from keras_policy_ext._version import __version__
 from keras_policy_ext.conversion.candidates import path_of, replaced_code
+from keras_policy_ext.export import language_models
 from keras_policy_ext.export.onnx import (  # noqa: F401  they register
     activations,
-    channels,
-    contractions,
     convolutions,
-    elementwise,
-    normalizations,
+    layers,
     operations,
 )
-from keras_policy_ext.export.onnx.graph import OnnxGraph, Value, onnx_type
+from keras_policy_ext.export.onnx.graph import (
+    Initializers,
+    OnnxGraph,
+    Refused,
+    Value,
+    onnx_type,
+)
 from keras_policy_ext.export.onnx.kernels import Kernels
-from keras_policy_ext.export.onnx.refused import Refused
 from keras_policy_ext.export.onnx.registry import LAYERS, OPERATIONS, Context
 from keras_policy_ext.layers.drop_in import original_of
+
+PathLike = str | os.PathLike[str]
 
 _HARMLESS = frozenset(
     {"__class__", "__init__", "build", "from_config", "get_config"}
@@ -58,8 +69,78 @@ def check(model: Any) -> None:
     )
 
 
+def write(
+    model: keras.Model,
+    path: PathLike,
+    kernels: Kernels,
+    opset: int,
+    overwrite: bool,
+) -> None:
+    """Write a model beside its place, check the file, and move it there."""
+    target = pathlib.Path(path).absolute()
+    with (
+        contextlib.ExitStack() as undo,
+        language_models.whole(
+            target, folder=False, overwrite=overwrite
+        ) as made,
+    ):
+        data = made.with_name(f"{made.name}.data")
+        _write(model, made, data, kernels, opset)
+        onnx.checker.check_model(str(made), full_check=True)
+        if data.exists():
+            beside = target.with_name(data.name)
+            _check_free(beside)
+            os.replace(data, beside)
+            undo.push(_removed_after_error(beside))
+
+
+def _write(
+    model: Any,
+    path: pathlib.Path,
+    data: pathlib.Path,
+    kernels: Kernels,
+    opset: int,
+) -> None:
+    """Write a file, and one of numbers beside it if they are too many."""
+    with contextlib.closing(Initializers(data)) as initializers:
+        graph = OnnxGraph(initializers)
+        inputs, results = Walk(graph, kernels).model(model)
+        initializers.finish()
+        opsets = [helper.make_opsetid("", opset)]
+        whole = helper.make_model(
+            helper.make_graph(
+                graph.nodes, model.name, inputs, results, initializers.tensors
+            ),
+            opset_imports=opsets,
+            ir_version=helper.find_min_ir_version_for(opsets),
+            producer_name="keras-policy-ext",
+            producer_version=__version__,
+        )
+        path.write_bytes(whole.SerializeToString())
+
+
+def _removed_after_error(path: pathlib.Path) -> Callable[..., None]:
+    """Return a callback that removes a file where an error came after it."""
+
+    def leave(error: type | None, *_: object) -> None:
+        if error is not None:
+            path.unlink()
+
+    return leave
+
+
+def _check_free(path: pathlib.Path) -> None:
+    if path.exists():
+        raise FileExistsError(
+            "The numbers of this model need a file of their own, and there "
+            f"is one of its name. Received: {str(path)!r}. Allowed: a path "
+            "that is free. Remove the file, or choose another name for the "
+            "model."
+        )
+
+
 class Walk:
-    """Writes one model into one graph."""
+    """The writing of one model into one graph."""
 
     def __init__(self, graph: OnnxGraph, kernels: Kernels):
         self._graph = graph
@@ -117,10 +198,10 @@ class Walk:
         if keras.backend.is_float_dtype(dtype):
             dtype = "float32"
         name = self._graph.unique(tensor.name)
-        return Value(name, dtype, tuple(tensor.shape))
+        return Value(self._graph, name, dtype, tuple(tensor.shape))
 
     def _output(self, name: str, value: Value) -> Any:
-        """An output of its own name, even if it is an input or there twice."""
+        """Name an output; one value may be several of them, or an input."""
         name = self._graph.unique(name)
         self._graph.nodes.append(
             helper.make_node("Identity", [value.name], [name], f"{name}:out")
@@ -139,7 +220,7 @@ def _described(value: Value, batch: str | None) -> Any:
 
 
 def _writer_of(layer: Any) -> Any:
-    """The function that writes a layer or an operation."""
+    """Find the function that writes a layer or an operation."""
     if not isinstance(layer, keras.Layer):
         write = OPERATIONS.get(type(layer).__name__)
         if write is None or not type(layer).__module__.startswith("keras."):
@@ -168,7 +249,7 @@ def _writer_of(layer: Any) -> Any:
 
 
 def _replaced(layer: Any, classes: tuple[type, ...], known: type) -> list[str]:
-    """Members of a class of Keras that a layer, or its class, has replaced."""
+    """List the members of a class of Keras that a layer has replaced."""
     members = [each for cls in classes for each in vars(cls).items()]
     found = {
         name
@@ -193,7 +274,7 @@ def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _shape(layer: Any, args: Any, kwargs: Any) -> tuple[int | None, ...]:
-    """The shape of what a layer or operation yields."""
+    """Compute the shape of the output of a layer or operation."""
     symbolic = keras.tree.map_structure(
         lambda x: (
             keras.KerasTensor(x.shape, x.dtype) if isinstance(x, Value) else x
