@@ -361,7 +361,8 @@ def _demo(arguments: argparse.Namespace) -> Callable[[], object]:
 def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics import doctor
 
-    return lambda: doctor.run(device=getattr(arguments, "device", None))
+    device = getattr(arguments, "device", None)
+    return lambda: print(doctor.report(device))
 
 
 def _export(arguments: argparse.Namespace) -> Callable[[], object]:

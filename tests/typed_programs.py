@@ -11,7 +11,7 @@ import keras_policy_ext as kpe
 from keras_policy_ext import layers
 from keras_policy_ext.conversion import Report
 from keras_policy_ext.diagnostics.inspection import Inspection
-from keras_policy_ext.diagnostics.memory_report import MemoryReport
+from keras_policy_ext.diagnostics.memory import MemoryReport
 
 
 def convert_and_look(model: Any) -> None:

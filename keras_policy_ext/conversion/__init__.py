@@ -10,9 +10,13 @@ kpe.revert(model)
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.calibration import calibrate
 from keras_policy_ext.conversion.freezing import freeze, thaw, widen
-from keras_policy_ext.conversion.frozen_report import FrozenReport
 from keras_policy_ext.conversion.in_place import convert, revert
-from keras_policy_ext.conversion.report import Converted, Report, Skipped
+from keras_policy_ext.conversion.report import (
+    Converted,
+    FrozenReport,
+    Report,
+    Skipped,
+)
 
 __all__ = [
     "Converted",

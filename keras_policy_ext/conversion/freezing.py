@@ -29,13 +29,13 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.frozen_report import (
+from keras_policy_ext.conversion.report import (
     FrozenReport,
+    Report,
     Stored,
-    frozen_report,
-    thawed_report,
+    ThawedReport,
+    report_of,
 )
-from keras_policy_ext.conversion.report import Report, report_of
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
@@ -312,8 +312,14 @@ def freeze(
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
         layers = [plan.layer for plan in plans]
-        report = report_of(model, layers, [*left, *skipped], retraced=retraced)
-    return frozen_report(report, stored)
+        return report_of(
+            FrozenReport,
+            model,
+            layers,
+            [*left, *skipped],
+            retraced=retraced,
+            stored=tuple(stored),
+        )
 
 
 def thaw(model: keras.Layer) -> Report:
@@ -347,7 +353,7 @@ def thaw(model: keras.Layer) -> Report:
             to_stock_class(layer)
         for layer in candidates.survey(model).composites:
             in_place.leave_with_children(layer, frozen)
-        return thawed_report(report_of(model, frozen, [], retraced=retraced))
+        return report_of(ThawedReport, model, frozen, [], retraced=retraced)
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:

@@ -20,8 +20,8 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.report import (
     Report,
+    RevertedReport,
     report_of,
-    reverted_report,
     warn_of_little,
     warn_of_no_effect,
 )
@@ -301,6 +301,7 @@ def _convert(
     if attention is not None and not contracting:
         idle.append(_no_attention(model, refused))
     return report_of(
+        Report,
         model,
         [*(candidate.layer for candidate, _ in decisions), *contracting],
         [*left, *refused, *survey.skipped],
@@ -348,8 +349,9 @@ def revert(model: keras.Layer) -> Report:
     with training.changing(model) as retraced:
         _revert(model, kept)
         left = [each for each in stays if float8_policy_of(each.layer)]
-        report = report_of(model, reverted, left, retraced=retraced)
-        return reverted_report(report)
+        return report_of(
+            RevertedReport, model, reverted, left, retraced=retraced
+        )
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends
-from keras_policy_ext.conversion import summary
 from keras_policy_ext.policies.of_layers import float8_policy_of
+from keras_policy_ext.reports import counted
 
 
 def itemsize(dtype: Any) -> int:
@@ -59,9 +59,9 @@ def note(entries: Iterable[Any]) -> list[str]:
         return []
     several = len(sizes) > 1
     found = [
-        f"{summary.counted(now, 'byte')} per element "
+        f"{counted(now, 'byte')} per element "
         + ("(as before" if now == before else f"(was {before}")
-        + (f"; {summary.counted(layers, 'layer')})" if several else ")")
+        + (f"; {counted(layers, 'layer')})" if several else ")")
         for (now, before), layers in sorted(sizes.items())
     ]
     return [

@@ -1,20 +1,21 @@
-"""What a conversion did, as data and as a table, and when it warns."""
+"""What `convert`, `revert`, `freeze` and `thaw` did, and when to warn."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
     kept_numbers,
     summary,
-    tables,
     work,
 )
 from keras_policy_ext.conversion.candidates import (
@@ -22,14 +23,22 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.summary import LayerTables
-from keras_policy_ext.conversion.tables import Column
+from keras_policy_ext.conversion.summary import LayersReport
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     source_policy_of,
 )
+from keras_policy_ext.reports import (
+    EVERY,
+    Column,
+    Table,
+    counted,
+    percent,
+    readable_bytes,
+)
+from keras_policy_ext.stored_kernels import StoredKernel
 
 LITTLE = 0.1
 """A smaller share of the multiplications in float8 is warned of."""
@@ -43,6 +52,9 @@ MULTIPLIES_OTHERS = (
     "such as the table of an embedding, and stays as it is"
 )
 """Why a layer without kernels of its own is not in float8."""
+
+_FROZEN = re.compile(r"float8/frozen(?=[(_])")
+"""How names of policies begin that `freeze` gives."""
 
 _CONVOLUTIONS = (
     keras.layers.Conv1D,
@@ -88,6 +100,11 @@ class Converted(Work):
         return self.policy.startswith("float8")
 
     @property
+    def frozen(self) -> bool:
+        """Return True if its kernels are stored in float8."""
+        return _FROZEN.match(self.policy) is not None
+
+    @property
     def outcome(self) -> str:
         """The policy."""
         return self.policy
@@ -120,6 +137,11 @@ class Skipped(Work):
         return self.policy is not None
 
     @property
+    def frozen(self) -> bool:
+        """Return True if its kernels are stored in float8 as before."""
+        return _FROZEN.match(self.policy or "") is not None
+
+    @property
     def outcome(self) -> str:
         """The float8 policy that it follows, or why it follows none."""
         if self.policy is None:
@@ -128,7 +150,7 @@ class Skipped(Work):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report(LayerTables):
+class Report(LayersReport):
     """What was converted, and what was not and why.
 
     `str(report)` says how much of the model is in float8, and has a row for
@@ -153,24 +175,14 @@ class Report(LayerTables):
     retraced: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
 
-    _columns = (Column("policy / reason not converted", above=True),)
+    _columns = (Column("policy / reason not converted", wraps=True),)
     _full_columns = (
-        Column("layer", path=True, above=True),
+        Column("layer", apart=True),
         Column("class"),
         *summary.SHARES,
-        Column("policy / reason not converted"),
+        Column("policy / reason not converted", wraps=True),
     )
-    _every = "Every layer: report.table(full=True)"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as JSON types: `{"converted": […], "skipped": […], …}`."""
-        return {
-            "converted": [dataclasses.asdict(e) for e in self.converted],
-            "skipped": [dataclasses.asdict(e) for e in self.skipped],
-            "parameters": self.parameters,
-            "retraced": list(self.retraced),
-            "without_effect": list(self.without_effect),
-        }
+    _every = EVERY
 
     @property
     def _entries(self) -> tuple[Converted | Skipped, ...]:
@@ -180,22 +192,22 @@ class Report(LayerTables):
         return _kind(entry.outcome)
 
     def _cells(self, group: Sequence[Converted | Skipped]) -> list[str]:
-        return [tables.printable(outcome_of(group))]
+        return [outcome_of(group)]
 
     def _full_rows(self, entry: Converted | Skipped) -> list[list[str]]:
         cells = [
-            tables.printable(entry.path),
+            entry.path,
             entry.class_name,
             f"{entry.multiplications:,}",
             f"{entry.parameters:,}",
-            tables.printable(entry.outcome),
+            entry.outcome,
         ]
         return [cells]
 
     def _head(self) -> list[str]:
         totals = self.totals
         if self.converted and totals.layers and not totals.listed_in_float8:
-            layers = summary.counted(len(self.converted), "layer")
+            layers = counted(len(self.converted), "layer")
             return [f"{layers} back in plain policies; none is in float8"]
         return super()._head()
 
@@ -211,7 +223,7 @@ class Report(LayerTables):
                 "are those of matrix products with a kernel."
             )
         if self.retraced:
-            shown = ", ".join(map(tables.printable, self.retraced))
+            shown = ", ".join(self.retraced)
             notes.append(
                 f"Traced anew at their next call: {shown}. Compile functions "
                 "that are not kept in the model yourself again."
@@ -222,8 +234,8 @@ class Report(LayerTables):
             if e.in_float8 and not e.multiplications and e.parameters
         ]
         if idle and self.totals.sizes_known:
-            first = tables.printable(idle[0].path)
-            layers = summary.counted(len(idle), "layer")
+            first = idle[0].path
+            layers = counted(len(idle), "layer")
             notes.append(
                 f"In float8, and no part of the call of the model: {layers}, "
                 f"such as {first!r}. Another layer reads the kernel, or "
@@ -231,8 +243,8 @@ class Report(LayerTables):
             )
         unbuilt = [e for e in self.skipped if e.reason == NOT_BUILT]
         if unbuilt:
-            first = tables.printable(unbuilt[0].path)
-            layers = summary.counted(len(unbuilt), "layer")
+            first = unbuilt[0].path
+            layers = counted(len(unbuilt), "layer")
             notes.append(
                 f"Not counted: {layers} without weights yet, such as "
                 f"{first!r}. Call such layers on data, and convert again."
@@ -253,37 +265,129 @@ class RevertedReport(Report):
         return super()._head()
 
 
-def report_as(
-    cls: type[ReportClass], report: Report, **more: Any
-) -> ReportClass:
-    """A report of another class that says the same.
+_KERNELS = (
+    Column("kernel", apart=True),
+    Column("before", right=True),
+    Column("now", right=True),
+    Column("SQNR in dB", right=True),
+)
 
-    Args:
-        cls: The class.
-        report: The report.
-        **more: Fields that the class has in addition.
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A kernel that was stored.
+
+    Attributes:
+        path: Of the kernel.
+        bytes_before: As it was.
+        bytes_after: Of its codes and scales.
+        sqnr_db: Signal to quantization noise ratio of the kernel, decibels.
     """
-    fields = dataclasses.fields(Report)
-    said = {field.name: getattr(report, field.name) for field in fields}
-    return cls(**said, **more)
+
+    path: str
+    bytes_before: int
+    bytes_after: int
+    sqnr_db: float
+
+    @classmethod
+    def of(
+        cls, kernel: keras.Variable, value: Any, stored: StoredKernel
+    ) -> Stored:
+        """The entry of a kernel.
+
+        Args:
+            kernel: The variable.
+            value: Its numbers in float32.
+            stored: What became of them.
+        """
+        width = np.dtype("float32").itemsize
+        if "16" in keras.backend.standardize_dtype(kernel.dtype):
+            width //= 2
+        return cls(
+            kernel.path,
+            value.size * width,
+            stored.nbytes,
+            _sqnr_db(value, stored.dequantized()),
+        )
 
 
-def reverted_report(report: Report) -> RevertedReport:
-    """A report of layers that were in float8."""
-    return report_as(RevertedReport, report)
+@dataclasses.dataclass(frozen=True, repr=False)
+class FrozenReport(Report):
+    """The report of `freeze`: `Report`, and what each kernel is stored as.
+
+    Attributes:
+        stored: One entry for each kernel that was stored.
+    """
+
+    stored: tuple[Stored, ...] = ()
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the stored kernels as they were."""
+        return sum(each.bytes_before for each in self.stored)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of their codes and scales."""
+        return sum(each.bytes_after for each in self.stored)
+
+    def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
+        """See `Report`; the full text has a row for each kernel too."""
+        yield from super()._parts(full, number)
+        if full and self.stored:
+            rows = [
+                [
+                    each.path,
+                    readable_bytes(each.bytes_before),
+                    readable_bytes(each.bytes_after),
+                    f"{each.sqnr_db:.1f}",
+                ]
+                for each in self.stored
+            ]
+            yield Table(_KERNELS, rows)
+
+    def _notes(self, full: bool) -> list[str]:
+        notes = super()._notes(full)
+        return [*notes, *([self.kernels_note()] if self.stored else [])]
+
+    def kernels_note(self) -> str:
+        """Bytes before and now, and the kernel that lost most."""
+        worst = min(self.stored, key=lambda each: each.sqnr_db)
+        return (
+            f"Kernels: {readable_bytes(self.bytes_before)} before, "
+            f"{readable_bytes(self.bytes_after)} now "
+            f"({self.bytes_after / self.bytes_before:.3f}). The least exact "
+            f"one, {worst.path!r}, has {worst.sqnr_db:.1f} dB."
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ThawedReport(Report):
+    """The report of `thaw`: `Report`, and that weights are rounded."""
+
+    def _notes(self, full: bool) -> list[str]:
+        layers = counted(len(self.converted), "layer")
+        rounded = (
+            f"The weights of {layers} are those that `freeze` has rounded "
+            "them to; what was lost does not come back."
+        )
+        return [*super()._notes(full), *([rounded] if self.converted else [])]
 
 
 def report_of(
+    cls: type[ReportClass],
     model: keras.Layer,
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
-) -> Report:
+    **more: Any,
+) -> ReportClass:
     """The report of a change that was made, with the work of each layer.
 
     Args:
+        cls: Of which class it is.
         model: The model or layer that was changed.
         converted: Layers in it that follow another policy now.
         left: Layers in it that do not.
@@ -291,6 +395,7 @@ def report_of(
             multiply nevertheless are among those that do not.
         without_effect: Sentences on arguments that had none.
         retraced: Names of compiled functions that are traced anew.
+        **more: Fields that the class has in addition.
     """
     works = work.Works(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
@@ -325,12 +430,13 @@ def report_of(
         for each in left
     ]
     weights = [v for v in model.weights if not is_state(v)]
-    return Report(
+    return cls(
         tuple(done),
         tuple(rest),
         work.scalars(weights),
         tuple(retraced),
         tuple(without_effect),
+        **more,
     )
 
 
@@ -338,10 +444,11 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
     """Warn of a model with less than a tenth of its work in float8."""
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
+    part += totals.multiplications_of_stored
     if part >= LITTLE * whole and whole:
         return
     if whole:
-        share = f"Only {summary.percent(part, whole)}" if part else "None"
+        share = f"Only {percent(part, whole)}" if part else "None"
         message = (
             f"{share} of the multiplications of {model.name!r} are in float8 "
             "after `convert`. "
@@ -393,7 +500,7 @@ def _reasons(report: Report) -> str:
     found = []
     for group in groups[:REASONS]:
         share, _ = summary.shares(group, totals)
-        layers = summary.counted(len(group), "layer")
+        layers = counted(len(group), "layer")
         reason = outcome_of(group).removeprefix("– ")
         found.append(
             f"{share} are in {layers} of class {group[0].class_name}: {reason}."
@@ -416,3 +523,11 @@ def _per_tensor(layer: keras.Layer) -> bool:
     if policy is None or policy.recipe.granularity == "tensorwise":
         return False
     return isinstance(layer, _CONVOLUTIONS) or not layer.float8_contracted
+
+
+def _sqnr_db(value: Any, approximation: Any) -> float:
+    signal = float(np.linalg.norm(value.astype("float64")))
+    noise = float(np.linalg.norm(value - approximation.astype("float64")))
+    if not noise:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal else -math.inf

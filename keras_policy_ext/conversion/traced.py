@@ -267,8 +267,9 @@ class _Tracer:
         return keras.tree.map_structure(_zeros, found.outputs)
 
     def note(self, layer: keras.Layer, product: Product) -> None:
-        """Count a product in float8."""
-        self._frames[-1].counted.append(Counted(layer, product, True))
+        """Count a product of a float8 layer."""
+        in_float8 = multiplies_in_float8(layer)
+        self._frames[-1].counted.append(Counted(layer, product, in_float8))
 
     def trace(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
@@ -422,7 +423,7 @@ class _Tracer:
                 for each in walking.layers_directly_in(layer)
                 if not isinstance(each, Float8State)
             )
-            in_float8 = float8_policy_of(layer) is not None
+            in_float8 = multiplies_in_float8(layer)
             self._structures[id(layer)] = type(layer), in_float8, found, inner
         return self._structures[id(layer)]
 
@@ -492,8 +493,16 @@ def _zeros(x: Any) -> Any:
     )
 
 
+def multiplies_in_float8(layer: keras.Layer) -> bool:
+    """Return True if inputs are quantized; those of stored kernels may not."""
+    policy = float8_policy_of(layer)
+    if policy is None:
+        return False
+    return policy.recipe.quantization("inputs", "forward") is not None
+
+
 def _counted(layer: keras.Layer, found: Any) -> list[Counted]:
-    in_float8 = float8_policy_of(layer) is not None
+    in_float8 = multiplies_in_float8(layer)
     return [
         Counted(layer, each.product, in_float8 and each.has_float8_form)
         for each in found

@@ -24,6 +24,7 @@ from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import traced
 from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies.of_layers import is_frozen
 
 SAMPLES = (2, 3)
 """Sizes of the batches that are traced."""
@@ -286,10 +287,12 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
         _, *sizes = _first_shape(keras.Layer.get_build_config(layer))
         shape = (1, *(1 if size is None else size for size in sizes))
         found = traced.of_call(layer, shape)
-    numbers = [each.product.multiplications for each in found or ()]
+    number = sum(each.product.multiplications for each in found or ())
+    in_floats = is_frozen(layer) and not traced.multiplies_in_float8(layer)
     return Work(
         parameters=entries,
-        multiplications=sum(numbers) or entries,
+        multiplications=number or entries,
+        plain_multiplications=(number or entries) if in_floats else 0,
         sizes_known=False,
     )
 

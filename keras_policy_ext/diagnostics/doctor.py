@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from keras_policy_ext import backends, contractions, recipes, stored_kernels
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.diagnostics import bfloat16_speed, machine
+from keras_policy_ext.reports import BaseReport, Column, Table
+
+Cells = tuple[str, ...]
 
 CONTRACTIONS: dict[str, contractions.Einsum | contractions.Conv] = {
     "matmul (Dense)": contractions.Einsum("bi,io->bo"),
@@ -23,29 +24,89 @@ CONTRACTIONS: dict[str, contractions.Einsum | contractions.Conv] = {
 }
 
 
-def run(console: Console | None = None, device: str | None = None) -> None:
-    """Print a verdict, then facts, a row for each contraction, and sizes.
+@dataclasses.dataclass(frozen=True, repr=False)
+class DoctorReport(BaseReport):
+    """What runs natively in float8 on a device, and what gains.
+
+    Attributes:
+        verdict: Whether training in float8 gains there, in a sentence.
+        notes: What else to know, in sentences.
+        machine: What is installed here; empty for a device that is elsewhere.
+        device: What the device can do, and where that is written.
+        backend: The framework that was asked.
+        contractions: Contractions, recipes, kind of kernel and reason.
+        frozen: Granularities of stored kernels, their inputs, kind of kernel
+            and reason.
+        break_even: Framework, device, from which size on float8 gains, and
+            where that is from; the device first.
+    """
+
+    verdict: str
+    notes: tuple[str, ...]
+    machine: dict[str, str]
+    device: dict[str, str]
+    backend: str
+    contractions: tuple[Cells, ...]
+    frozen: tuple[Cells, ...]
+    break_even: tuple[Cells, ...]
+
+    def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
+        """The verdict, and a table for each of the others."""
+        yield from (self.verdict, *self.notes)
+        facts = (Column(""), Column("", wraps=True))
+        if self.machine:
+            yield Table(facts, tuple(self.machine.items()), "This machine")
+        which = "This device" if self.machine else "A device that is elsewhere"
+        yield Table(facts, tuple(self.device.items()), which)
+        yield _wide(
+            f"Float8 contractions on {self.backend}",
+            ("contraction", "recipe", "kernel", "why"),
+            self.contractions,
+        )
+        yield _wide(
+            "Frozen kernels (Dense)",
+            ("scales per", "inputs", "kernel", "why"),
+            self.frozen,
+        )
+        columns = (
+            *(Column(h) for h in ("framework", "device", "size")),
+            Column("source", wraps=True),
+        )
+        title = 'Float8 gains from which size on: `filter="auto"`'
+        yield Table(columns, self.break_even, title)
+
+
+def _wide(title: str, headings: Cells, rows: tuple[Cells, ...]) -> Table:
+    columns = [Column(h, wraps=h != "kernel") for h in headings]
+    return Table(columns, rows, title, spaced=True)
+
+
+def report(device: str | None = None) -> DoctorReport:
+    """Look at a device.
 
     Args:
-        console: Where to print; None for stdout.
         device: The name of a device that is elsewhere, as `kernels.devices.get`
             takes it: what would run there. None for this one.
 
     Raises:
         ValueError: If a device of this name is not known.
     """
-    console = console or Console()
-    elsewhere = device is not None
     with devices.pretend(device) if device else contextlib.nullcontext():
-        console.print(verdict(), highlight=False, markup=False)
-        if not elsewhere:
-            for sentence in bfloat16_note():
-                console.print(sentence, highlight=False)
-            console.print(facts_table())
-        console.print(device_table())
-        console.print(contraction_table())
-        console.print(frozen_table())
-        console.print(break_even_table())
+        found = backends.engine().device()
+        return DoctorReport(
+            verdict=verdict(),
+            notes=() if device else bfloat16_note(),
+            machine={} if device else machine.facts(),
+            device={
+                "device": found.title,
+                "float8": found.summary,
+                "source": found.source,
+            },
+            backend=machine.backend(),
+            contractions=tuple(rows()),
+            frozen=tuple(frozen_rows()),
+            break_even=tuple(break_even_rows()),
+        )
 
 
 def verdict() -> str:
@@ -73,39 +134,19 @@ def verdict() -> str:
     )
 
 
-def bfloat16_note() -> list[str]:
+def bfloat16_note() -> tuple[str, ...]:
     """A sentence where matmuls in bfloat16 are slow; it times two of them."""
     times = bfloat16_speed.slowdown()
     if times < bfloat16_speed.SLOW:
-        return []
-    return [
+        return ()
+    return (
         f"A matmul takes {times:.0f} times as long in bfloat16 as in float32 "
         "here: this machine has no instructions for bfloat16. Train in "
-        "float32, or in float8 from float32."
-    ]
+        "float32, or in float8 from float32.",
+    )
 
 
-def facts_table() -> Table:
-    """List what is installed here."""
-    table = Table(title="This machine", show_header=False)
-    for name, value in machine.facts().items():
-        table.add_row(name, value)
-    return table
-
-
-def device_table() -> Table:
-    """What the device can do, and where that is written."""
-    found = backends.engine().device()
-    elsewhere = devices.pretended() is not None
-    title = "A device that is elsewhere" if elsewhere else "This device"
-    table = Table(title=title, show_header=False)
-    table.add_row("device", found.title)
-    table.add_row("float8", found.summary)
-    table.add_row("source", found.source)
-    return table
-
-
-def rows() -> list[tuple[str, str, str, str]]:
+def rows() -> list[Cells]:
     """Contractions, recipes, kind of kernel and reason.
 
     Contractions and recipes for which the answer is the same share a row. A
@@ -155,18 +196,7 @@ def _as_there(plan: Any) -> Any:
     return dataclasses.replace(plan, for_xla=True)
 
 
-def contraction_table() -> Table:
-    """Say what runs natively or is emulated, and why."""
-    title = f"Float8 contractions on {machine.backend()}"
-    table = Table(title=title, show_lines=True)
-    for heading in ("contraction", "recipe", "kernel", "why"):
-        table.add_column(heading, overflow="fold")
-    for row in rows():
-        table.add_row(*row)
-    return table
-
-
-def frozen_rows() -> list[tuple[str, str, str, str]]:
+def frozen_rows() -> list[Cells]:
     """Kernels that are stored and their inputs, kind of kernel and reason.
 
     Of the product of a Dense layer. Granularities for which the answer is the
@@ -189,26 +219,12 @@ def frozen_rows() -> list[tuple[str, str, str, str]]:
     ]
 
 
-def frozen_table() -> Table:
-    """What a frozen Dense layer runs, and why."""
-    table = Table(title="Frozen kernels (Dense)", show_lines=True)
-    for heading in ("scales per", "inputs", "kernel", "why"):
-        table.add_column(heading, overflow="fold")
-    for row in frozen_rows():
-        table.add_row(*row)
-    return table
-
-
-def break_even_table() -> Table:
+def break_even_rows() -> Iterator[Cells]:
     """What `filter="auto"` goes by, with the row of this device first."""
     here = filters.here()
     mark = "(asked)" if devices.pretended() else "(here)"
-    table = Table(title='Float8 gains from which size on: `filter="auto"`')
-    for heading in ("framework", "device", "size", "source"):
-        table.add_column(heading)
     others = [row for row in filters.table() if row != here]
     for row in [here, *others]:
         size = "never" if row.size is None else f"{row.size}³"
         device = f"{row.device} {mark}" if row == here else row.device
-        table.add_row(row.backend, device, size, row.origin)
-    return table
+        yield row.backend, device, size, row.origin

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -12,10 +11,9 @@ from keras import ops
 
 from keras_policy_ext import _user_code, formats
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion import candidates, summary, tables, work
+from keras_policy_ext.conversion import candidates, work
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.summary import LayerTables
-from keras_policy_ext.conversion.tables import Column
+from keras_policy_ext.conversion.summary import LayersReport
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.state import Float8State
@@ -24,6 +22,7 @@ from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     stock_policy_of,
 )
+from keras_policy_ext.reports import Column, counted, readable_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ class StoredOperand:
 
     def rows(self, several: bool) -> list[list[str]]:
         """Name, amax, scale and saturation of the kernel and its inputs."""
-        size = summary.readable_bytes(self.bytes)
+        size = readable_bytes(self.bytes)
         name = self.kernel.rpartition("/")[2] if several else "kernel"
         scales = f"{self.smallest_scale:.3g}"
         if self.largest_scale != self.smallest_scale:
@@ -138,6 +137,11 @@ class Inspected(Work):
         return self.recipe is not None
 
     @property
+    def frozen(self) -> bool:
+        """Return True if its kernels are stored in float8."""
+        return bool(self.stored)
+
+    @property
     def saturation(self) -> float | None:
         """The largest of its operands; None if none is known."""
         known = [o.saturation for o in self.operands]
@@ -145,7 +149,7 @@ class Inspected(Work):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Inspection(LayerTables):
+class Inspection(LayersReport):
     """The layers of a model that have weights.
 
     `str` says how much of the model is in float8, and has a row for the
@@ -167,21 +171,14 @@ class Inspection(LayerTables):
     _columns = (
         Column("kernel"),
         Column("saturation", right=True),
-        Column("policy", above=True),
+        Column("policy", wraps=True),
     )
     _full_columns = (
-        Column("layer", path=True, above=True),
-        Column("class"),
-        Column("policy", above=True),
-        Column("kernel"),
+        Column(""),
         Column("operand"),
         *(Column(h, right=True) for h in ("amax", "scale", "saturation")),
     )
     _every = "Every layer: inspection.table(full=True)"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as JSON types: `{"layers": […], …}`."""
-        return dataclasses.asdict(self)
 
     @property
     def _entries(self) -> tuple[Inspected, ...]:
@@ -195,38 +192,24 @@ class Inspection(LayerTables):
         return [
             group[0].kernel or "–",
             f"{max(known):.3g}" if known else "–",
-            tables.printable(group[0].policy),
+            group[0].policy,
         ]
 
-    def _full_rows(self, entry: Inspected) -> list[list[str]]:
-        head = [
-            tables.printable(entry.path),
-            entry.class_name,
-            tables.printable(entry.policy),
-            entry.kernel or "–",
-        ]
-        if entry.stored:
-            return _with_head(
-                head,
-                [
-                    cells
-                    for each in entry.stored
-                    for cells in each.rows(len(entry.stored) > 1)
-                ],
-            )
-        if not entry.operands:
-            return [[*head, "–", "–", "–", "–"]]
-        rows = []
+    def _full_rows(self, entry: Inspected) -> list[list[str] | str]:
+        """The layer on a line of its own, and its operands below."""
+        about = [entry.path, entry.class_name, entry.policy, entry.kernel]
+        several = len(entry.stored) > 1
+        rows = [cells for each in entry.stored for cells in each.rows(several)]
         several = len({operand.kernel for operand in entry.operands}) > 1
         for operand in entry.operands:
             name = operand.name
             if several:
                 name = f"{operand.kernel.rpartition('/')[2]}: {name}"
             numbers = (operand.amax, operand.scale, operand.saturation)
-            cells = ["–" if n is None else f"{n:.3g}" for n in numbers]
-            rows.append([*head, name, *cells])
-            head = ["", "", "", ""]
-        return rows
+            cells = ("–" if n is None else f"{n:.3g}" for n in numbers)
+            rows.append([name, *cells])
+        head = "  ".join(filter(None, about))
+        return [head, *(["", *row] for row in rows)]
 
     def _notes(self, full: bool) -> list[str]:
         """The state, and why layers run natively or are emulated."""
@@ -249,18 +232,12 @@ class Inspection(LayerTables):
         if not frozen:
             return []
         stored = [kernel for layer in frozen for kernel in layer]
-        size = summary.readable_bytes(sum(each.bytes for each in stored))
+        size = readable_bytes(sum(each.bytes for each in stored))
         verb = "is" if len(frozen) == 1 else "are"
         return [
-            f"{summary.counted(len(frozen), 'layer')} {verb} frozen, with "
-            f"{summary.counted(len(stored), 'kernel')} of {size}"
+            f"{counted(len(frozen), 'layer')} {verb} frozen, with "
+            f"{counted(len(stored), 'kernel')} of {size}"
         ]
-
-
-def _with_head(head: list[str], rows: list[list[str]]) -> list[list[str]]:
-    """Rows of a layer, whose name and policy stand in the first."""
-    empty = [""] * len(head)
-    return [[*(empty if n else head), *row] for n, row in enumerate(rows)]
 
 
 @_user_code.once

@@ -59,7 +59,7 @@ def run(model: Any, request: ExportRequest, formats: Sequence[str]) -> Any:
 def _to_onnx(model: Any, request: ExportRequest) -> Any:
     write = importlib.import_module("keras_policy_ext.export.onnx").write
     weights, granularity, activations = request.asked
-    return write(
+    report = write(
         model,
         request.path,
         weights=weights,
@@ -70,6 +70,10 @@ def _to_onnx(model: Any, request: ExportRequest) -> Any:
         overwrite=request.overwrite,
         **request.options,
     )
+    merged = kernels.merged_notes(model, request.include, request.exclude)
+    if not merged:
+        return report
+    return dataclasses.replace(report, notes=(*report.notes, *merged))
 
 
 def _to_file(model: Any, request: ExportRequest) -> ExportReport:
@@ -81,7 +85,8 @@ def _to_file(model: Any, request: ExportRequest) -> ExportReport:
     )
     with whole as place:
         written = plain.write(model, place, found, scheme)
-    return ExportReport.of(request.path, request.format, scheme, written)
+    notes = kernels.merged_notes(model, request.include, request.exclude)
+    return ExportReport.of(request.path, request.format, scheme, written, notes)
 
 
 def _to_folder(model: Any, request: ExportRequest) -> ExportReport:
@@ -102,7 +107,8 @@ def _to_folder(model: Any, request: ExportRequest) -> ExportReport:
     )
     with whole as place:
         written = folder.write(place, size, request.tokenizer or tokenizer)
-    notes = (*reader.notes, *folder.notes())
+    merged = kernels.merged_notes(backbone, request.include, request.exclude)
+    notes = (*reader.notes, *folder.notes(), *merged)
     return ExportReport.of(request.path, request.format, scheme, written, notes)
 
 

@@ -19,6 +19,7 @@ from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
     in_place_of_codes,
 )
+from keras_policy_ext.reports import counted
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
@@ -260,6 +261,37 @@ def adapters_within(model: keras.Layer) -> set[int]:
         for variable in walking.tracked_variables(layer)
         if variable.name.startswith("lora_")
     }
+
+
+def merged_notes(
+    model: keras.Layer, include: object, exclude: object
+) -> tuple[str, ...]:
+    """What became of the adapters of LoRA in a model, in sentences."""
+    adapted = [
+        layer
+        for layer in walking.layers_within(model)
+        if getattr(layer, "lora_enabled", False)
+    ]
+    if not adapted:
+        return ()
+    found = of_model(model, include, exclude).values()
+    kernels = [k for k in found if k.adapted and k.left_out is None]
+    again = sum(kernel.frozen for kernel in kernels)
+    counts = [
+        (again, "it was rounded again", "these were rounded again"),
+        (len(kernels) - again, "the sum is rounded", "the sums are rounded"),
+        (
+            len(adapted) - len(kernels),
+            "the sum is in floats",
+            "the sums are in floats",
+        ),
+    ]
+    return tuple(
+        f"Adapters merged into {counted(number, 'kernel')}; "
+        f"{one if number == 1 else several}."
+        for number, one, several in counts
+        if number
+    )
 
 
 def owners(model: keras.Layer) -> dict[int, keras.Layer]:

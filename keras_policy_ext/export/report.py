@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from keras_policy_ext.conversion import summary, tables
-from keras_policy_ext.conversion.tables import Column, Table
 from keras_policy_ext.export.kernels import Scheme
+from keras_policy_ext.reports import BaseReport, Column, Table, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ExportReport(tables.Page):
+class ExportReport(BaseReport):
     """What was written where.
 
     `str(report)` is a table with a row for the weights that are treated
@@ -87,47 +84,29 @@ class ExportReport(tables.Page):
         """Bytes of all weights and scales."""
         return sum(written.nbytes for written in self.weights)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as JSON types."""
-        return dataclasses.asdict(self)
-
-    def table(self, full: bool = False) -> str:
-        """The report as text, as wide as the terminal.
-
-        Args:
-            full: Whether it has a row for every weight.
-        """
-        width = shutil.get_terminal_size((80, 24)).columns
-        head, notes = (
-            [line for text in texts for line in tables.wrap(text, width)]
-            for texts in (self._head(), self.notes)
+    def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
+        """The table and the notes."""
+        first = (
+            Column("weight", apart=True)
+            if full
+            else Column("weights", right=True)
         )
-        lines = [*head, "", *self._as_table(full).text(width)]
-        return "\n".join([*lines, *([""] if notes else []), *notes])
-
-    def _page(self) -> Iterator[str | Table]:
-        """The short table and the notes."""
-        yield from self._head()
-        yield self._as_table()
-        yield from self.notes
-
-    def _as_table(self, full: bool = False) -> Table:
-        first = Column("weight", path=True, above=True)
-        counted = Column("weights", right=True)
         columns = [
-            first if full else counted,
+            first,
             Column("bytes", right=True),
             Column("dtype"),
-            Column("why in float, or an example"),
+            Column("why in float, or an example", wraps=True),
         ]
-        return Table(columns, self._full_rows() if full else self._rows())
+        yield from self._head()
+        yield Table(columns, self._full_rows() if full else self._rows())
+        yield from self.notes
 
     def _head(self) -> list[str]:
         quantized = [w for w in self.weights if w.quantized]
         part, whole = (_numbers(each) for each in (quantized, self.weights))
         return [
             f"{self.path}: {self.format}, {self.scheme}",
-            f"{self.nbytes:,} bytes; {summary.percent(part, whole)} of "
+            f"{self.nbytes:,} bytes; {percent(part, whole)} of "
             f"{whole:,} parameters are in float8",
         ]
 
@@ -142,22 +121,16 @@ class ExportReport(tables.Page):
                 f"{len(group):,}",
                 f"{sum(w.nbytes for w in group):,}",
                 group[0].dtype,
-                tables.printable(group[0].reason or group[0].name),
+                group[0].reason or group[0].name,
             ]
             for group in ordered
         ]
 
     def _full_rows(self) -> list[list[str]]:
         return [
-            [
-                tables.printable(w.name),
-                f"{w.nbytes:,}",
-                w.dtype,
-                tables.printable(w.reason),
-            ]
-            for w in self.weights
+            [w.name, f"{w.nbytes:,}", w.dtype, w.reason] for w in self.weights
         ]
 
 
-def _numbers(weights: Iterable[Written] | Sequence[Written]) -> int:
+def _numbers(weights: Iterable[Written]) -> int:
     return sum(math.prod(written.shape) for written in weights)

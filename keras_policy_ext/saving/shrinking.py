@@ -4,18 +4,65 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from keras_policy_ext._output_files import check_output, whole
-from keras_policy_ext.conversion import summary, tables
 from keras_policy_ext.conversion.freezing import freeze, frozen_layers
-from keras_policy_ext.conversion.frozen_report import FrozenReport
-from keras_policy_ext.conversion.report import Converted, Skipped
-from keras_policy_ext.conversion.tables import Column, Table
+from keras_policy_ext.conversion.report import (
+    Converted,
+    FrozenReport,
+    Skipped,
+)
+from keras_policy_ext.reports import (
+    BaseReport,
+    Column,
+    Table,
+    counted,
+    readable_bytes,
+)
 from keras_policy_ext.saving.loading import load_model
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ShrunkReport(BaseReport):
+    """What became of the layers.
+
+    Attributes:
+        frozen: The report of `freeze`.
+        stored_as: How kernels are stored, in words.
+    """
+
+    frozen: FrozenReport
+    stored_as: str
+
+    def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
+        frozen = self.frozen
+        layers = sum(entry.in_float8 for entry in frozen.converted)
+        yield (
+            f"{counted(len(frozen.stored), 'kernel')} of "
+            f"{counted(layers, 'layer')} stored in one byte per number: "
+            f"{self.stored_as}"
+        )
+        columns = (
+            Column("layers", right=True),
+            Column("class"),
+            Column("stored as / reason not stored", wraps=True),
+        )
+        rows = [
+            [f"{len(group):,}", group[0].class_name, self._outcome(group[0])]
+            for group in frozen.groups
+        ]
+        yield Table(columns, rows)
+        yield frozen.kernels_note()
+
+    def _outcome(self, entry: Converted | Skipped) -> str:
+        if entry.in_float8:
+            return self.stored_as
+        # Behind the semicolon is what to do in a program.
+        return entry.outcome.partition(";")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,58 +73,24 @@ class Shrunk:
         model: It.
         source: The file that it was loaded from.
         output: The file to write.
-        report: That of `freeze`.
-        stored_as: How kernels are stored, in words.
+        report: What became of its layers.
     """
 
     model: keras.Model
     source: pathlib.Path
     output: pathlib.Path
-    report: FrozenReport
-    stored_as: str
+    report: ShrunkReport
 
     def run(self) -> None:
         """Write the file and print what was done."""
         with whole(self.output) as path:
             self.model.save(path)
         before, after = (
-            summary.readable_bytes(path.stat().st_size)
+            readable_bytes(path.stat().st_size)
             for path in (self.source, self.output)
         )
-        print("\n".join(self.lines()))
+        print(self.report)
         print(f"{self.source} ({before}) -> {self.output} ({after})")
-
-    def lines(self) -> list[str]:
-        """What became of the layers, as wide as the terminal."""
-        report, width = self.report, shutil.get_terminal_size((80, 24)).columns
-        layers = sum(entry.in_float8 for entry in report.converted)
-        head = (
-            f"{summary.counted(len(report.stored), 'kernel')} of "
-            f"{summary.counted(layers, 'layer')} stored in one byte per "
-            f"number: {self.stored_as}"
-        )
-        rows = [
-            [f"{len(group):,}", group[0].class_name, self._outcome(group[0])]
-            for group in report.groups
-        ]
-        columns = (
-            Column("layers", right=True),
-            Column("class"),
-            Column("stored as / reason not stored"),
-        )
-        return [
-            *tables.wrap(head, width),
-            "",
-            *Table(columns, rows).text(width),
-            "",
-            *tables.wrap(report.kernels_note(), width),
-        ]
-
-    def _outcome(self, entry: Converted | Skipped) -> str:
-        if entry.in_float8:
-            return self.stored_as
-        # Behind the semicolon is what to do in a program.
-        return tables.printable(entry.outcome.partition(";")[0])
 
 
 def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
@@ -108,7 +121,7 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
     if not report.stored:
         raise ValueError(f"no layer of {source!r} can be frozen")
     stored_as = f"{options['weights']} per {options['granularity']}"
-    return Shrunk(model, read, written, report, stored_as)
+    return Shrunk(model, read, written, ShrunkReport(report, stored_as))
 
 
 def _in_a_shell(error: ValueError, options: dict[str, Any]) -> str:

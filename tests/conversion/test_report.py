@@ -10,12 +10,11 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
-from keras_policy_ext import backends
+from keras_policy_ext import backends, reports
 from keras_policy_ext.conversion import (
     Converted,
     Report,
     Skipped,
-    summary,
 )
 from report_models import MULTIPLICATIONS, POLICY, model_of_many_kinds
 
@@ -158,19 +157,19 @@ def test_reports_that_others_make_need_no_counts():
 
 
 def test_shares_are_whole_only_where_they_are_exact():
-    assert summary.percent(0, 0) == summary.percent(0, 9) == "0 %"
-    assert summary.percent(9, 9) == "100 %"
-    assert summary.percent(10**6 - 1, 10**6) == ">99.9 %"
-    assert summary.percent(1, 10**6) == "<0.1 %"
-    assert summary.percent(999, 1000) == "99.9 %"
-    assert summary.percent(1, 1000) == "0.1 %"
-    assert summary.percent(1, 3) == "33.3 %"
+    assert reports.percent(0, 0) == reports.percent(0, 9) == "0 %"
+    assert reports.percent(9, 9) == "100 %"
+    assert reports.percent(10**6 - 1, 10**6) == ">99.9 %"
+    assert reports.percent(1, 10**6) == "<0.1 %"
+    assert reports.percent(999, 1000) == "99.9 %"
+    assert reports.percent(1, 1000) == "0.1 %"
+    assert reports.percent(1, 3) == "33.3 %"
 
 
 def test_amounts_have_three_digits():
     numbers = (999, 12_345, 1_234_567, 2_834_161_664, 7 * 10**14)
     texts = ["999", "12,345", "1.23M", "2.83G", "700T"]
-    assert [summary.amount(number) for number in numbers] == texts
+    assert [reports.amount(number) for number in numbers] == texts
 
 
 # Warnings

@@ -8,12 +8,11 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
+from keras_policy_ext import reports
 from keras_policy_ext.conversion import (
     Converted,
     Report,
     Skipped,
-    summary,
-    tables,
 )
 from report_models import POLICY, WIDTHS, made_up, model_of_many_kinds
 
@@ -30,7 +29,7 @@ def test_a_hundred_layers_fit_on_one_screen(large, width, monkeypatch):
     assert len(report.converted) + len(report.skipped) == 101
     for short in (str(report), str(kpe.inspect(model))):
         lines = short.splitlines()
-        assert len(lines) <= summary.LINES
+        assert len(lines) <= reports.LINES
         assert max(map(len, lines)) <= max(width, 55)
     rows = report.table(full=True)
     assert all(
@@ -57,7 +56,7 @@ def test_more_rows_than_fit_are_left_out_and_counted(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     report = made_up(classes=60)
     lines = str(report).splitlines()
-    assert len(lines) <= summary.LINES
+    assert len(lines) <= reports.LINES
     # The largest are there.
     assert all(f"SomeLayer{n}" in str(report) for n in (58, 59))
     (number,) = re.findall(r"and (\d+) more, with", str(report))
@@ -75,7 +74,7 @@ def test_rows_in_float8_come_first_those_with_most_work_before_others():
 
 def test_a_cell_that_is_too_long_ends_in_an_ellipsis():
     reason = "such a class has no form, " * 9
-    table = tables.Table([tables.Column("why")], [[reason]])
+    table = reports.Table([reports.Column("why", wraps=True)], [[reason]])
     whole, cut = table.text(30), table.text(30, most=2)
     assert len(whole) > len(cut) == 4
     assert cut[:3] == whole[:3]
@@ -116,9 +115,41 @@ def test_no_word_is_ever_cut(full, width, monkeypatch):
 
 
 def words(text):
-    """What stands between blanks, slashes and ends of lines; one rule."""
+    """What stands between blanks, slashes and ends of lines; one rule.
+
+    Names of policies are two words, the second that of the source policy.
+    """
     text = re.sub("─+", "─" * 9, text)
-    return [word for word in re.split(r"[\s/]+", text) if word]
+    return [word for word in re.split(r"[\s/]+|(?<=_from_)", text) if word]
+
+
+@pytest.mark.parametrize("name", ["Dense", "ReversibleEmbedding"])
+def test_long_reasons_and_policies_stand_in_a_column(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    policy = "float8/rowwise_from_mixed_bfloat16"
+    reason = "a long reason that says what it is of that layer, " * 3
+    report = Report(
+        (Converted("a", name, policy, multiplications=5),),
+        (Skipped("b", name, reason, multiplications=5),),
+    )
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    start = next(line for line in lines if "policy / reason" in line)
+    column = start.index("policy")
+    rows = [line for line in lines if name in line]
+    assert [row[column:].split("_")[0] for row in rows] == [
+        "float8/rowwise",
+        rows[1][column:],
+    ]
+    assert rows[1][column:].startswith("– a long reason")
+
+
+def test_a_column_that_is_too_narrow_goes_below_its_rows(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = str(made_up())
+    assert "\nlayers  class " in text
+    assert "\n    policy / reason not converted\n───" in text
+    assert text.count("\n    float8_from_mixed_bfloat16\n") == 2
 
 
 @pytest.mark.parametrize("width", [60, 80, 132])
@@ -215,3 +246,26 @@ def test_names_do_not_steer_the_terminal():
     report = Report((done,), (left,))
     for text in (str(report), report.table(full=True)):
         assert "\x1b" not in text and "\x07" not in text
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 12])
+def test_a_terminal_may_be_too_narrow_for_anything(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for full in (False, True):
+        assert "float8_from_" in made_up().table(full=full)
+
+
+def test_names_are_no_markup_and_wide_signs_are_aligned(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = "a/[bold]x[/bold]:smile:"
+    report = Report(
+        (Converted(path, "Dense", "float8_from_float32", multiplications=5),),
+        (Skipped("b", "層の名前", "because", multiplications=5),),
+    )
+    assert path in report.table(full=True)
+    text = str(report)
+    assert "\x1b" not in text
+    first, second = (x for x in text.splitlines() if "50.0 %  " in x)
+    # Each of the four signs takes two columns of the terminal.
+    assert first.index("50.0 %") == second.index("50.0 %") + 4

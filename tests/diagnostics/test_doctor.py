@@ -1,11 +1,12 @@
 """What `doctor` says of contractions and recipes."""
 
 import dataclasses
-import io
+import json
+import os
+from unittest import mock
 
 import keras
 import pytest
-from rich.console import Console
 
 from keras_policy_ext import backends, contractions, kernels, recipes
 from keras_policy_ext.backends import devices
@@ -83,13 +84,31 @@ def test_equal_answers_share_a_row_and_others_name_their_matmuls(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_of_contractions_fits_on_a_screen(width):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(doctor.contraction_table())
-    lines = console.file.getvalue().splitlines()
+def test_the_table_of_contractions_fits_on_a_screen(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = str(doctor.report())
+    assert max(map(len, text.splitlines())) <= width
+    _, _, text = text.partition("\nFloat8 contractions on ")
+    lines = text.partition("\nFrozen kernels")[0].splitlines()
     assert len(lines) <= 40
     for recipe in recipes.names():
         assert any(recipe in line or " all " in line for line in lines)
+
+
+def test_the_report_is_data_and_html_too():
+    report = doctor.report("h100")
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["verdict"] == report.verdict == doctor_says("h100")
+    assert data["machine"] == {} and data["device"]["device"]
+    assert [tuple(row) for row in data["break_even"]] == [*report.break_even]
+    page = report._repr_html_()
+    assert page.count("<table>") == 4
+    assert "<caption>Frozen kernels (Dense)</caption>" in page
+
+
+def doctor_says(device):
+    with devices.pretend(device):
+        return doctor.verdict()
 
 
 @pytest.mark.parametrize("asked", ["emulated", "native"])
@@ -110,9 +129,8 @@ def test_every_frozen_kernel_has_one_answer(asked):
 
 
 def printed_for(device):
-    console = Console(file=io.StringIO(), width=200)
-    doctor.run(console, device)
-    return console.file.getvalue()
+    with mock.patch.dict(os.environ, COLUMNS="200"):
+        return str(doctor.report(device))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,32 @@ def test_the_report_says_what_was_written(tmp_path):
     assert report.as_dict()["weights"][0]["dtype"] == "float8_e4m3fn"
 
 
+def test_the_report_says_that_adapters_are_merged(tmp_path):
+    model = dense(3, 5, 4)
+    assert kpe.export(model, tmp_path / "a", "safetensors").notes == ()
+    model.get_layer("dense_4").enable_lora(1)
+    report = kpe.export(model, tmp_path / "b", "safetensors")
+    merged = "Adapters merged into 1 kernel; "
+    assert report.notes == (f"{merged}the sum is rounded.",)
+    report = kpe.export(model, tmp_path / "c", "safetensors", exclude=".*_4")
+    assert report.notes == (f"{merged}the sum is in floats.",)
+    kpe.freeze(model)
+    model.get_layer("dense_3").enable_lora(1)
+    report = kpe.export(model, tmp_path / "d", "safetensors")
+    told = "Adapters merged into 2 kernels; these were rounded again."
+    assert report.notes == (told,) and str(report).endswith(told)
+
+
+def test_the_report_of_onnx_says_so_too(tmp_path):
+    pytest.importorskip("onnx", reason="the writer needs it")
+    model = dense(3)
+    kpe.freeze(model)
+    model.get_layer("dense_3").enable_lora(1)
+    report = kpe.export(model, tmp_path / "a.onnx", "onnx")
+    told = "Adapters merged into 1 kernel; it was rounded again."
+    assert report.notes[-1] == told
+
+
 @pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("given", "size"),

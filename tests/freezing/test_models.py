@@ -1,5 +1,7 @@
 """Whole models: shared, nested, subclassed, chosen by path; and reports."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -194,6 +196,50 @@ def test_the_report_says_bytes_and_decibels_of_each_kernel():
     short = str(report)
     assert "27.6 kB before" in short and "7.33 kB now" in short
     assert report.as_dict()["stored"][0]["path"] == first.path
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "All kernels are stored in float8, "),
+        ({"include": "/a"}, "The kernels of 1 of 2 layers are stored in "),
+    ],
+)
+def test_matmuls_with_stored_kernels_run_in_floats(options, told, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    model = sequential((64,), LAYERS.Dense(96, name="a"), LAYERS.Dense(8))
+    report = kpe.freeze(model, **options)
+    for each in (report, kpe.inspect(model)):
+        first, second, *_ = str(each).splitlines()
+        assert first.startswith(told)
+        assert first.endswith(" of the parameters. Matmuls run in floats.")
+        assert second.startswith("2 layers with a kernel; ")
+        assert each.totals.multiplications_in_float8 == 0
+        share = f"{100 * each.totals.parameters_in_float8 / 7016:.1f} %"
+        assert share in first
+    for entry in report.converted:
+        assert entry.plain_multiplications == entry.multiplications > 0
+
+
+def test_rounded_inputs_are_multiplied_in_float8(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    model = sequential((64,), LAYERS.Dense(96, name="a"), LAYERS.Dense(8))
+    kpe.freeze(model, include="/a", activations="dynamic")
+    text = str(kpe.inspect(model))
+    assert text.startswith("88.9 % of the multiplications and 87.6 % of")
+    kpe.freeze(model, exclude="/a")
+    text = str(kpe.inspect(model))
+    assert text.startswith("88.9 % of the multiplications and 98.5 % of")
+    told = "The matmuls of 1 layer run in floats, with kernels that are stored"
+    assert told in text
+
+
+def test_layers_that_are_frozen_are_no_reason_to_warn():
+    model = sequential((64,), LAYERS.Dense(96), LAYERS.Dense(8))
+    kpe.freeze(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert not kpe.convert(model).converted
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rich.table import Table
-
-from keras_policy_ext.conversion.summary import counted
 from keras_policy_ext.diagnostics import machine
 from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.train import BASELINE, Matmul, Run
+from keras_policy_ext.reports import Column, Table, counted
 
 CSV_COLUMNS = (
     "precision",
@@ -44,22 +42,26 @@ def gaps(runs: Sequence[Run], baselines: Sequence[Run]) -> list[float]:
 
 def results(runs: Sequence[Run]) -> Table:
     """One row for each precision."""
+    columns = (
+        Column("precision"),
+        Column("loss", right=True),
+        Column("gap to bfloat16", right=True, wraps=True),
+        Column("steps/s", right=True),
+        Column("state", right=True),
+        Column("in float8", wraps=True),
+    )
+    title = "Validation loss in nats per character"
+    return Table(columns, result_rows(runs), title)
+
+
+def caption(runs: Sequence[Run]) -> str:
+    """What the numbers of `results` are."""
     seeds = {run.seed for run in runs}
     means = f"means of {len(seeds)} seeds, and the least and largest gap. "
-    table = Table(
-        title="Validation loss in nats per character",
-        caption=(means if len(seeds) > 1 else "")
-        + "steps/s: of the median step; compilation and validation are left "
-        "out. state: bytes of scales, histories and counters",
+    return (means if len(seeds) > 1 else "") + (
+        "steps/s: of the median step; compilation and validation are left "
+        "out. state: bytes of scales, histories and counters"
     )
-    table.add_column("precision", no_wrap=True)
-    table.add_column("loss", justify="right")
-    table.add_column("gap to bfloat16", justify="right", no_wrap=True)
-    for heading in ("steps/s", "state", "in float8"):
-        table.add_column(heading, justify="right")
-    for row in result_rows(runs):
-        table.add_row(*row)
-    return table
 
 
 def result_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -82,7 +84,7 @@ def _spread(percent: list[float]) -> str:
     mean = f"{statistics.fmean(percent):+.2f} %"
     if len(percent) == 1:
         return mean
-    return f"{mean}\n{min(percent):+.2f} … {max(percent):+.2f}"
+    return f"{mean} ({min(percent):+.2f} … {max(percent):+.2f})"
 
 
 def _steps_per_second(runs: list[Run]) -> str:
@@ -133,15 +135,12 @@ def matmuls(runs: Sequence[Run]) -> Table:
     if len(found) == 1:
         ((only, *_),) = found.values()
         title = f"Matmuls under {only.policy}"
-    table = Table(title=title)
-    table.add_column("recipes", overflow="fold")
-    table.add_column("layers", overflow="fold")
-    table.add_column("contraction", no_wrap=True)
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("why", overflow="fold")
-    for row in matmul_rows({n: own[0].matmuls for n, own in found.items()}):
-        table.add_row(*row)
-    return table
+    columns = [
+        Column(heading, wraps=heading not in ("contraction", "kernel"))
+        for heading in ("recipes", "layers", "contraction", "kernel", "why")
+    ]
+    rows = matmul_rows({n: own[0].matmuls for n, own in found.items()})
+    return Table(columns, rows, title)
 
 
 def matmul_rows(

@@ -82,8 +82,14 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
     console.print(_introduction(settings, corpus), highlight=False)
     settings = in_time(settings, corpus, console)
     runs = _train_all(settings, corpus, console)
-    console.print(report.results(runs))
-    console.print(report.matmuls(runs))
+    for part in (
+        "",
+        *report.results(runs).text(console.width),
+        *("", report.caption(runs), ""),
+        *report.matmuls(runs).text(console.width),
+        "",
+    ):
+        console.print(part, highlight=False, markup=False)
     outcome = Outcome(
         runs,
         folder / f"demo_{machine.backend()}.png",

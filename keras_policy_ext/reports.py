@@ -1,0 +1,386 @@
+"""Reports: text as wide as the terminal, HTML in a notebook, and a dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import itertools
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import rich.cells
+import rich.table
+import rich.text
+from rich.console import Console
+
+LINES = 24
+"""What fits on one screen."""
+
+EVERY = "Every layer: report.table(full=True)"
+
+NARROW = 18
+"""Sentences are not set in columns that are narrower, in characters."""
+
+COMFORTABLE = 28
+"""Nor in these, where a path may go above its row instead."""
+
+Cells = Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """How the cells of a column are set.
+
+    Attributes:
+        heading: Its heading.
+        right: Whether its cells stand at its right edge.
+        wraps: Whether its cells are broken into lines. Where even that is too
+            wide, those of the last column go below their rows.
+        apart: Whether its cells go above their rows where the columns do not
+            fit side by side; for the first column.
+    """
+
+    heading: str
+    right: bool = False
+    wraps: bool = False
+    apart: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of cells, one for each column, or of text across all columns.
+
+    Attributes:
+        columns: How they are set. Without headings there is no rule either.
+        rows: From top to bottom.
+        title: What stands above the headings.
+        spaced: Whether a blank line stands between rows, where several columns
+            wrap.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Cells | str]
+    title: str = ""
+    spaced: bool = False
+
+    def text(self, width: int, most: int | None = None) -> list[str]:
+        """The table as lines, of which a cell that wraps has at most so many.
+
+        No word is ever cut: a table whose words do not fit is wider. An
+        ellipsis stands for what is left out.
+        """
+        columns, rows, heads = list(self.columns), list(self.rows), 0
+        if self.spaced:
+            rows = [part for row in rows for part in ("", row)][1:]
+        has_headings = any(column.heading for column in columns)
+        if has_headings and not all(isinstance(row, str) for row in rows):
+            rows, heads = [[c.heading for c in columns], *rows], 1
+        gaps = len(columns) - 1
+        least = sum(_least(columns, rows, COMFORTABLE))
+        if columns[0].apart and least + 2 * gaps > width:
+            columns[0] = Column("")
+            rows = _in_two(rows, lambda row: (row[0], ["", *row[1:]]))
+            heads *= 2
+        if columns[-1].wraps and sum(_least(columns, rows)) + gaps > width:
+            del columns[-1]
+            rows = _in_two(rows, lambda row: (row[:-1], "    " + row[-1]))
+            heads += bool(heads)
+        gaps = len(columns) - 1
+        gap = 2 if sum(_least(columns, rows)) + 2 * gaps <= width else 1
+        widths = _widths(columns, rows, width - gap * gaps)
+        lines = wrap(self.title, width)
+        if heads:
+            lines += _lines(columns, rows[:heads], widths, gap, width)
+            lines.append("─" * (sum(widths) + gap * gaps))
+        return lines + _lines(columns, rows[heads:], widths, gap, width, most)
+
+    def html(self) -> str:
+        """The table as an HTML element, with nothing left out."""
+        title = html.escape(printable(self.title))
+        caption = f"<caption>{title}</caption>" if title else ""
+        heads = self._html("th", [column.heading for column in self.columns])
+        body = "".join(self._html("td", row) for row in self.rows)
+        return (
+            f"<table>{caption}<thead>{heads}</thead>"
+            f"<tbody>{body}</tbody></table>"
+        )
+
+    def _html(self, tag: str, row: Cells | str) -> str:
+        if isinstance(row, str):
+            cell = _element(tag, Column(""), row, len(self.columns))
+            return f"<tr>{cell}</tr>"
+        pairs = zip(self.columns, row, strict=True)
+        return f"<tr>{''.join(_element(tag, *pair) for pair in pairs)}</tr>"
+
+
+class BaseReport:
+    """The base of all reports.
+
+    `str` and `repr` are its text, a notebook shows its HTML. Dataclasses that
+    derive from it say `repr=False`, or Python would write a `repr` of fields
+    for each.
+    """
+
+    _every: ClassVar[str] = ""
+    """What the short text says of how to see everything."""
+
+    def _count(self) -> int:
+        """How many rows of the short text may be left out."""
+        return 0
+
+    def _parts(self, full: bool, number: int) -> Iterable[str | Table]:
+        """Sentences and tables, from top to bottom.
+
+        Args:
+            full: Whether they are those of the full text.
+            number: How many of the rows that may be left out are there.
+        """
+        raise NotImplementedError
+
+    def table(self, full: bool = False, every: str | None = None) -> str:
+        """The report as text, as wide as the terminal.
+
+        Args:
+            full: Whether it has everything. False: as much as fits on one
+                screen.
+            every: What the short text says of how to see everything.
+
+        Returns:
+            Lines; wider than the terminal only where a single word is.
+        """
+        if full:
+            return "\n".join(_text(self._parts(True, self._count())))
+        count = self._count()
+        every = every or self._every
+        for most in (None, 5, 4, 3, 2):
+            lines = _text(_with(self._parts(False, count), every), most)
+            if len(lines) <= LINES or not count:
+                break
+        while len(lines) > LINES and count > 1:
+            # A row has three lines at most: one, and two below it.
+            count = max(1, count - max(1, (len(lines) - LINES) // 3))
+            lines = _text(_with(self._parts(False, count), every), 2)
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON types."""
+        fields: Any = self
+        found: dict[str, Any] = _as_json(dataclasses.asdict(fields))
+        return found
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The page for a notebook; everything in it is escaped."""
+        return "".join(
+            part.html()
+            if isinstance(part, Table)
+            else f"<p>{html.escape(printable(part))}</p>"
+            for part in _with(self._parts(False, self._count()), self._every)
+        )
+
+
+def percent(part: int, whole: int) -> str:
+    """A share as text: "0 %" and "100 %" only where that is exact."""
+    if not whole or not part:
+        return "0 %"
+    if part == whole:
+        return "100 %"
+    share = 100 * part / whole
+    if share < 0.1:
+        return "<0.1 %"
+    return ">99.9 %" if share > 99.9 else f"{share:.1f} %"
+
+
+def amount(number: int) -> str:
+    """A number as text, to three digits."""
+    for factor, sign in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
+        if number >= factor:
+            return f"{number / factor:.3g}{sign}"
+    return f"{number:,}"
+
+
+def readable_bytes(number: int) -> str:
+    """Bytes as text, to three digits."""
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def printable(text: str) -> str:
+    """The text on one line, without signs that would steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for sign in text
+    )
+
+
+class _Sentences(textwrap.TextWrapper):
+    """Breaks at blanks, and not before a percent sign."""
+
+    wordsep_simple_re = re.compile(r"( +(?!%))")
+
+
+class _Cells(textwrap.TextWrapper):
+    """Breaks also after a `/`, and in names of policies."""
+
+    wordsep_simple_re = re.compile(r"( +(?!%))|(?<=/)|(?<=_from_)")
+
+
+def wrap(
+    text: str,
+    width: int,
+    most: int | None = None,
+    how: type[textwrap.TextWrapper] = _Cells,
+) -> list[str]:
+    """Break a text into lines, and no word in two; at most so many."""
+    text = printable(text)
+    indent = " " * (len(text) - len(text.lstrip()))
+    return how(
+        max(width, len(indent) + 1),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        max_lines=most,
+        placeholder="…",
+    ).wrap(text)
+
+
+def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
+    """The lines of a report, with a blank one around each table."""
+    width = shutil.get_terminal_size((80, 24)).columns
+    lines: list[str] = []
+    for part in parts:
+        if isinstance(part, Table):
+            lines += [*([""] if lines and lines[-1] else [])]
+            lines += [*part.text(width, most), ""]
+        else:
+            lines += wrap(part, width, how=_Sentences)
+    return lines[:-1] if lines and not lines[-1] else lines
+
+
+def _with(parts: Iterable[str | Table], every: str) -> list[str | Table]:
+    """Add how to see everything, where there is a table."""
+    found = list(parts)
+    is_more = every and any(isinstance(part, Table) for part in found)
+    return [*found, every] if is_more else found
+
+
+def _in_two(
+    rows: Iterable[Cells | str],
+    split: Callable[[Cells], tuple[Cells | str, Cells | str]],
+) -> list[Cells | str]:
+    """Rows of which cells are taken out, to lines of their own."""
+    return [
+        part
+        for row in rows
+        for part in ([row] if isinstance(row, str) else split(row))
+        if row == part or not isinstance(part, str) or part.strip()
+    ]
+
+
+def _least(
+    columns: Sequence[Column],
+    rows: Iterable[Cells | str],
+    narrow: int = NARROW,
+) -> list[int]:
+    """How narrow each column may get."""
+    cells = [row for row in rows if not isinstance(row, str)]
+    return [
+        max((_narrowest(column, row[n], narrow) for row in cells), default=0)
+        for n, column in enumerate(columns)
+    ]
+
+
+def _narrowest(column: Column, cell: str, narrow: int) -> int:
+    """How narrow a cell may get; a sentence is hard to read if narrow."""
+    length = rich.cells.cell_len(printable(cell))
+    if not column.wraps:
+        return length
+    words = [rich.cells.cell_len(word) for word in wrap(cell, 1)]
+    return max([min(length, narrow) if " " in cell else 0, *words])
+
+
+def _widths(
+    columns: Sequence[Column], rows: Sequence[Cells | str], width: int
+) -> list[int]:
+    """Widths of the columns; the widest are cut until all fit."""
+    least = _least(columns, rows)
+    widths = _least([Column("")] * len(columns), rows)
+    while sum(widths) > width:
+        spare = [n for n, own in enumerate(widths) if own > least[n]]
+        if not spare:
+            break
+        widths[max(spare, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _lines(
+    columns: Sequence[Column],
+    rows: Sequence[Cells | str],
+    widths: Sequence[int],
+    gap: int,
+    width: int,
+    most: int | None = None,
+) -> list[str]:
+    """The lines of some rows."""
+    lines: list[str] = []
+    for are_across, run in itertools.groupby(
+        rows, lambda row: isinstance(row, str)
+    ):
+        if are_across:
+            wrapped = (wrap(str(text), width, most) or [""] for text in run)
+            lines += itertools.chain.from_iterable(wrapped)
+            continue
+        grid = rich.table.Table.grid(padding=(0, gap, 0, 0))
+        for column, own in zip(columns, widths, strict=True):
+            side: Any = "right" if column.right else "left"
+            grid.add_column(width=own, justify=side, overflow="fold")
+        for row in run:
+            cells = (
+                wrap(cell, own, most) if column.wraps else [printable(cell)]
+                for cell, own, column in zip(row, widths, columns, strict=True)
+            )
+            grid.add_row(*(rich.text.Text("\n".join(cell)) for cell in cells))
+        total = sum(widths) + gap * (len(columns) - 1)
+        console = Console(
+            file=io.StringIO(),
+            width=total,
+            force_jupyter=False,
+            legacy_windows=False,
+            color_system=None,
+        )
+        for line in console.render_lines(grid):
+            lines.append("".join(part.text for part in line).rstrip())
+    return lines
+
+
+def _element(tag: str, column: Column, cell: str, span: int = 1) -> str:
+    side = "right" if column.right else "left"
+    style = f'style="text-align: {side}; vertical-align: top"'
+    across = f' colspan="{span}"' if span > 1 else ""
+    return f"<{tag}{across} {style}>{html.escape(printable(cell))}</{tag}>"
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each) for each in value]
+    return value
