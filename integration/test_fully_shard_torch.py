@@ -336,10 +336,10 @@ def test_layers_of_keras_are_not_trained_by_themselves(said):
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("uncut", "Nothing of this model is cut. Received: "),
-        ("twice", "A weight is cut twice"),
-        ("state", "first/float8_state/kernel_amax', cut by fully_shard."),
-        ("average", "moving_mean', cut by fully_shard."),
+        ("uncut", "Nothing of this model is sharded. Received: "),
+        ("twice", "A weight is sharded twice"),
+        ("state", "first/float8_state/kernel_amax', sharded by fully_shard."),
+        ("average", "moving_mean', sharded by fully_shard."),
     ],
 )
 def test_what_cannot_be_trained_is_refused(said, case, text):

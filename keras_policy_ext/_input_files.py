@@ -209,9 +209,9 @@ def check_names(path: object, names: Iterable[object]) -> None:
 def damaged(path: object, found: str) -> ValueError:
     """The error for a file that is not as it was written."""
     return ValueError(
-        f"This file is damaged, or was made to do harm. Received: "
-        f"{str(path)!r}: {found}. Allowed: a file as it was written. Copy it "
-        "again, or take an earlier one."
+        f"This file is damaged or malicious. Received: {str(path)!r}: {found}. "
+        "Allowed: the file as it was written, by Keras or by this package. "
+        "Copy it again, or take an earlier one."
     )
 
 

@@ -256,9 +256,9 @@ def _variables(model: Any, kind: str) -> list[keras.Variable]:
     modules = getattr(model, "modules", None)
     if keras.backend.backend() != "torch" or not callable(modules):
         raise ValueError(
-            "This is not a Keras model or layer, which alone have float8 "
-            f"state. Received: {model!r}. Allowed: a Keras model or layer, or "
-            "on PyTorch a module that contains some. Pass the model itself."
+            "This object has no float8 state, since it is not a Keras model "
+            f"or layer. Received: {model!r}. Allowed: a Keras model or layer, "
+            "or on PyTorch a module that contains one. Pass the model itself."
         )
     layers = [m for m in modules() if isinstance(m, keras.layers.Layer)]
     found = {id(v): v for m in layers for v in getattr(m, kind)}

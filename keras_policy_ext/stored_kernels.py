@@ -129,10 +129,10 @@ def quantize(
     kernel = np.asarray(kernel, "float32")
     if not np.all(np.isfinite(kernel)):
         raise ValueError(
-            "A kernel that is not finite cannot be stored in float8. "
-            f"Received: {int(np.sum(~np.isfinite(kernel)))} numbers that are "
-            "NaN or infinite. Allowed: finite numbers. Load the weights of an "
-            "earlier checkpoint."
+            "A kernel with NaN or infinity cannot be stored in float8. "
+            f"Received: {int(np.sum(~np.isfinite(kernel)))} of its values. "
+            "Allowed: finite values. Load the weights of an earlier "
+            "checkpoint."
         )
     limit = np.float32(formats.get(weights).max)
     if scale is None:

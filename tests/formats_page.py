@@ -21,16 +21,16 @@ each line as an attribute.
 """
 
 TAIL = """
-- A normal number is 2 to its exponent less the bias, times a significand from
-  1 to 2. Below the smallest normal number the exponent stays, and the
-  significand runs down to 0. `float8_e8m0fnu` has exponents and nothing else:
-  it holds scales.
-- Casts [saturate](numerics.md#casting), so that none makes an infinity. What
-  rounds to a negative zero is 0 where there is none.
+- A normal number is 2 to the power of its exponent minus the bias, times a
+  significand from 1 to 2. Below the smallest normal number the exponent stays
+  the same, and the significand falls from 1 to 0. `float8_e8m0fnu` has only
+  exponents: it holds scales.
+- Casts [saturate](numerics.md#casting), so they never make an infinity. In a
+  format without negative zero, a value that rounds to it becomes 0.
 - "made by casts" is the code that a cast of a NaN without a sign gives.
   `float4_e2m1fn` has no NaN: there the scale is NaN instead.
-- "stored" is the dtype in which a framework holds the numbers: its own, or
-  bytes with the codes. Of four bits, two numbers are in a byte, the first in
+- "stored" is the dtype in which a framework holds the numbers: a float8 dtype,
+  or bytes with the codes. Two four-bit numbers share a byte, with the first in
   the low four bits (`kpe.reference.pack`).
 - Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`, and
   delayed and current scaling among the formats named `fnuz` too, which

@@ -5,6 +5,7 @@ A comment before a block may name the backend that it is for, or say that it is
 """
 
 import re
+import textwrap
 
 BACKENDS = ("jax", "tensorflow", "torch")
 BLOCK = re.compile(
@@ -20,7 +21,8 @@ def blocks(text):
         mark, code = found["mark"], found["code"]
         if mark not in (None, *BACKENDS) and not mark.startswith("not run: "):
             raise ValueError(f"This comment is not understood: {mark!r}")
-        yield mark, code, text[: found.start("code")].count("\n")
+        before = text[: found.start("code")].count("\n")
+        yield mark, textwrap.dedent(code), before
 
 
 def program(text, backend):

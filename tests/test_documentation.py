@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -62,25 +61,44 @@ def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
     page_programs.run(DOCS / page, keras.backend.backend())
 
 
-def test_what_finds_and_skips_a_nan_runs_as_the_page_says():
-    """The blocks of its two sections, on a batch with an infinite number."""
+@pytest.mark.full
+def test_what_finds_and_skips_a_nan_runs_as_the_page_says(capsys):
+    """The blocks of its sections, on data with an infinite number."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     _, _, section = text.partition("### The loss is NaN\n")
     section, _, _ = section.partition("### The loss is worse")
-    check, by_layer, skipping = (
-        textwrap.dedent(code) for _, code, _ in page_programs.blocks(section)
+    find, check, without, watch, stop, skip = (
+        code for _, code, _ in page_programs.blocks(section)
     )
     layers = [keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     kpe.convert(model, "current")
-    x, y = np.ones((8, 4), "float32"), np.zeros((8, 1), "float32")
+    model.compile("sgd", "mse")
+    x, y = np.ones((64, 4), "float32"), np.zeros((64, 1), "float32")
+    x[19, 2] = np.inf
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
     names = {"keras": keras, "kpe": kpe, "np": np, "model": model}
-    exec(check, {**names, "x": x, "y": y})
-    exec(by_layer, {**names, "x": x})
-    x[3, 2] = np.inf
-    with pytest.raises(AssertionError):
-        exec(check, {**names, "x": x, "y": y})
-    exec(skipping, names)
+    names |= {"batches": batches, "x": x, "y": y}
+    exec(find, names)
+    assert names["bx"] is batches[2][0]
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    for code in (check, without):
+        capsys.readouterr()
+        exec(code, names)
+        assert capsys.readouterr().out.endswith("False\n")
+    exec(watch, names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        layer.path for layer in layers
+    ]
+    assert lines[0].endswith("False")
+    model.set_weights(names["good"])
+    with pytest.raises(FloatingPointError, match="10 skipped"):
+        names["x"] = np.tile(x * np.nan, (8, 1))
+        names["y"] = np.tile(y, (8, 1))
+        exec(stop, names)
+    kpe.convert(model, "current")
+    exec(skip, names)
     model.fit(x, y, verbose=0)
     assert all(np.isfinite(w).all() for w in model.get_weights())
 

@@ -328,7 +328,7 @@ def test_a_new_recipe_is_one_dataclass(registry):
 
 
 def test_two_recipes_cannot_share_a_name(registry):
-    with pytest.raises(ValueError, match="Two recipes want the name"):
+    with pytest.raises(ValueError, match="Two recipes have the name"):
 
         class Other(recipes.Recipe):
             name: ClassVar[str] = "current"

@@ -237,7 +237,7 @@ def test_codes_and_scales_by_operand_give_the_operand(equation):
     ["ab,bc", "ab->ab", "aab,bc->ac", "ab,bc->ad", "...a,ab->...b", "a,b->c,d"],
 )
 def test_what_is_no_equation_is_refused(equation):
-    with pytest.raises(ValueError, match=r"Write .* out as letters"):
+    with pytest.raises(ValueError, match=r"Replace .* by letters"):
         reference.einsum(equation, [[1.0]], [[1.0]], [[1.0]], Nothing())
 
 

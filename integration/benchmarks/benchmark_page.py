@@ -233,10 +233,10 @@ def _estimated(counts):
     yield "### Estimated\n"
     text = (
         "The kernels of a step on a GPU, and the bytes that they move, can be "
-        "[counted without a GPU](lowering.md). From the counts a time is "
-        "estimated: "
-        f"{estimates.MODEL}. The time that eager PyTorch needs on the host is "
-        "not in it. Estimates rank designs; they are not measurements."
+        "[counted without a GPU](lowering.md). The time is estimated from the "
+        f"counts with these assumptions: {estimates.MODEL}. The time that "
+        "eager PyTorch needs on the host is not included. Estimates rank "
+        "designs; they are not measurements."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     if not counts:
@@ -308,7 +308,8 @@ def _not_measured(results):
     else:
         yield "- GPUs that are not above."
     yield (
-        "- Memory of a step on a CPU with TensorFlow, which does not tell.\n"
+        "- Memory of a step on a CPU with TensorFlow, which does not report "
+        "it.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"
     )
 

@@ -56,21 +56,21 @@ A Hopper's matmuls read one layout only, so inputs and kernel are cast into two
 layouts. Output gradients are cast once and then transposed.
 
 Under current scaling the amax has to be found before a tensor is cast, so all
-three tensors are read twice. Under delayed scaling only the inputs are, because
-the first step scales them by their own amax. A branch for that step would make
-XLA store inputs that it otherwise computes inside of each kernel that reads
-them, such as outputs of a normalization or an activation. `initial_scale=1.0`
-needs no such pass.
+three tensors are read twice. Under delayed scaling only the inputs are read
+twice, because the first step scales them by their own amax. A branch for that
+step would make XLA store inputs that it otherwise computes inside each kernel
+that reads them, such as outputs of a normalization or an activation.
+`initial_scale=1.0` needs no second pass.
 
 XLA cannot fuse the amax with a transpose. A Pallas kernel can cast, transpose
 and find the amax with 4 bytes of traffic, but its input must first be written
 to memory, which costs 4 more. A prototype was compiled for an H200 and
-estimated as above. With the inputs cast so, a `dense` step took 0.99 of the
-time, ReLU and GELU 1.00, SwiGLU and the block 1.01. With output gradients cast
-so too, which are then read again for the bias, GELU and SwiGLU took 0.98 and
-ReLU 1.03. It is not in this package.
+estimated as above. When it cast the inputs, a `dense` step took 0.99 of the
+time, ReLU and GELU 1.00, SwiGLU and the block 1.01. When it also cast the
+output gradients, which then have to be read again for the bias, GELU and
+SwiGLU took 0.98 and ReLU 1.03. The prototype is not in this package.
 
-The products and the softmax inside of attention take 26% of the estimated time
+The matmuls and the softmax inside attention take 26% of the estimated time
 of the `block` in bfloat16, and they are not in float8. If a float8 step moved
 no more bytes than a bfloat16 step, the block would be 1.36 times as fast.
 """

@@ -65,10 +65,10 @@ SAME_PROGRAM = {"H200": ("H200", "H100")}
 """GPUs that run what is compiled for one of them: the memory is another."""
 
 MODEL = (
-    f"{PEAK_SHARE:.0%} of the peak of the matmul units, where matmuls in "
-    f"float8 that accumulate accurately, as those of gradients do, reach "
-    f"{ACCURATE} of it; {BANDWIDTH_SHARE:.0%} of the bandwidth of the memory; "
-    f"{KERNEL_SECONDS * 1e6:.0f} µs for each kernel"
+    f"matmuls reach {PEAK_SHARE:.0%} of the peak, and float8 matmuls of "
+    f"gradients, which accumulate accurately, {ACCURATE} of that; memory "
+    f"reaches {BANDWIDTH_SHARE:.0%} of its bandwidth; each kernel takes "
+    f"{KERNEL_SECONDS * 1e6:.0f} µs more"
 )
 
 

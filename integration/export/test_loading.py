@@ -170,11 +170,11 @@ def with_shape(name, shape):
         (without(PROJECTION + "_scale"), {}, "has no scale"),
         (without("model.norm.weight"), {}, "lacks a weight"),
         (with_shape("model.norm.weight", (7,)), {}, "does not fit the model"),
-        (with_shape(PROJECTION + "_scale", (7, 1)), {}, "do not fit"),
-        (with_shape(PROJECTION + "_scale", (2, 2)), {}, "do not fit"),
+        (with_shape(PROJECTION + "_scale", (7, 1)), {}, "wrong shape"),
+        (with_shape(PROJECTION + "_scale", (2, 2)), {}, "wrong shape"),
         (None, {"hidden_size": 64}, "does not fit the model"),
         (None, {"num_hidden_layers": 3}, "lacks a weight"),
-        (None, {"num_hidden_layers": 1}, "have no place"),
+        (None, {"num_hidden_layers": 1}, "without a place"),
         (None, {"model_type": "unheard"}, "unheard"),
     ],
 )
@@ -189,7 +189,7 @@ def test_truncated_files(size, folder, tmp_path):
     copy = changed(folder, tmp_path / "copy")
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match="no whole safetensors file"):
+    with pytest.raises(ValueError, match="safetensors file is damaged"):
         kpe.load_quantized(copy)
 
 

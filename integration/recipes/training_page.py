@@ -83,12 +83,12 @@ POWERS = (
 OF_POWERS = """### What powers of two cost
 
 The same recipes with scales as they come, and with scales rounded to powers of
-two; means over the seeds that both have. In a single step the products are
-equally exact. Over many steps there is a difference: while a scale stays the
+two; means over the seeds that both have. In a single step both are equally
+exact. Over many steps they differ. A possible reason: while a scale stays the
 same power of two, a weight rounds to the same number until it has moved by
-half a spacing; a scale that follows the amax rounds it up in one step and down
-in another. Whether that is the cause is a guess, and the backends do not agree
-on the size of the effect.
+half a spacing. A scale that follows the amax rounds it up in one step and down
+in another. This reason is a guess, and the size of the effect differs between
+the backends.
 """
 
 CHANCE = """### Where delayed scaling loses

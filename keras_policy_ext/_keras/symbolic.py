@@ -98,10 +98,10 @@ class Symbols:
     def _variable(self, tensor: Any) -> keras.Variable:
         if id(tensor) not in self._variables:
             raise TypeError(
-                "A result is not computed of the weights of the model alone. "
-                f"Received: {tensor!r}. Allowed: what keras.ops makes of the "
-                "variables of its layers. Report this with the version of "
-                f"KerasHub, and of Keras: {keras.__version__}."
+                "A result does not depend on the weights of the model alone. "
+                f"Received: {tensor!r}. Allowed: a result that keras.ops "
+                "computes from the variables of its layers. Report this with "
+                f"the version of KerasHub, and of Keras: {keras.__version__}."
             )
         return self._variables[id(tensor)]
 

@@ -146,10 +146,11 @@ class FrozenOperation(Hashable, Protocol):
 
 DIFFERENTIATED_AGAIN = (
     "This gradient of a layer in float8 cannot be differentiated again. "
-    "Received: a third derivative, one in forward mode, or a second one of "
-    "what is compiled apart: by torch.compile, or as a jax.jit, tf.function or "
-    "loop inside of the gradients. Allowed: second derivatives in reverse "
-    "mode. Compile around both gradients; set unroll=True in layers."
+    "Received: a third derivative, one in forward mode, or a second "
+    "derivative of a part that is compiled by itself: by torch.compile, or by "
+    "jax.jit, tf.function or a loop inside the gradients. Allowed: second "
+    "derivatives in reverse mode. Compile around both gradients; set "
+    "unroll=True in layers."
 )
 
 Settle = Callable[[Tensor, Tensor], Tensor]
@@ -552,7 +553,7 @@ class States(Replicas):
                 something in another way than can be trained.
         """
         raise ValueError(
-            f"On {self.name} fully_shard cuts nothing. Received: a model. "
+            f"On {self.name} fully_shard shards nothing. Received: a model. "
             "Allowed: a model on PyTorch. On JAX use "
             "keras.distribution.ModelParallel."
         )
@@ -568,10 +569,10 @@ class States(Replicas):
                 keeping them with the variables.
         """
         raise ValueError(
-            f"On {self.name} gradients are not kept with the variables. "
-            "Received: none. Allowed: gradients for all of "
-            "`model.trainable_variables`, as taken in your training step; "
-            "pass them on."
+            f"On {self.name} gradients are not stored in the variables. "
+            "Received: no gradients. Allowed: gradients for all of "
+            "`model.trainable_variables`, from your training step. Pass them "
+            "as the second argument."
         )
 
 

@@ -215,7 +215,7 @@ def compute_dtype(dtype: Any) -> str:
         if name in COMPUTE_DTYPES:
             return name
     raise ValueError(
-        "`dtype` is not a dtype that products are computed in. Received: "
+        "`dtype` is not a dtype that a matmul can compute in. Received: "
         f"dtype={dtype!r}. Allowed: {', '.join(COMPUTE_DTYPES)}. Pass one of "
         "them: the format of the operands comes from the recipe, and the "
         "result can be cast to any other dtype."

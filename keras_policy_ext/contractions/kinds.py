@@ -389,7 +389,6 @@ def _is_per_axis(value: Any) -> bool:
 
 def _wrong(conv: Conv, name: str, allowed: str) -> str:
     return (
-        f"This convolution is not possible: {name} is wrong. Received: "
-        f"{conv!r}. Allowed for {name}: {allowed}. Causal padding is done to "
-        "the inputs first."
+        f"`{name}` of this convolution is not valid. Received: {conv!r}. "
+        f"Allowed: {name} {allowed}. For causal padding, pad the inputs first."
     )

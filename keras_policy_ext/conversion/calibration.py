@@ -309,10 +309,10 @@ def _check_call(model: keras.Layer, call: object) -> None:
     if call is None and not candidates.has_call(model):
         raise ValueError(
             f"{type(model).__name__} {model.name!r} cannot be called on data. "
-            "Received: a model without a `call` of its own. Allowed: one that "
-            "has it, or `call=`, a function of one batch. Say how its parts "
-            "are run, such as `call=lambda x: model.decoder(model.encoder(x))"
-            "`, or calibrate the parts, one after the other."
+            "Received: a model without a `call` of its own. Allowed: a model "
+            "with a `call`, or `call=`, a function of one batch. Pass for "
+            "instance `call=lambda x: model.decoder(model.encoder(x))`, or "
+            "calibrate the parts one after the other."
         )
 
 
@@ -334,8 +334,8 @@ def _no_data(data: object) -> str:
     return (
         "`data` has no inputs to calibrate with. Received: "
         f"{type(data).__name__}. Allowed: an array, a list or dict of arrays, "
-        "or an iterable of batches; at least one. Pass some batches of what "
-        "the model is going to see."
+        "or an iterable of batches, with at least one example. Pass some "
+        "batches like those that the model will get."
     )
 
 

@@ -132,7 +132,10 @@ def replaced_code(layer: keras.Layer) -> str | None:
         return str(error)
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):
-            return f"its `{name}` was set in the layer, not in a class"
+            return (
+                f"its `{name}` was replaced on this instance; override it in "
+                "a subclass instead"
+            )
     return None
 
 
@@ -239,8 +242,9 @@ def check(model: keras.Layer) -> None:
             f"The weights of {model.name!r} are not in its variables now: "
             "Keras takes them out while it trains on JAX, and does not put "
             "them back when training ends in an error. Received: a model in "
-            "this state. Allowed: one before or after `fit`, or in a "
-            "callback's `on_epoch_end`. Convert it there, or make it anew."
+            "training, or after an error in training. Allowed: a model before "
+            "or after `fit`, or in a callback's `on_epoch_end`. Convert it "
+            "there. After an error in training, build the model again."
         )
 
 

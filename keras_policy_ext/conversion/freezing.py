@@ -554,7 +554,8 @@ def _check_trained(trained_scales: bool, granularity: str) -> None:
             "trained_scales=True needs granularity='tensor': scales from "
             "training are those of whole kernels. Received: "
             f"trained_scales=True and granularity={granularity!r}. Allowed: "
-            "granularity='tensor'. Pass that, or scale the kernels anew."
+            "granularity='tensor'. Pass that, or leave out "
+            "trained_scales=True to compute new scales."
         )
 
 
@@ -563,11 +564,13 @@ def _check_not_frozen(chosen: list[Candidate]) -> None:
         policy: Any = float8_policy_of(each.layer)
         if is_frozen(each.layer):
             raise ValueError(
-                f"Layer {candidates.path_of(each.layer)!r} is frozen. "
-                f"Received: a layer under {policy.full_name!r}. Allowed: "
-                "layers with float kernels. `keras_policy_ext.thaw(model)` "
-                "gives them back, rounded; or leave the layer out with "
-                "`exclude`."
+                f"Layer {candidates.path_of(each.layer)!r} is frozen "
+                f"already. Received: a layer under {policy.full_name!r}. "
+                "Allowed: layers with float kernels. To export the model, "
+                "call `export`: no second `freeze` is needed. To freeze only "
+                "the other layers, pass `exclude`. To freeze this one with "
+                "other arguments, call `keras_policy_ext.thaw(model)` first; "
+                "its weights are then rounded twice."
             )
 
 

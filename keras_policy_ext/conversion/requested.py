@@ -389,7 +389,7 @@ def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
         return _float8(_of_recipe(recipe))
     if isinstance(policy, recipes.Recipe) or _is_recipe(policy):
         raise ValueError(
-            "`policy` and `recipe` both say how to scale. Received: "
+            "`policy` and `recipe` both give a recipe. Received: "
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
             "or a float8 policy beside a recipe. Leave one out."
         )
@@ -461,6 +461,6 @@ def _several(layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]) -> str:
     return (
         "Layers of this model were converted with different policies, and "
         f"{path_of(layer)!r} has none of its own. Received: no policy, after "
-        f"{named}. Allowed: a policy, or `include` for layers that have one. "
-        "Pass the policy to be used for the rest."
+        f"{named}. Allowed: a policy, or an `include` that matches only layers "
+        "with one. Pass the policy for the remaining layers."
     )

@@ -56,10 +56,10 @@ def _of_size(model: keras.Layer, size: int) -> Any:
         )
     if inputs is None:
         raise ValueError(
-            f"{type(model).__name__} {model.name!r} does not say what it is "
-            f"called on. Received: a batch of {size}. Allowed: a batch "
-            "itself, or the shape of one. Only Functional and Sequential "
-            "models know their inputs."
+            f"{type(model).__name__} {model.name!r} does not know the shapes "
+            f"of its inputs. Received: a batch size, {size}. Allowed: a batch, "
+            "or the shape of one. A batch size is enough only for Functional "
+            "and Sequential models."
         )
     structure = getattr(model, "input", inputs)
     if isinstance(structure, (list, tuple)) and len(structure) == 1:
@@ -95,7 +95,8 @@ def _symbolic(x: Any) -> Any:
 def _known(shape: tuple[Any, ...], dtype: Any) -> Any:
     if None in shape or not all(int(size) >= 0 for size in shape):
         raise ValueError(
-            f"A size of the batch is not known. Received: {shape}. {_ALLOWED}"
+            f"The shape of the batch has an unknown size. Received: {shape}. "
+            f"{_ALLOWED}"
         )
     return keras.KerasTensor(tuple(int(size) for size in shape), dtype)
 

@@ -338,10 +338,10 @@ def _check(model: Any) -> None:
     candidates.check(model)
     if not candidates.has_call(model):
         raise ValueError(
-            f"{type(model).__name__} {model.name!r} has no `call`, and what a "
-            "step of it computes is not known. Received: a model that has "
-            "parts only. Allowed: models and layers that can be called. Ask "
-            "for the memory of each part."
+            f"{type(model).__name__} {model.name!r} has no `call`, so the "
+            "computation of its step is not known. Received: a model that "
+            "consists of parts only. Allowed: models and layers that can be "
+            "called. Call `kpe.memory` for each part."
         )
 
 
@@ -398,8 +398,8 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
             f"Cannot compare with {policy.name!r}: it stores weights in "
             f"another dtype. Received: {policy.name!r}, for a model with "
             f"weights in {', '.join(sorted(dtypes))}. Allowed: a policy that "
-            "stores weights in the same dtype. Make the model under that "
-            "policy, and ask for its memory."
+            "stores weights in the same dtype. To measure that policy, make "
+            "the model under it and call `kpe.memory`."
         )
     with undone(layers):
         for layer in layers:

@@ -125,8 +125,8 @@ def _check_format(
         raise TypeError(
             f"`export` has no argument {' and '.join(sorted(options))} for "
             f"format={format!r}. Received: {sorted(options)} with "
-            f"format={format!r}. Allowed: the named ones; more go to "
-            "format='onnx' alone."
+            f"format={format!r}. Allowed: the arguments in the signature of "
+            "`export`; others only with format='onnx'. Leave them out."
         )
 
 
@@ -146,7 +146,7 @@ def _check_static(found: Iterable[ExportedKernel], scheme: Scheme) -> None:
             "activations='static' needs scales of inputs, which this model "
             "does not have. Received: activations='static', and "
             f"{len(lacking)} kernels without one, such as {lacking[0]!r}. "
-            "Allowed: a model that was frozen with them. Call "
+            "Allowed: a model that was frozen with static scales. Call "
             "`kpe.freeze(model, activations='static')` after training in "
             "float8 or `kpe.calibrate`, or leave layers out with `exclude`."
         )

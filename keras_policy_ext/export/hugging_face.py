@@ -283,11 +283,11 @@ class Folder:
         )
         if not np.array_equal(mapped, codes):
             raise ValueError(
-                "KerasHub orders the numbers of a kernel in another way than "
-                f"the layer multiplies them. Received: {entry.name!r}, of "
-                f"{[k.path for k in entry.kernels]}. Allowed: outputs by "
-                "summed inputs. Leave it out with `exclude`, and report this "
-                "with the version of KerasHub."
+                "KerasHub writes this kernel in another order than its layer "
+                f"uses it. Received: {entry.name!r}, of "
+                f"{[k.path for k in entry.kernels]}. Allowed: a matrix of "
+                "outputs by inputs. Leave the layer out with `exclude`, and "
+                "report this with the version of KerasHub."
             )
         first = next(iter(parts.values()))
         scale = np.concatenate([self._rows_of(p) for p in parts.values()])

@@ -191,11 +191,11 @@ def _check_alike(name: str, values: set[Any]) -> None:
     if len(values) > 1:
         listed = ", ".join(sorted(map(repr, values)))
         raise ValueError(
-            f"Kernels that are frozen with one `{name}` cannot be written "
-            f"with another. Received: {name} of {listed}. Allowed: one for "
-            "all kernels that are quantized. Freeze the whole model with one "
-            f"`{name}`, do not pass another to `export`, or leave layers out "
-            "with `exclude`."
+            f"Kernels that are frozen with one `{name}` cannot be written with "
+            f"another. Received: {name} of {listed}. Allowed: the same "
+            f"`{name}` for all quantized kernels. Freeze the whole model with "
+            f"one `{name}`, do not pass another to `export`, or leave layers "
+            "out with `exclude`."
         )
 
 

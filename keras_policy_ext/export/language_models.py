@@ -79,8 +79,8 @@ def check(target: pathlib.Path, *, folder: bool, overwrite: bool) -> None:
         )
     if (folder and not _is_export(target)) or (not folder and target.is_dir()):
         raise FileExistsError(
-            "What is at this path is no earlier export, and is not replaced. "
-            f"Received: {str(target)!r}. Allowed: "
+            "This path holds something other than an earlier export; it is "
+            f"not replaced. Received: {str(target)!r}. Allowed: "
             + (
                 "a folder with a config.json and no folders"
                 if folder
@@ -169,19 +169,28 @@ def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
         has = getattr(backbone, name, value)
         if has != value:
             raise ValueError(
-                f"A {family} like this one cannot be written as {format!r}: "
-                "Hugging Face's model, or KerasHub's map of names, is of one "
-                f"kind only. Received: {name}={has!r}. Allowed: {value!r}. "
-                "Write it as format='safetensors'."
+                f"A {family} with {name}={has!r} cannot be written as "
+                f"{format!r}: {_why_not(name)}. Received: {name}={has!r}. "
+                f"Allowed: {value!r}. Write it as format='safetensors', "
+                "which takes any model."
             )
     types = getattr(backbone, "layer_types", None)
     if family == "Gemma4Backbone" and types and types[-1] != "full_attention":
         raise ValueError(
-            "The last layer of this model does not attend to all tokens, as "
-            "that of Hugging Face's Gemma4 does. Received: "
-            f"layer_types={types}. Allowed: 'full_attention' at the end. "
-            "Write it as format='safetensors'."
+            "The last layer of this model does not attend to all tokens, but "
+            "that of Gemma4 in transformers does. Received: "
+            f"layer_types={types}. Allowed: 'full_attention' at the end. Write "
+            "it as format='safetensors'."
         )
+
+
+def _why_not(name: str) -> str:
+    """Why the model of Hugging Face would compute something else."""
+    if name == "num_key_value_heads":
+        return "KerasHub writes only the first head of keys and values"
+    if name in _TEXT:
+        return "only models of text can be written"
+    return "transformers has no model of this family with that value"
 
 
 def _not_one(model: Any, format: str, received: str) -> Exception:

@@ -157,12 +157,13 @@ def _dtype(config: Any) -> str:
 
 def _wrong(place: pathlib.Path, found: str) -> ValueError:
     return ValueError(
-        "This folder is not of a model whose kernels are in float8. Received: "
-        f"{str(place)!r} with {found}. Allowed: the quantization_config of "
-        "compressed-tensors in float8 e4m3 (per channel, tensor or block of "
-        "128x128; inputs not quantized, by token, or static by tensor), or of "
-        "'fp8' (blocks of 128x128, or per tensor). A model of floats is read "
-        "by `keras_hub.models.CausalLM.from_preset`."
+        "The model in this folder has no float8 kernels that can be read. "
+        f"Received: {str(place)!r} with {found}. Allowed: the "
+        "quantization_config of compressed-tensors in float8 e4m3 (per "
+        "channel, tensor or block of 128x128; inputs not quantized, by token, "
+        "or static by tensor), or of 'fp8' (blocks of 128x128, or per "
+        "tensor). To read a model in floats, call "
+        "`keras_hub.models.CausalLM.from_preset`."
     )
 
 
@@ -304,10 +305,11 @@ class _Asked:
         ]
         if left:
             raise ValueError(
-                "KerasHub makes another model of this folder. Received: "
-                f"{len(left)} kernels that have no place in it, such as "
-                f"{left[0]!r}. Allowed: a folder of which KerasHub knows the "
-                "architecture whole. Read it with transformers."
+                "The model that KerasHub makes from this folder lacks some of "
+                f"its kernels. Received: {len(left)} kernels without a place "
+                f"in the model, such as {left[0]!r}. Allowed: a folder whose "
+                "whole architecture KerasHub supports. Read it with "
+                "transformers."
             )
 
     def _name(self, wanted: str) -> str:
@@ -318,8 +320,9 @@ class _Asked:
         if not ends:
             raise ValueError(
                 "This folder lacks a weight of the model. Received: no "
-                f"tensor {wanted!r}. Allowed: all that config.json tells of. "
-                "Copy the folder again, or export it again."
+                f"tensor {wanted!r}. Allowed: a folder with every tensor of "
+                "the model that config.json describes. Copy the folder "
+                "again, or export it again."
             )
         return min(ends, key=len)
 
@@ -408,8 +411,8 @@ def _scale_of(
         if np.all(matrix == matrix[:, :1]):
             return of_matrix(matrix[:, :1], wanted, axes)
     raise ValueError(
-        "The scales of a kernel do not fit it. Received: scales of shape "
-        f"{scale.shape} for a tensor {bits.shape}, per "
+        "The scales of a kernel have the wrong shape. Received: scales of "
+        f"shape {scale.shape} for a tensor {bits.shape}, per "
         f"{variable.granularity}. Allowed: {wanted} for the kernel {shape}. "
         "Export the model again."
     )
@@ -428,6 +431,7 @@ def _misshapen(
 ) -> ValueError:
     return ValueError(
         f"A tensor does not fit the model. Received: {name!r} of shape "
-        f"{received}. Allowed: what makes a weight of shape {allowed}. The "
-        "config.json of the folder is of another model; copy both again."
+        f"{received}. Allowed: a tensor for a weight of shape {allowed}. The "
+        "config.json of this folder belongs to another model; copy the whole "
+        "folder again."
     )

@@ -84,10 +84,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
     slots, metadata = safetensors_files.read(path)
     if metadata.get("format") != FORMAT or metadata.get("version") != "1":
         raise ValueError(
-            "This file is not of the plain form. Received: "
+            "This file was not written in the plain form. Received: "
             f"{str(path)!r} with the metadata {metadata}. Allowed: a file that "
-            "`export(model, path, format='safetensors')` wrote. For a folder "
-            "in the form of Hugging Face there is `load_quantized`."
+            "`export(model, path, format='safetensors')` wrote. To read a "
+            "folder of Hugging Face, call `load_quantized`."
         )
     arrays: dict[str, Any] = {n: slot.read() for n, slot in slots.items()}
     try:
@@ -98,8 +98,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
     except safetensors_files.OF_DAMAGE as error:
         raise ValueError(
             "The metadata of this file does not fit its tensors. Received: "
-            f"{str(path)!r}: {error!r}. Allowed: a file as it was written. "
-            "Export it again."
+            f"{str(path)!r}: {error!r}. Allowed: the file as `export` wrote "
+            "it. Export it again."
         ) from error
     return arrays
 

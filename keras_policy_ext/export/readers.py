@@ -201,6 +201,7 @@ _GRANULARITIES = {
 def _refused(reader: Reader, received: str, allowed: str) -> ValueError:
     return ValueError(
         f"The readers of {reader.format!r} cannot take this. Received: "
-        f"{received}. Allowed: {allowed}. Pass that, or another `format`; a "
-        "model that is frozen otherwise has to be frozen anew."
+        f"{received}. Allowed: {allowed}. Pass that, or another `format`. If "
+        "the model is frozen with other arguments, call "
+        "`keras_policy_ext.thaw` and freeze it again with these."
     )

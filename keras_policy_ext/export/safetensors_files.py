@@ -129,8 +129,8 @@ def read_folder(folder: pathlib.Path) -> dict[str, Slot]:
 
 def _wrong(index: pathlib.Path, found: str) -> ValueError:
     return ValueError(
-        "The index of the files does not fit them. Received: "
-        f"{str(index)!r}: {found}. Allowed: a folder as it was written. Copy "
+        "The index of this folder does not match its weight files. Received: "
+        f"{str(index)!r}: {found}. Allowed: the folder as it was written. Copy "
         "it again, or export it again."
     )
 
@@ -224,9 +224,9 @@ def _bytes(tensor: Tensor) -> Array:
     dtype = DTYPES[tensor.dtype]
     if array.shape != tensor.shape or array.dtype != dtype:
         raise ValueError(
-            f"The tensor {tensor.name!r} is not what its file says. Received: "
-            f"{array.dtype} {array.shape}. Allowed: {dtype} {tensor.shape}. "
-            "This is a bug; please report it."
+            f"The tensor {tensor.name!r} does not match the header of its "
+            f"file. Received: {array.dtype} {array.shape}. Allowed: {dtype} "
+            f"{tensor.shape}. This is a bug; please report it."
         )
     # In the order of its axes, however it lies in memory.
     return array.reshape(-1).view("uint8")
@@ -326,7 +326,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _damaged(place: pathlib.Path, found: str) -> ValueError:
     return ValueError(
-        "This is no whole safetensors file. Received: "
-        f"{str(place)!r}: {found}. Allowed: a file as it was written. Copy it "
-        "again, or export it again."
+        "This safetensors file is damaged or incomplete. Received: "
+        f"{str(place)!r}: {found}. Allowed: the file as it was written. Copy "
+        "it again, or export it again."
     )

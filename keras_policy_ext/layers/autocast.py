@@ -177,8 +177,8 @@ def _once(name: str, kwargs: dict[str, Any], how: str) -> None:
     if name in kwargs:
         raise TypeError(
             f"add_weight got {name!r} twice, {how}. Received: "
-            f"{name}={kwargs[name]!r} as the second one. Allowed: one. Say "
-            "it once."
+            f"{name}={kwargs[name]!r} as the second one. Allowed: one value. "
+            "Pass it once."
         )
 
 
@@ -231,8 +231,8 @@ def autocast_scope(dtype: object) -> AbstractContextManager[None]:
             name = ""
     if name is not None and name not in FLOATS:
         raise ValueError(
-            f"{dtype!r} is not a floating dtype, and variables are autocast "
-            f"to those only. Received: {dtype!r}. Allowed: "
+            f"{dtype!r} is not a floating dtype; variables are autocast to "
+            f"floating dtypes only. Received: {dtype!r}. Allowed: "
             f"{', '.join(FLOATS)}, or None to switch autocasting off. Use "
             "`ops.cast` for other dtypes."
         )

@@ -98,11 +98,10 @@ def _form(layer: Any) -> type:
     form = form_of(type(layer))
     if form is None:
         raise ValueError(
-            "This layer has no float8 form. Received: "
-            f"{type(layer).__name__} {layer.name!r}. Allowed: the layers of "
-            "keras_policy_ext.layers, their subclasses, and layers that "
-            "derive from Float8Mixin. Leave it in its policy, or derive it "
-            "from Float8Mixin."
+            f"This layer has no float8 form. Received: {type(layer).__name__} "
+            f"{layer.name!r}. Allowed: the layers of keras_policy_ext.layers, "
+            "their subclasses, and layers that derive from Float8Mixin. Keep "
+            "the policy of this layer, or derive its class from Float8Mixin."
         )
     return form
 

@@ -304,24 +304,23 @@ class Float8Mixin(
             raise ValueError(
                 f"Layer {self.name!r} is quantized by Keras, and its kernel "
                 "has no floating-point values to be scaled. Received: "
-                f"{policy.full_name!r}. Allowed: the policy that it has, "
-                f"{self.dtype_policy.name!r}. Make a new layer with the "
-                "float8 policy and load the weights from before."
+                f"{policy.full_name!r}. Allowed: the policy of the layer, "
+                f"{self.dtype_policy.name!r}. Make a new layer with the float8 "
+                "policy, and load the weights from before `quantize`."
             )
         state, recipe = self.float8_state, policy.recipe
         lacks = len(self._float8_kernel_paths) > len(state.matrices)
         if (lacks and has_state(recipe)) or not state.fits(recipe):
             raise ValueError(
-                f"The policy of layer {self.name!r} cannot be set: the float8 "
-                "state that it has does not fit the new one. Received: "
-                f"{policy.full_name!r}, where the layer has "
-                f"{self.dtype_policy!r}. Allowed: a plain policy, a recipe "
-                "without state, or one with the state that the layer was made "
-                "with: amax histories of that length, or a counter. Call "
-                "`keras_policy_ext.convert` with the policy, which makes the "
-                "state anew. To keep a history make a new layer or model, "
-                "save the weights of this one and load them there: a history "
-                "of another length is cut or padded."
+                f"The policy of layer {self.name!r} cannot be set: its float8 "
+                "state does not fit the new policy. Received: "
+                f"{policy.full_name!r}; the layer has {self.dtype_policy!r}. "
+                "Allowed: a plain policy, a recipe without state, or a recipe "
+                "with the same state: amax histories of the same length, or a "
+                "counter. Call `keras_policy_ext.convert` with the policy, "
+                "which makes a new, empty state. To keep a history, save the "
+                "weights, make a new model with the policy, and load them "
+                "there; a history of another length is shortened or padded."
             )
         state.follow(recipe)
 

@@ -58,11 +58,11 @@ def set_all(layer: Any, weights: Sequence[Any]) -> None:
     if received != allowed:
         raise ValueError(
             f"These arrays are not those of layer {layer.name!r}; none was "
-            f"set. Received: shapes {received}. Allowed: {allowed}. A "
-            "state of another history length is cut or padded when it is "
-            "loaded from a file. To pair the weights of two models, take "
-            "those of `keras_policy_ext.loops.weights(model)`, without "
-            "the state."
+            f"set. Received: shapes {received}. Allowed: {allowed}. To copy "
+            "weights between two models, use "
+            "`keras_policy_ext.loops.weights(model)`, which leaves the float8 "
+            "state out. To change the history length, save the weights to a "
+            "file and load it: histories are then shortened or padded."
         )
     for variable, value in zip(variables, weights, strict=True):
         _check_numbers(variable, value)
@@ -101,9 +101,9 @@ def _check_numbers(variable: keras.Variable, value: Any) -> None:
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufcV":
         raise ValueError(
-            f"This array has no numbers for {variable.path!r}; none was set. "
-            f"Received: dtype {dtype}. Allowed: numbers. Pass the arrays that "
-            "`get_weights` returns."
+            f"This array cannot be the value of {variable.path!r}; no weight "
+            f"was set. Received: dtype {dtype}. Allowed: dtypes of numbers. "
+            "Pass the arrays that `get_weights` returned."
         )
 
 
@@ -113,9 +113,10 @@ def _check_constant(variable: keras.Variable, value: Any) -> None:
     if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
         return
     raise ValueError(
-        f"This array is no scale of a frozen kernel ({variable.path!r}); none "
-        "was set. Received: numbers that are NaN, infinite or <= 0. Allowed: "
-        "those that `get_weights` returns."
+        f"This array cannot be the scale of the frozen kernel "
+        f"{variable.path!r}; no weight was set. Received: values that are "
+        "NaN, infinite or <= 0. Allowed: finite values > 0. Pass the list "
+        "that `get_weights` returned."
     )
 
 

@@ -272,12 +272,11 @@ def _damaged(path: str, found: str) -> str:
         f"The float8 state of {path!r} in this file is damaged; the layer's "
         f"state was not changed. Received: {found}. Allowed: {VERSION_KEY!r}, "
         f"{POLICY_KEY!r} and {ATTENTION_KEY!r} (UTF-8, may be missing), and, "
-        f"for each kernel i and each of {', '.join(OPERANDS)}, a float "
-        f"scalar and a float vector ({keys}), finite and >= 0, and maybe a "
-        "float from 0 to 1 (i.<operand>.observed), or an integer "
-        f"(i.{STEPS}), from 0 to {MOST_STEPS - 1:.0f}. Save the "
-        "model again, or delete the group from the file: the state then "
-        "starts anew."
+        f"for each kernel i and each of {', '.join(OPERANDS)}, a float scalar "
+        f"and a float vector ({keys}), finite and >= 0, and maybe a float from "
+        f"0 to 1 (i.<operand>.observed), or an integer (i.{STEPS}), from 0 to "
+        f"{MOST_STEPS - 1:.0f}. Save the model again, or delete the group from "
+        "the file; the layer then begins with an empty state."
     )
 
 

@@ -404,12 +404,12 @@ class StateVariable(
         if shape is None or tuple(shape) == tuple(self.shape):
             return
         raise ValueError(
-            f"This is no float8 state of {self.path!r}. Received: a value of "
-            f"shape {tuple(shape)}. Allowed: {tuple(self.shape)}. "
-            "Where the weights of two models are paired, one of them is in "
-            "float8 and the other is not, or with another history length: "
-            "pair those of `keras_policy_ext.loops.weights(model)`, which "
-            "leave the state out."
+            f"This is not the float8 state of {self.path!r}. Received: a value "
+            f"of shape {tuple(shape)}. Allowed: {tuple(self.shape)}. If you "
+            "copy weights from another model, that model is not in float8 or "
+            "has another history length: copy only "
+            "`keras_policy_ext.loops.weights(model)`, which leaves the state "
+            "out."
         )
 
     def check(self, value: Any) -> None:
@@ -445,22 +445,23 @@ def check_rows(variable: StateVariable, value: np.ndarray) -> None:
     is_state = bool(_is_state(settled[:, 0]).all())
     if not (np.isfinite(uses).all() and is_state and is_amax(settled[:, 1:])):
         raise ValueError(
-            f"This array is no float8 state of {variable.path!r}. Received: "
-            f"{value!r}. Allowed: rows of -1, or -2 if never observed, and "
-            "finite numbers >= 0, as `get_weights` returns them, and averages "
-            "of those. Leave the variable as it is, or "
-            "load the model from a file. Where weights of two models are "
-            "paired, take those of `keras_policy_ext.loops.weights(model)`, "
-            "which leave the state out."
+            f"This array is not a float8 state of {variable.path!r}. "
+            f"Received: {value!r}. Allowed: an array from `get_weights`, or "
+            "an average of such arrays: each row begins with -1, or -2 if "
+            "never observed, and finite numbers >= 0 follow. Do not assign "
+            "this variable. Load the model from a file, or copy only "
+            "`keras_policy_ext.loops.weights(model)`, which leaves the state "
+            "out."
         )
 
 
 def _cast(path: str, dtype: str) -> str:
     return (
-        f"The float8 state of {path!r} was cast, and its amaxes with it. "
-        f"Received: {dtype}. Allowed: float32. `module.to(dtype)` casts all "
-        "parameters, and Keras is not told: call `model.float()`. For another "
-        "dtype make the layers under a policy, such as 'mixed_bfloat16'."
+        f"The float8 state of {path!r} was cast to another dtype, which rounds "
+        f"its amaxes. Received: {dtype}. Allowed: float32. Call "
+        "`model.float()`. To compute in another dtype, make the layers under "
+        "a policy, such as 'mixed_bfloat16', instead of calling "
+        "`module.to(dtype)`."
     )
 
 

@@ -59,10 +59,9 @@ class StockCalls(_bases.MixedInto):
         if policy is not None and not policy.recipe.trains:
             stock_float8.refuse_quantization(
                 f"Layer {self.name!r} is frozen and was not quantized: its "
-                f"kernels are stored in float8. Received: {mode!r}. Allowed: "
-                "a layer with float weights. "
-                "`keras_policy_ext.thaw(model)` gives it those that its "
-                "kernels were rounded to."
+                f"kernels are stored in float8. Received: {mode!r}. Allowed: a "
+                "layer with float weights. `keras_policy_ext.thaw(model)` "
+                "gives it float weights with the rounded values."
             )
         if policy is not None:
             stock_float8.refuse_quantization(

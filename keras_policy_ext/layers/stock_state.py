@@ -106,8 +106,8 @@ class _View:
         known = bool(matrices) and matrices[0].observes_amaxes
         if layer.float8_policy is None or not known:
             raise AttributeError(
-                f"Layer {layer.name!r} has no {self.name!r}: it keeps no "
-                f"amaxes. Received: the policy {layer.dtype_policy!r}. "
+                f"Layer {layer.name!r} has no {self.name!r}: its recipe keeps "
+                f"no amaxes. Received: the policy {layer.dtype_policy!r}. "
                 "Allowed: a float8 policy with delayed scaling."
             )
         layout = matrices[0].rows_layout
@@ -137,9 +137,8 @@ class StockAttributes:
 def _damaged(path: str, found: str) -> str:
     return (
         f"The float8 state that Keras wrote for {path!r} in this file is "
-        f"damaged; the layer was not changed. Received: {found}. Allowed: "
-        "for each of "
-        f"{', '.join(OPERANDS)} a float scalar and a float vector, finite "
-        "and >= 0. Load the file into the model with a plain policy, which "
-        "takes the weights alone, and convert it then."
+        f"damaged; the layer was not changed. Received: {found}. Allowed: for "
+        f"each of {', '.join(OPERANDS)} a float scalar and a float vector, "
+        "finite and >= 0. Load the file into the model under a plain policy, "
+        "which reads only the weights, and then convert the model."
     )

@@ -84,10 +84,11 @@ def load(layer: Any, store: Entries) -> None:
     header = header_in(store, layer.path)
     if recipe_of(header, layer.path) != layer.float8_policy.recipe:
         raise ValueError(
-            f"Layer {layer.path!r} is frozen in another way than in this "
-            f"file. Received: {recipe_of(header, layer.path)!r}. The layer "
-            f"has: {layer.float8_policy.recipe!r}. Allowed: the same. Load "
-            "the model itself: `keras_policy_ext.load_model`."
+            f"Layer {layer.path!r} is frozen with another recipe than the "
+            f"file. Received: {recipe_of(header, layer.path)!r} in the file. "
+            f"Allowed: {layer.float8_policy.recipe!r}, the recipe of the "
+            "layer. Load the whole model with `keras_policy_ext.load_model`, "
+            "not its weights alone."
         )
     _check_rank(layer, store, header)
     _adapt(layer, header)
@@ -216,9 +217,9 @@ def refuse(layer: Any) -> None:
         "float8, and the layer is not frozen. Received: codes and scales. "
         "Allowed: float weights. `keras_policy_ext.load_model(path)` loads "
         "the frozen model, `keras_policy_ext.load_weights(model, path, "
-        "as_saved=True)` freezes this one as it was, and "
+        "as_saved=True)` freezes this model as the saved one was, and "
         "`keras_policy_ext.load_weights(model, path, dequantize=True)` loads "
-        "what the codes stand for."
+        "the dequantized values."
     )
 
 
@@ -227,8 +228,8 @@ def refuse_float(layer: Any) -> None:
     raise ValueError(
         f"Layer {layer.path!r} is frozen, and its weights in this file are "
         "not. Received: float weights. Allowed: codes and scales, as a frozen "
-        "model saves them. Load them into a model that is not frozen, and "
-        "call `keras_policy_ext.freeze(model)` then."
+        "model saves them. Load the file into a model that is not frozen, "
+        "then call `keras_policy_ext.freeze(model)`."
     )
 
 
@@ -291,10 +292,10 @@ def _pairs(
     rest = iter([name for name in names if name not in taken])
     if len(own) != len(names):
         raise ValueError(
-            f"Layer {layer.path!r} has other weights than in this file. "
-            f"Received: {', '.join(names)}. Allowed: "
-            f"{', '.join(each.name for each in own)}. Build the model as the "
-            "saved one was."
+            f"Layer {layer.path!r} has other weights than the file. Received: "
+            f"{', '.join(names)}. Allowed: "
+            f"{', '.join(each.name for each in own)}. Build the model with "
+            "the arguments of the saved one."
         )
     return [(v, v.name if v.name in taken else next(rest)) for v in own]
 

@@ -55,9 +55,9 @@ class StoredConstant(keras.Variable):
             f"The constants {self.path!r} of a frozen layer were cast, which "
             f"rounds them. Received: {dtype}. Allowed: float32. On PyTorch "
             "`half()`, `bfloat16()`, `double()` and `to(dtype)` of a module "
-            "cast them: load or freeze the model anew and leave them out. "
-            "What products compute in is said by a policy before `freeze`, "
-            "such as 'mixed_bfloat16'."
+            "cast them: load or freeze the model again, and do not call them. "
+            "Set the compute dtype by a policy before `freeze`, such as "
+            "'mixed_bfloat16'."
         )
 
 
@@ -218,10 +218,11 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         kind = "codes of NaN" if name == "uint8" else f"other numbers ({name})"
         raise ValueError(
             f"The kernel {self.path!r} is frozen; nothing was set. Received: "
-            f"{kind}. Allowed: the numbers that a frozen kernel has, or codes "
-            f"(uint8) of finite numbers in {self.weights}. Call "
-            "`keras_policy_ext.thaw(model)` to set float weights, or leave "
-            "the layer out with `keras_policy_ext.freeze(model, exclude=...)`."
+            f"{kind}. Allowed: values that the frozen kernel can represent "
+            f"exactly, or codes (uint8) of finite values in {self.weights}. "
+            "Call `keras_policy_ext.thaw(model)` to set float weights, or "
+            "leave the layer out with `keras_policy_ext.freeze(model, "
+            "exclude=...)`."
         )
 
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
@@ -423,12 +424,13 @@ def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
     if layer.is_frozen and asked == layer.float8_policy.recipe:
         return
     raise ValueError(
-        f"The policy of layer {layer.name!r} cannot be set: it would store "
-        "the kernels in another way than they are. Received: "
-        f"{getattr(policy, 'full_name', policy.name)!r}, where the layer has "
-        f"{layer.dtype_policy!r}. Allowed: a recipe of the same kind. "
-        "`keras_policy_ext.freeze(model)` stores kernels in float8, and "
-        "`keras_policy_ext.thaw(model)` gives them back in floating point."
+        f"The policy of layer {layer.name!r} cannot be set: its kernels are "
+        "stored in another form. Received: "
+        f"{getattr(policy, 'full_name', policy.name)!r}; the layer has "
+        f"{layer.dtype_policy!r}. Allowed: a policy that stores kernels in "
+        "the form they have. `keras_policy_ext.freeze(model)` stores kernels "
+        "in float8; `keras_policy_ext.thaw(model)` turns them back into "
+        "floats."
     )
 
 

@@ -77,8 +77,8 @@ class Problems:
         if on_loss_scale == "error":
             raise ValueError(
                 f"This model has a loss scale. Received: {met}. Allowed with "
-                f"on_loss_scale='error': none. {advice} or 'drop' to go "
-                "without."
+                "on_loss_scale='error': a model without a loss scale. "
+                f"{advice} or 'drop' to go without."
             )
         warnings.warn(
             f"A loss scale was dropped. Received: {met}. {advice}, or wrap "

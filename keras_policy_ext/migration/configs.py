@@ -73,9 +73,9 @@ def migrate_config(
         if not isinstance(config, Mapping):
             raise
         raise ValueError(
-            "Cannot migrate this config. Received: one that is damaged "
-            f"({files.cause(error)}). Allowed: what tf_keras serializes. "
-            "Write it again in tf_keras."
+            "Cannot migrate this config. Received: a damaged config "
+            f"({files.cause(error)}). Allowed: a config that tf_keras "
+            "serialized. Write it again in tf_keras."
         ) from error
     rewriter.problems.check()
     rewriter.problems.report(on_loss_scale)
@@ -92,7 +92,7 @@ class Rewriter:
     def __init__(self, on_loss_scale: str, custom_objects: Config | None):
         if on_loss_scale not in ("drop", "keep", "error"):
             raise ValueError(
-                "`on_loss_scale` is not one of the three. Received: "
+                "`on_loss_scale` has an unknown value. Received: "
                 f"{on_loss_scale!r}. Allowed: 'drop', 'keep', 'error'. Pass "
                 "one of these."
             )

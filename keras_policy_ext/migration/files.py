@@ -247,7 +247,10 @@ def _parse(text: str | bytes) -> dict[str, Any]:
     try:
         parsed = _input_files.json_in(text, "config")
     except ValueError as error:
-        raise _WrongFileError(f"is damaged, its JSON too: {error}") from error
+        found = error.__cause__ or error
+        raise _WrongFileError(
+            f"has a config that is not JSON: {found}"
+        ) from error
     if not isinstance(parsed, dict):
         raise _WrongFileError("is damaged: its config is no dict")
     return parsed
@@ -278,7 +281,8 @@ def _wrong_dataset(
     if shape is not None and tuple(dataset.shape) != tuple(shape):
         return (
             f"has the wrong shape. Received: {tuple(dataset.shape)}. Allowed: "
-            f"{tuple(shape)}. Check that custom layers are those of the file."
+            f"{tuple(shape)}. Check that custom layers are the same as in the "
+            "file."
         )
     if dataset.external or dataset.is_virtual:
         return (
@@ -287,8 +291,8 @@ def _wrong_dataset(
         )
     if dataset.dtype.kind not in "biuf" and dataset.dtype != _BFLOAT16:
         return (
-            f"holds no numbers. Received: the dtype {dataset.dtype}. Allowed: "
-            "numbers. Objects are not loaded."
+            f"does not hold numbers. Received: the dtype {dataset.dtype}. "
+            "Allowed: numbers. Objects are not loaded."
         )
     if dataset.nbytes > _DEFLATE * max(dataset.id.get_storage_size(), 1):
         # Reading would make zeros of what was never written.

@@ -29,7 +29,7 @@ def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
         raise ValueError(
             "The file does not have one array for each weight. Received: "
             f"{loaded} arrays. Allowed: {len(model.weights)}. Check that "
-            "custom layers are those of the file."
+            "custom layers are the same as in the file."
         )
 
 
@@ -103,8 +103,8 @@ def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
         raise ValueError(
             "A subclassed model cannot take its weights from HDF5. Received: "
             f"the subclassed model {model.name!r}. Allowed: functional and "
-            "sequential models. Save it in tf_keras with save_weights and "
-            "load these."
+            "sequential models. In tf_keras, save its weights with "
+            "save_weights, and load that file."
         )
     count = 0
     for child, child_config in children:
@@ -129,7 +129,7 @@ def _paired(
         raise ValueError(
             f"The layer {name!r} has another number of weights. Received: "
             f"{len(saved)} arrays. Allowed: {len(weights)}. Check that custom "
-            "layers are those of the file."
+            "layers are the same as in the file."
         )
     if isinstance(layer, keras.layers.Bidirectional):
         return _forward_first(layer, config, weights, saved)

@@ -139,9 +139,9 @@ def variables_of(
     variables = known if given is None else list(given)
     if gradients != len(variables):
         raise ValueError(
-            "There are not as many gradients as variables. Received: "
+            "The numbers of gradients and variables differ. Received: "
             f"{gradients} gradients and {len(variables)} variables. Allowed: "
-            "as many of both. Give them in the same order."
+            "one gradient for each variable. Pass them in the same order."
         )
     return variables
 
@@ -254,9 +254,9 @@ def check_inner(optimizer: object) -> None:
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
             "`inner_optimizer` scales the loss itself. Received: an optimizer "
-            f"with loss_scale_factor={optimizer.loss_scale_factor!r}. "
-            "Allowed: None there. Leave loss_scale_factor out, and pass it "
-            "here: dynamic=False, "
+            f"with loss_scale_factor={optimizer.loss_scale_factor!r}. Allowed: "
+            "an optimizer with loss_scale_factor=None. Leave "
+            "loss_scale_factor out, and pass to the wrapper dynamic=False, "
             f"initial_scale={optimizer.loss_scale_factor!r}."
         )
     check_not_wrapped(optimizer, "LossScaleOptimizer")
@@ -275,7 +275,7 @@ def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
             "`inner_optimizer` is wrapped already, and would be updated "
             f"twice. Received: {optimizer.name!r}, which {wrapper.name!r} (of "
             f"type {there}) wraps. Allowed: an optimizer that nothing wraps. "
-            f"Use the {there} that there is, or make a new optimizer."
+            f"Use the existing {there}, or make a new optimizer."
         )
 
 

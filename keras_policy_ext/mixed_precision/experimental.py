@@ -79,7 +79,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
                 "`inner_optimizer` and `optimizer` are both given. Received: "
                 f"inner_optimizer={inner_optimizer!r} and "
                 f"optimizer={optimizer!r}. Allowed: one of the two, which are "
-                "names of the same. Leave one out."
+                "names of one argument. Leave one out."
             )
         if inner_optimizer is None:
             inner_optimizer = optimizer

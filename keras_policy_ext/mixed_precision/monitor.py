@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext.mixed_precision import skip_limits
 from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
 
 NAMES = ("loss_scale", "skipped_steps")
@@ -37,6 +38,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
         FloatingPointError: After a batch, if `max_skipped_steps` of the
             optimizer were skipped in a row.
     """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Note that this callback checks `max_skipped_steps`."""
+        optimizer = self.model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            skip_limits.mark_checked(optimizer)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None

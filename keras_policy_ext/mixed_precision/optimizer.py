@@ -14,7 +14,7 @@ from keras import ops
 from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.mixed_precision import _arguments
+from keras_policy_ext.mixed_precision import _arguments, skip_limits
 from keras_policy_ext.mixed_precision._arguments import (
     read_inner,
     with_public_class,
@@ -198,13 +198,13 @@ class Unscaling:
     def warn_of_constant(self, name: str) -> None:
         """Warn once that a compiled function reads a scale that moves."""
         self._warn(
-            "The loss scale is a constant in this compiled function, and "
-            "does not follow when the optimizer changes it. Received: "
-            f"scale_loss of {name!r} where JAX compiles, with the value of "
-            "its variable. Allowed: the scale as an argument of the function. "
-            "Pass the values of `optimizer.variables` to the function, and "
-            "call scale_loss within `keras.StatelessScope("
-            "zip(optimizer.variables, values))`."
+            "The loss scale is a constant in this compiled function, and does "
+            "not follow when the optimizer changes it. Received: a call of "
+            f"scale_loss of {name!r} inside a function that JAX compiles. "
+            "Allowed: the scale as an argument of the function. Pass the "
+            "values of `optimizer.variables` to the function, and call "
+            "scale_loss within `keras.StatelessScope(zip(optimizer.variables, "
+            "values))`."
         )
 
     def _warn(self, message: str) -> None:
@@ -475,7 +475,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._updated_with(variables),
         )
         self._follow(finite)
-        self.check_skipped_steps()
+        self._end_if_skipping()
 
     def stateless_apply(
         self,
@@ -514,23 +514,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         `apply` does this itself where it is not compiled. A compiled step
         cannot raise: `LossScaleMonitor`, which `LossScaleMixin` adds to
         `fit`, does it after each batch. In a compiled loop of your own call
-        this now and then.
+        this before the first step and then now and again; without either,
+        the compiled step warns once that nothing checks the limit.
 
         Raises:
             FloatingPointError: If `max_skipped_steps` are reached.
         """
+        skip_limits.mark_checked(self)
+        self._end_if_skipping()
+
+    def _end_if_skipping(self) -> None:
         if self.max_skipped_steps is None:
             return
         skipped = backends.current().known_integer(self.skipped_steps)
-        if skipped is not None and skipped >= self.max_skipped_steps:
+        if skipped is None:
+            skip_limits.warn_unless_checked(self, self.max_skipped_steps)
+        elif skipped >= self.max_skipped_steps:
             raise FloatingPointError(
-                "No step was taken for a while, because a gradient was not "
-                f"finite each time. Received: {skipped} skipped steps in a "
-                f"row, at a loss scale of {float(self.loss_scale):g}. "
-                f"Allowed: fewer than max_skipped_steps="
-                f"{self.max_skipped_steps}. Look for NaN or infinity in the "
-                "data and the loss; if a float16 layer overflows, give it "
-                "dtype='float32'."
+                "Training has stopped: no step is taken, because each has a "
+                f"gradient that is not finite. Received: {skipped} skipped "
+                f"steps in a row, at a loss scale of "
+                f"{float(self.loss_scale):g}. Allowed: fewer than "
+                f"max_skipped_steps={self.max_skipped_steps}. Look for NaN "
+                "or infinity in the data and the loss; if a float16 layer "
+                "overflows, give it dtype='float32'."
             )
 
     def save_own_variables(

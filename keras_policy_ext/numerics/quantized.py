@@ -322,9 +322,9 @@ def _at_random(
     """Numbers of a format in float32, rounded to either neighbour."""
     if key is None:
         raise ValueError(
-            "`key` is missing, which an operand that is rounded at random "
-            "needs. Received: no key. Allowed: an int32 scalar, by which the "
-            "bits are the same on every backend. Pass key=."
+            "Stochastic rounding needs `key`. Received: key=None. Allowed: "
+            "an int32 scalar; one key gives the same bits on every backend. "
+            "Pass `key=`."
         )
     bits = random_bits(ops.shape(x), key, across)
     return round_to_neighbour(x, bits, format_name)

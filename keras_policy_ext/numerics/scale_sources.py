@@ -267,8 +267,8 @@ class CurrentSource:
     def history_scales(self, state: Tensor) -> StateReading:
         """There is no state to ask."""
         raise ValueError(
-            f"Recipe {self.recipe!r} has no state. Received: one. Allowed: "
-            "none. Pass the inputs and the kernel alone."
+            f"Recipe {self.recipe!r} has no state. Received: a state. Allowed: "
+            "no state. Pass the inputs and the kernel alone."
         )
 
     def scale(

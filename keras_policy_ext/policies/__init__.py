@@ -180,7 +180,8 @@ def carry_policy(function: _F) -> _F:
         raise TypeError(
             "A coroutine runs after the call of its function, and has no "
             f"policy of its own. Received: {function!r}. Allowed: functions "
-            "that are not async. Wrap those that it calls to make layers."
+            "that are not async. Wrap the functions that it calls to make "
+            "layers."
         )
     carried = _global.snapshot()
 

@@ -34,10 +34,10 @@ def _read(name: str) -> keras.DTypePolicy | None:
     if _are_read:
         return get(name)
     raise ValueError(
-        f"{name!r} is no policy of Keras, but a name of keras_policy_ext, "
-        "whose names are switched off. Allowed: a policy of Keras, or the "
-        f"policy object: dtype=keras_policy_ext.get({name!r}). To have names "
-        "read, call keras_policy_ext.policies.names_in_keras(True)."
+        f"{name!r} is a policy name of keras_policy_ext, and Keras does not "
+        "read such names now. Allowed: a policy of Keras, or the policy "
+        f"object: dtype=keras_policy_ext.get({name!r}). To let Keras read the "
+        "names, call keras_policy_ext.policies.names_in_keras(True)."
     )
 
 

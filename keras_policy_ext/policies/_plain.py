@@ -77,7 +77,7 @@ def _conflict(said: list[recipes.Recipe], length: int | None) -> str:
     return (
         "Name, recipe and history length of a Float8DTypePolicy disagree. "
         f"Received: {' and '.join(parts)}. Allowed: one of them, or values "
-        "that agree. Say it once."
+        "that agree. Give each setting once."
     )
 
 

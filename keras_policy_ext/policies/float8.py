@@ -389,7 +389,8 @@ def _merge_rules(named: Rules, rules: Rules) -> Rules:
     if named and rules and _named(named) != _named(rules):
         raise ValueError(
             "Name and `rules` of a Float8DTypePolicy disagree. Received: "
-            f"{named!r} and {rules!r}. Allowed: one of them. Say it once."
+            f"{named!r} and {rules!r}. Allowed: one of them. Give the rules "
+            "once."
         )
     return named or rules
 

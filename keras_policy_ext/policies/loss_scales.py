@@ -205,7 +205,7 @@ def _from_config(config: Mapping[str, Any]) -> LossScale:
     try:
         return cls(**fields)
     except TypeError as error:
-        raise ValueError(_wrong(config, f" Cause: {error}")) from error
+        raise ValueError(_wrong(config, error)) from error
 
 
 def _wrong_number(name: str, value: object, least: float) -> str:
@@ -217,11 +217,13 @@ def _wrong_number(name: str, value: object, least: float) -> str:
     )
 
 
-def _wrong(received: object, cause: str = "") -> str:
+def _wrong(received: object, cause: object = None) -> str:
+    fault = "This is not a loss scale"
+    if cause is not None:
+        fault = f"This config of a loss scale cannot be read: {cause}"
     return (
-        f"Cannot interpret this as a loss scale. Received: {received!r} (of "
-        f"type {type(received).__name__}). Allowed: {_ALLOWED}. Pass one of "
-        f"these.{cause}"
+        f"{fault}. Received: {received!r} (of type "
+        f"{type(received).__name__}). Allowed: {_ALLOWED}. Pass one of these."
     )
 
 
@@ -337,9 +339,9 @@ def _read_policy(identifier: object) -> keras.DTypePolicy:
 def _not_plain(received: object, cause: Exception | None = None) -> str:
     suffix = "" if cause is None else f" Cause: {cause}"
     return (
-        "A LossScaleDTypePolicy stands on a plain floating policy. Received: "
-        f"{received!r}. Allowed: 'mixed_float16', 'mixed_bfloat16', "
-        f"{_plain.FLOAT_NAMES}. For a float8 policy pass the loss scale to "
-        "the optimizer: mixed_precision.LossScaleOptimizer(optimizer, "
+        "A LossScaleDTypePolicy needs a plain floating policy as its source. "
+        f"Received: {received!r}. Allowed: 'mixed_float16', 'mixed_bfloat16', "
+        f"{_plain.FLOAT_NAMES}. For a float8 policy pass the loss scale to the "
+        "optimizer: mixed_precision.LossScaleOptimizer(optimizer, "
         f"dynamic=False, initial_scale=...).{suffix}"
     )

@@ -91,21 +91,27 @@ class Quantization:
         formats.get(self.format)
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(self._wrong(name, ", ".join(allowed)))
+                raise ValueError(self._wrong(name, repr(allowed)[1:-1]))
         if any(size is not None and size < 1 for size in self.tile):
             raise ValueError(self._wrong("tile", "sizes >= 1, or None"))
         of_exponents = self.scale_format == "float8_e8m0fnu"
         if of_exponents and self.scale_rounding == "nearest":
             raise ValueError(
-                self._wrong("scale_rounding", "up or floor, for e8m0 scales")
+                self._wrong(
+                    "scale_rounding", "'up' or 'floor' for scales in e8m0"
+                )
             )
         if self.tile.is_whole and self.scale_format != "float32":
             raise ValueError(
-                self._wrong("scale_format", "float32, for a whole tensor")
+                self._wrong(
+                    "scale_format",
+                    "'float32' if one scale covers the whole tensor; any if "
+                    "`tile` is smaller",
+                )
             )
         if self.scale_format == "float8_e4m3fn" and not self._to_nearest:
             raise ValueError(
-                self._wrong("scale_rounding", "nearest, for e4m3 scales")
+                self._wrong("scale_rounding", "'nearest' for scales in e4m3")
             )
         if self.hadamard and self.hadamard % (self.tile.contracted or 1):
             raise ValueError(
@@ -169,9 +175,9 @@ class Quantization:
 
     def _wrong(self, name: str, allowed: str) -> str:
         return (
-            f"This quantization is not possible: `{name}` is wrong. Received: "
-            f"{self!r}. Allowed for {name}: {allowed}. Say something else in "
-            "`Recipe.quantization`."
+            f"`{name}` of this quantization is not valid. Received: "
+            f"{name}={getattr(self, name)!r} in {self!r}. Allowed: {allowed}. "
+            f"Change `{name}` in what `Recipe.quantization` returns."
         )
 
 

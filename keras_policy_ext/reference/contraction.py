@@ -59,10 +59,10 @@ def form_of(equation: str) -> AxisGroups:
     parts = equation.replace(" ", "").replace("->", ",").split(",")
     if equation.count("->") != 1 or len(parts) != 3 or _odd(*parts):
         raise ValueError(
-            "`equation` is not the equation of a contraction. Received: "
-            f"{equation!r}. Allowed: two operands and a result in letters, "
-            'each once in an operand, such as "abc,cd->abd". Write "..." out '
-            "as letters."
+            "`equation` does not describe a contraction of two operands. "
+            f"Received: {equation!r}. Allowed: two operands and a result, "
+            "with no letter repeated within one of them, such as "
+            '"abc,cd->abd". Replace "..." by letters.'
         )
     first, second, result = parts
     shared = set(first) & set(second)
@@ -262,9 +262,10 @@ def einsum(
     """
     if recipe.history_length:
         raise ValueError(
-            "`recipe` keeps a history, and reference.linear keeps no state "
+            "`recipe` needs a history, and this function keeps no state "
             f"between steps. Received: {recipe!r}. Allowed: a recipe without "
-            "history, such as CurrentScaling(). Use DelayedLinear."
+            "history, such as CurrentScaling(). For this recipe use "
+            "`reference.DelayedLinear`."
         )
     form = form_of(equation)
     operands = {"inputs": x, "kernel": kernel, "outputs_grad": g}

@@ -111,7 +111,7 @@ def test_a_recipe_may_be_given_by_its_own_name():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "delayed", "recipe": "current"}, "both say how to scale"),
+        ({"policy": "delayed", "recipe": "current"}, "both give a recipe"),
         ({"policy": CURRENT, "recipe": "rowwise"}, "disagree"),
         ({"policy": "float32", "recipe": "current"}, "'float32' is not"),
         ({"recipe": "float8"}, "Did you mean 'delayed'"),

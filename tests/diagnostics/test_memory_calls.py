@@ -126,7 +126,7 @@ def test_several_inputs_of_several_dtypes():
         (True, TypeError, "bool"),
         ("a", TypeError, "'a'"),
         ((None, IN), ValueError, r"\(None, 16\)"),
-        (keras.KerasTensor((None, IN), "float32"), ValueError, "not known"),
+        (keras.KerasTensor((None, IN), "float32"), ValueError, "unknown size"),
     ],
 )
 def test_what_is_no_batch_is_said(batch, error, said):

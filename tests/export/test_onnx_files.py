@@ -77,7 +77,7 @@ REFUSED = {
     "a kernel of its own": (lambda: model_of(Masked(3)), "'kernel' of Dense"),
     "a function in a layer": (
         lambda: model_of(Standardized(3, 2), (4, 4, 2)),
-        "`convolution_op` was set in the layer",
+        "`convolution_op` was replaced on this instance",
     ),
     "no layer of ONNX, before its arguments": (
         lambda: model_of(layers.Resizing(4, 4), (2, 2, 3)),

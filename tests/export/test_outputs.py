@@ -76,9 +76,9 @@ def test_a_folder_of_something_else_is_never_replaced(within, tmp_path):
     for name in within:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match="no earlier export"):
+    with pytest.raises(FileExistsError, match="other than an earlier export"):
         write(path, "new", overwrite=True)
-    with pytest.raises(FileExistsError, match="no earlier export"):
+    with pytest.raises(FileExistsError, match="other than an earlier export"):
         write(path, "new", folder=False, overwrite=True)
     assert (path / within[0]).read_text() == "mine"
 
@@ -86,7 +86,7 @@ def test_a_folder_of_something_else_is_never_replaced(within, tmp_path):
 def test_a_link_to_a_folder_is_never_replaced(tmp_path):
     write(tmp_path / "real", "old")
     (tmp_path / "out").symlink_to(tmp_path / "real")
-    with pytest.raises(FileExistsError, match="no earlier export"):
+    with pytest.raises(FileExistsError, match="other than an earlier export"):
         write(tmp_path / "out", "new", overwrite=True)
     assert content(tmp_path / "real") == "old"
 

@@ -108,7 +108,7 @@ def test_what_is_stored_is_stored_again_as_the_same_bytes(granularity):
 def test_what_is_not_finite_is_refused(value):
     kernel = normal(3, 2)
     kernel[1, 1] = value
-    with pytest.raises(ValueError, match="Received: 1 numbers") as error:
+    with pytest.raises(ValueError, match="Received: 1 of its values") as error:
         stored_kernels.quantize(kernel, Axes((0,), (1,)))
     assert "Allowed: finite" in str(error.value)
 

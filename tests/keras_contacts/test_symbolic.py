@@ -66,7 +66,7 @@ def test_results_say_what_they_are_computed_of(layer):
     twice = ops.concatenate([other.kernel, other.kernel])
     assert len(symbols.variables(twice)) == 1
     assert sources(other.bias) == [other.bias]
-    with pytest.raises(TypeError, match="not computed of the weights"):
+    with pytest.raises(TypeError, match="does not depend on the weights"):
         symbols.variables(keras.KerasTensor((2,)))
 
 

@@ -158,7 +158,7 @@ def test_weights_with_a_wrong_state_change_nothing():
     wrong = [w * 0 for w in before]
     wrong[2] = before[2].copy()
     wrong[2][:, 12] = -5
-    with pytest.raises(ValueError, match="no float8 state"):
+    with pytest.raises(ValueError, match="not a float8 state"):
         layer.set_weights(wrong)
     for a, b in zip(before, layer.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -173,7 +173,7 @@ def test_weights_of_other_shapes_change_nothing():
     with pytest.raises(ValueError, match=r"none was set.*\(3, 77\)"):
         layer.set_weights(wrong)
     wrong[2] = np.full_like(before[2], np.inf)
-    with pytest.raises(ValueError, match="no float8 state"):
+    with pytest.raises(ValueError, match="not a float8 state"):
         layer.set_weights(wrong)
     for a, b in zip(before, layer.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)

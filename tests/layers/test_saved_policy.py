@@ -79,7 +79,7 @@ def test_a_built_layer_refuses_a_policy_that_its_state_does_not_fit(
     layer = kpe.layers.Dense(4, dtype=made)
     model = keras.Sequential([keras.Input((4,)), layer])
     before = layer.get_weights()
-    refused = r"(?s)does not fit the new one.*keras_policy_ext\.convert"
+    refused = r"(?s)does not fit the new policy.*keras_policy_ext\.convert"
     with pytest.raises(ValueError, match=refused):
         layer.dtype_policy = given
     assert layer.dtype_policy == made

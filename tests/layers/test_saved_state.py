@@ -226,7 +226,7 @@ def test_set_weights_refuses_an_array_that_is_no_state(wrong):
     before = model.get_weights()
     weights = [w.copy() for w in before]
     weights[-1][1, -1] = wrong
-    with pytest.raises(ValueError, match=r"is no float8 state of '.*gated"):
+    with pytest.raises(ValueError, match=r"is not a float8 state of '.*gated"):
         model.set_weights(weights)
     assert_equal(before, model.weights)
 

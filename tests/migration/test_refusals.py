@@ -326,7 +326,7 @@ def external(file, shape):
     [
         (missing, "is missing"),
         (transposed, "has the wrong shape. Received: (2, 3)"),
-        (objects, "holds no numbers"),
+        (objects, "does not hold numbers"),
         (linked, "is missing"),
         (external, "lies outside of the file"),
     ],

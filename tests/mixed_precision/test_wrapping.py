@@ -1,8 +1,12 @@
+import contextlib
+import warnings
+
 import keras
 import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+import refusals
 from keras_policy_ext import LossScaleDTypePolicy, mixed_precision
 from keras_policy_ext.mixed_precision import (
     DynamicLossScale,
@@ -14,6 +18,7 @@ from loss_scaling import BACKEND
 from steps import numpy
 
 JIT = BACKEND == "jax"  # XLA takes longer than it saves.
+COMPILES = BACKEND != "torch"  # What `fit` does unless told otherwise.
 
 
 class Mixed(LossScaleMixin, keras.Model):
@@ -299,6 +304,38 @@ def test_fit_ends_when_too_many_steps_were_skipped(cls):
     with pytest.raises(FloatingPointError, match="3 skipped steps"):
         model.fit(x * np.nan, y, batch_size=4, verbose=0, callbacks=callbacks)
     assert float(scaler.loss_scale) == 2.0**5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("watched_by", ["nothing", "monitor", "mixin", "eyes"])
+def test_a_limit_of_skipped_steps_that_nothing_checks_is_warned_of(watched_by):
+    """A compiled `fit` would otherwise skip every step without a word."""
+    limit, batches = 3, 8
+    scaler = LossScaleOptimizer(
+        keras.optimizers.SGD(), initial_scale=2.0**8, max_skipped_steps=limit
+    )
+    cls = Mixed if watched_by == "mixin" else keras.Model
+    model = compiled("mixed_float16", scaler, cls)
+    monitor = mixed_precision.LossScaleMonitor()
+    callbacks = [monitor] if watched_by == "monitor" else None
+    if watched_by == "eyes":
+        scaler.check_skipped_steps()
+    x, y = data(batches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(FloatingPointError):
+            for _ in range(2):
+                model.fit(
+                    x * np.nan, y, batch_size=1, verbose=0, callbacks=callbacks
+                )
+    said = [str(w.message) for w in caught if "max_skipped" in str(w.message)]
+    raises = watched_by in ("monitor", "mixin") or not COMPILES
+    assert int(scaler.skipped_steps) == (limit if raises else 2 * batches)
+    assert len(said) == (COMPILES and watched_by == "nothing")
+    for text in said:
+        fault, received, allowed = refusals.parts(text)
+        assert "no effect" in fault and "=3" in received
+        assert "LossScaleMonitor" in allowed
 
 
 def test_fit_takes_a_list_of_callbacks_that_is_made_already():

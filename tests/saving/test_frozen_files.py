@@ -235,7 +235,7 @@ def test_a_model_frozen_otherwise_refuses_the_file(tmp_path):
     trained(granularity="tensor").save_weights(path)
     model = trained()
     before = [numpy(v) for v in model.weights]
-    with pytest.raises(ValueError, match="frozen in another way"):
+    with pytest.raises(ValueError, match="frozen with another recipe"):
         kpe.load_weights(model, path)
     for value, variable in zip(before, model.weights, strict=True):
         np.testing.assert_array_equal(value, numpy(variable))

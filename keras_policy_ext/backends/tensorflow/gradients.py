@@ -24,8 +24,9 @@ Gradients = list[Tensor | None]
 VECTORIZED = (
     "TensorFlow loses the gradient of a layer in float8 in a loop that it "
     "vectorizes. Received: a call of such a layer in tf.vectorized_map or "
-    "keras.ops.vectorized_map while a tape records. Allowed: the same where no "
-    "tape records, tf.map_fn and keras.ops.map, or all examples in one call."
+    "keras.ops.vectorized_map while a tape records. Allowed: tf.map_fn or "
+    "keras.ops.map, all examples in one call, or the same call while no tape "
+    "records."
 )
 """It copies what a custom gradient is written at without the gradient, so that
 what computes the outputs would be differentiated (TF 2.21)."""

@@ -164,12 +164,12 @@ SMALLEST = torch.finfo(torch.float32).smallest_normal
 LARGEST = torch.finfo(torch.float32).max
 
 FULLY_SHARD = (
-    "Under fully_shard a layer of Keras is not trained, in float8 or not: its "
-    "variables keep the tensors that they were made with, and what an "
-    "optimizer gets are others. Received: a layer that "
-    "torch.distributed.fsdp.fully_shard has cut, or a model around it. "
-    "Allowed: the same after kpe.loops.follow_shards(model), which lets the "
-    "variables follow; call it once, before the optimizer is made."
+    "Under fully_shard a Keras layer is not trained, in float8 or not: its "
+    "variables keep their first tensors, and the optimizer gets other ones. "
+    "Received: a layer that torch.distributed.fsdp.fully_shard has sharded, "
+    "or a model with such a layer. Allowed: a model after "
+    "kpe.loops.follow_shards(model), which points the variables at the "
+    "shards. Call it once, before you make the optimizer."
 )
 
 
@@ -307,10 +307,10 @@ class TorchBackend(Backend):
         cut = follow(variables, modules)
         if not cut:
             raise ValueError(
-                "Nothing of this model is cut. Received: a model that "
-                "fully_shard was not called for, or all of which it was to "
-                "ignore. Allowed: one that it was called for, or a layer of "
-                "it. Call torch.distributed.fsdp.fully_shard before."
+                "Nothing of this model is sharded. Received: a model without "
+                "fully_shard, or one whose weights are all in ignored_params. "
+                "Allowed: a model that fully_shard was called on, or on a "
+                "layer of it. Call torch.distributed.fsdp.fully_shard first."
             )
         group = group_of(cut[0])
         observations.know_group(variables, group)
@@ -494,10 +494,12 @@ def _refuse_onnx() -> None:
     """Raise while `torch.onnx.export` traces a model."""
     if torch.onnx.is_in_onnx_export():
         raise NotImplementedError(
-            "A layer in float8 cannot be exported to ONNX, which has no "
+            "torch.onnx cannot export a layer in float8, since ONNX has no "
             "operation on the bits of a number. Received: an export by "
-            "torch.onnx. Allowed: torch.export. For ONNX save the model, "
-            "call `keras_policy_ext.revert(model)` and export then."
+            "torch.onnx. Allowed: `keras_policy_ext.export(model, path, "
+            "format='onnx')`, or torch.export. To export floats with "
+            "torch.onnx, save the model and call "
+            "`keras_policy_ext.revert(model)` first."
         )
 
 
@@ -505,12 +507,12 @@ def _refuse_torchscript() -> None:
     """Raise while `torch.jit.trace` traces a model."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
-            "A layer in float8 cannot be in TorchScript, which has no "
-            "operation on the bits of a number. Received: torch.jit.trace, or "
-            "what calls it, such as SummaryWriter.add_graph. Allowed: "
-            "torch.export. For TorchScript save the model, call "
-            "`keras_policy_ext.revert(model)`, or `keras_policy_ext.thaw` "
-            "before where it is frozen, and trace then."
+            "torch.jit.trace cannot trace a layer in float8, since "
+            "TorchScript has no operation on the bits of a number. Received: "
+            "torch.jit.trace, or a function that calls it, such as "
+            "SummaryWriter.add_graph. Allowed: torch.export. To trace floats, "
+            "save the model and call `keras_policy_ext.revert(model)` first, "
+            "or `keras_policy_ext.thaw(model)` if it is frozen."
         )
 
 
@@ -579,16 +581,16 @@ def _check(variable: Any, holders: list[Any]) -> None:
     parts = {id(holder[variable.path]) for holder in holders}
     if len(parts) > 1:
         raise ValueError(
-            "A weight is cut twice, and only one of the two would be trained. "
-            f"Received: {variable.path!r}, in fully_shard of its layer and of "
-            "a Keras model around it, which lists it as well. Allowed: "
-            "fully_shard of the model, or of its layers."
+            "A weight is sharded twice, and only one of the two copies would "
+            f"be trained. Received: {variable.path!r}, by fully_shard of its "
+            "layer and by fully_shard of the Keras model, which lists it too. "
+            "Allowed: fully_shard of the model, or of its layers, not both."
         )
     state = getattr(variable, "overwrite_with_gradient", False)
     if state or not variable.trainable:
         raise ValueError(
-            "What is assigned to a variable would be lost where it is cut. "
-            f"Received: {variable.path!r}, cut by fully_shard. Allowed: "
-            "weights that an optimizer updates. Pass the others to "
-            "fully_shard(..., ignored_params=kpe.loops.uncut(model))."
+            "An assignment to a sharded variable would be lost. Received: "
+            f"{variable.path!r}, sharded by fully_shard. Allowed: weights that "
+            "an optimizer updates. Pass all others to fully_shard(..., "
+            "ignored_params=kpe.loops.uncut(model))."
         )

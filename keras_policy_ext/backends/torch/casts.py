@@ -331,8 +331,8 @@ def tells_the_host() -> bool:
     # See `lacking`. The numbers are the same, so this is no error.
     except Exception as error:
         warnings.warn(
-            "Triton does not write into memory of the host here, so that each "
-            "float8 layer runs three small kernels more in a step. Received: "
+            "Triton cannot write into host memory here, so each float8 layer "
+            "runs three more small kernels in a step. Received: "
             f"{type(error).__name__}: {error}",
             UserWarning,
             stacklevel=_user_code.stacklevel(),

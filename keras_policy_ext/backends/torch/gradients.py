@@ -47,9 +47,10 @@ def refuse_compiled_transforms() -> None:
     """
     if are_transforms_active():
         raise NotImplementedError(
-            "A layer in float8 is not compiled inside of a transform of "
-            "torch.func. Received: torch.compile around one. Allowed: the same "
-            "uncompiled, as behind torch.compiler.disable."
+            "torch.compile cannot compile a layer in float8 inside a "
+            "transform of torch.func. Received: torch.compile around such a "
+            "transform. Allowed: the transform without torch.compile, for "
+            "instance under torch.compiler.disable."
         )
 
 

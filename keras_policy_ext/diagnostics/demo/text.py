@@ -72,8 +72,9 @@ def load(path: str | None, context: int) -> Corpus:
     needed = int((context + 1) / VALIDATION_FRACTION) + 1
     if len(text) < needed:
         raise ValueError(
-            f"{source} is too short: it has {len(text):,} characters, and "
-            f"{needed:,} are the least."
+            f"{source} is too short for context={context}. Received: "
+            f"{len(text):,} characters. Allowed: at least {needed:,}. Take a "
+            "longer file or a smaller context."
         )
     return encode(source, text)
 

@@ -1,0 +1,41 @@
+"""Warns of a limit of skipped steps that nothing looks at."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import keras
+
+from keras_policy_ext import _user_code
+
+#: Optimizers whose limit is looked at, or was warned of.
+_SETTLED: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
+
+
+def mark_checked(optimizer: keras.optimizers.Optimizer) -> None:
+    """Note that something outside the compiled step looks at the limit."""
+    _SETTLED.add(optimizer)
+
+
+def warn_unless_checked(
+    optimizer: keras.optimizers.Optimizer, limit: int
+) -> None:
+    """Warn once for each optimizer, in a step that is being compiled.
+
+    Such a step cannot raise. Without `LossScaleMonitor` or calls of
+    `check_skipped_steps` a training would skip every step to its end.
+    """
+    if optimizer in _SETTLED:
+        return
+    mark_checked(optimizer)
+    warnings.warn(
+        "`max_skipped_steps` has no effect here, because a compiled step "
+        f"cannot raise an error. Received: max_skipped_steps={limit} of "
+        f"{optimizer.name!r}, and nothing that checks it between the steps. "
+        "Allowed: the callback "
+        "`keras_policy_ext.mixed_precision.LossScaleMonitor()` in `fit`; or, "
+        "in a loop of your own, calls of `optimizer.check_skipped_steps()` "
+        "from before the first step on. Add one of the two.",
+        stacklevel=_user_code.stacklevel(),
+    )
