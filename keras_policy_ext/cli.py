@@ -335,7 +335,7 @@ def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _device(text: str) -> str:
-    """An argparse type: what `kernels.devices.get` takes."""
+    """An argparse type: what `devices.get` takes."""
     try:
         devices.get(text)
     except ValueError as error:

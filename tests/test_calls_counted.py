@@ -5,18 +5,18 @@ import pytest
 
 import calls_counted
 
-FILES, LINES = 304, 48_900
+FILES, LINES = 202, 47_800
 """Of the package. Lower them when it gets smaller."""
 
 STEP = {
-    "torch": {"forward": (199, 43), "backward": (117, 28), "update": (80, 16)},
-    "jax": {"gradient": (424, 39)},
-    "tensorflow": {"gradient": (93, 17)},
+    "torch": {"forward": (201, 32), "backward": (119, 21), "update": (80, 14)},
+    "jax": {"gradient": (430, 29)},
+    "tensorflow": {"gradient": (93, 15)},
 }
 PROGRAMS = {
-    "torch": {"convert": (5340, 67), "load_model": (3080, 62)},
-    "jax": {"convert": (4210, 65), "load_model": (3080, 61)},
-    "tensorflow": {"convert": (4770, 66), "load_model": (2650, 59)},
+    "torch": {"convert": (5390, 53), "load_model": (3080, 51)},
+    "jax": {"convert": (4270, 51), "load_model": (3080, 51)},
+    "tensorflow": {"convert": (4830, 51), "load_model": (2650, 49)},
 }
 """Calls of functions of the package, and the files that they are in."""
 

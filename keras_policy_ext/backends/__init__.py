@@ -8,6 +8,8 @@ when it is first asked for.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import cast
 
 from keras_policy_ext.backends.interface import Backend
 from keras_policy_ext.backends.matmuls import Engine
@@ -18,14 +20,12 @@ __all__ = ["Backend", "Engine", "current", "engine"]
 _engines: dict[str, Engine] = {}
 
 
-def current() -> Backend:
-    """Return the backend that Keras runs on.
+current = cast("Callable[[], Backend]", primitives)
+"""Return the backend that Keras runs on.
 
-    Raises:
-        NotImplementedError: If it is not one of the three.
-    """
-    backend: Backend = primitives()  # type: ignore[assignment]
-    return backend
+The same function as `numerics.primitives`, whose primitives are backends. It
+raises NotImplementedError if Keras runs on another backend.
+"""
 
 
 def engine() -> Engine:

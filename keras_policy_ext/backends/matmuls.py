@@ -187,7 +187,7 @@ class Engine:
         casts_before_amax: Whether a compiler takes into one kernel the cast
             and the amax of a tensor, if its scale does not wait.
         requantizes_kernels: Whether kernels are quantized again in the
-            backward pass, and their codes not saved: see `saved_kernels`.
+            backward pass, and their codes not saved: see `RequantizedKernel`.
         states: The arithmetic of states as kernels of its own, the best
             first; that of the source in `keras.ops` follows.
     """

@@ -1,6 +1,6 @@
 """Contractions in float8: the outputs of one, and its two gradients.
 
-`kinds` says what is multiplied, `forms` turns equations into matrices, and a
+`kinds` says what is multiplied, `equations` turns it into matrices, and a
 `Plan` says how the operands are quantized. `run` computes a plan.
 """
 

@@ -90,7 +90,7 @@ class Plan:
         gathering: How the kernel is gathered, where devices have parts of
             it: see `Backend.gathering_of`.
         cast_before_amax: Whether JAX may cast the output gradient while its
-            amax is found: see `bound_operands`.
+            amax is found: see `operands`.
     """
 
     contraction: Contraction
@@ -111,7 +111,12 @@ class Plan:
 
     @functools.cached_property
     def another_use(self) -> Plan:
-        """This plan in the slot that is farthest from its own."""
+        """This plan in the slot that is farthest from its own.
+
+        For gradients that are differentiated, as of a penalty: beside those
+        of the loss they are of any size. Up to 4 uses of a layer in a step
+        are told apart from theirs.
+        """
         far = SLOTS // 2 if self.source.observes_amaxes else 0
         return dataclasses.replace(self, slot=(self.slot + far) % SLOTS)
 

@@ -1,4 +1,13 @@
-"""`convert` and `revert`."""
+"""`convert` and `revert`: a built model into float8 in place, and back.
+
+All bad input is found before anything changes: arguments are read and every
+layer is looked at (`candidates.survey`). Then, in this order, each candidate
+gets its float8 class and a state beside its kernels, into which the amaxes of
+these are entered; layers that only make others get their float8 form, so that
+a file of the model makes float8 children again; optimizers get the states, and
+compiled steps are dropped (`training.changing`). If any of it fails, what
+layers and optimizers held before is put back.
+"""
 
 from __future__ import annotations
 

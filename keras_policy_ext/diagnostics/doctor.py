@@ -85,7 +85,7 @@ def report(device: str | None = None) -> DoctorReport:
     """Look at a device.
 
     Args:
-        device: The name of a device that is elsewhere, as `kernels.devices.get`
+        device: The name of a device that is elsewhere, as `devices.get`
             takes it: what would run there. None for this one.
 
     Raises:

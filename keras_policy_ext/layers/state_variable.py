@@ -288,7 +288,7 @@ class StateVariable(
     def settling(self) -> Any:
         """What makes the state of a value that is assigned, and the one before.
 
-        See `kernels.settling`.
+        See `contractions.settling`.
         """
         return contractions.settling(self.recipe)
 

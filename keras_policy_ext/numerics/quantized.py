@@ -92,7 +92,10 @@ class Quantized:
     """`values * scale` approximates a matrix, the contracted axis last.
 
     What has one scale keeps the axes of its operand until a matmul reads it;
-    operands of convolutions keep theirs.
+    operands of convolutions keep theirs. So what is transposed is narrow, and
+    XLA has no reshape to move past the operations of a cast. Of a constant
+    that is transposed before it is quantized, XLA for a CPU makes wrong
+    numbers (JAX 0.10).
 
     Attributes:
         values: (b, m, k), numbers of a narrow format: in that dtype where

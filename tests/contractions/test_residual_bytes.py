@@ -33,7 +33,7 @@ each = pytest.mark.parametrize("name", mostly(BYTES, "mxfp8"))
 
 @pytest.fixture(autouse=True)
 def _narrow(monkeypatch):
-    """As on a GPU, where TensorFlow is concerned; see `docs/design.md`."""
+    """As on a GPU, where TensorFlow is concerned; see `docs/numerics.md`."""
     if BACKEND == "tensorflow":
         framework = type(backends.current())
         monkeypatch.setattr(framework, "on_cpu", lambda self, x: False)

@@ -275,6 +275,11 @@ def know_replicas_in_graph() -> None:
 
 
 def _active_module() -> Any:
+    """Return the replica that is called; None for none.
+
+    The name is private (torch 2.13). Where it is gone, no replicas are known,
+    and each of them keeps the amaxes that it observed itself.
+    """
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
