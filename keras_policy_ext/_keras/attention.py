@@ -75,7 +75,7 @@ def attend(
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `_compute_attention` is, with both products by other functions.
+    """Compute attention as `_compute_attention` does, with given matmuls.
 
     Masks, softmax, dropout and the equations are those of the stock layer,
     which offers them under private names only (keras 3.12 to 3.15). Expires

@@ -62,7 +62,7 @@ def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
 def retarget_optimizer(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Let a built optimizer know another list of variables.
+    """Replace the variables of a built optimizer, and keep their slots.
 
     Slots are moved and none is copied. An optimizer keeps, for each model
     variable in order, one entry in each of its lists of slots (keras 3.0 to

@@ -48,7 +48,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Symbols:
-    """Symbolic tensors for variables, and what is computed of them."""
+    """Create symbolic tensors for variables, and evaluate results of them."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Any] = {}

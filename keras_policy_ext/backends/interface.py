@@ -221,7 +221,7 @@ class Arithmetic(Primitives):
         return False
 
     def known_any(self, flags: Tensor) -> bool | None:
-        """True if any flag holds; None where to read it would mean waiting."""
+        """Return whether any flag is set, or None where reading would wait."""
         return None
 
     def on_cpu(self, x: Tensor) -> bool:
@@ -242,7 +242,7 @@ class Tracing:
         raise NotImplementedError
 
     def is_compiling(self) -> bool:
-        """Return True if a compiler that cannot read context variables traces.
+        """Return True while a compiler traces that reads no context variables.
 
         JAX and TensorFlow trace Python as it is.
         """
@@ -275,7 +275,7 @@ class Tracing:
         return True
 
     def known_integer(self, x: Tensor) -> int | None:
-        """An integer scalar as a number; None while it is being compiled."""
+        """Return an integer scalar as an int, or None while it is traced."""
         return int(x)
 
 
@@ -317,7 +317,7 @@ class Replicas:
         return observation
 
     def gathering_of(self, variable: Any) -> Any:
-        """How a kernel is gathered before it is multiplied.
+        """Return how a kernel is gathered before it is multiplied, or None.
 
         Args:
             variable: The kernel.
@@ -332,7 +332,7 @@ class Replicas:
     def gathered(
         self, x: Tensor, gathering: Any, axes: Sequence[Any]
     ) -> Tensor:
-        """A tensor of which every device gets what it multiplies.
+        """Gather a tensor so that each device has what it multiplies.
 
         Args:
             x: The tensor, of which each device has computed a part.
@@ -351,7 +351,7 @@ class Gradients:
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """In what dtype numbers of a format are kept for a backward pass.
+        """Return the dtype in which a format is saved for the backward pass.
 
         A byte each: uint8, for codes, where no framework computes in the
         dtype of the format.
@@ -475,7 +475,7 @@ class States(Replicas):
         return settle(value, previous)
 
     def version(self, x: Tensor) -> int | None:
-        """How often a tensor was changed in place; None if nobody counts."""
+        """Return how often a tensor was changed in place; None if unknown."""
         return None
 
     def assigned(self, variable: Any, value: Tensor) -> Tensor:

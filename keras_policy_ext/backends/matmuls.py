@@ -69,7 +69,7 @@ class Request(NamedTuple):
 
     @property
     def of_rows(self) -> bool:
-        """True if an operand has a scale for each row, the other one or so."""
+        """True if an operand has a scale per row, the other per row or one."""
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
 
     @property
@@ -97,15 +97,15 @@ class MatmulKernel(Protocol):
         """Return True if it reads float8 operands."""
 
     def supports(self, request: Request) -> str | None:
-        """Why this kernel is not the one for a matmul; None if it is."""
+        """Return why this kernel does not support a matmul, or None."""
 
     def reason(self, request: Request) -> str:
-        """One sentence on what it is, for the user."""
+        """Return one sentence for the user on what this kernel is."""
 
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """The product, accumulated in float32.
+        """Multiply two matrices, accumulated in float32.
 
         Args:
             a: (b, m, k).
@@ -145,7 +145,7 @@ class StateKernels(Protocol):
     """
 
     def supports(self, source: Any, state: Tensor) -> str | None:
-        """Why this is not for a source and its state; None if it is."""
+        """Return why these kernels do not support a source's state, or None."""
 
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
         """Read the scales of a state, as they are before the step."""

@@ -89,7 +89,7 @@ def make_plan(
     gathering: Any = None,
     cast_before_amax: bool = False,
 ) -> Plan:
-    """The plan of a contraction that is called here and now.
+    """Return the plan of a contraction for this backend and these settings.
 
     The arguments are attributes of `Plan`.
     """

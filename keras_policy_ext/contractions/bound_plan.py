@@ -471,7 +471,7 @@ class BoundPlan:
         return self._observation(numbers, state)
 
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
-        """Compute the gradient of the state from one number for each row."""
+        """Return the gradient of the state: one observed number for a row."""
         states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)

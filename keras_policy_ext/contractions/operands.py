@@ -471,7 +471,7 @@ def _cast_of(
 def _casts_before_amax(
     plan: Any, operand: BoundOperand, engine: Engine
 ) -> bool:
-    """Return True if an operand is cast while its amax is found.
+    """Return True if one compiled kernel casts an operand and finds its amax.
 
     XLA takes no amax into a kernel that transposes. Codes that are stored
     first and then transposed make 5 bytes for a number of bfloat16, where

@@ -208,7 +208,7 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
 
 
 def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
-    """Data, batch by batch; of `(inputs, targets)` the inputs, if only they.
+    """Yield batches of data; without targets if only inputs are wanted.
 
     What the model takes says nothing of what another function does.
     """

@@ -410,7 +410,7 @@ class _Tracer:
         return Call(outputs, _times(found.counted, steps), found.unknown)
 
     def _structure(self, layer: keras.Layer) -> Any:
-        """What layers have in common that multiply alike: a hashable."""
+        """Return a hashable key, equal for layers that do the same matmuls."""
         if id(layer) not in self._structures:
             found = tuple(
                 (name, _hashable(value))

@@ -84,7 +84,7 @@ class LayerMemory:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMemory:
-    """A model under one policy, in bytes.
+    """The memory of a model under one policy, in bytes.
 
     Attributes:
         name: `"as it is"`, `"without float8"`, or the policy or recipe.

@@ -149,7 +149,7 @@ class Folder:
         shard_size: int,
         tokenizer: Any,
     ) -> list[Written]:
-        """Write all files, and say what is in them."""
+        """Write all files, and return a `Written` for each entry."""
         written: list[Written] = []
         tensors: list[Tensor] = []
         for entry in self.entries:

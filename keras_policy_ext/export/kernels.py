@@ -107,7 +107,7 @@ class ExportedKernel:
         )
 
     def input_scale(self) -> float | None:
-        """The scale of its inputs, where it is frozen with one."""
+        """Return the static scale of the inputs, or None if there is none."""
         scale = getattr(self.variable, "inputs_scale", None)
         if scale is None or self.is_looked_up:
             return None

@@ -215,7 +215,7 @@ class Float8Cell(Float8Mixin):
         return ops.concatenate(ops.unstack(x, axis=-2), axis=-1)
 
     def _bias(self) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the products of the inputs and of the state."""
+        """Return the biases of the input matmul and of the recurrent matmul."""
         if self.bias is None:
             return None, None
         return self.convert_input(ops.convert_to_tensor(self.bias)), None

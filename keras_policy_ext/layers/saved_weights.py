@@ -201,7 +201,7 @@ class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
 
     @property
     def weights(self) -> list[Any]:
-        """`Layer.weights`; kernels that are stored are read as numbers."""
+        """Return `Layer.weights`; a frozen kernel reads as numbers."""
         found: list[Any] = super().weights
         return in_place_of_codes(self, found) if self.is_frozen else found
 

@@ -209,7 +209,7 @@ class StateVariable(
             self.catch_up()
 
     def look_at(self, kernel: Any) -> None:
-        """Catch up with a kernel that was changed, and nothing assigned here.
+        """Update the amax of a kernel that changed while this state did not.
 
         Args:
             kernel: The tensor in it, before it is multiplied.

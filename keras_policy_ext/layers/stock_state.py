@@ -62,7 +62,7 @@ def split(store: Mapping[str, np.ndarray], own: int) -> StockStore | None:
 
 
 def checked(state: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
-    """The state of a layer at a path, as from `observed`.
+    """Check the state of a layer; return it with unobserved scales set to 0.
 
     Raises:
         ValueError: If an entry has another rank, is not of floating point,

@@ -40,7 +40,7 @@ class Migration:
 def prepare(
     source: str, output: str, *, on_loss_scale: str, force: bool
 ) -> Migration:
-    """Load a file, after a look at where the result is to go.
+    """Check the output path, then load the file to migrate.
 
     Raises:
         ValueError: If the file cannot be loaded or the other not written.

@@ -55,7 +55,7 @@ class Primitives:
         return ops.stack(tensors, axis)
 
     def known_number(self, x: Tensor) -> float | None:
-        """The number in a float32 scalar; None where to read it is no gain."""
+        """Return a float32 scalar as a float; None where reading it costs."""
         return None
 
     def magnitude(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Primitives:
         return ops.abs(x)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """The numbers of codes, from a table of all 256.
+        """Decode codes by a table of all 256.
 
         Args:
             codes: Uint8 tensor of any shape, of finite numbers.
@@ -79,7 +79,7 @@ class Primitives:
         return ops.take(table, ops.cast(codes, "int32"), axis=0)
 
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
-        """The same bytes in a float8 dtype."""
+        """View codes as a float8 dtype, without changing a byte."""
         return ops.cast(self.numbers(codes, format_name), format_name)
 
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:

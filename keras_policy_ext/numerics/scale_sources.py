@@ -428,7 +428,7 @@ class CountingSource(CurrentSource):
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
-        """By what an operand is rounded at random in a matmul.
+        """Return the random key that an operand is rounded with in a matmul.
 
         Args:
             known: What the state says.

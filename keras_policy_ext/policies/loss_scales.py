@@ -27,7 +27,7 @@ class LossScale:
     """What `FixedLossScale` and `DynamicLossScale` have in common."""
 
     def get_config(self) -> dict[str, Any]:
-        """The fields, as JSON types; as tf_keras has them."""
+        """Return the fields as JSON types, under the names of tf_keras."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)  # type: ignore[arg-type]

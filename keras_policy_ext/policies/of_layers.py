@@ -66,7 +66,7 @@ def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """The policy of a layer as far as it is not float8.
+    """Return the source policy of a layer, or its policy if it is not float8.
 
     It is plain unless Keras has quantized the layer.
     """

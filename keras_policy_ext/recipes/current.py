@@ -53,7 +53,7 @@ class CurrentScaling(Recipe):
 
     @property
     def for_activations(self) -> Recipe:
-        """This recipe, or where a subclass is finer, `CurrentScaling`."""
+        """Return this recipe if it scales tensors, else current scaling."""
         asked = [
             self.quantization(operand, matmul)
             for matmul, operands in MATMULS.items()

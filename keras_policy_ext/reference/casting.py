@@ -235,7 +235,7 @@ def quantize_dequantize(
 
 
 def signed_format(dtype: str) -> formats.Format:
-    """A format that has a sign.
+    """Look up a format by name; raise if it is unsigned.
 
     Raises:
         ValueError: If it is unknown, or unsigned.

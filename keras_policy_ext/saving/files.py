@@ -243,7 +243,7 @@ def check_weights(path: PathLike) -> int:
 
 
 def _check_content(path: PathLike) -> int:
-    """Raise if weights lie elsewhere, or are larger than their file."""
+    """Raise if arrays link to other files or declare more than is there."""
     try:
         return sum(_numbers_in(part) for part in parts_of(str(path)))
     except (KeyError, RuntimeError, TypeError, zlib.error) as error:

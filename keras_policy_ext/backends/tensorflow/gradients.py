@@ -122,7 +122,7 @@ class Backward:
 
 
 def is_recorded(*tensors: Tensor) -> bool:
-    """Return True if a tape differentiates what is computed of tensors now.
+    """Return True if a gradient tape records operations on these tensors.
 
     Not in the graph of a gradient that TensorFlow makes beside theirs, as of a
     function or of the body of a loop. Nor in forward mode, in which no tape

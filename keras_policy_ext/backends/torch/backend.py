@@ -45,7 +45,7 @@ CUDA_OF_MX = (12, 8)
 
 
 def here() -> Device:
-    """The device that PyTorch computes on, or the one that is pretended."""
+    """Return the device of PyTorch, or the simulated one if one is set."""
     return devices.pretended() or _found()
 
 
@@ -554,7 +554,7 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
 
 
 def group_of(variable: Any) -> Any:
-    """The process group that a variable is cut over."""
+    """Return the process group that a variable is sharded over."""
     return variable.value.device_mesh.get_group()
 
 

@@ -181,7 +181,7 @@ class Differentiable(ReverseMode):
 def _with_amax(
     how: Any, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the amax of the kernel to what was saved, if it is a parameter.
+    """Add the amax of the kernel to `saved`, if the kernel is a parameter.
 
     Found here and not in the forward pass, of which no gradient may be taken.
 

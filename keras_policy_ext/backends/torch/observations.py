@@ -123,7 +123,7 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
 
 
 def with_observed(variable: Any, value: Tensor) -> Tensor:
-    """What is assigned to a state, with what was observed for it.
+    """Return the value to assign to a state, merged with its observations.
 
     Args:
         variable: A state variable.

@@ -17,7 +17,7 @@ VALIDATION_FRACTION = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Windows of text and for each character the next: (windows, context)."""
+    """Windows of tokens and their next tokens, each (windows, context)."""
 
     inputs: np.ndarray
     targets: np.ndarray
