@@ -65,7 +65,7 @@ def test_mx_blocks(rounding, spread):
     mode = {"floor": modes.FLOOR, "round_up": modes.RCEIL}[rounding]
     scales, codes = to_mx(torch.from_numpy(x), torch.float8_e4m3fn, 32, mode)
     np.testing.assert_array_equal(values, codes.float().numpy())
-    bytes_of_ours = found.narrowed("uint8").scale.numpy()[0]
+    bytes_of_ours = found.encoded("uint8").scale.numpy()[0]
     expected = scales.view(torch.uint8).numpy()
     told = np.abs(x.reshape(64, 8, 32)).max(-1) > 0.0
     np.testing.assert_array_equal(bytes_of_ours[told], expected[told])

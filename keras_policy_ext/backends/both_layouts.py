@@ -125,6 +125,10 @@ def read_both(
     first = Quantized(found.values[None], scale, asked)
     second = Quantized(found.across.mT[None], scale, asked)
     if stateless:
-        second = second.marked(found.amax)
-        first = first if operand != "outputs_grad" else first.marked(found.amax)
+        second = second.with_nan_scales(found.amax)
+        first = (
+            first
+            if operand != "outputs_grad"
+            else first.with_nan_scales(found.amax)
+        )
     return QuantizedForBoth(first, second, found.amax if observe else None)

@@ -181,7 +181,7 @@ def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
         if operand.quantization is not None:
             format_name = operand.quantization.format
             dtype = framework.kept_dtype(operand.values, format_name)
-            operand = operand.narrowed(dtype, encode)
+            operand = operand.encoded(dtype, encode)
         found.append(operand)
     return tuple(found)
 
@@ -236,7 +236,7 @@ class RequantizedKernel(SavedKernel):
 
     def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
         """Return the weights with the scale of their codes."""
-        # With a quantization `narrowed` would make codes of the weights.
+        # With a quantization `encoded` would make codes of the weights.
         return dataclasses.replace(codes, values=kernel, quantization=None)
 
     def load(

@@ -213,7 +213,7 @@ class FrozenPlan:
     def _read(self, operand: str, x: Tensor, dtype: str) -> Quantized:
         """Return the matrix of an operand that is not quantized."""
         home = self.contraction.operand(operand, x, None)
-        plain = quantized.unquantized(ops.cast(home, dtype))
+        plain = quantized.passthrough(ops.cast(home, dtype))
         return self.contraction.read(operand, plain)
 
     def _dequantized(self, codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
@@ -254,7 +254,9 @@ class FrozenPlan:
         x, amax = quantized.quantize(
             home, asked, known[0] if known else None, engine.narrow_cast
         )
-        x = contraction.read("inputs", x if amax is None else x.marked(amax))
+        x = contraction.read(
+            "inputs", x if amax is None else x.with_nan_scales(amax)
+        )
         kernel = self._stored(codes, scale)
         return contraction.product(
             "forward", self._chosen[0], x, kernel, shapes, self.dtype

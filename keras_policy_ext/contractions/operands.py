@@ -170,7 +170,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
 
     asked: Any = reads[0].quantization
     dtype = framework.kept_dtype(reads[0].values, asked.format)
-    narrow = [each.narrowed(dtype) for each in reads]
+    narrow = [each.encoded(dtype) for each in reads]
     values = along(narrow[0].values)
     if asked.tile.is_whole:
         return tuple(each.with_values(values) for each in narrow)
@@ -260,7 +260,7 @@ class OperandUse:
             `Operands.stored_transposed`.
         """
         if self.quantization is None:
-            plain = quantized.unquantized(ops.cast(home, self.inputs_dtype))
+            plain = quantized.passthrough(ops.cast(home, self.inputs_dtype))
             return plain, plain
         if self._stored_transposed:
             home = quantized.swapped(home)
@@ -276,7 +276,9 @@ class OperandUse:
             key,
             self.reads_transpose,
         )
-        marked = saturated if amaxes is None else saturated.marked(amaxes)
+        marked = (
+            saturated if amaxes is None else saturated.with_nan_scales(amaxes)
+        )
         if self._gathering is not None:
             return gathered(
                 self._gathering, self._gathered_axes, saturated, marked
@@ -296,7 +298,7 @@ class OperandUse:
             matrix = self.contraction.read(self.operand, operand)
         else:
             engine = self._engine
-            wide = operand.widened(
+            wide = operand.decoded(
                 engine.widen, engine.decode, self.inputs_dtype
             )
             matrix = self.contraction.read(self.operand, wide)

@@ -81,7 +81,7 @@ class _Operands:
     @property
     def kernel(self) -> Quantized:
         # With a gradient that stands for itself nothing is done to its scale.
-        other = quantized.unquantized(self._outputs_grad)
+        other = quantized.passthrough(self._outputs_grad)
         saved = self._residuals.kernel
         _, kernel = self._bound.saved_kernel.load(saved, other)
         return self._decoded("kernel", kernel)
@@ -108,7 +108,7 @@ class _Operands:
         """Return the home matrix of a tensor that is not quantized."""
         plan = self._plan
         home = plan.contraction.operand(operand, x, None)
-        plain = quantized.unquantized(ops.cast(home, plan.inputs_dtype))
+        plain = quantized.passthrough(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
     def _decoded(self, operand: str, kept: Quantized) -> Quantized:
@@ -116,7 +116,7 @@ class _Operands:
         bound = getattr(self._bound, operand)
         across = bound.second.reads_transpose
         asked = kept.quantization
-        wide = kept.widened(decode=self._bound.engine.decode)
+        wide = kept.decoded(decode=self._bound.engine.decode)
         matrix = bound.matrix(wide)
         values = matrix.values if asked is None else matrix.dequantize()
         if wide.tensor_scale is not None:
@@ -126,5 +126,5 @@ class _Operands:
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
             size = ops.shape(self.gradient.values)[summed]
             values = quantized.inverse(values, size, axis)
-        plain = quantized.unquantized(ops.cast(values, self._plan.inputs_dtype))
+        plain = quantized.passthrough(ops.cast(values, self._plan.inputs_dtype))
         return plain if across else self._plan.contraction.transposed(plain)

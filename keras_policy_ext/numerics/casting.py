@@ -236,7 +236,7 @@ def scaled(
     x = ops.cast(x, "float32")
     if is_factor:
         return ops.clip(ops.multiply(x, scale), -limit, limit)
-    divisor = primitives().divisor(x, scale)
+    divisor = primitives().broadcast_guard(x, scale)
     return ops.clip(ops.divide(x, divisor), -limit, limit)
 
 

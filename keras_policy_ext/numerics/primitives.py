@@ -58,7 +58,7 @@ class Primitives:
         """Return a float32 scalar as a float; None where reading it costs."""
         return None
 
-    def magnitude(self, x: Tensor) -> Tensor:
+    def abs_or_inf(self, x: Tensor) -> Tensor:
         """Absolute values, with infinity where a number is NaN if needed.
 
         Where a maximum loses NaN, infinity is in its place.
@@ -86,7 +86,7 @@ class Primitives:
         """`ops.cast`, from and to formats that Keras does not know."""
         return ops.cast(x, dtype)
 
-    def divisor(self, x: Tensor, scale: Tensor) -> Tensor:
+    def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         """`scale`, of which XLA sees no broadcast; NaN where `x` is.
 
         XLA for a CPU turns a division by a broadcast scalar into a

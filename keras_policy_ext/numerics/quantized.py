@@ -137,7 +137,7 @@ class Quantized:
             return self.scale
         return tiles.spread(self.scale, quantization.tile, self.values)
 
-    def narrowed(self, dtype: str, encode: Any = casting.encode) -> Quantized:
+    def encoded(self, dtype: str, encode: Any = casting.encode) -> Quantized:
         """The same, held in a narrow dtype, of which values are numbers.
 
         What is kept for a backward pass. What is not quantized stays as it
@@ -167,7 +167,7 @@ class Quantized:
             scale = casting.encode_scales(scale, quantization.scale_format)
         return self._with(values, scale, quantization)
 
-    def widened(
+    def decoded(
         self,
         widen: Any = casting.widen,
         decode: Any = casting.decode,
@@ -215,7 +215,7 @@ class Quantized:
         """
         return casting.dequantize(self.values, self.spread_scale, dtype)
 
-    def marked(self, amax: Tensor) -> Quantized:
+    def with_nan_scales(self, amax: Tensor) -> Quantized:
         """This with a scale of NaN for each tile whose amax is not finite.
 
         A saturating cast turns an infinite operand into a finite one. A
@@ -261,7 +261,7 @@ def is_wide(values: Tensor) -> bool:
     return "float32" in str(values.dtype)
 
 
-def unquantized(x: Tensor) -> Quantized:
+def passthrough(x: Tensor) -> Quantized:
     """An operand that is read as it is."""
     return Quantized(x, ops.ones((1, 1, 1), "float32"), None)
 

@@ -51,7 +51,7 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         smallest = ops.min(x, axis=axis, keepdims=keepdims)
         magnitude = ops.maximum(ops.abs(largest), ops.abs(smallest))
         return ops.cast(magnitude, "float32")
-    magnitude = primitives().magnitude(x)
+    magnitude = primitives().abs_or_inf(x)
     largest = ops.max(magnitude, axis=axis, keepdims=keepdims)
     return ops.cast(largest, "float32")
 

@@ -88,8 +88,8 @@ def test_gradients_are_those_of_float32_residuals(name):
     widen = backends.engine().widen
     residuals = dataclasses.replace(
         residuals,
-        inputs=residuals.inputs.widened(widen),
-        kernel=residuals.kernel.widened(widen),
+        inputs=residuals.inputs.decoded(widen),
+        kernel=residuals.kernel.decoded(widen),
     )
     assert array(residuals.inputs.values).dtype == "float32"
     g = np.random.default_rng(1).normal(size=(96, 96)).astype("float32")

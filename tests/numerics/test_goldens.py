@@ -18,7 +18,7 @@ GOLDEN = np.load(
 def found(x, asked):
     """Codes and scales as they are kept."""
     matrix = ops.convert_to_tensor(np.ascontiguousarray(x)[np.newaxis])
-    narrow = quantize(matrix, asked)[0].narrowed("uint8")
+    narrow = quantize(matrix, asked)[0].encoded("uint8")
     values = np.asarray(ops.convert_to_numpy(narrow.values))
     return values[0], np.asarray(ops.convert_to_numpy(narrow.scale))[0]
 

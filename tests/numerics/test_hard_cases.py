@@ -143,7 +143,12 @@ def quantized(x, asked):
             found, amax = quantize(x, asked)
             above = found.tensor_scale
             above = ops.ones(()) if above is None else above
-            return found.values, found.scale, above, found.marked(amax).scale
+            return (
+                found.values,
+                found.scale,
+                above,
+                found.with_nan_scales(amax).scale,
+            )
 
         _RUNS[asked] = compiled(parts, FASTEST)
     return [array(part) for part in _RUNS[asked](ops.convert_to_tensor(x))]

@@ -277,12 +277,12 @@ def test_scales_that_gradients_read_tell_what_was_not_finite():
     x = np.ones((1, 2, 3), "float32")
     asked = CurrentScaling().quantization("inputs", "forward")
     read, amax = quantized.quantize(ops.convert_to_tensor(x), asked)
-    same_bits(read.marked(amax).scale, read.scale)
+    same_bits(read.with_nan_scales(amax).scale, read.scale)
     for poison in (np.inf, np.nan):
         x[0, 1, 1] = poison
         read, amax = quantized.quantize(ops.convert_to_tensor(x), asked)
         assert np.isfinite(numpy(read.scale)).all()
-        assert np.isnan(numpy(read.marked(amax).scale)).all()
+        assert np.isnan(numpy(read.with_nan_scales(amax).scale)).all()
 
 
 def test_equal_recipes_share_a_source_and_strangers_have_none():

@@ -156,7 +156,7 @@ class JaxBackend(Backend):
         return None if isinstance(value, jax.core.Tracer) else value
 
     @override
-    def magnitude(self, x: Tensor) -> Tensor:
+    def abs_or_inf(self, x: Tensor) -> Tensor:
         # XLA on a CPU drops NaN from a maximum of 4096 numbers and more (JAX
         # 0.10). On a GPU the comparison would be a pass over memory.
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -164,7 +164,7 @@ class JaxBackend(Backend):
         return lax.platform_dependent(x, cpu=_finite_or_inf, default=jnp.abs)
 
     @override
-    def divisor(self, x: Tensor, scale: Tensor) -> Tensor:
+    def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         # On CUDA the scale is clipped to itself, which XLA does not undo.
         #
         # A cast that is transposed is then one kernel: of a predicate XLA
@@ -174,7 +174,7 @@ class JaxBackend(Backend):
             x,
             scale,
             cuda=lambda x, s: jnp.maximum(jnp.minimum(x, s), s),
-            default=super().divisor,
+            default=super().broadcast_guard,
         )
 
     def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:

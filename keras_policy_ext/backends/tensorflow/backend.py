@@ -175,7 +175,7 @@ class TensorFlowBackend(Backend):
                 return None  # a part of another replica, or not made yet
 
     @override
-    def magnitude(self, x: Tensor) -> Tensor:
+    def abs_or_inf(self, x: Tensor) -> Tensor:
         # XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
         # 2.21 with jit_compile=True).
         magnitude = tf.abs(x)
