@@ -18,7 +18,6 @@ for x, y in batches:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -57,7 +56,7 @@ def is_state(variable: object) -> bool:
     return stored_weights.is_state(variable)
 
 
-def weights(model: Any) -> list[keras.Variable]:
+def weights(model: keras.Layer) -> list[keras.Variable]:
     """The weights of a model without its float8 state.
 
     They are those of `model.weights` while it was not converted, in the same
@@ -91,7 +90,7 @@ def weights(model: Any) -> list[keras.Variable]:
     return [v for v in _variables(model, "weights") if not is_state(v)]
 
 
-def parameters(model: Any) -> list[Tensor]:
+def parameters(model: keras.Layer) -> list[Tensor]:
     """What an optimizer may update: trainable, and no float8 state.
 
     Args:
@@ -120,7 +119,9 @@ def parameters(model: Any) -> list[Tensor]:
     return [p for p in found if id(p) not in state]
 
 
-def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
+def settle(
+    model: keras.Layer, gradients: Sequence[Tensor] | None = None
+) -> None:
     """Take the observations in gradients into the float8 state of a model.
 
     To be called once for each step of the optimizer, before or after it.
@@ -151,7 +152,7 @@ def settle(model: Any, gradients: Sequence[Tensor] | None = None) -> None:
 
 
 def settled(
-    model: Any, gradients: Sequence[Tensor], values: Sequence[Tensor]
+    model: keras.Layer, gradients: Sequence[Tensor], values: Sequence[Tensor]
 ) -> list[Tensor]:
     """`settle` as a function, for a compiled step that keeps values apart.
 
@@ -191,7 +192,7 @@ def settled(
     ]
 
 
-def uncut(model: Any) -> set[Tensor]:
+def uncut(model: keras.Layer) -> set[Tensor]:
     """What `fully_shard` of PyTorch is to ignore: all that is assigned to.
 
     Args:
@@ -208,7 +209,7 @@ def uncut(model: Any) -> set[Tensor]:
     }
 
 
-def follow_shards(model: Any) -> None:
+def follow_shards(model: keras.Layer) -> None:
     """Let the variables of a model be those that `fully_shard` has cut.
 
     To be called once, after it and before an optimizer is made. A variable of
@@ -245,11 +246,11 @@ def _settled(
     return backends.current().settle(variable.settling, gradient, value)
 
 
-def _trainable(model: Any) -> list[keras.Variable]:
+def _trainable(model: keras.Layer) -> list[keras.Variable]:
     return _variables(model, "trainable_variables")
 
 
-def _variables(model: Any, kind: str) -> list[keras.Variable]:
+def _variables(model: keras.Layer, kind: str) -> list[keras.Variable]:
     """The variables of one kind, of a Keras layer or of those in a module."""
     if isinstance(model, keras.layers.Layer):
         return list(getattr(model, kind))

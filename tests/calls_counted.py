@@ -3,6 +3,7 @@
 `python tests/calls_counted.py` prints them for `KERAS_BACKEND`.
 """
 
+import ast
 import functools
 import json
 import pathlib
@@ -50,6 +51,22 @@ def size_of_package():
     files = list(ROOT.rglob("*.py"))
     lines = sum(len(path.read_text().splitlines()) for path in files)
     return {"files": len(files), "lines": lines}
+
+
+def share_of_any():
+    """Return the share of parameters whose type has Any in it.
+
+    Of those with a name and a type: neither `*args` nor `**kwargs`.
+    """
+    types = [
+        ast.unparse(argument.annotation)
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.arguments)
+        for argument in (*node.posonlyargs, *node.args, *node.kwonlyargs)
+        if argument.annotation
+    ]
+    return sum("Any" in each for each in types) / len(types)
 
 
 def steady_step():

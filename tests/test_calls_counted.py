@@ -8,6 +8,9 @@ import calls_counted
 FILES, LINES = 202, 47_800
 """Of the package. Lower them when it gets smaller."""
 
+SHARE_OF_ANY = 0.15
+"""Of the parameters with a type."""
+
 STEP = {
     "torch": {"forward": (201, 32), "backward": (119, 21), "update": (80, 14)},
     "jax": {"gradient": (430, 29)},
@@ -39,6 +42,11 @@ def test_the_package_has_not_grown_by_a_tenth():
     size = calls_counted.size_of_package()
     assert size["files"] <= 1.1 * FILES
     assert size["lines"] <= 1.1 * LINES
+
+
+@pytest.mark.any_backend
+def test_parameters_have_types():
+    assert calls_counted.share_of_any() <= 1.1 * SHARE_OF_ANY
 
 
 def test_a_step_makes_no_more_calls_and_opens_no_more_files():

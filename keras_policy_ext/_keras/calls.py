@@ -38,7 +38,9 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
         ImportError: If layers of this Keras do not tell that they are built.
     """
 
-    def post_build(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    def post_build(
+        stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+    ) -> None:
         stock(layer, *args, **kwargs)
         change(layer)
 
@@ -61,7 +63,9 @@ def without_initial_values(
         wanted: Whether it is so for the weight of this name of a layer.
     """
 
-    def add_weight(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_weight(
+        stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+    ) -> Any:
         if not args and wanted(layer, kwargs.get("name")):
             kwargs["initializer"] = _zeros
         return stock(layer, *args, **kwargs)
@@ -88,7 +92,9 @@ def before_each_variable(
         check: Of the shape; raises to refuse.
     """
 
-    def init(stock: Any, variable: Any, *args: Any, **kwargs: Any) -> None:
+    def init(
+        stock: Any, variable: keras.Variable, *args: Any, **kwargs: Any
+    ) -> None:
         shape = args[1] if len(args) > 1 else kwargs.get("shape")
         if isinstance(shape, int):
             shape = (shape,)
@@ -119,7 +125,7 @@ def in_place_of(
                 f"{cls.__name__}.{name}", f"a hook around {cls.__name__}"
             )
 
-        def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return stock(layer, *args, **kwargs)
             return function(stock, layer, *args, **kwargs)
@@ -234,7 +240,7 @@ def around_each_call(
     As for `instead_of_each_call`.
     """
 
-    def call(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         with scope(layer):
             return stock(layer, *args, **kwargs)
 

@@ -127,7 +127,9 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
         describe: Of the model; returns entries, which are JSON types.
     """
 
-    def serialized(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def serialized(
+        stock: Any, model: keras.Layer, *args: Any, **kwargs: Any
+    ) -> Any:
         written = stock(model, *args, **kwargs)
         with contextlib.suppress(TypeError, ValueError):
             config, metadata = written

@@ -129,7 +129,7 @@ class _SymbolicStandIn:
 
     __slots__ = ("__layer", "__symbols")
 
-    def __init__(self, layer: Any, symbols: Symbols) -> None:
+    def __init__(self, layer: keras.Layer, symbols: Symbols) -> None:
         self.__layer = layer
         self.__symbols = symbols
 
@@ -142,7 +142,7 @@ class _SymbolicStandIn:
         return _replaced(_attribute(layer, name), symbols)
 
 
-def _attribute(layer: Any, name: str) -> Any:
+def _attribute(layer: keras.Layer, name: str) -> Any:
     """An attribute as it is in a float layer without adapters."""
     if name == "kernel":
         return variable_values.stored_kernel(layer)
@@ -153,7 +153,7 @@ def _attribute(layer: Any, name: str) -> Any:
     return getattr(layer, name)
 
 
-def _float_weights(layer: Any) -> list[keras.Variable]:
+def _float_weights(layer: keras.Layer) -> list[keras.Variable]:
     """The weights of a layer in the order of a stock one.
 
     The first of a layer with adapters, or whose kernel does not train, is

@@ -258,7 +258,7 @@ class Companion:
 
     _optimizers: Any = None
 
-    def handed_to(self, optimizer: Any) -> None:
+    def handed_to(self, optimizer: keras.Optimizer) -> None:
         """Called when an optimizer is built for this."""
         self._optimizers = self._optimizers or weakref.WeakSet()
         self._optimizers.add(optimizer)
@@ -331,7 +331,9 @@ def tell_companions() -> None:
     put_around(keras.optimizers.Optimizer, name, _finalize)
 
 
-def _assign(stock: Callable[..., Any], variable: Any, value: Any) -> Any:
+def _assign(
+    stock: Callable[..., Any], variable: keras.Variable, value: Any
+) -> Any:
     assigned = stock(variable, value)
     companion = _COMPANIONS.get(id(variable))
     if companion is not None and not is_untold():
@@ -340,7 +342,9 @@ def _assign(stock: Callable[..., Any], variable: Any, value: Any) -> Any:
 
 
 def _build(
-    stock: Callable[..., Any], optimizer: Any, variables: Sequence[Any]
+    stock: Callable[..., Any],
+    optimizer: keras.Optimizer,
+    variables: Sequence[keras.Variable],
 ) -> Any:
     built = stock(optimizer, variables)
     for variable in variables:
@@ -353,7 +357,7 @@ def _build(
 
 def _apply(
     stock: Callable[..., Any],
-    optimizer: Any,
+    optimizer: keras.Optimizer,
     grads: Any,
     trainable_variables: Any = None,
 ) -> Any:
@@ -371,7 +375,9 @@ def _apply(
 
 
 def _finalize(
-    stock: Callable[..., Any], optimizer: Any, var_list: Sequence[Any]
+    stock: Callable[..., Any],
+    optimizer: keras.Optimizer,
+    var_list: Sequence[Any],
 ) -> Any:
     with untold():
         stock(optimizer, var_list)
@@ -380,7 +386,7 @@ def _finalize(
             companion.stepped_beside()
 
 
-def _companions_of(variables: Sequence[Any]) -> list[Any]:
+def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
     found = (_COMPANIONS.get(id(variable)) for variable in variables)
     return [companion for companion in found if companion is not None]
 

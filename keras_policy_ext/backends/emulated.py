@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import (
     Convolutions,
     MatmulKernel,
@@ -36,7 +37,7 @@ class KerasConvolutions(Convolutions):
 
     @override
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Any
+        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         return backends.current().transpose(
             lambda x: self.outputs(conv, x, w), shape, g
@@ -44,7 +45,7 @@ class KerasConvolutions(Convolutions):
 
     @override
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Any
+        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         return backends.current().transpose(
             lambda w: self.outputs(conv, x, w), shape, g

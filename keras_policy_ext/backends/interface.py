@@ -527,7 +527,7 @@ class States(Replicas):
         """
         return None
 
-    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+    def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
         """Put back what `earlier_observation` returned."""
 
     def known_value(self, variable: Any) -> Tensor | None:

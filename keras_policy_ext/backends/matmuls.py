@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.both_layouts import BothLayouts
 from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import HistoryScales
@@ -128,12 +129,12 @@ class Convolutions(Protocol):
         """The outputs."""
 
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Any
+        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         """The gradient of inputs of this shape."""
 
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Any
+        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         """The gradient of a kernel of this shape."""
 

@@ -16,6 +16,7 @@ import keras
 
 from keras_policy_ext import backends
 from keras_policy_ext._keras import calls
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends import engine
 from keras_policy_ext.backends.matmuls import (
     Choice,
@@ -102,7 +103,7 @@ def make_plan(
 
 
 def run(
-    plan: Plan, inputs: Any, kernel: Any, *state: Any, bias: Any = None
+    plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
 ) -> Any:
     """The outputs of a plan, with its gradients.
 
@@ -138,7 +139,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
     """
     source = state_source_of(recipe)
 
-    def settle(value: Any, previous: Any) -> Any:
+    def settle(value: Tensor, previous: Any) -> Any:
         states = backends.engine().state_kernels_for(source, previous)
         # An observation of several replicas is wider.
         if states is None or value.shape != previous.shape:

@@ -124,7 +124,7 @@ class Form(NamedTuple):
     columns: str
     contracted: str
 
-    def sizes(self, inputs: Any, kernel: Any) -> Sizes:
+    def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
         """The size of each letter.
 
         Args:

@@ -126,7 +126,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
                 yield value
 
 
-def _assigned_by(function: types.FunctionType, layer: Any) -> list[Any]:
+def _assigned_by(function: types.FunctionType, layer: keras.Layer) -> list[Any]:
     """List what a method assigns, as far as its source tells."""
     if not {*_ASSIGNS} & _names(function.__code__):
         return []
@@ -162,7 +162,7 @@ class _Meanings:
         layer: The layer.
     """
 
-    def __init__(self, owner: str, layer: Any):
+    def __init__(self, owner: str, layer: keras.Layer):
         self._names: dict[str, list[Any]] = {owner: [layer]}
 
     def read(self, tree: ast.AST) -> None:
@@ -448,7 +448,7 @@ def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:
     return next(filter(None, found), None)
 
 
-def form_to_freeze(layer: Any) -> Any:
+def form_to_freeze(layer: keras.Layer) -> Any:
     """The class that a stock layer has when it is frozen.
 
     None if it has that class, or has no kernels of its own to store.
@@ -528,7 +528,7 @@ def _plan(
     return _Plan(candidate, recipe, inputs, scales)
 
 
-def _seen(layer: Any, kernel: keras.Variable) -> Any:
+def _seen(layer: keras.Layer, kernel: keras.Variable) -> Any:
     """Return the amaxes of a kernel and its inputs; nothing without state."""
     if not isinstance(layer, Float8Mixin):
         return {}
@@ -536,7 +536,7 @@ def _seen(layer: Any, kernel: keras.Variable) -> Any:
     return {} if variable is None else variable.rows()
 
 
-def _unseen(layer: Any, operand: str, asked: str) -> str:
+def _unseen(layer: keras.Layer, operand: str, asked: str) -> str:
     return (
         f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
         f"{operand}. Received: activations={asked!r}. Allowed: a model that "
@@ -620,7 +620,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
     return tuple(path_of(layer) for layer in layers)
 
 
-def _to_widen(layer: Any) -> list[stored_weights.StoredVariable]:
+def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
     """The kernels of a layer that each call widens as a whole."""
     recipe = layer.float8_policy.recipe
     if not layer.float8_trains or contractions.multiplies_codes(recipe):

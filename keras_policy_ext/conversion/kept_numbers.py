@@ -22,7 +22,7 @@ def itemsize(dtype: Any) -> int:
     return int(bits) // 8
 
 
-def itemsizes(layer: Any) -> tuple[int, int] | None:
+def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
     """Bytes of a number of its inputs that is kept, and without float8.
 
     Scales come on top; those of a tensor, or of rows, weigh little.

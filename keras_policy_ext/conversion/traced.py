@@ -75,7 +75,7 @@ def keras_class(layer: keras.Layer) -> type[keras.Layer]:
     )
 
 
-def of_call(layer: Any, shape: Shape) -> list[StockProduct] | None:
+def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
     """The products of a call on one tensor, which has this shape.
 
     None for a layer of another class, or with a `call` of its own. Empty for
@@ -145,7 +145,7 @@ def runs_stock_call(layer: keras.Layer) -> bool:
     return room in ("keras", "keras_policy_ext")
 
 
-def _of_convolution(layer: Any, name: str, shape: Shape) -> Any:
+def _of_convolution(layer: keras.Layer, name: str, shape: Shape) -> Any:
     outputs = layer.compute_output_shape(shape)
     last = layer.data_format == "channels_last"
     channels = shape[-1 if last else 1]
@@ -165,7 +165,7 @@ def _of_convolution(layer: Any, name: str, shape: Shape) -> Any:
     yield StockProduct(product(window, channels // groups, layer.filters))
 
 
-def _positions(layer: Any, shape: Shape) -> int:
+def _positions(layer: keras.Layer, shape: Shape) -> int:
     last = layer.data_format == "channels_last"
     return math.prod(shape[:-1] if last else (shape[0], *shape[2:]))
 
@@ -332,7 +332,7 @@ class _Tracer:
         """A Functional model: what is in its graph, one after the other."""
         frame = _Frame(model)
 
-        def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
             if isinstance(operation, keras.Layer):
                 found = self.trace(operation, args, kwargs)
             elif type(operation).__name__ in _PRODUCTS:
@@ -350,7 +350,7 @@ class _Tracer:
 
     def _by_program(
         self,
-        layer: Any,
+        layer: keras.Layer,
         args: Any,
         kwargs: dict[str, Any],
         owner: keras.Layer | None = None,
@@ -385,7 +385,9 @@ class _Tracer:
             found.outputs, frame.counted + plain, frame.unknown + unknown
         )
 
-    def _recurrent(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+    def _recurrent(
+        self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
+    ) -> Call:
         """An RNN layer: what its cell multiplies, for each time step."""
         batch, steps, *rest = args[0].shape
         outputs = layer.compute_output_spec(*args, **kwargs)
@@ -401,7 +403,7 @@ class _Tracer:
         found = self.trace(layer.cell, (step, states), {})
         return Call(outputs, _times(found.counted, steps), found.unknown)
 
-    def _time_distributed(self, layer: Any, inputs: Any) -> Call:
+    def _time_distributed(self, layer: keras.Layer, inputs: Any) -> Call:
         batch, steps, *rest = inputs.shape
         step = keras.KerasTensor((batch, *rest), inputs.dtype)
         found = self.trace(layer.layer, (step,), {})
@@ -550,7 +552,7 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
 
     def contract(
         stock: Any,
-        layer: Any,
+        layer: keras.Layer,
         contraction: Any,
         inputs: Any,
         kernel: Any,
@@ -571,7 +573,7 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
 
     def of_activations(
         stock: Any,
-        layer: Any,
+        layer: keras.Layer,
         equation: str,
         first: Any,
         second: Any,

@@ -314,7 +314,7 @@ def _kernels(
     return [v for v in own if v.name.endswith("kernel")]
 
 
-def _looks_up(layer: Any, kernel: keras.Variable) -> bool:
+def _looks_up(layer: keras.Layer, kernel: keras.Variable) -> bool:
     """Return True if a kernel is stored in float8, and not multiplied with."""
     stored = layer.is_stored_kernel(layer, kernel)
     return stored and not layer.is_float8_kernel(layer, kernel)

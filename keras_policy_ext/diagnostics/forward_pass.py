@@ -16,7 +16,9 @@ from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
 
 
-def step_of(model: Any, layers: Sequence[Any], batch: Any) -> MeasuredStep:
+def step_of(
+    model: keras.Layer, layers: Sequence[keras.Layer], batch: Any
+) -> MeasuredStep:
     """A training step of a model.
 
     Args:
@@ -37,7 +39,7 @@ def step_of(model: Any, layers: Sequence[Any], batch: Any) -> MeasuredStep:
     )
 
 
-def _held(model: Any) -> list[Tensor]:
+def _held(model: keras.Layer) -> list[Tensor]:
     """What a model holds as a module of PyTorch."""
     if keras.backend.backend() != "torch":
         return []
@@ -47,7 +49,7 @@ def _held(model: Any) -> list[Tensor]:
 class _Forward:
     """Calls a model on values for its variables; see `MeasuredStep.call`."""
 
-    def __init__(self, model: Any, layers: Sequence[Any]):
+    def __init__(self, model: keras.Layer, layers: Sequence[keras.Layer]):
         self._model = model
         self._variables = model.variables
         self._numbers = {id(layer): n for n, layer in enumerate(layers)}
@@ -58,7 +60,7 @@ class _Forward:
         batch: Any,
         inside: Callable[[int], AbstractContextManager[Any]],
     ) -> list[Tensor]:
-        def scope(layer: Any) -> AbstractContextManager[Any]:
+        def scope(layer: keras.Layer) -> AbstractContextManager[Any]:
             number = self._numbers.get(id(layer))
             return (
                 contextlib.nullcontext() if number is None else inside(number)
@@ -75,7 +77,7 @@ class _Forward:
 
 
 @contextlib.contextmanager
-def unchanged_counters(layers: list[Any]) -> Iterator[None]:
+def unchanged_counters(layers: list[keras.Layer]) -> Iterator[None]:
     """Put back what float8 layers count and note in a call."""
     states = [
         layer.float8_state

@@ -330,7 +330,7 @@ def memory(
     )
 
 
-def _check(model: Any) -> None:
+def _check(model: keras.Layer) -> None:
     """Raise if a model cannot be called."""
     candidates.check_is_layer(
         model, "have a training step", "; a file goes to `load_model` first"
@@ -432,7 +432,9 @@ def _counted(
     return ModelMemory(name, rows, measured.by, planned)
 
 
-def _rows(layers: list[Any], measured: Measured) -> Iterator[LayerMemory]:
+def _rows(
+    layers: list[keras.Layer], measured: Measured
+) -> Iterator[LayerMemory]:
     """A row for each layer that has something; the model itself if nobody."""
     counted: set[int] = set()
     for number, layer in enumerate(layers):

@@ -34,14 +34,16 @@ def bytes_of(model: keras.Layer) -> int | None:
     return sum(size_of(v) for v in found.values())
 
 
-def _variables(optimizer: Any, model: keras.Model) -> list[Any] | None:
+def _variables(
+    optimizer: keras.Optimizer, model: keras.Model
+) -> list[Any] | None:
     """Variables of an optimizer, with those of one that it wraps."""
     if not optimizer.built:
         optimizer = _built_copy(optimizer, model)
     return None if optimizer is None else list(optimizer.variables)
 
 
-def _built_copy(optimizer: Any, model: keras.Model) -> Any:
+def _built_copy(optimizer: keras.Optimizer, model: keras.Model) -> Any:
     """An optimizer as it is after the first step, without memory.
 
     Returns:

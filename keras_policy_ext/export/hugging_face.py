@@ -213,10 +213,12 @@ class Folder:
         found = () if reason else tuple(self._kernel(v) for v in variables)
         return Entry(name, result, variables, found, reason or "")
 
-    def _kernel(self, variable: Any) -> ExportedKernel:
+    def _kernel(self, variable: keras.Variable) -> ExportedKernel:
         return self._found[id(variable)]
 
-    def _reason(self, result: Any, variables: Sequence[Any]) -> str | None:
+    def _reason(
+        self, result: Any, variables: Sequence[keras.Variable]
+    ) -> str | None:
         """Why a tensor is written in float, or None."""
         owners = [self._owners.get(id(v)) for v in variables]
         if any(isinstance(layer, keras.layers.Embedding) for layer in owners):
@@ -258,7 +260,7 @@ class Folder:
         return made
 
     def _float(self, entry: Entry) -> Callable[[], Array]:
-        def value_of(variable: Any) -> Array:
+        def value_of(variable: keras.Variable) -> Array:
             layer = self._owners.get(id(variable))
             return kernels.float_value(layer, variable)
 
@@ -312,7 +314,7 @@ class Folder:
         return entry.shape[0], 1
 
 
-def _quantizes_inputs(layer: Any) -> bool:
+def _quantizes_inputs(layer: keras.Layer) -> bool:
     """Return True if a layer computes logits of quantized inputs."""
     policy = getattr(layer, "float8_policy", None)
     if policy is None or not isinstance(

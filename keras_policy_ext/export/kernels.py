@@ -199,12 +199,12 @@ def _check_alike(name: str, values: set[Any]) -> None:
         )
 
 
-def is_frozen(variable: Any) -> bool:
+def is_frozen(variable: keras.Variable) -> bool:
     """Return True if a variable holds the bytes of a frozen kernel."""
     return isinstance(variable, StoredVariable)
 
 
-def float_value(layer: Any, variable: Any) -> Array:
+def float_value(layer: keras.Layer, variable: keras.Variable) -> Array:
     """A weight as floats, dequantized, with its adapters merged in.
 
     A weight of whole numbers or bools stays one.
@@ -235,7 +235,7 @@ def host_value(variable: keras.Variable) -> Array:
 
 
 def _adapters(
-    layer: keras.Layer, variable: Any
+    layer: keras.Layer, variable: keras.Variable
 ) -> tuple[Array, Array, float] | None:
     """The two factors and their scale, where LoRA is on for this weight."""
     made: Any = layer

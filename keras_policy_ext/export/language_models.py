@@ -141,7 +141,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 }
 
 
-def parts(model: Any, format: str) -> tuple[keras.Layer, Any]:
+def parts(model: keras.Layer, format: str) -> tuple[keras.Layer, Any]:
     """The backbone of a language model, and the tokenizer if it has one.
 
     Raises:
@@ -193,7 +193,7 @@ def _why_not(name: str) -> str:
     return "transformers has no model of this family with that value"
 
 
-def _not_one(model: Any, format: str, received: str) -> Exception:
+def _not_one(model: keras.Layer, format: str, received: str) -> Exception:
     known = (
         ", ".join(hub.families())
         if hub.is_hub_model(model)

@@ -177,7 +177,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     slots = safetensors_files.read_folder(place)
     converter = keras_hub.Converter(place, folder.config)
 
-    def freeze(layer: Any) -> None:
+    def freeze(layer: keras.Layer) -> None:
         form = _form(layer)
         if form and stored_weights.kernels_to_store(layer, form):
             source = source_policy_of(layer).name
@@ -200,7 +200,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     return keras_hub.language_model_of(backbone)
 
 
-def _form(layer: Any) -> Any:
+def _form(layer: keras.Layer) -> Any:
     """Return the recipe that a layer is frozen with; None if it is not.
 
     Not embeddings, which folders have in floats.
@@ -210,7 +210,7 @@ def _form(layer: Any) -> Any:
     return freezing.form_to_freeze(layer)
 
 
-def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
+def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
     """Return True if a weight that a layer adds is frozen once it is built."""
     return name in (getattr(_form(layer), "float8_kernels", None) or ())
 
@@ -327,7 +327,9 @@ class _Asked:
         return min(ends, key=len)
 
 
-def _fill(variable: Any, port: _Port, slots: Mapping[str, Slot]) -> None:
+def _fill(
+    variable: keras.Variable, port: _Port, slots: Mapping[str, Slot]
+) -> None:
     """Give a variable the numbers of its tensor, or the codes."""
     value = slots[port.name].read()
     shape = list(variable.shape)

@@ -126,7 +126,7 @@ def _weights(model: keras.Layer) -> dict[str, Any]:
     return found
 
 
-def _float(name: str, layer: Any, variable: Any) -> Tensor:
+def _float(name: str, layer: keras.Layer, variable: keras.Variable) -> Tensor:
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if kernels.is_frozen(variable):
         dtype = layer.variable_dtype

@@ -631,7 +631,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         keeps = keras.backend.is_float_dtype(dtype) or "complex" in dtype
         cast = cast and self.autocast and keeps
 
-        def convert(x: Any) -> Any:
+        def convert(x: Tensor) -> Any:
             if isinstance(x, keras.KerasTensor) and not symbolic:
                 return x
             new = policy.convert_input(x, cast, dtype)
@@ -641,7 +641,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             return keras.tree.map_structure(convert, argument)
         return convert(argument)
 
-    def _check_outputs(self, outputs: Any) -> None:
+    def _check_outputs(self, outputs: Tensor) -> None:
         dtype = self.compute_dtype
         if not self.strict or not keras.backend.is_float_dtype(dtype):
             return
@@ -677,7 +677,7 @@ def _regularize(regularizer: Any, x: Tensor, *, dtype: str) -> Tensor:
     return regularizer(x if _floating_dtype(x) is None else ops.cast(x, dtype))
 
 
-def _floating_dtype(x: Any) -> str | None:
+def _floating_dtype(x: Tensor) -> str | None:
     """The dtype of a floating tensor, None of anything else.
 
     Also of a symbolic one, and of torch's without data: while shapes are

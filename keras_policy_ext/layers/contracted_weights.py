@@ -107,7 +107,9 @@ class ContractedWeights(_bases.MixedInto):
         return [v for v in self.weights if v.path in paths]
 
     @classmethod
-    def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+    def is_float8_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
         """Return True if a weight is contracted, as far as the class can tell.
 
         Args:
@@ -123,7 +125,9 @@ class ContractedWeights(_bases.MixedInto):
         return len(variable.shape) >= 2 and is_floating(variable.dtype)
 
     @classmethod
-    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+    def is_stored_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
         """Return True if a weight is stored in float8 when the layer is frozen.
 
         Args:
@@ -136,7 +140,7 @@ class ContractedWeights(_bases.MixedInto):
         return cls.is_float8_kernel(layer, variable)
 
     @classmethod
-    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         """Which axes of a kernel its product sums over, and which it keeps.
 
         Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 from keras import ops
 
@@ -89,7 +87,7 @@ class _Float8ConvTranspose(_Convolves):
 
     @classmethod
     @override
-    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # Filters are before the channels.
         *window, filters, channels = range(len(kernel.shape))
         return Axes((*window, channels), (filters,))

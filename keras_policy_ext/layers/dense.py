@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 from keras import ops
 
@@ -77,7 +75,7 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
 
     @classmethod
     @override
-    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # The equation says what is summed.
         first, second, out = equations.split(layer.equation.replace("...", ""))
         summed = [letter for letter in first if letter in second]
@@ -90,7 +88,7 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
 
 
 def _einsum_call(
-    layer: Any, equation: str, inputs: Tensor, training: bool | None
+    layer: keras.Layer, equation: str, inputs: Tensor, training: bool | None
 ) -> Tensor:
     """Contract, add the adapters and the bias, activate."""
     inputs = layer.convert_input(inputs)

@@ -82,20 +82,24 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
 
     @classmethod
     @override
-    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # A word of the vocabulary is kept.
         projects = kernel.name == "reverse_embeddings"
         return Axes((0,), (1,)) if projects else Axes((1,), (0,))
 
     @classmethod
     @override
-    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+    def is_stored_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
         # What is looked up counts.
         return variable.name in cls.float8_kernels
 
     @classmethod
     @override
-    def is_float8_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+    def is_float8_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
         # Only what projects counts.
         tied = "embeddings" if layer.tie_weights else "reverse_embeddings"
         return variable.name == tied
@@ -150,17 +154,19 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
 
     @classmethod
     @override
-    def float8_axes(cls, layer: Any, kernel: Any) -> Axes:
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # A word of the vocabulary is kept.
         return Axes((1,), (0,))
 
     @classmethod
     @override
-    def is_stored_kernel(cls, layer: Any, variable: keras.Variable) -> bool:
+    def is_stored_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
         return variable.name == "embeddings"
 
 
-def look_up(layer: Any, inputs: Tensor) -> Tensor:
+def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
     """Rows of embeddings that are stored, with the share of adapters.
 
     Args:
@@ -189,7 +195,9 @@ def look_up(layer: Any, inputs: Tensor) -> Tensor:
     return ops.add(x, ops.multiply(adapter, share))
 
 
-def _scale_of(scale: Tensor, inputs: Tensor, variable: Any) -> Tensor:
+def _scale_of(
+    scale: Tensor, inputs: Tensor, variable: keras.Variable
+) -> Tensor:
     """The scales of rows, to go with (..., output_dim)."""
     if variable.granularity == "tensor":
         return ops.reshape(scale, ())

@@ -113,7 +113,7 @@ class Float8Mixin(
 
     # The getter is Keras's: torch.compile does not follow `super` into one.
     @keras.layers.Layer.dtype_policy.setter
-    def dtype_policy(self, value: Any) -> None:
+    def dtype_policy(self, value: Tensor) -> None:
         """The dtype policy of this layer.
 
         Raises:
@@ -179,7 +179,10 @@ class Float8Mixin(
         return ops.cast(x, self.compute_dtype)
 
     def float8_matmul(
-        self, inputs: Tensor, kernel: Any, training: bool | None = None
+        self,
+        inputs: Tensor,
+        kernel: keras.Variable,
+        training: bool | None = None,
     ) -> Tensor:
         """`inputs @ kernel` in float8.
 
@@ -200,7 +203,7 @@ class Float8Mixin(
         self,
         equation: str,
         inputs: Tensor,
-        kernel: Any,
+        kernel: keras.Variable,
         training: bool | None = None,
         dtype: Any = None,
         bias: Tensor | None = None,
@@ -339,7 +342,11 @@ class Float8Mixin(
         self._float8_policy_path = self.path
 
     def _plain_einsum(
-        self, equation: str, inputs: Tensor, kernel: Any, dtype: Any = None
+        self,
+        equation: str,
+        inputs: Tensor,
+        kernel: keras.Variable,
+        dtype: Any = None,
     ) -> Tensor:
         dtype = dtype or self.compute_dtype
         kernel = ops.convert_to_tensor(kernel)
@@ -351,7 +358,7 @@ class Float8Mixin(
         self,
         contraction: contractions.Contraction,
         inputs: Tensor,
-        kernel: Any,
+        kernel: keras.Variable,
         training: bool | None,
         dtype: Any = None,
         bias: Tensor | None = None,
@@ -410,7 +417,7 @@ class Float8Mixin(
 
     def _state_of(
         self,
-        kernel: Any,
+        kernel: keras.Variable,
         value: Tensor,
         training: bool | None,
         compiling: bool,
@@ -435,7 +442,7 @@ class Float8Mixin(
             matrix = contracted_weights.numbered(variable, matrix)
         return (matrix,), variable.next_slot()
 
-    def _unknown_kernel(self, kernel: Any) -> str:
+    def _unknown_kernel(self, kernel: keras.Variable) -> str:
         known = ", ".join(self.float8_state.owners) or "none"
         got = getattr(
             kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
@@ -450,7 +457,7 @@ class Float8Mixin(
 
 
 def _contraction_of(
-    equation: str, first: Any, second: Any
+    equation: str, first: Tensor, second: Tensor
 ) -> contractions.Einsum:
     """The contraction of an equation for two operands."""
     # torch.compile leaves caches out, and sizes that it traces have no hash.
@@ -464,7 +471,7 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else ops.add(x, bias)
 
 
-def _new_state(layer: Any) -> Float8State:
+def _new_state(layer: keras.Layer) -> Float8State:
     saved_weights.watch()
     state = Float8State(layer.trainable)
     state.belong_to(layer)

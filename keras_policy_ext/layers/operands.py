@@ -70,7 +70,7 @@ def has_contraction_hooks() -> bool:
     return bool(_hooks.get())
 
 
-def call_hooks(state: Any, inputs: Any) -> None:
+def call_hooks(state: Any, inputs: Tensor) -> None:
     """Call the hooks that are set, for one contraction."""
     for hook in _hooks.get():
         hook(state, inputs)
@@ -82,7 +82,7 @@ def static_flag(training: Any) -> bool | None:
     return bool(training) if known else None
 
 
-def no_operands(inputs: Any, kernel: Any) -> str:
+def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
     """The message for what is no tensor or no weight."""
     return (
         "The operands are not a tensor and a weight of this layer. Received: "
@@ -92,7 +92,7 @@ def no_operands(inputs: Any, kernel: Any) -> str:
     )
 
 
-def is_floating_tensor(x: Any) -> bool:
+def is_floating_tensor(x: Tensor) -> bool:
     """Return True if this is a tensor of a floating dtype."""
     return keras.ops.is_tensor(x) and is_floating(x.dtype)
 
@@ -124,7 +124,7 @@ known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
 """`contraction_of`, which returns the same object for equal arguments."""
 
 
-def check_sizes(equation: str, first: Any, second: Any) -> None:
+def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:
     """Raise if an axis has two sizes; einsum would broadcast a size of 1."""
     terms = equations.split(equation)
     sizes = dict(zip(terms.first, first, strict=True))

@@ -184,7 +184,7 @@ class Float8Cell(Float8Mixin):
 
     def _product(
         self,
-        kernel: Any,
+        kernel: keras.Variable,
         x: Tensor,
         training: bool | None,
         first: int = 0,
@@ -381,7 +381,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         self,
         sequences: Tensor,
         initial_state: Any = None,
-        mask: Any = None,
+        mask: Tensor = None,
         training: bool | None = None,
     ) -> Any:
         """As the stock layer.
@@ -405,7 +405,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         self,
         sequences: Tensor,
         initial_state: Any,
-        mask: Any,
+        mask: Tensor,
         training: bool | None = None,
     ) -> Any:
         """As the stock layer, without fused kernels where the cell is float8.
@@ -470,7 +470,7 @@ class _CuDNN(_bases.MixedInto):
         return self.__dict__.get("use_cudnn", "auto")
 
     @use_cudnn.setter
-    def use_cudnn(self, value: Any) -> None:
+    def use_cudnn(self, value: Tensor) -> None:
         self.__dict__["use_cudnn"] = value
 
 

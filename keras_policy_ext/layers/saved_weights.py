@@ -18,7 +18,7 @@ from keras_policy_ext import (
     stored_kernels,
 )
 from keras_policy_ext._keras import built_layers, variable_values
-from keras_policy_ext._types import override
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state import GIVEN_KEY, POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
@@ -38,7 +38,7 @@ from keras_policy_ext.recipes.fields import counterpart
 _OWN = (StateVariable, StoredConstant, StoredVariable)
 
 
-def set_all(layer: Any, weights: Sequence[Any]) -> None:
+def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
     """Set the weights of a layer or model, once all of them are looked at.
 
     A kernel that is frozen takes codes, or the numbers that its codes mean
@@ -77,7 +77,7 @@ def watch() -> None:
     built_layers.around_set_weights(_set)
 
 
-def _set(stock: Any, layer: Any, weights: Sequence[Any]) -> None:
+def _set(stock: Any, layer: keras.Layer, weights: Sequence[Any]) -> None:
     if any(isinstance(each, _OWN) for each in layer.weights):
         set_all(layer, weights)
     else:
@@ -96,7 +96,7 @@ def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
     return value
 
 
-def _check_numbers(variable: keras.Variable, value: Any) -> None:
+def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
     """Raise if this is an array of something else; tensors are of numbers."""
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufcV":
@@ -107,7 +107,7 @@ def _check_numbers(variable: keras.Variable, value: Any) -> None:
         )
 
 
-def _check_constant(variable: keras.Variable, value: Any) -> None:
+def _check_constant(variable: keras.Variable, value: Tensor) -> None:
     numbers = np.asarray(ops.convert_to_numpy(value))
     is_scale = not variable.name.endswith(WIDENED)
     if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
@@ -121,7 +121,7 @@ def _check_constant(variable: keras.Variable, value: Any) -> None:
 
 
 def _codes(
-    variable: StoredVariable, value: Any, given: dict[int, Any]
+    variable: StoredVariable, value: Tensor, given: dict[int, Any]
 ) -> np.ndarray:
     """The codes of a frozen kernel, given them or the numbers they mean."""
     array = np.asarray(ops.convert_to_numpy(value))

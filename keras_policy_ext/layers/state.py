@@ -342,7 +342,7 @@ class Float8State(keras.layers.Layer):
         self._failure: ValueError | None = None
         self.built = True
 
-    def belong_to(self, layer: Any) -> None:
+    def belong_to(self, layer: keras.Layer) -> None:
         """Let files say what a layer tells of itself.
 
         Asked when this is saved, since a layer may save its weights itself.
@@ -393,7 +393,7 @@ class Float8State(keras.layers.Layer):
         value = variable_values.value_without_autocast(kernel)
         return np.float32(ops.convert_to_numpy(scaling.amax(value)))
 
-    def of(self, kernel: Any) -> StateVariable | None:
+    def of(self, kernel: keras.Variable) -> StateVariable | None:
         """The state of a kernel, None where it has none."""
         name = self._owners.get(getattr(kernel, "path", ""))
         return None if name is None else getattr(self, name)

@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_policy_ext import _user_code, backends, contractions
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext._types import override
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -110,11 +110,11 @@ class StateVariable(
     def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
-    def value_made(self, value: Any) -> None:
+    def value_made(self, value: Tensor) -> None:
         """Keep observations by the tensor that now holds this variable."""
         backends.current().keep_observations(self, value)
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Any:
         """Settle `value`, an observation or a state, and store the result.
 
         Raises:
@@ -128,7 +128,7 @@ class StateVariable(
             self.catch_up(beyond=2.0)
         return assigned
 
-    def enter(self, value: Any) -> Any:
+    def enter(self, value: Tensor) -> Any:
         """`assign`, of a state that is known to be that of this kernel."""
         if self.is_stand_in(value):
             # Nothing was observed. On PyTorch observations wait for the step
@@ -208,7 +208,7 @@ class StateVariable(
         if not variable_values.is_stateless():
             self.catch_up()
 
-    def look_at(self, kernel: Any) -> None:
+    def look_at(self, kernel: Tensor) -> None:
         """Update the amax of a kernel that changed while this state did not.
 
         Args:
@@ -270,7 +270,7 @@ class StateVariable(
             matrix = variable_values.value_without_autocast(self)
             super().assign(self.kept_up(kernel, matrix, beyond))
 
-    def kept_up(self, kernel: Any, matrix: Any, beyond: float = 1.0) -> Any:
+    def kept_up(self, kernel: Tensor, matrix: Any, beyond: float = 1.0) -> Any:
         """A state as `catch_up` makes it.
 
         Args:
@@ -399,7 +399,7 @@ class StateVariable(
         newest: np.float32 = self.rows()[operand][1][0]
         return newest
 
-    def _check_shape(self, value: Any) -> None:
+    def _check_shape(self, value: Tensor) -> None:
         shape = getattr(value, "shape", None)
         if shape is None or tuple(shape) == tuple(self.shape):
             return
@@ -412,7 +412,7 @@ class StateVariable(
             "out."
         )
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Tensor) -> None:
         """Raise if an array is no observation and no state.
 
         Raises:
@@ -499,7 +499,7 @@ def _sealed(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def _is_settled(value: Any) -> bool:
+def _is_settled(value: Tensor) -> bool:
     """Return True if an array has no row to settle."""
     return (
         isinstance(value, np.ndarray)

@@ -27,6 +27,7 @@ from keras import ops
 
 from keras_policy_ext import _input_files, formats
 from keras_policy_ext._keras import variable_values, walking
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
@@ -43,7 +44,7 @@ INPUTS_SCALE = ".inputs_scale"
 Entries = Mapping[str, np.ndarray]
 
 
-def save(layer: Any, store: MutableMapping[str, Any]) -> None:
+def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
     """Write the weights of a frozen layer."""
     weights = _own(layer)
     recipe = layer.float8_policy.recipe
@@ -74,7 +75,7 @@ def save(layer: Any, store: MutableMapping[str, Any]) -> None:
             store[each.name + INPUTS_SCALE] = scale
 
 
-def load(layer: Any, store: Entries) -> None:
+def load(layer: keras.Layer, store: Entries) -> None:
     """Read what `save` wrote; all weights are assigned or, on an error, none.
 
     Raises:
@@ -138,13 +139,13 @@ def _check_header(header: dict[str, Any], path: str) -> None:
             raise ValueError(damaged(path, found))
 
 
-def _are_names(value: Any, header: dict[str, Any]) -> bool:
+def _are_names(value: Tensor, header: dict[str, Any]) -> bool:
     if not isinstance(value, list):
         return False
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
 
 
-def _are_summed(value: Any, header: dict[str, Any]) -> bool:
+def _are_summed(value: Tensor, header: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return False
     if not all(isinstance(each, list) for each in value.values()):
@@ -154,7 +155,7 @@ def _are_summed(value: Any, header: dict[str, Any]) -> bool:
     return right and set(value) <= set(header["names"])
 
 
-def _is_lora(value: Any, header: dict[str, Any]) -> bool:
+def _is_lora(value: Tensor, header: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return value is None
     rank, alpha = value.get("rank"), value.get("alpha")
@@ -210,7 +211,7 @@ def _as_array(entry: Any) -> np.ndarray:
     return np.asarray(entry)
 
 
-def refuse(layer: Any) -> None:
+def refuse(layer: keras.Layer) -> None:
     """Raise since a layer that is not frozen was given frozen weights."""
     raise ValueError(
         f"The weights of layer {layer.path!r} in this file are stored in "
@@ -223,7 +224,7 @@ def refuse(layer: Any) -> None:
     )
 
 
-def refuse_float(layer: Any) -> None:
+def refuse_float(layer: keras.Layer) -> None:
     """Raise since a frozen layer was given float weights."""
     raise ValueError(
         f"Layer {layer.path!r} is frozen, and its weights in this file are "
@@ -244,18 +245,20 @@ def damaged(path: str, found: str) -> str:
     )
 
 
-def _own(layer: Any) -> list[keras.Variable]:
+def _own(layer: keras.Layer) -> list[keras.Variable]:
     """The weights of a layer without those of its state."""
     return list(walking.own_weights(layer))
 
 
-def _lora(layer: Any) -> dict[str, Any] | None:
+def _lora(layer: keras.Layer) -> dict[str, Any] | None:
     if not getattr(layer, "lora_enabled", False):
         return None
     return {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
 
 
-def _check_rank(layer: Any, store: Entries, header: dict[str, Any]) -> None:
+def _check_rank(
+    layer: keras.Layer, store: Entries, header: dict[str, Any]
+) -> None:
     """Raise if adapters have another rank, before any are made."""
     if not header["lora"]:
         return
@@ -267,7 +270,7 @@ def _check_rank(layer: Any, store: Entries, header: dict[str, Any]) -> None:
         raise ValueError(damaged(layer.path, found))
 
 
-def _adapt(layer: Any, header: dict[str, Any]) -> None:
+def _adapt(layer: keras.Layer, header: dict[str, Any]) -> None:
     """Give a layer the adapters that it had when it was saved."""
     lora = header["lora"]
     if lora and not getattr(layer, "lora_enabled", False):
@@ -275,7 +278,7 @@ def _adapt(layer: Any, header: dict[str, Any]) -> None:
 
 
 def _pairs(
-    layer: Any, header: dict[str, Any]
+    layer: keras.Layer, header: dict[str, Any]
 ) -> list[tuple[keras.Variable, str]]:
     """The weights, each with its name in the file.
 
@@ -301,8 +304,8 @@ def _pairs(
 
 
 def _checked(
-    layer: Any,
-    variable: Any,
+    layer: keras.Layer,
+    variable: keras.Variable,
     store: Entries,
     name: str,
     header: dict[str, Any],

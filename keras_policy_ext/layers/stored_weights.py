@@ -17,6 +17,7 @@ from keras_policy_ext._keras import (
     variable_values,
     walking,
 )
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.operands import is_floating
 from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_variable import (
@@ -132,7 +133,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
             self.recipe, self.axes, codes, scale, self.dtype
         )
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Any:
         """Set the codes; the numbers that it has stay.
 
         Args:
@@ -149,7 +150,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
             self.check(value)
         return value
 
-    def _has_numbers(self, value: Any) -> bool:
+    def _has_numbers(self, value: Tensor) -> bool:
         """Return True if these are the numbers that it has already."""
         try:
             asked = np.asarray(ops.convert_to_numpy(value))
@@ -203,7 +204,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
             codes = framework.gathered(codes, gathering, gathering.axes)
         return codes, *scales
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Tensor) -> None:
         """Raise if an array is no codes of finite numbers.
 
         Raises:
@@ -241,7 +242,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
 
 def add_stored(
-    layer: Any,
+    layer: keras.Layer,
     name: str | None,
     shape: tuple[int, ...],
     recipe: FrozenKernels,
@@ -289,7 +290,7 @@ def add_stored(
     return variable
 
 
-def keep_widened(layer: Any, variable: StoredVariable) -> None:
+def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
     """Hold a stored kernel in float32 too, as products read it.
 
     Args:
@@ -305,7 +306,7 @@ def keep_widened(layer: Any, variable: StoredVariable) -> None:
         setattr(state, name, variable.widened)
 
 
-def read_as_numbers(layer: Any) -> None:
+def read_as_numbers(layer: keras.Layer) -> None:
     """Let attributes that hold codes hold the kernels that read them.
 
     The layer tracks the codes, which it was given first.
@@ -315,7 +316,9 @@ def read_as_numbers(layer: Any) -> None:
             vars(layer)[name], value.read = value.read, None
 
 
-def in_place_of_codes(layer: Any, variables: list[Any]) -> list[Any]:
+def in_place_of_codes(
+    layer: keras.Layer, variables: list[keras.Variable]
+) -> list[Any]:
     """A list of variables of a layer, with its kernels in place of codes."""
     found = {
         id(each.codes): each
@@ -325,7 +328,7 @@ def in_place_of_codes(layer: Any, variables: list[Any]) -> list[Any]:
     return [found.get(id(each), each) for each in variables]
 
 
-def held(variable: Any) -> Any:
+def held(variable: keras.Variable) -> Any:
     """The variable in `layer.variables` of one in `layer.weights`."""
     return variable.codes if isinstance(variable, StoredVariable) else variable
 
@@ -342,7 +345,9 @@ def _name_of(dtype: Any) -> str:
     return str(keras.backend.standardize_dtype(dtype))
 
 
-def _constant(shape: tuple[int, ...], name: str, value: Any) -> StoredConstant:
+def _constant(
+    shape: tuple[int, ...], name: str, value: Tensor
+) -> StoredConstant:
     if value is not None:
         value = np.asarray(value, "float32")
     return StoredConstant(
@@ -369,7 +374,7 @@ class Weight(NamedTuple):
 
 
 def made(
-    layer: Any, stored: bool | None, *args: Any, **kwargs: Any
+    layer: keras.Layer, stored: bool | None, *args: Any, **kwargs: Any
 ) -> StoredCodes | None:
     """`add_weight` of a layer that is frozen, for a kernel.
 
@@ -407,7 +412,7 @@ def made(
     return codes
 
 
-def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
+def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """Raise if kernels that are made would have to change for a policy.
 
     Args:
@@ -434,7 +439,7 @@ def check_policy(layer: Any, policy: keras.DTypePolicy) -> None:
     )
 
 
-def kernels_to_store(layer: Any, form: Any) -> list[keras.Variable]:
+def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
     """The weights of a layer that are stored when it is frozen.
 
     Args:
@@ -451,13 +456,13 @@ def kernels_to_store(layer: Any, form: Any) -> list[keras.Variable]:
     ]
 
 
-def stored_in(layer: Any) -> list[StoredVariable]:
+def stored_in(layer: keras.Layer) -> list[StoredVariable]:
     """The stored kernels of a layer."""
     own = walking.own_weights(layer)
     return [each for each in own if isinstance(each, StoredVariable)]
 
 
-def store_all(layer: Any, kernels: Iterable[Frozen] | None) -> None:
+def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
     """Store the float kernels of an unlocked layer, if it is frozen.
 
     Args:
@@ -482,7 +487,7 @@ def store_all(layer: Any, kernels: Iterable[Frozen] | None) -> None:
 
 
 def store(
-    layer: Any,
+    layer: keras.Layer,
     kernel: keras.Variable,
     stored: StoredKernel | Axes,
     scale: Any,
@@ -511,7 +516,7 @@ def store(
     return variable
 
 
-def widen_all(layer: Any) -> None:
+def widen_all(layer: keras.Layer) -> None:
     """Put float kernels in the places of all stored ones of a layer.
 
     Its weights have the order again in which a stock layer has them.
@@ -521,7 +526,7 @@ def widen_all(layer: Any) -> None:
     built_layers.order_variables(layer, layer._float8_weight_names)
 
 
-def widen(layer: Any, variable: StoredVariable) -> keras.Variable:
+def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
     """Put a float kernel in the place of a stored one, dequantized.
 
     Args:

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._types import Tensor
 
 # Their own methods are used, not those of the subclasses of Keras and
 # TensorFlow, which would track what is put back as if it were new.
@@ -24,7 +25,7 @@ _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
 
 @contextlib.contextmanager
 def unchanged_on_error(
-    things: Iterable[Any], variables: Iterable[Any] = ()
+    things: Iterable[Any], variables: Iterable[keras.Variable] = ()
 ) -> Iterator[None]:
     """Put layers and optimizers back as they were if the block fails.
 
@@ -144,7 +145,7 @@ def _refill(container: Any, base: Any, entries: list[Any]) -> None:
             base.__setitem__(container, *entry)
 
 
-def _same(first: Any, second: Any) -> bool:
+def _same(first: Tensor, second: Tensor) -> bool:
     if isinstance(first, tuple) and isinstance(second, tuple):
         return len(first) == len(second) and all(
             a is b for a, b in zip(first, second, strict=True)

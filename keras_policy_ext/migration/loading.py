@@ -131,7 +131,9 @@ def _is_scaled(optimizer: object) -> bool:
     )
 
 
-def _inner_config(optimizer: Any, built: keras.optimizers.Optimizer) -> Config:
+def _inner_config(
+    optimizer: keras.Optimizer, built: keras.optimizers.Optimizer
+) -> Config:
     """The legacy config of the optimizer within loss scalers."""
     if isinstance(optimizer, str):
         # By name, with the arguments of the class's defaults: of the second

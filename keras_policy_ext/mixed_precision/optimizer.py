@@ -166,7 +166,9 @@ class Unscaling:
         self._used_in_trace = self._used_in_trace or traced
         self._updated.clear()
 
-    def check_scaled(self, variable: Any, traced: bool, name: str) -> None:
+    def check_scaled(
+        self, variable: keras.Variable, traced: bool, name: str
+    ) -> None:
         """Warn once if gradients are divided by a scale that was not used.
 
         Where no compiler is at work the scale is to be used in each step:
@@ -620,7 +622,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.dynamic_scale.value
 
     def _check_scaled(
-        self, grads: list[Tensor | None], variables: list[Any]
+        self, grads: list[Tensor | None], variables: list[keras.Variable]
     ) -> None:
         """Warn if these gradients cannot be those of a scaled loss."""
         if not self.dynamic and self.initial_scale == 1.0:

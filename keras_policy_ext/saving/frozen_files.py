@@ -206,7 +206,7 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
         yield
         return
 
-    def freeze(layer: Any) -> None:
+    def freeze(layer: keras.Layer) -> None:
         form = freezing.form_to_freeze(layer)
         if form is None:
             _enter_composite(layer)
@@ -287,7 +287,7 @@ def _dequantize(group: h5py.Group) -> None:
         group[str(number)] = value
 
 
-def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
+def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
     """Return True if a weight that a layer adds is frozen once it is built."""
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
@@ -296,7 +296,7 @@ def _is_to_be_frozen(layer: Any, name: str | None) -> bool:
     return bool(form.is_stored_kernel(layer, weight))
 
 
-def _enter_composite(layer: Any) -> None:
+def _enter_composite(layer: keras.Layer) -> None:
     """Give a layer such as LSTM the form that asks its frozen cell.
 
     The stock layer would read the codes of the cell as numbers.
@@ -306,7 +306,7 @@ def _enter_composite(layer: Any) -> None:
         in_place.enter_float8_with_children(layer)
 
 
-def _freeze_as(layer: Any, recipe: FrozenKernels | None) -> None:
+def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
     """Freeze a layer in this way, or thaw it, if it is not so already."""
     policy = float8_policy_of(layer)
     held = None if policy is None or policy.recipe.trains else policy.recipe
@@ -350,7 +350,9 @@ def _recipes_in(
 
 
 @contextlib.contextmanager
-def _noting(layer: Any, found: dict[int, FrozenKernels]) -> Iterator[None]:
+def _noting(
+    layer: keras.Layer, found: dict[int, FrozenKernels]
+) -> Iterator[None]:
     """Have a layer note how it was frozen, in place of loading."""
 
     def note(store: Any) -> None:

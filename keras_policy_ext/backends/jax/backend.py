@@ -18,6 +18,7 @@ from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
+    Shape,
 )
 from keras_policy_ext.backends.jax import gradients, tracing
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
@@ -40,7 +41,7 @@ class Gathering(NamedTuple):
     batch: str
 
 
-def gathering_of(variable: Any) -> Gathering | None:
+def gathering_of(variable: keras.Variable) -> Gathering | None:
     """How a kernel is gathered; None where it is multiplied as it is cut.
 
     A device that has a part of the batch needs all of a kernel that is cut
@@ -151,7 +152,7 @@ class JaxBackend(Backend):
         return None if isinstance(x, jax.core.Tracer) else int(x)
 
     @override
-    def known_value(self, variable: Any) -> Tensor | None:
+    def known_value(self, variable: keras.Variable) -> Tensor | None:
         value = variable.value
         return None if isinstance(value, jax.core.Tracer) else value
 
@@ -193,7 +194,7 @@ class JaxBackend(Backend):
         flag: Tensor,
         update: Callable[..., None],
         arguments: tuple[Any, ...],
-        variables: Sequence[Any],
+        variables: Sequence[keras.Variable],
     ) -> None:
         # A branch of `lax.cond` must not assign: what it would assign is its
         # result. Eagerly no branch is traced.
@@ -221,7 +222,9 @@ class JaxBackend(Backend):
         return _settled(settle, value, previous)
 
     @override
-    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
+    def transpose(
+        self, function: Any, shape: Shape, cotangent: Tensor
+    ) -> Tensor:
         like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         return jax.linear_transpose(function, like)(cotangent)[0]
 
@@ -248,7 +251,7 @@ class JaxBackend(Backend):
         return tracing.planned(step)
 
     @override
-    def gathering_of(self, variable: Any) -> Any:
+    def gathering_of(self, variable: keras.Variable) -> Any:
         return gathering_of(variable)
 
     @override

@@ -101,7 +101,7 @@ def run(
 
 
 def _run_forward(
-    operation: Operation, inputs: Any, kernel: Any, state: tuple[Any, ...]
+    operation: Operation, inputs: Tensor, kernel: Any, state: tuple[Any, ...]
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links]]:
     """The outputs and what is kept.
 

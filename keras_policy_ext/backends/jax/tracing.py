@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.tracing import (
     Kept,
     Measured,
@@ -41,7 +42,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
     return Traced(outputs, products, all(known for _, known in found))
 
 
-def _described(x: Any) -> Any:
+def _described(x: Tensor) -> Any:
     if not isinstance(x, jax.Array):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
@@ -77,7 +78,7 @@ def _total(found: list[tuple[Product, bool]]) -> int:
     return sum(product.multiplications for product, _ in found)
 
 
-def _convolution(step: Any, inputs: Any, kernel: Any) -> Product:
+def _convolution(step: Any, inputs: Tensor, kernel: Any) -> Product:
     numbers = step.params["dimension_numbers"]
     outputs = step.outvars[0].aval.shape
     if any(size != 1 for size in step.params["lhs_dilation"]):
@@ -206,7 +207,7 @@ def _inside(number: int) -> Any:
 
 
 def _shapes(step: MeasuredStep) -> tuple[Any, Any]:
-    def shape(x: Any) -> Any:
+    def shape(x: Tensor) -> Any:
         dtype = keras.backend.standardize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
 
@@ -228,7 +229,7 @@ def _origins(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     known = {id(v): Origin(_bytes(v), (), True) for v in jaxpr.constvars}
     known.update(zip(map(id, jaxpr.invars), inputs, strict=True))
 
-    def origin(variable: Any) -> Origin:
+    def origin(variable: keras.Variable) -> Origin:
         # A number that is written in the program is none of its variables.
         return known.get(id(variable)) or Origin(0, ())
 
@@ -315,7 +316,7 @@ def _within(equation: Any) -> Jaxpr | None:
     return getattr(called, "jaxpr", called)
 
 
-def _bytes(variable: Any) -> int:
+def _bytes(variable: keras.Variable) -> int:
     aval = variable.aval
     itemsize = getattr(aval.dtype, "itemsize", 0)
     return int(getattr(aval, "size", 0)) * int(itemsize)

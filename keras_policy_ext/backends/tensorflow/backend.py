@@ -18,6 +18,7 @@ from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
+    Shape,
 )
 from keras_policy_ext.backends.tensorflow import gradients, tracing
 from keras_policy_ext.backends.tensorflow.gradients import (
@@ -30,7 +31,7 @@ from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.numerics.primitives import HALVES
 
 
-def let_go(variables: Iterable[Any]) -> None:
+def let_go(variables: Iterable[keras.Variable]) -> None:
     """Empty variables of Keras as soon as nobody has them any more.
 
     TensorFlow keeps every graph in which a gradient of one's own was traced,
@@ -160,7 +161,7 @@ class TensorFlowBackend(Backend):
         return int(x) if tf.executing_eagerly() else None
 
     @override
-    def known_value(self, variable: Any) -> Tensor | None:
+    def known_value(self, variable: keras.Variable) -> Tensor | None:
         # While a graph is made, as it is.
         #
         # A foreign optimizer assigns to the variable of TensorFlow itself.
@@ -212,7 +213,7 @@ class TensorFlowBackend(Backend):
         flag: Tensor,
         update: Callable[..., None],
         arguments: tuple[Any, ...],
-        variables: Sequence[Any],
+        variables: Sequence[keras.Variable],
     ) -> None:
         # Replicas that run as threads meet inside `update`, which they cannot
         # in a branch: there the branch goes around all of them.
@@ -240,11 +241,13 @@ class TensorFlowBackend(Backend):
         return _shared_settle(settle, shapes)(value, previous)
 
     @override
-    def let_go(self, variables: Sequence[Any]) -> None:
+    def let_go(self, variables: Sequence[keras.Variable]) -> None:
         let_go(variables)
 
     @override
-    def transpose(self, function: Any, shape: Any, cotangent: Tensor) -> Tensor:
+    def transpose(
+        self, function: Any, shape: Shape, cotangent: Tensor
+    ) -> Tensor:
         point = tf.zeros(shape, tf.float32)
         with tf.GradientTape() as tape:
             tape.watch(point)

@@ -51,7 +51,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
     return Traced(outputs, products, all(known for _, known in found))
 
 
-def _described(x: Any) -> Any:
+def _described(x: Tensor) -> Any:
     if not tf.is_tensor(x):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
@@ -107,7 +107,7 @@ def _shapes(step: Any) -> list[list[int]]:
     return [_shape(tensor) for tensor in step.inputs]
 
 
-def _shape(tensor: Any) -> list[int]:
+def _shape(tensor: Tensor) -> list[int]:
     shape = tensor.shape
     if shape.rank is None:  # A variable in a graph that was made anew.
         shapes = tensor.op.get_attr("_output_shapes")
@@ -211,7 +211,7 @@ def _traced(
         found.append(count)
         return outputs
 
-    def spec(x: Any) -> Any:
+    def spec(x: Tensor) -> Any:
         dtype = keras.backend.standardize_dtype(x.dtype)
         return tf.TensorSpec(tuple(x.shape), dtype)
 
@@ -267,7 +267,7 @@ class _Origins:
         """The origin of a tensor; no bytes for one that is not known."""
         return self._known.get(tensor.name) or Origin(0, ())
 
-    def _made(self, operation: Any, tensor: Tensor) -> Origin:
+    def _made(self, operation: tf.Operation, tensor: Tensor) -> Origin:
         operands = [self.of(each) for each in operation.inputs]
         if operation.type == "ReadVariableOp":
             return Origin(_bytes(tensor), {"weights"}, is_given=True)
@@ -366,7 +366,7 @@ class _Functions:
         library = graph.as_graph_def().library
         self._functions = {x.signature.name: x for x in library.function}
 
-    def used(self, operation: Any, wanted: list[bool]) -> list[bool]:
+    def used(self, operation: tf.Operation, wanted: list[bool]) -> list[bool]:
         """Which operands of an operation some of its results need."""
         every = [True] * len(operation.inputs)
         if operation.type not in _CALLS:

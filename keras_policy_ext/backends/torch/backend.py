@@ -19,6 +19,7 @@ from keras_policy_ext.backends.interface import (
     FrozenOperation,
     Operation,
     Settle,
+    Shape,
     saved_dtype,
 )
 from keras_policy_ext.backends.torch import (
@@ -198,7 +199,7 @@ class TorchBackend(Backend):
         return torch.no_grad()
 
     @override
-    def reshape(self, x: Tensor, shape: Any) -> Tensor:
+    def reshape(self, x: Tensor, shape: Shape) -> Tensor:
         # 1 µs in place of 30 (torch 2.13).
         return x.reshape(shape)
 
@@ -286,7 +287,7 @@ class TorchBackend(Backend):
         return variable.observed.earlier
 
     @override
-    def put_earlier_observation(self, variable: Any, value: Any) -> None:
+    def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
         value = torch.as_tensor(value, device=variable.value.device)
         variable.observed.earlier = value
 

@@ -21,6 +21,7 @@ from keras_policy_ext.backends.emulated import (
     times_scales,
     unscaled,
 )
+from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import Engine, StateKernels
 from keras_policy_ext.backends.torch import backend, casts
 from keras_policy_ext.backends.torch.backend import is_known, is_real
@@ -63,13 +64,13 @@ class TorchConvolutions(KerasConvolutions):
 
     @override
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Any
+        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         return _conv_backward(conv, g, g.new_zeros(tuple(shape)), w, 0)
 
     @override
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Any
+        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         return _conv_backward(conv, g, x, g.new_zeros(tuple(shape)), 1)
 

@@ -19,6 +19,7 @@ from keras_policy_ext.backends.interface import (
     DIFFERENTIATED_AGAIN,
     FrozenOperation,
     Operation,
+    Shape,
 )
 from keras_policy_ext.backends.torch import operators
 
@@ -258,7 +259,7 @@ class _Gradients(ByExample):
         return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
         ctx.how, outputs_grad, *ctx.links = inputs[:4]
         ctx.observed = output[2:]
         ctx.set_materialize_grads(False)
@@ -316,7 +317,7 @@ class _Last(ByExample):
         return gradient.view_as(gradient)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
         pass
 
     @staticmethod
@@ -407,7 +408,7 @@ def _kept(outputs: Tensor) -> Tensor:
     return bits.to(torch.uint8)
 
 
-def _mask(kept: Tensor, shape: Any) -> Tensor:
+def _mask(kept: Tensor, shape: Shape) -> Tensor:
     """The mask of what `_kept` made of outputs of a shape."""
     if kept.dtype == torch.bool:
         return kept

@@ -89,7 +89,7 @@ def _real_device() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _described(x: Any) -> Any:
+def _described(x: Tensor) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
@@ -133,7 +133,11 @@ class _Recorder(TorchFunctionMode):
         return outputs
 
     def _note(
-        self, function: Any, given: list[Any], shapes: list[Any], outputs: Any
+        self,
+        function: Any,
+        given: list[Any],
+        shapes: list[Any],
+        outputs: Tensor,
     ) -> None:
         product = None
         if function in _FIRST_TWO:

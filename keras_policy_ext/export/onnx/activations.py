@@ -186,33 +186,33 @@ def activated(context: Context, activation: Any, x: Value) -> Value:
 
 
 @layer("Activation")
-def _activation(context: Context, layer: Any, x: Value) -> Value:
+def _activation(context: Context, layer: keras.Layer, x: Value) -> Value:
     return activated(context, layer.activation, x)
 
 
 @layer("ReLU")
-def _relu_layer(context: Context, layer: Any, x: Value) -> Value:
+def _relu_layer(context: Context, layer: keras.Layer, x: Value) -> Value:
     x = x.cast("float32")
     return _relu(x, layer.negative_slope, layer.max_value, layer.threshold)
 
 
 @layer("LeakyReLU")
-def _leaky_relu_layer(context: Context, layer: Any, x: Value) -> Value:
+def _leaky_relu_layer(context: Context, layer: keras.Layer, x: Value) -> Value:
     return _leaky_relu(x, layer.negative_slope)
 
 
 @layer("ELU")
-def _elu_layer(context: Context, layer: Any, x: Value) -> Value:
+def _elu_layer(context: Context, layer: keras.Layer, x: Value) -> Value:
     return _elu(x, layer.alpha)
 
 
 @layer("PReLU")
-def _prelu(context: Context, layer: Any, x: Value) -> Value:
+def _prelu(context: Context, layer: keras.Layer, x: Value) -> Value:
     return x.op("PRelu", context.kernels.weight(layer.alpha))
 
 
 @layer("Softmax")
-def _softmax_layer(context: Context, layer: Any, x: Value) -> Value:
+def _softmax_layer(context: Context, layer: keras.Layer, x: Value) -> Value:
     return FUNCTIONS["softmax"](x, layer.axis)
 
 
@@ -248,14 +248,16 @@ _OPERATIONS = {
 
 
 @operation(*_OPERATIONS)
-def _function(context: Context, operation: Any, x: Value) -> Value:
+def _function(context: Context, operation: keras.Operation, x: Value) -> Value:
     name, *options = _OPERATIONS[type(operation).__name__]
     given = {option: getattr(operation, option) for option in options}
     return FUNCTIONS[name](x.cast("float32"), **given)
 
 
 @operation("Threshold")
-def _threshold_operation(context: Context, operation: Any, x: Value) -> Value:
+def _threshold_operation(
+    context: Context, operation: keras.Operation, x: Value
+) -> Value:
     x = x.cast("float32")
     other = float(operation.default_value)
     return (x > float(operation.threshold)).where(x, other)

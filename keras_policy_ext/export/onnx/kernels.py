@@ -74,7 +74,7 @@ class Kernels:
     scheme: Scheme
     written: dict[int, Written] = dataclasses.field(default_factory=dict)
 
-    def of(self, layer: Any) -> OnnxKernel:
+    def of(self, layer: keras.Layer) -> OnnxKernel:
         """Read the kernel of a layer, and quantize it anew at each call.
 
         Raises:
@@ -107,7 +107,10 @@ class Kernels:
         return values
 
     def _float(
-        self, layer: Any, variable: Any, found: kernels.ExportedKernel | None
+        self,
+        layer: keras.Layer,
+        variable: keras.Variable,
+        found: kernels.ExportedKernel | None,
     ) -> OnnxKernel:
         """Read a kernel that stays float32."""
         frozen = kernels.is_frozen(variable)
@@ -122,7 +125,9 @@ class Kernels:
         form = drop_in_of(type(layer))
         return OnnxKernel(values, form.float8_axes(layer, variable))
 
-    def _note(self, variable: Any, dtype: str, reason: str, size: int) -> None:
+    def _note(
+        self, variable: keras.Variable, dtype: str, reason: str, size: int
+    ) -> None:
         path = variable.path
         shape = tuple(variable.shape)
         self.written[id(variable)] = Written(
@@ -216,7 +221,7 @@ def rounded(x: Value, kernel: OnnxKernel, axes: Sequence[int]) -> Value:
     return codes.cast("float32") * scale
 
 
-def _variable(layer: Any) -> keras.Variable:
+def _variable(layer: keras.Layer) -> keras.Variable:
     """Return the kernel or table of a layer, without adapters."""
     if hasattr(layer, "embeddings"):
         return variable_values.stored_embeddings(layer)

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 @layer("Dense")
-def _dense(context: Context, layer: Any, x: Value) -> Value:
+def _dense(context: Context, layer: keras.Layer, x: Value) -> Value:
     kernel = context.kernels.of(layer)
     x = kernels.rounded(x.cast("float32"), kernel, [-1])
     y = x.op("MatMul", kernels.matrix(context.graph, kernel))
@@ -26,7 +26,7 @@ def _dense(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("EinsumDense")
-def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
+def _einsum_dense(context: Context, layer: keras.Layer, x: Value) -> Value:
     kernel = context.kernels.of(layer)
     order = kernel.axes.summed + kernel.axes.free
     equation = equations.explicit(layer.equation, x.rank, len(order))
@@ -45,7 +45,7 @@ def _einsum_dense(context: Context, layer: Any, x: Value) -> Value:
     return dataclasses.replace(y, shape=tuple(sizes[axis] for axis in out))
 
 
-def _finished(context: Context, layer: Any, y: Value) -> Value:
+def _finished(context: Context, layer: keras.Layer, y: Value) -> Value:
     """Add the bias, and activate."""
     for bias in context.bias(layer):
         y = y + bias
@@ -53,7 +53,7 @@ def _finished(context: Context, layer: Any, y: Value) -> Value:
 
 
 @layer("Embedding")
-def _embedding(context: Context, layer: Any, x: Value) -> Value:
+def _embedding(context: Context, layer: keras.Layer, x: Value) -> Value:
     if layer.mask_zero:
         raise Refused("it makes a mask", "mask_zero=False")
     kernel = context.kernels.of(layer)
@@ -63,7 +63,9 @@ def _embedding(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("BatchNormalization")
-def _batch_normalization(context: Context, layer: Any, x: Value) -> Value:
+def _batch_normalization(
+    context: Context, layer: keras.Layer, x: Value
+) -> Value:
     read = context.kernels.weight
     along = [1] * x.rank
     along[layer.axis] = -1
@@ -79,7 +81,9 @@ def _batch_normalization(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("LayerNormalization")
-def _layer_normalization(context: Context, layer: Any, x: Value) -> Value:
+def _layer_normalization(
+    context: Context, layer: keras.Layer, x: Value
+) -> Value:
     if getattr(layer, "rms_scaling", False):
         raise Refused("it has rms_scaling=True", "RMSNormalization")
     axes, rank = _sorted_axes(layer.axis, x.rank), x.rank
@@ -92,14 +96,16 @@ def _layer_normalization(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("RMSNormalization")
-def _rms_normalization(context: Context, layer: Any, x: Value) -> Value:
+def _rms_normalization(context: Context, layer: keras.Layer, x: Value) -> Value:
     axes = _sorted_axes(layer.axis, x.rank)
     y = _of_unit_size(x.cast("float32"), axes, layer.epsilon)
     return y * _along(context, layer.scale, axes, x.rank)
 
 
 @layer("GroupNormalization")
-def _group_normalization(context: Context, layer: Any, x: Value) -> Value:
+def _group_normalization(
+    context: Context, layer: keras.Layer, x: Value
+) -> Value:
     rank, axis, groups = x.rank, layer.axis % x.rank, layer.groups
     channels = (x.shape or ())[axis]
     last = [each for each in range(rank) if each != axis] + [axis]
@@ -116,12 +122,14 @@ def _group_normalization(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("UnitNormalization")
-def _unit_normalization(context: Context, layer: Any, x: Value) -> Value:
+def _unit_normalization(
+    context: Context, layer: keras.Layer, x: Value
+) -> Value:
     return of_length_one(x, _sorted_axes(layer.axis, x.rank))
 
 
 @layer("Normalization")
-def _normalization(context: Context, layer: Any, x: Value) -> Value:
+def _normalization(context: Context, layer: keras.Layer, x: Value) -> Value:
     mean, variance = (
         np.asarray(keras.ops.convert_to_numpy(each), "float32")
         for each in (layer.mean, layer.variance)
@@ -132,7 +140,7 @@ def _normalization(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("Rescaling")
-def _rescaling(context: Context, layer: Any, x: Value) -> Value:
+def _rescaling(context: Context, layer: keras.Layer, x: Value) -> Value:
     scale, offset = (
         np.asarray(each, "float32") for each in (layer.scale, layer.offset)
     )
@@ -188,7 +196,7 @@ def _along(context: Context, weight: Any, axes: Array, rank: int) -> Array:
     "SpatialDropout2D",
     "SpatialDropout3D",
 )
-def _nothing(context: Context, layer: Any, x: Value) -> Value:
+def _nothing(context: Context, layer: keras.Layer, x: Value) -> Value:
     return x
 
 
@@ -203,7 +211,7 @@ _MERGES = {
 
 
 @layer(*_MERGES)
-def _merge(context: Context, layer: Any, inputs: list[Value]) -> Value:
+def _merge(context: Context, layer: keras.Layer, inputs: list[Value]) -> Value:
     values = context.graph.values(inputs)
     name = next(
         n for n in _MERGES if isinstance(layer, getattr(keras.layers, n))
@@ -224,7 +232,9 @@ def _merge(context: Context, layer: Any, inputs: list[Value]) -> Value:
 
 
 @layer("Concatenate")
-def _concatenate(context: Context, layer: Any, inputs: list[Value]) -> Value:
+def _concatenate(
+    context: Context, layer: keras.Layer, inputs: list[Value]
+) -> Value:
     values = _of_one_dtype(context.graph.values(inputs))
     return context.graph.op("Concat", *values, axis=layer.axis)
 
@@ -236,7 +246,7 @@ def _of_one_dtype(values: list[Value]) -> list[Value]:
 
 
 @layer("Dot")
-def _dot(context: Context, layer: Any, inputs: list[Value]) -> Value:
+def _dot(context: Context, layer: keras.Layer, inputs: list[Value]) -> Value:
     axes, values = layer.axes, context.graph.values(inputs)
     axes = [axes, axes] if isinstance(axes, int) else axes
     ranks = [each.rank for each in values]
@@ -258,7 +268,7 @@ def _dot(context: Context, layer: Any, inputs: list[Value]) -> Value:
 
 
 @layer("Flatten")
-def _flatten(context: Context, layer: Any, x: Value) -> Value:
+def _flatten(context: Context, layer: keras.Layer, x: Value) -> Value:
     if x.rank == 1:
         return x.reshape(0, 1)
     if layer.data_format == "channels_first":
@@ -267,16 +277,16 @@ def _flatten(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("Reshape")
-def _reshape(context: Context, layer: Any, x: Value) -> Value:
+def _reshape(context: Context, layer: keras.Layer, x: Value) -> Value:
     sizes = (-1 if size is None else size for size in layer.target_shape)
     return x.reshape(0, *sizes)
 
 
 @layer("RepeatVector")
-def _repeat(context: Context, layer: Any, x: Value) -> Value:
+def _repeat(context: Context, layer: keras.Layer, x: Value) -> Value:
     return x.unsqueeze([1]).op("Tile", np.asarray([1, layer.n, 1], "int64"))
 
 
 @layer("Permute")
-def _permute(context: Context, layer: Any, x: Value) -> Value:
+def _permute(context: Context, layer: keras.Layer, x: Value) -> Value:
     return x.transpose(0, *layer.dims)

@@ -76,19 +76,25 @@ _DTYPES = ("bool", "float32", "int32", "int64")
 
 
 @operation(*_BINARY)
-def _binary(context: Context, operation: Any, x: Any, y: Any) -> Value:
+def _binary(
+    context: Context, operation: keras.Operation, x: Any, y: Any
+) -> Value:
     kind = _BINARY[type(operation).__name__]
     x, y = _promoted(context.graph, (x, y), kind == "Div")
     return context.graph.op(kind, x, y)
 
 
 @operation("Matmul")
-def _matmul(context: Context, operation: Any, x: Any, y: Any) -> Value:
+def _matmul(
+    context: Context, operation: keras.Operation, x: Any, y: Any
+) -> Value:
     return context.graph.op("MatMul", *_promoted(context.graph, (x, y), True))
 
 
 @operation("Einsum")
-def _einsum(context: Context, operation: Any, *operands: Any) -> Value:
+def _einsum(
+    context: Context, operation: keras.Operation, *operands: Any
+) -> Value:
     values = _promoted(context.graph, operands, True)
     equation = operation.subscripts
     if "->" not in equation:
@@ -100,44 +106,50 @@ def _einsum(context: Context, operation: Any, *operands: Any) -> Value:
 
 
 @operation(*_COMPARISONS)
-def _comparison(context: Context, operation: Any, x: Any, y: Any) -> Value:
+def _comparison(
+    context: Context, operation: keras.Operation, x: Any, y: Any
+) -> Value:
     kind = _COMPARISONS[type(operation).__name__]
     pair = _promoted(context.graph, (x, y), False)
     return context.graph.op(kind, *pair, dtype="bool")
 
 
 @operation("NotEqual")
-def _not_equal(context: Context, operation: Any, x: Any, y: Any) -> Value:
+def _not_equal(
+    context: Context, operation: keras.Operation, x: Any, y: Any
+) -> Value:
     pair = _promoted(context.graph, (x, y), False)
     return context.graph.op("Equal", *pair, dtype="bool").op("Not")
 
 
 @operation(*_LOGICAL)
-def _logical(context: Context, operation: Any, *operands: Value) -> Value:
+def _logical(
+    context: Context, operation: keras.Operation, *operands: Value
+) -> Value:
     kind = _LOGICAL[type(operation).__name__]
     return context.graph.op(kind, *(each.cast("bool") for each in operands))
 
 
 @operation("Where")
 def _where(
-    context: Context, operation: Any, test: Any, x: Any, y: Any
+    context: Context, operation: keras.Operation, test: Any, x: Any, y: Any
 ) -> Value:
     x, y = _promoted(context.graph, (x, y), False)
     return test.cast("bool").where(x, y)
 
 
 @operation(*_UNARY)
-def _unary(context: Context, operation: Any, x: Value) -> Value:
+def _unary(context: Context, operation: keras.Operation, x: Value) -> Value:
     return x.op(_UNARY[type(operation).__name__])
 
 
 @operation(*_FLOATING)
-def _floating(context: Context, operation: Any, x: Value) -> Value:
+def _floating(context: Context, operation: keras.Operation, x: Value) -> Value:
     return x.cast("float32").op(_FLOATING[type(operation).__name__])
 
 
 @operation("Expm1")
-def _expm1(context: Context, operation: Any, x: Value) -> Value:
+def _expm1(context: Context, operation: keras.Operation, x: Value) -> Value:
     return x.cast("float32").op("Exp") - 1.0
 
 
@@ -145,25 +157,25 @@ _LOGARITHMS = {"Log2": 1 / math.log(2), "Log10": 1 / math.log(10)}
 
 
 @operation(*_LOGARITHMS)
-def _logarithm(context: Context, operation: Any, x: Value) -> Value:
+def _logarithm(context: Context, operation: keras.Operation, x: Value) -> Value:
     factor = _LOGARITHMS[type(operation).__name__]
     return x.cast("float32").op("Log") * factor
 
 
 @operation("Log1p")
-def _log1p(context: Context, operation: Any, x: Value) -> Value:
+def _log1p(context: Context, operation: keras.Operation, x: Value) -> Value:
     return (x.cast("float32") + 1.0).op("Log")
 
 
 @operation("Round")
-def _round(context: Context, operation: Any, x: Value) -> Value:
+def _round(context: Context, operation: keras.Operation, x: Value) -> Value:
     if operation.decimals:
         raise Refused(f"it has decimals={operation.decimals}", "0")
     return x.cast("float32").op("Round")
 
 
 @operation("Var", "Std")
-def _spread(context: Context, operation: Any, x: Value) -> Value:
+def _spread(context: Context, operation: keras.Operation, x: Value) -> Value:
     axes = _reduced_axes(operation, x)
     x = x.cast("float32")
     from_mean = x - x.reduce("Mean", axes)
@@ -173,17 +185,17 @@ def _spread(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("Square")
-def _square(context: Context, operation: Any, x: Value) -> Value:
+def _square(context: Context, operation: keras.Operation, x: Value) -> Value:
     return x * x
 
 
 @operation("Rsqrt")
-def _rsqrt(context: Context, operation: Any, x: Value) -> Value:
+def _rsqrt(context: Context, operation: keras.Operation, x: Value) -> Value:
     return x.cast("float32").op("Sqrt").op("Reciprocal")
 
 
 @operation(*_REDUCTIONS)
-def _reduction(context: Context, operation: Any, x: Value) -> Value:
+def _reduction(context: Context, operation: keras.Operation, x: Value) -> Value:
     if getattr(operation, "initial", None) is not None:
         raise Refused("it has an initial value", "none")
     kind = _REDUCTIONS[type(operation).__name__]
@@ -194,14 +206,14 @@ def _reduction(context: Context, operation: Any, x: Value) -> Value:
     return x.reduce(kind, _reduced_axes(operation, x), operation.keepdims)
 
 
-def _reduced_axes(operation: Any, x: Value) -> Any:
+def _reduced_axes(operation: keras.Operation, x: Value) -> Any:
     """Return the axes that an operation reduces; all of them for None."""
     axis = operation.axis
     return range(x.rank) if axis is None else np.atleast_1d(axis)
 
 
 @operation("Stack")
-def _stack(context: Context, operation: Any, values: Any) -> Value:
+def _stack(context: Context, operation: keras.Operation, values: Any) -> Value:
     graph, axis = context.graph, operation.axis
     values = _promoted(graph, values, False)
     rows = [each.unsqueeze([axis]) for each in values]
@@ -209,7 +221,7 @@ def _stack(context: Context, operation: Any, values: Any) -> Value:
 
 
 @operation("Swapaxes")
-def _swap(context: Context, operation: Any, x: Value) -> Value:
+def _swap(context: Context, operation: keras.Operation, x: Value) -> Value:
     order = [*range(x.rank)]
     a, b = operation.axis1, operation.axis2
     order[a], order[b] = order[b], order[a]
@@ -217,7 +229,7 @@ def _swap(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("Normalize")
-def _normalize(context: Context, operation: Any, x: Value) -> Value:
+def _normalize(context: Context, operation: keras.Operation, x: Value) -> Value:
     if operation.order != 2:
         raise Refused(f"its order is {operation.order}", "2")
     epsilon = operation.epsilon or keras.config.epsilon()
@@ -225,7 +237,7 @@ def _normalize(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("Reshape")
-def _reshape(context: Context, operation: Any, x: Value) -> Value:
+def _reshape(context: Context, operation: keras.Operation, x: Value) -> Value:
     sizes = operation.newshape
     if not all(
         isinstance(size, (int, np.integer, type(None))) for size in sizes
@@ -235,18 +247,20 @@ def _reshape(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("Transpose")
-def _transpose(context: Context, operation: Any, x: Value) -> Value:
+def _transpose(context: Context, operation: keras.Operation, x: Value) -> Value:
     axes = operation.axes or range(x.rank)[::-1]
     return x.transpose(*(axis % x.rank for axis in axes))
 
 
 @operation("ExpandDims")
-def _expand_dims(context: Context, operation: Any, x: Value) -> Value:
+def _expand_dims(
+    context: Context, operation: keras.Operation, x: Value
+) -> Value:
     return x.unsqueeze(np.atleast_1d(operation.axis))
 
 
 @operation("Squeeze")
-def _squeeze(context: Context, operation: Any, x: Value) -> Value:
+def _squeeze(context: Context, operation: keras.Operation, x: Value) -> Value:
     if operation.axis is None:
         ones = [i for i, size in enumerate(x.shape or ()) if size == 1]
         return x.squeeze(ones)
@@ -254,13 +268,15 @@ def _squeeze(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("Concatenate")
-def _concatenate(context: Context, operation: Any, values: Any) -> Value:
+def _concatenate(
+    context: Context, operation: keras.Operation, values: Any
+) -> Value:
     same = _promoted(context.graph, values, False)
     return context.graph.op("Concat", *same, axis=operation.axis)
 
 
 @operation("Clip")
-def _clip(context: Context, operation: Any, x: Value) -> Value:
+def _clip(context: Context, operation: keras.Operation, x: Value) -> Value:
     bounds = (operation.x_min, operation.x_max)
     if not all(isinstance(each, (int, float)) for each in bounds):
         raise Refused("its bounds are tensors", "numbers")
@@ -270,7 +286,7 @@ def _clip(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("Cast")
-def _cast(context: Context, operation: Any, x: Value) -> Value:
+def _cast(context: Context, operation: keras.Operation, x: Value) -> Value:
     dtype = operation.dtype
     if dtype not in _DTYPES:
         raise Refused(
@@ -281,12 +297,16 @@ def _cast(context: Context, operation: Any, x: Value) -> Value:
 
 
 @operation("StopGradient")
-def _stop_gradient(context: Context, operation: Any, x: Value) -> Value:
+def _stop_gradient(
+    context: Context, operation: keras.Operation, x: Value
+) -> Value:
     return x
 
 
 @operation("GetItem")
-def _get_item(context: Context, operation: Any, x: Value, key: Any) -> Value:
+def _get_item(
+    context: Context, operation: keras.Operation, x: Value, key: Any
+) -> Value:
     entries = list(key) if isinstance(key, (tuple, list)) else [key]
     if Ellipsis in entries:
         at = entries.index(Ellipsis)

@@ -32,7 +32,7 @@ class Context:
     kernels: Kernels
     call: Callable[..., Value]
 
-    def bias(self, layer: Any) -> list[Value]:
+    def bias(self, layer: keras.Layer) -> list[Value]:
         """Return the bias of a layer, or no value if it has none."""
         if layer.bias is None:
             return []

@@ -41,17 +41,17 @@ _HARMLESS = frozenset(
 )
 
 
-def is_functional(layer: Any) -> bool:
+def is_functional(layer: keras.Layer) -> bool:
     """Return True if a model is a graph, and computes nothing else."""
     return _is_graph(layer, "operations") and hasattr(layer, "inputs")
 
 
-def is_sequential(layer: Any) -> bool:
+def is_sequential(layer: keras.Layer) -> bool:
     """Return True if a model is a list of layers, and computes nothing else."""
     return isinstance(layer, keras.Sequential) and _is_graph(layer, "layers")
 
 
-def check(model: Any) -> None:
+def check(model: keras.Layer) -> None:
     """Raise if a model is neither, or was not built.
 
     Raises:
@@ -95,7 +95,7 @@ def write(
 
 
 def _write(
-    model: Any,
+    model: keras.Layer,
     path: pathlib.Path,
     data: pathlib.Path,
     kernels: Kernels,
@@ -146,7 +146,7 @@ class Walk:
         self._graph = graph
         self._context = Context(graph, kernels, self.call)
 
-    def model(self, model: Any) -> tuple[list[Any], list[Any]]:
+    def model(self, model: keras.Layer) -> tuple[list[Any], list[Any]]:
         """Write a whole model.
 
         Returns:
@@ -162,7 +162,7 @@ class Walk:
         ]
         return [_described(x, batch="batch") for x in inputs], outputs
 
-    def call(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         """Write one call of a layer, a model in the model, or an operation.
 
         Raises:
@@ -185,7 +185,7 @@ class Walk:
             return value
         return dataclasses.replace(value, shape=_shape(layer, args, kwargs))
 
-    def _run(self, model: Any, inputs: list[Value]) -> list[Value]:
+    def _run(self, model: keras.Layer, inputs: list[Value]) -> list[Value]:
         if not is_sequential(model):
             return walking.follow_graph(model, inputs, self.call)
         (x,) = inputs
@@ -219,7 +219,7 @@ def _described(value: Value, batch: str | None) -> Any:
     )
 
 
-def _writer_of(layer: Any) -> Any:
+def _writer_of(layer: keras.Layer) -> Any:
     """Find the function that writes a layer or an operation."""
     if not isinstance(layer, keras.Layer):
         write = OPERATIONS.get(type(layer).__name__)
@@ -248,7 +248,9 @@ def _writer_of(layer: Any) -> Any:
     return LAYERS[known]
 
 
-def _replaced(layer: Any, classes: tuple[type, ...], known: type) -> list[str]:
+def _replaced(
+    layer: keras.Layer, classes: tuple[type, ...], known: type
+) -> list[str]:
     """List the members of a class of Keras that a layer has replaced."""
     members = [each for cls in classes for each in vars(cls).items()]
     found = {
@@ -273,7 +275,9 @@ def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _shape(layer: Any, args: Any, kwargs: Any) -> tuple[int | None, ...]:
+def _shape(
+    layer: keras.Layer, args: Any, kwargs: Any
+) -> tuple[int | None, ...]:
     """Compute the shape of the output of a layer or operation."""
     symbolic = keras.tree.map_structure(
         lambda x: (
@@ -287,7 +291,7 @@ def _shape(layer: Any, args: Any, kwargs: Any) -> tuple[int | None, ...]:
     return tuple(layer.compute_output_spec(*symbolic, **kwargs).shape)
 
 
-def _is_graph(model: Any, attribute: str) -> bool:
+def _is_graph(model: keras.Layer, attribute: str) -> bool:
     """Return True if a model has this, and Keras's own `call`."""
     return (
         isinstance(model, keras.Model)
@@ -296,7 +300,7 @@ def _is_graph(model: Any, attribute: str) -> bool:
     )
 
 
-def _name_of(layer: Any) -> str:
+def _name_of(layer: keras.Layer) -> str:
     return path_of(layer) if isinstance(layer, keras.Layer) else layer.name
 
 
@@ -304,7 +308,7 @@ def _known() -> str:
     return ", ".join(sorted({cls.__name__ for cls in LAYERS}))
 
 
-def _message(layer: Any, error: Refused) -> str:
+def _message(layer: keras.Layer, error: Refused) -> str:
     return (
         "A part of this model cannot be written to ONNX; nothing was "
         f"written. Received: {type(layer).__name__} {_name_of(layer)!r}: "
