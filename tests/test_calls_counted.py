@@ -5,7 +5,7 @@ import pytest
 
 import calls_counted
 
-FILES, LINES = 202, 47_800
+FILES, LINES = 199, 47_900
 """Of the package. Lower them when it gets smaller."""
 
 SHARE_OF_ANY = 0.15

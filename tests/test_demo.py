@@ -145,7 +145,7 @@ def test_of_several_recipes_the_best_and_the_worst_are_named(compared):
 
 
 def forecast_of(monkeypatch, slowdown, seconds):
-    monkeypatch.setattr(train.bfloat16_speed, "slowdown", lambda: slowdown)
+    monkeypatch.setattr(train.machine, "slowdown", lambda: slowdown)
     monkeypatch.setattr(
         train,
         "seconds_per_step",

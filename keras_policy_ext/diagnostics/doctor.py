@@ -11,7 +11,7 @@ from keras_policy_ext import backends, contractions, recipes, stored_kernels
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import filters
-from keras_policy_ext.diagnostics import bfloat16_speed, machine
+from keras_policy_ext.diagnostics import machine
 from keras_policy_ext.reports import BaseReport, Column, Table
 
 Cells = tuple[str, ...]
@@ -136,8 +136,8 @@ def verdict() -> str:
 
 def bfloat16_note() -> tuple[str, ...]:
     """A sentence where matmuls in bfloat16 are slow; it times two of them."""
-    times = bfloat16_speed.slowdown()
-    if times < bfloat16_speed.SLOW:
+    times = machine.slowdown()
+    if times < machine.SLOW:
         return ()
     return (
         f"A matmul takes {times:.0f} times as long in bfloat16 as in float32 "

@@ -8,12 +8,121 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.tracing import MeasuredStep
+from keras_policy_ext.conversion.kept_numbers import itemsize
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
+
+_ALLOWED = (
+    "Allowed: what the model is called on, as arrays; keras.KerasTensor or "
+    "keras.InputSpec with all sizes; a shape such as (32, 128), or nested "
+    "ones; or the size of a batch, for a model that knows its other sizes."
+)
+
+
+def read(model: keras.Layer, batch: Any) -> Any:
+    """The batch, without numbers.
+
+    Args:
+        model: What is called on it.
+        batch: As for `memory`.
+
+    Returns:
+        Nested `keras.KerasTensor`.
+
+    Raises:
+        TypeError: If it is none of what `memory` allows.
+        ValueError: If a size is unknown.
+    """
+    if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
+        return _of_size(model, int(batch))
+    if _is_shape(batch):
+        return _of_shapes(model, batch)
+    if isinstance(batch, (list, tuple, dict)) and _are_shapes(batch):
+        return _of_shapes(model, batch)
+    return keras.tree.map_structure(_symbolic, batch)
+
+
+def size_of(batch: Any) -> int:
+    """Bytes of a batch that `read` returned."""
+    return sum(
+        int(np.prod(x.shape)) * itemsize(x.dtype)
+        for x in keras.tree.flatten(batch)
+    )
+
+
+def _of_size(model: keras.Layer, size: int) -> Any:
+    inputs = getattr(model, "inputs", None)
+    if size < 1:
+        raise ValueError(
+            "`batch` is not a size of a batch: it is below 1. Received: "
+            f"{size}. {_ALLOWED}"
+        )
+    if inputs is None:
+        raise ValueError(
+            f"{type(model).__name__} {model.name!r} does not know the shapes "
+            f"of its inputs. Received: a batch size, {size}. Allowed: a batch, "
+            "or the shape of one. A batch size is enough only for Functional "
+            "and Sequential models."
+        )
+    structure = getattr(model, "input", inputs)
+    if isinstance(structure, (list, tuple)) and len(structure) == 1:
+        (structure,) = structure
+    return keras.tree.map_structure(
+        lambda x: _known((size, *x.shape[1:]), x.dtype), structure
+    )
+
+
+def _of_shapes(model: keras.Layer, shapes: Any) -> Any:
+    inputs = getattr(model, "inputs", None) or ()
+    dtypes = iter([x.dtype for x in inputs])
+
+    def symbolic(shape: Any) -> Any:
+        return _known(tuple(shape), next(dtypes, keras.config.floatx()))
+
+    return keras.tree.map_shape_structure(symbolic, shapes)
+
+
+def _symbolic(x: Any) -> Any:
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if shape is None:
+        raise TypeError(
+            "`batch` is neither arrays, nor shapes, nor a size. Received: "
+            f"{x!r} (of type {type(x).__name__}). {_ALLOWED}"
+        )
+    name = keras.backend.standardize_dtype(dtype or keras.config.floatx())
+    if name == "float64" and isinstance(x, np.ndarray):
+        name = keras.config.floatx()  # as Keras converts it
+    return _known(tuple(shape), name)
+
+
+def _known(shape: tuple[Any, ...], dtype: Any) -> Any:
+    if None in shape or not all(int(size) >= 0 for size in shape):
+        raise ValueError(
+            f"The shape of the batch has an unknown size. Received: {shape}. "
+            f"{_ALLOWED}"
+        )
+    return keras.KerasTensor(tuple(int(size) for size in shape), dtype)
+
+
+def _is_shape(x: Any) -> bool:
+    """A tuple of sizes; a list of numbers is a batch of numbers."""
+    return isinstance(x, tuple) and all(
+        size is None
+        or (isinstance(size, (int, np.integer)) and not isinstance(size, bool))
+        for size in x
+    )
+
+
+def _are_shapes(x: Any) -> bool:
+    if _is_shape(x):
+        return True
+    values = x.values() if isinstance(x, dict) else x
+    return isinstance(x, (list, tuple, dict)) and all(map(_are_shapes, values))
 
 
 def step_of(

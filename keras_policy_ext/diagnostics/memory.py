@@ -1,4 +1,4 @@
-"""`memory`: what a training step keeps, before anything is trained."""
+"""`memory`: what a training step and its optimizer hold, before training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, Literal
 import keras
 
 from keras_policy_ext import _user_code, backends, policies, recipes
-from keras_policy_ext._keras import global_policy, walking
+from keras_policy_ext._keras import global_policy, variable_values, walking
 from keras_policy_ext.backends.tracing import Measured
-from keras_policy_ext.conversion import candidates, in_place
+from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import (
     LayerFilter,
     PathPatterns,
     PolicyLike,
 )
-from keras_policy_ext.diagnostics import batches, optimizer_memory
+from keras_policy_ext.diagnostics import forward_pass
 from keras_policy_ext.diagnostics.forward_pass import (
+    size_of,
     step_of,
     unchanged_counters,
 )
@@ -43,6 +44,57 @@ from keras_policy_ext.reports import (
     Table,
     readable_bytes,
 )
+
+
+def bytes_of(model: keras.Layer) -> int | None:
+    """Bytes of the optimizers of a model, each variable once.
+
+    Returns:
+        0 without an optimizer; None if one that has not trained does not say
+        which variables it is going to make.
+    """
+    found: dict[int, Any] = {}
+    models = [
+        layer
+        for layer in walking.layers_within(model)
+        if isinstance(layer, keras.Model)
+    ]
+    for each in models:
+        for optimizer in training.optimizers(each):
+            variables = _variables(optimizer, each)
+            if variables is None:
+                return None
+            found.update({id(v): v for v in variables})
+    return sum(size_of(v) for v in found.values())
+
+
+def _variables(
+    optimizer: keras.Optimizer, model: keras.Model
+) -> list[Any] | None:
+    """Variables of an optimizer, with those of one that it wraps."""
+    if not optimizer.built:
+        optimizer = _built_copy(optimizer, model)
+    return None if optimizer is None else list(optimizer.variables)
+
+
+def _built_copy(optimizer: keras.Optimizer, model: keras.Model) -> Any:
+    """An optimizer as it is after the first step, without memory.
+
+    Returns:
+        The copy; None if variables of it need values.
+    """
+    copy = type(optimizer).from_config(optimizer.get_config())
+    weights = [v for v in model.trainable_variables if not is_state(v)]
+    try:
+        # What is made in such a scope has no values.
+        with keras.StatelessScope():
+            copy.build(weights)
+            for variable in copy.variables:
+                variable_values.let_wait_no_longer(variable)
+    except ValueError:
+        return None
+    return copy
+
 
 AS_IT_IS = "as it is"
 WITHOUT = "without float8"
@@ -314,7 +366,7 @@ def memory(
         "attention": attention,
     }
     wanted = _asked(model, policy)
-    tensors = batches.read(model, batch)
+    tensors = forward_pass.read(model, batch)
     counted = [_counted(model, AS_IT_IS, tensors, compile)]
     if policy is None and _trains_in_float8(model):
         with in_place.reverted(model):
@@ -325,8 +377,8 @@ def memory(
     return MemoryReport(
         model=model.name,
         forms=tuple(counted),
-        batch=batches.size_of(tensors),
-        optimizer=optimizer_memory.bytes_of(model),
+        batch=forward_pass.size_of(tensors),
+        optimizer=bytes_of(model),
     )
 
 
@@ -460,7 +512,7 @@ def _rows(
 
 
 def _bytes(variables: Iterator[Any]) -> int:
-    return sum(batches.size_of(v) for v in variables)
+    return sum(forward_pass.size_of(v) for v in variables)
 
 
 def _sums(group: Sequence[tuple[LayerMemory, ...]]) -> list[int]:

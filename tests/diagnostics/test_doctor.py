@@ -12,7 +12,7 @@ from keras_policy_ext import backends, contractions, kernels, recipes
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import filters
-from keras_policy_ext.diagnostics import bfloat16_speed, doctor
+from keras_policy_ext.diagnostics import doctor, machine
 
 
 @pytest.fixture(autouse=True)
@@ -211,20 +211,20 @@ def test_doctor_tells_the_size_from_which_a_device_elsewhere_gains():
 
 @pytest.mark.any_backend
 def test_slow_bfloat16_is_told(monkeypatch):
-    monkeypatch.setattr(bfloat16_speed, "slowdown", lambda: 11.2)
+    monkeypatch.setattr(machine, "slowdown", lambda: 11.2)
     assert "takes 11 times as long in bfloat16" in printed_for(None)
     assert "times as long" not in printed_for("h100")
-    monkeypatch.setattr(bfloat16_speed, "slowdown", lambda: 1.5)
+    monkeypatch.setattr(machine, "slowdown", lambda: 1.5)
     assert "times as long" not in printed_for(None)
 
 
 @pytest.mark.any_backend
 def test_the_slowdown_is_that_of_a_matmul_in_bfloat16(monkeypatch):
     times = iter([9.0, 2.0, 2.5, 2.2, 9.0, 1.0, 0.5, 0.7])
-    monkeypatch.setattr(bfloat16_speed, "timed", lambda matrix: next(times))
-    assert bfloat16_speed.slowdown() == 2.0 / 0.5
+    monkeypatch.setattr(machine, "timed", lambda matrix: next(times))
+    assert machine.slowdown() == 2.0 / 0.5
     with devices.pretend("h100"):
-        assert bfloat16_speed.slowdown() == 1.0
+        assert machine.slowdown() == 1.0
 
 
 def test_without_a_name_it_is_about_this_machine():

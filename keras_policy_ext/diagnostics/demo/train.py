@@ -15,7 +15,7 @@ from keras import ops
 
 from keras_policy_ext import layers, policies, recipes
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.diagnostics import bfloat16_speed
+from keras_policy_ext.diagnostics import machine
 from keras_policy_ext.diagnostics.demo.settings import Settings, Size
 from keras_policy_ext.diagnostics.demo.text import Corpus
 from keras_policy_ext.layers.state_variable import StateVariable
@@ -151,7 +151,7 @@ def forecast(
     Returns:
         None where no precision is slow.
     """
-    if bfloat16_speed.slowdown() < bfloat16_speed.SLOW:
+    if machine.slowdown() < machine.SLOW:
         return None
     found = Forecast(
         {
