@@ -119,11 +119,14 @@ def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
     dtypes = (policy.compute_dtype, policy.variable_dtype)
     if all(dtype in FLOATS for dtype in dtypes):
         return policy
+    way = "Give integer and complex dtypes to single layers, by `dtype=`."
+    if policy.name.startswith("float8"):
+        way = "For matmuls in float8 use 'float8_from_mixed_bfloat16'."
     raise ValueError(
-        f"{role} must compute in floating point. Received: {policy.name!r}. "
-        "Allowed: 'mixed_bfloat16', 'mixed_float16', and policies whose "
-        f"dtypes are among {FLOAT_NAMES}. Give integer and "
-        "complex dtypes to single layers, by `dtype=`."
+        f"{role} must compute in floating point, in 16 bits or more. "
+        f"Received: {policy.name!r}. Allowed: 'mixed_bfloat16', "
+        "'mixed_float16', and policies whose dtypes are among "
+        f"{FLOAT_NAMES}. {way}"
     )
 
 
