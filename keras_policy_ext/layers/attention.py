@@ -129,7 +129,7 @@ class _Float8Attention(Float8Mixin):
 
     def _resolve_float8_policy(self) -> None:
         super()._resolve_float8_policy()
-        wanted = self._float8_attention and self._float8_policy
+        wanted = self._float8_attention and self.float8_controller.policy
         attend = self._attend_in_float8 if wanted else None
         stock_attention.replace_attention(self, _Float8Attention, attend)
 

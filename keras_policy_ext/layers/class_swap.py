@@ -12,6 +12,7 @@ from typing import Any
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import Frozen
@@ -21,11 +22,7 @@ from keras_policy_ext.policies.of_layers import source_policy_of
 # What a form keeps in a layer beside its state.
 _OF_FORMS = (
     "_float8_attention",
-    "_float8_kernel_paths",
-    "_float8_policy",
-    "_float8_policy_path",
-    "_float8_weight_names",
-    "_recipe_of_activations",
+    "float8_controller",
 )
 
 
@@ -57,9 +54,11 @@ def to_float8_class(
         with built_layers.unlocked(layer):
             if form is not type(layer):
                 stock_float8.remove_stock_float8(layer)
+                if issubclass(form, Float8Mixin):
+                    Float8Controller.join(layer)
                 built_layers.swap_class(layer, form)
             if isinstance(layer, Float8Mixin):
-                layer.follow_policy(policy)
+                layer.float8_controller.replace_policy(policy)
                 stored_weights.store_all(layer, frozen)
             else:
                 global_policy.replace_layer_policy(layer, policy)
@@ -83,7 +82,7 @@ def to_stock_class(layer: Any) -> None:
             if isinstance(layer, Float8Mixin):
                 if layer.is_frozen:
                     stored_weights.widen_all(layer)
-                layer.follow_policy(plain)
+                layer.float8_controller.replace_policy(plain)
                 if original is not None:
                     built_layers.detach(layer, "float8_state")
             if original is not None:

@@ -1,7 +1,9 @@
-"""The protocol of a float8 layer: policy, state, contraction."""
+"""The base class of float8 layers: the methods that Keras and users call."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -9,49 +11,42 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _bases, backends, contractions, policies
-from keras_policy_ext._keras import (
-    built_layers,
-    calls,
-    global_policy,
-    stock_float8,
-    variable_values,
-)
+from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import (
-    contracted_weights,
     saved_weights,
+    stock_calls,
+    stored_files,
     stored_weights,
 )
-from keras_policy_ext.layers.contracted_weights import ContractedWeights
+from keras_policy_ext.layers.controller import (
+    Float8Controller,
+    new_state,
+    with_bias,
+)
+from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.operands import (
-    call_hooks,
     contraction_of,
-    has_contraction_hooks,
     is_floating,
     known_contraction_of,
     no_operands,
-    static_flag,
 )
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
-from keras_policy_ext.layers.saved_weights import SavedWeights
-from keras_policy_ext.layers.state import Float8State, has_state
-from keras_policy_ext.layers.stock_calls import StockCalls
-from keras_policy_ext.layers.stored_weights import StoredVariable
-from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import (
-    of_path,
-    policy_of,
-    source_policy_of,
+from keras_policy_ext.layers.stored_weights import (
+    in_place_of_codes,
+    is_state,
+    read_as_numbers,
 )
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import is_frozen, source_policy_of
+from keras_policy_ext.stored_kernels import Axes
 
 
 class Float8Mixin(
     built_layers.QuantizedAsLeaf,
     stock_float8.TakesAdapters,
+    built_layers.ToldWhenBuilt,
     BuiltUnderSavedPath,
-    ContractedWeights,
-    SavedWeights,
-    StockCalls,
     _bases.MixedInto,
 ):
     """Makes a layer's contractions follow a float8 policy.
@@ -99,16 +94,22 @@ class Float8Mixin(
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
 
-    # No path: TensorFlow does not call the setter below for an equal value.
-    _float8_policy_path: str | None = ""
+    float8_controller: Float8Controller
+    float8_state: Any
+
+    float8_kernels: tuple[str, ...] | None = None
+
+    float8_trains: bool = True
+    """Whether it follows policies to train under. Else it can be frozen."""
 
     # Type checkers see the constructor of the stock layer.
     if not TYPE_CHECKING:
 
         def __init__(self, *args, **kwargs):
+            Float8Controller.join(self)  # Keras's constructor asks for it.
             kwargs["dtype"] = policies.get(kwargs.get("dtype"))
             super().__init__(*args, **kwargs)
-            self.float8_state = _new_state(self)
+            self.float8_state = new_state(self)
             self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     # The getter is Keras's: torch.compile does not follow `super` into one.
@@ -121,7 +122,7 @@ class Float8Mixin(
                 policy that needs another state than they have.
         """
         policy = policies.get(value)
-        self._follow(policy)
+        self.float8_controller.adapt_state(policy)
         if isinstance(self.dtype_policy, keras.dtype_policies.DTypePolicyMap):
             # Keras would write into it, and many layers share it.
             global_policy.replace_layer_policy(self, source_policy_of(self))
@@ -131,9 +132,7 @@ class Float8Mixin(
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
         """The float8 policy that this layer follows, None if it does not."""
-        if self._float8_policy_path != self.path:
-            self._resolve_float8_policy()
-        return self._float8_policy
+        return self.float8_controller.current_policy
 
     @property
     def quantization_mode(self) -> str | None:
@@ -141,28 +140,6 @@ class Float8Mixin(
         if self.float8_policy is not None:
             return "float8"
         return stock_float8.other_mode(self)
-
-    def follow_policy(self, policy: keras.DTypePolicy) -> None:
-        """Follow a policy with the kernels that are made, and unlocked.
-
-        The states are made anew for it, and keep the amaxes that they had.
-        See `layers.class_swap`; `dtype_policy` is what users set.
-        """
-        contracted = self._kernels_to_contract()
-        entries: dict[str, np.ndarray] = {}
-        if hasattr(self, "float8_state"):
-            self.float8_state.save_own_variables(entries)
-            built_layers.detach(self, "float8_state")
-        self.float8_state = _new_state(self)
-        self._float8_kernel_paths = tuple(kernel.path for kernel in contracted)
-        global_policy.replace_layer_policy(self, policy)
-        self._resolve_float8_policy()
-        if self._float8_policy is None:
-            return
-        for kernel in contracted:
-            self.float8_state.add(kernel, self._float8_policy.recipe)
-        if entries:
-            self.float8_state.load_own_variables(entries)
 
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave any other.
@@ -239,7 +216,7 @@ class Float8Mixin(
         contraction = _contraction_of(equation, inputs, kernel)
         if self.float8_policy is None:
             explicit = contraction.equation
-            return _sum(
+            return with_bias(
                 self._plain_einsum(explicit, inputs, kernel, dtype), bias
             )
         operands = contraction, inputs, kernel
@@ -277,17 +254,9 @@ class Float8Mixin(
         if self.float8_policy is None:
             explicit = contraction.equation
             return self._plain_einsum(explicit, first, second, dtype)
-        dtype = dtype or self.compute_dtype
-        plan = contractions.make_plan(
-            contraction,
-            self._recipe_of_activations,
-            dtype,
-            dtype,
-            training=False,
+        return self.float8_controller.contract_activations(
+            contraction, first, second, dtype or self.compute_dtype
         )
-        self.float8_state.last_call.plan = plan
-        operands = ops.cast(first, dtype), ops.cast(second, dtype)
-        return contractions.run(plan, *operands)
 
     @property
     def kernel_choice(self) -> contractions.Choice | None:
@@ -295,51 +264,8 @@ class Float8Mixin(
         plan = self.float8_state.last_call.plan
         return None if plan is None else plan.choice
 
-    def _follow(self, policy: keras.DTypePolicy) -> None:
-        """Let the state follow another policy, or raise if it cannot."""
-        policy = policies.as_float8(of_path(policy, self.path))
-        if isinstance(policy, Float8DTypePolicy):
-            policy = policy.for_path(self.path)
-        stored_weights.check_policy(self, policy)
-        if not isinstance(policy, Float8DTypePolicy):
-            return
-        if stock_float8.is_quantized(self):
-            raise ValueError(
-                f"Layer {self.name!r} is quantized by Keras, and its kernel "
-                "has no floating-point values to be scaled. Received: "
-                f"{policy.full_name!r}. Allowed: the policy of the layer, "
-                f"{self.dtype_policy.name!r}. Make a new layer with the float8 "
-                "policy, and load the weights from before `quantize`."
-            )
-        state, recipe = self.float8_state, policy.recipe
-        lacks = len(self._float8_kernel_paths) > len(state.matrices)
-        if (lacks and has_state(recipe)) or not state.fits(recipe):
-            raise ValueError(
-                f"The policy of layer {self.name!r} cannot be set: its float8 "
-                "state does not fit the new policy. Received: "
-                f"{policy.full_name!r}; the layer has {self.dtype_policy!r}. "
-                "Allowed: a plain policy, a recipe without state, or a recipe "
-                "with the same state: amax histories of the same length, or a "
-                "counter. Call `keras_policy_ext.convert` with the policy, "
-                "which makes a new, empty state. To keep a history, save the "
-                "weights, make a new model with the policy, and load them "
-                "there; a history of another length is shortened or padded."
-            )
-        state.follow(recipe)
-
     def _resolve_float8_policy(self) -> None:
-        # Kept, and not asked for in each call: torch.compile takes the class
-        # of a mapping for another one and would leave float8 out (torch 2.13).
-        policy = policy_of(self)
-        follows = isinstance(policy, Float8DTypePolicy) and (
-            self.float8_trains or not policy.recipe.trains
-        )
-        self._float8_policy = policy if follows else None
-        self._recipe_of_activations: Any = (
-            policy.recipe.for_activations if follows else None
-        )
-        self._has_state = follows and has_state(policy.recipe)
-        self._float8_policy_path = self.path
+        self.float8_controller.resolve_policy()
 
     def _plain_einsum(
         self,
@@ -363,48 +289,9 @@ class Float8Mixin(
         dtype: Any = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        policy: Any = self._float8_policy
-        dtype = keras.backend.standardize_dtype(dtype or self.compute_dtype)
-        if keras.backend.standardize_dtype(inputs.dtype) != dtype:
-            inputs = ops.cast(inputs, dtype)
-        if isinstance(kernel, StoredVariable):
-            return _sum(
-                self._contract_stored(contraction, inputs, kernel, dtype), bias
-            )
-        if training is None:
-            training = calls.training_of_call()
-        training = static_flag(training)
-        framework = backends.current()
-        compiling = framework.is_compiling()
-        value = variable_values.value_without_autocast(kernel)
-        state, slot = self._state_of(kernel, value, training, compiling)
-        plan = contractions.make_plan(
-            contraction,
-            policy.recipe,
-            dtype,
-            keras.backend.standardize_dtype(value.dtype),
-            training,
-            slot,
-            framework.gathering_of(kernel),
-            self._has_stored_gradient,
+        return self.float8_controller.contract(
+            contraction, inputs, kernel, training, dtype, bias
         )
-        self.float8_state.last_call.plan = plan
-        if not compiling and has_contraction_hooks():
-            call_hooks(self.float8_state.of(kernel), inputs)
-        return contractions.run(plan, inputs, value, *state, bias=bias)
-
-    def _contract_stored(
-        self,
-        contraction: contractions.Contraction,
-        inputs: Tensor,
-        kernel: StoredVariable,
-        dtype: str,
-    ) -> Tensor:
-        plan = contractions.frozen_plan(
-            contraction, kernel.recipe, kernel.axes, dtype
-        )
-        self.float8_state.last_call.plan = plan
-        return contractions.run_frozen(plan, inputs, *kernel.multiplied)
 
     @property
     def _has_stored_gradient(self) -> bool:
@@ -415,45 +302,232 @@ class Float8Mixin(
         """
         return False
 
-    def _state_of(
-        self,
-        kernel: keras.Variable,
-        value: Tensor,
-        training: bool | None,
-        compiling: bool,
-    ) -> tuple[tuple[Tensor, ...], int]:
-        if not self._has_state:
-            return (), 0
-        variable = self.float8_state.of(kernel)
-        if variable is None:
-            raise ValueError(self._unknown_kernel(kernel))
-        framework = backends.current()
-        if not compiling:
-            variable.look_at(value)
-        matrix = variable.matrix()
-        variable.warn_if_moved()
-        if variable.left_out and framework.keeps_values_apart:
-            matrix = variable.kept_up(value, matrix)
-        observes = framework.may_take_gradients()
-        observes = observes and training is not False
-        if not observes:
-            return (matrix,), 0
-        if variable.counts_steps:
-            matrix = contracted_weights.numbered(variable, matrix)
-        return (matrix,), variable.next_slot()
+    # What a subclass says of its weights
 
-    def _unknown_kernel(self, kernel: keras.Variable) -> str:
-        known = ", ".join(self.float8_state.owners) or "none"
-        got = getattr(
-            kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
+    @classmethod
+    def is_float8_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
+        """Return True if a weight is contracted, as far as the class can tell.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            variable: One of its own weights.
+
+        Returns:
+            What `float8_kernels` says.
+        """
+        names = getattr(layer, "float8_kernels", cls.float8_kernels)
+        if names is not None:
+            return variable.name in names
+        return len(variable.shape) >= 2 and is_floating(variable.dtype)
+
+    @classmethod
+    def is_stored_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
+        """Return True if a weight is stored in float8 when the layer is frozen.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            variable: One of its own weights, or what it is going to be.
+
+        Returns:
+            Here: whether it is contracted.
+        """
+        return cls.is_float8_kernel(layer, variable)
+
+    @classmethod
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
+        """Which axes of a kernel its product sums over, and which it keeps.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            kernel: One of its contracted weights.
+
+        Returns:
+            Here: all axes but the last are summed over.
+        """
+        *summed, free = range(len(kernel.shape))
+        return Axes(tuple(summed), (free,))
+
+    # What Keras calls
+
+    def add_weight(
+        self, *args: Any, float8: bool | None = None, **kwargs: Any
+    ) -> keras.Variable:
+        """`Layer.add_weight`, which also makes the state of a kernel.
+
+        Args:
+            *args: As for `keras.layers.Layer.add_weight`.
+            float8: Whether this weight is contracted in float8. None: as
+                `float8_kernels` says.
+            **kwargs: As for `keras.layers.Layer.add_weight`.
+
+        Returns:
+            The variable.
+        """
+        variable = None
+        if self.is_frozen:
+            variable = stored_weights.made(self, float8, *args, **kwargs)
+        if variable is None:
+            variable = super().add_weight(*args, **kwargs)
+        if self.is_frozen:
+            self.float8_controller.weight_names += (variable.name,)
+            return variable
+        if float8 is None:
+            float8 = self.is_float8_kernel(self, variable)
+        if float8:
+            self.float8_controller.add_kernel(variable)
+        return variable
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return True if kernels are stored in float8, and not trained."""
+        return is_frozen(self)
+
+    @property
+    def float8_contracted(self) -> list[keras.Variable]:
+        """The weights of this layer that are contracted in float8."""
+        return self.float8_controller.contracted
+
+    @property
+    def weights(self) -> list[Any]:
+        """Return `Layer.weights`; a frozen kernel reads as numbers."""
+        found: list[Any] = super().weights
+        return in_place_of_codes(self, found) if self.is_frozen else found
+
+    def when_built(self) -> None:
+        """Let attributes of a frozen layer be read as numbers."""
+        if self.is_frozen:
+            read_as_numbers(self)
+
+    def count_params(self) -> int:
+        """Return `Layer.count_params`, without the float8 state."""
+        # Within a summary the stock method leaves it out itself.
+        return sum(math.prod(v.shape) for v in self.weights if not is_state(v))
+
+    def set_weights(self, weights: list[np.ndarray]) -> None:
+        """Set weights as `Layer.set_weights` does, all of them or none.
+
+        Raises:
+            ValueError: If the arrays do not fit, one is no float8 state, or
+                one has other values than a frozen kernel can have.
+        """
+        saved_weights.set_all(self, weights)
+
+    def save_own_variables(
+        self, store: MutableMapping[str, np.ndarray]
+    ) -> None:
+        """Save as `Layer.save_own_variables`, which merges LoRA's adapters."""
+        if self.is_frozen:
+            stored_files.save(self, store)
+        else:
+            super().save_own_variables(store)
+
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
+        """Load as `Layer.load_own_variables`, and what Keras's float8 wrote.
+
+        The state notes whether the weights were loaded.
+
+        Raises:
+            ValueError: If the weights do not fit, or the state that Keras
+                wrote is damaged; then nothing was changed.
+        """
+        saved_weights.load(self, store, super().load_own_variables)
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Return True if the kernel in a file has LoRA's adapters merged in."""
+        return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
+
+    def texts_for_file(self) -> dict[str, str]:
+        """Return the texts that a file holds about this layer."""
+        return saved_weights.texts_for_file(self)
+
+    @property
+    def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:
+        """Return which weights are saved: in float8 those of a float layer.
+
+        None for a layer that Keras cannot quantize.
+        """
+        spec = self.stock_serialization_spec()
+        return {**spec, "float8": spec[None]} if spec else None
+
+    def stock_serialization_spec(self) -> dict[str | None, list[str]]:
+        """Return what the stock layer saves in each mode; empty without modes.
+
+        Keras's base class has None from 3.16 on, and had nothing before.
+        """
+        parent: Any = super()
+        return getattr(parent, "variable_serialization_spec", None) or {}
+
+    def quantize(
+        self,
+        mode: str | None = None,
+        type_check: bool = True,
+        config: Any = None,
+    ) -> None:
+        """Quantize as the stock layer, under a policy that is not float8.
+
+        `Model.quantize` warns with the text of the error, and goes on.
+
+        Args:
+            mode: As for the stock layer, but not `"float8"`.
+            type_check: As for the stock layer: whether to refuse subclasses.
+            config: As for the stock layer.
+
+        Raises:
+            NotImplementedError: If the layer follows float8 or is to, or the
+                stock layer has no quantization.
+        """
+        layer: Any = self
+        # Keras 3.12 has no `config`.
+        kwargs = {} if config is None else {"config": config}
+        if not isinstance(layer, Float8Mixin):
+            # Keras goes on calling this of a layer that was reverted since.
+            type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
+            return
+        self.quantize_after(super().quantize, mode, type_check, **kwargs)
+
+    def quantize_after(
+        self,
+        stock: Callable[..., None],
+        mode: str | None = None,
+        type_check: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Quantize with a given function of the stock layer."""
+        stock_calls.refuse_quantize(self, mode)
+        type_check = type_check and type(self) not in drop_ins().values()
+        stock(mode, type_check=type_check, **kwargs)
+
+    def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the layer: Keras calls this where it has a quantization mode."""
+        policy = self.float8_controller.policy
+        if policy is None and stock_float8.is_quantized(self):
+            return super().quantized_call(*args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def rematerialized_call(
+        self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Callable[..., Tensor]:
+        """Rematerialize a function of the floating tensors; the rest is bound.
+
+        Keras would rematerialize a function of all arguments: JAX then traces
+        `training`, and TensorFlow refuses keyword arguments in a graph and
+        has no gradient for a tensor that is not an argument.
+        """
+        bound, tensors = stock_calls.of_floating_tensors(
+            layer_call, args, kwargs
         )
-        return (
-            f"Layer {self.name!r} has no float8 state for this kernel, which "
-            f"the policy {self.dtype_policy!r} needs. Received: "
-            f"{got}. Weights with state: {known}. Pass a weight which this "
-            "layer made with `add_weight(..., float8=True)`, not a tensor "
-            "computed from it; for a transposed kernel change the equation."
-        )
+        again = super().rematerialized_call(bound, *args, **kwargs)
+        return lambda *args, **kwargs: again(*tensors)
+
+    def quantized_build(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `add_weight` makes the state of a float8 layer."""
+        if self.quantization_mode != "float8":
+            super().quantized_build(*args, **kwargs)
 
 
 def _contraction_of(
@@ -465,15 +539,3 @@ def _contraction_of(
     is_plain = compiling or not isinstance(equation, str)
     found = contraction_of if is_plain else known_contraction_of
     return found(equation, tuple(first.shape), tuple(second.shape))
-
-
-def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else ops.add(x, bias)
-
-
-def _new_state(layer: keras.Layer) -> Float8State:
-    saved_weights.watch()
-    state = Float8State(layer.trainable)
-    state.belong_to(layer)
-    built_layers.skip_in_quantize(state)
-    return state

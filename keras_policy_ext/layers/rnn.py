@@ -13,6 +13,7 @@ from keras_policy_ext._keras import built_layers, calls, stock_float8
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.kinds import in_one_scale
+from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
@@ -369,8 +370,9 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
             # would draw other seeds; the `build` that Keras wrapped is right
             # for both.
             policy = policies.get(self.cell.dtype_policy)
+            Float8Controller.join(self.cell)
             built_layers.swap_class(self.cell, self.float8_cell)
-            self.cell.follow_policy(policy)
+            self.cell.float8_controller.replace_policy(policy)
 
     @property
     def quantization_mode(self) -> str | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,14 +10,13 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import (
-    _bases,
     _user_code,
     backends,
     formats,
     stored_kernels,
 )
 from keras_policy_ext._keras import built_layers, variable_values
-from keras_policy_ext._types import Tensor, override
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stock_state, stored_files
 from keras_policy_ext.layers.state import GIVEN_KEY, POLICY_KEY
 from keras_policy_ext.layers.state_variable import StateVariable
@@ -26,9 +24,6 @@ from keras_policy_ext.layers.stored_weights import (
     WIDENED,
     StoredConstant,
     StoredVariable,
-    in_place_of_codes,
-    is_state,
-    read_as_numbers,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
@@ -189,134 +184,76 @@ def _text(policy: Float8DTypePolicy, native: str) -> str:
     )
 
 
-class SavedWeights(built_layers.ToldWhenBuilt, _bases.MixedInto):
-    """The part of `Float8Mixin` that saves and loads weights."""
+def texts_for_file(layer: Any) -> dict[str, str]:
+    """Return the texts that a file holds about a float8 layer."""
+    policy = policy_of(layer)
+    if not isinstance(policy, Float8DTypePolicy):
+        return {}
+    texts = {POLICY_KEY: policy.full_name}
+    if layer.float8_state.given is not None:
+        texts[GIVEN_KEY] = layer.float8_state.given
+    return texts
 
-    float8_state: Any
 
-    @property
-    @override
-    def is_frozen(self) -> bool:
-        raise NotImplementedError
+def load(
+    layer: Any,
+    store: Mapping[str, np.ndarray],
+    stock: Callable[[Mapping[str, np.ndarray]], None],
+) -> None:
+    """Load the weights of a float8 layer, all of them or none.
 
-    @property
-    def weights(self) -> list[Any]:
-        """Return `Layer.weights`; a frozen kernel reads as numbers."""
-        found: list[Any] = super().weights
-        return in_place_of_codes(self, found) if self.is_frozen else found
+    Args:
+        layer: The layer.
+        store: The entries of its group in a file: of a float layer, a frozen
+            one, or one of Keras's own float8.
+        stock: `load_own_variables` of the stock layer.
 
-    def when_built(self) -> None:
-        """Let attributes of a frozen layer be read as numbers."""
-        if self.is_frozen:
-            read_as_numbers(self)
-
-    def save_own_variables(
-        self, store: MutableMapping[str, np.ndarray]
-    ) -> None:
-        """`Layer.save_own_variables`, which merges LoRA's adapters."""
-        if self.is_frozen:
-            stored_files.save(self, store)
-            return
-        super().save_own_variables(store)
-
-    @property
-    def merges_adapters(self) -> bool:
-        """Return True if the kernel in a file has LoRA's adapters merged in."""
-        return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
-
-    def texts_for_file(self) -> dict[str, str]:
-        """Return the texts that a file holds about this layer."""
-        policy = policy_of(self)
-        if not isinstance(policy, Float8DTypePolicy):
-            return {}
-        texts = {POLICY_KEY: policy.full_name}
-        if self.float8_state.given is not None:
-            texts[GIVEN_KEY] = self.float8_state.given
-        return texts
-
-    def _warn_of_other_formats(self) -> None:
-        policy = policy_of(self)
-        if isinstance(policy, Float8DTypePolicy):
-            warn(policy)
-
-    def set_weights(self, weights: list[np.ndarray]) -> None:
-        """`Layer.set_weights`, all or nothing; see `weight_lists`.
-
-        Raises:
-            ValueError: If the arrays do not fit, one is no float8 state, or
-                one is other numbers than a kernel that is frozen can have.
-        """
-        set_all(self, weights)
-
-    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
-        """`Layer.load_own_variables`, and what Keras's own float8 wrote.
-
-        The state notes whether the weights were loaded.
-
-        Raises:
-            ValueError: If the weights do not fit, or the state that Keras
-                wrote is damaged; then nothing was changed.
-        """
-        self._warn_of_other_formats()
-        self.float8_state.layer_loads(store)
-        has_codes = stored_files.STORED in store
-        if self.built and (self.is_frozen or has_codes):
-            self._load_stored(store)
-            self.float8_state.layer_has_loaded()
-            return
-        stock = self._stock_store(store)
-        if stock is None:
-            with variable_values.untold():
-                super().load_own_variables(store)
-            self.float8_state.layer_has_loaded()
-            return
-        entries: dict[str, np.ndarray] = {}
-        if self.float8_state.matrices:
-            entries = stock_state.checked(stock.state, self.path)
+    Raises:
+        ValueError: If the weights do not fit, or the state that Keras wrote
+            is damaged; then nothing was changed.
+    """
+    policy = policy_of(layer)
+    if isinstance(policy, Float8DTypePolicy):
+        warn(policy)
+    layer.float8_state.layer_loads(store)
+    has_codes = stored_files.STORED in store
+    if layer.built and (layer.is_frozen or has_codes):
+        _load_stored(layer, store)
+        layer.float8_state.layer_has_loaded()
+        return
+    split = _stock_store(layer, store)
+    if split is None:
         with variable_values.untold():
-            super().load_own_variables(stock.own)
-        self.float8_state.layer_has_loaded()
-        self.float8_state.load_stock(entries)
+            stock(store)
+        layer.float8_state.layer_has_loaded()
+        return
+    entries: dict[str, np.ndarray] = {}
+    if layer.float8_state.matrices:
+        entries = stock_state.checked(split.state, layer.path)
+    with variable_values.untold():
+        stock(split.own)
+    layer.float8_state.layer_has_loaded()
+    layer.float8_state.load_stock(entries)
 
-    def _load_stored(self, store: Mapping[str, np.ndarray]) -> None:
-        """Load codes and scales, which a frozen layer has and no other."""
-        if not self.is_frozen:
-            stored_files.refuse(self)
-        if stored_files.STORED not in store:
-            stored_files.refuse_float(self)
-        stored_files.load(self, store)
 
-    def _stock_store(
-        self, store: Mapping[str, np.ndarray]
-    ) -> stock_state.StockStore | None:
-        """What a file of Keras's own float8 has for this layer, if it is one.
+def _load_stored(layer: Any, store: Mapping[str, np.ndarray]) -> None:
+    """Load codes and scales, which a frozen layer has and no other."""
+    if not layer.is_frozen:
+        stored_files.refuse(layer)
+    if stored_files.STORED not in store:
+        stored_files.refuse_float(layer)
+    stored_files.load(layer, store)
 
-        Only a layer whose stock form knows float8 can have been in it.
-        """
-        if "float8" not in self._stock_serialization_spec() or not self.built:
-            return None
-        if self.quantization_mode not in (None, "float8"):
-            return None
-        return stock_state.split(store, own=1 + (self.bias is not None))
 
-    def count_params(self) -> int:
-        """`Layer.count_params`, without the float8 state."""
-        # Within a summary the stock method leaves it out itself.
-        return sum(math.prod(v.shape) for v in self.weights if not is_state(v))
+def _stock_store(
+    layer: Any, store: Mapping[str, np.ndarray]
+) -> stock_state.StockStore | None:
+    """Return what a file of Keras's own float8 has for a layer, or None.
 
-    @property
-    def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:
-        """Which weights are saved: in float8 those of a float layer.
-
-        None for a layer that Keras cannot quantize.
-        """
-        spec = self._stock_serialization_spec()
-        return {**spec, "float8": spec[None]} if spec else None
-
-    def _stock_serialization_spec(self) -> dict[str | None, list[str]]:
-        """What the stock layer saves in each mode; empty if it has no modes.
-
-        Keras's base class has None from 3.16 on, and had nothing before.
-        """
-        parent: Any = super()
-        return getattr(parent, "variable_serialization_spec", None) or {}
+    Only a layer whose stock form knows float8 can have been in it.
+    """
+    if "float8" not in layer.stock_serialization_spec() or not layer.built:
+        return None
+    if layer.quantization_mode not in (None, "float8"):
+        return None
+    return stock_state.split(store, own=1 + (layer.bias is not None))

@@ -405,7 +405,7 @@ def made(
     axes = layer.float8_axes(layer, weight)
     recipe = layer.float8_policy.recipe
     variable = add_stored(layer, name, weight.shape, recipe, axes)
-    layer._float8_kernel_paths += (variable.path,)
+    layer.float8_controller.kernel_paths += (variable.path,)
     codes = variable.codes
     codes.read = variable
     built_layers.track(layer, codes)
@@ -424,7 +424,9 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """
     asked = getattr(policy, "recipe", None)
     stores = asked is not None and not asked.trains
-    if not (layer._float8_kernel_paths and (stores or layer.is_frozen)):
+    if not (
+        layer.float8_controller.kernel_paths and (stores or layer.is_frozen)
+    ):
         return
     if layer.is_frozen and asked == layer.float8_policy.recipe:
         return
@@ -479,11 +481,11 @@ def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
     kernels = list(kernels)
     if kernels:
         own = walking.own_weights(layer)
-        layer._float8_weight_names = tuple(each.name for each in own)
+        layer.float8_controller.weight_names = tuple(each.name for each in own)
     for kernel, stored, scale in kernels:
         store(layer, kernel, stored, scale)
     paths = tuple(each.path for each in stored_in(layer))
-    layer._float8_kernel_paths = paths
+    layer.float8_controller.kernel_paths = paths
 
 
 def store(
@@ -523,7 +525,7 @@ def widen_all(layer: keras.Layer) -> None:
     """
     for variable in stored_in(layer):
         widen(layer, variable)
-    built_layers.order_variables(layer, layer._float8_weight_names)
+    built_layers.order_variables(layer, layer.float8_controller.weight_names)
 
 
 def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:

@@ -87,6 +87,8 @@ class _Memory:
         self._thing = thing
         self._class = type(thing)
         objects, containers = built_layers.bookkeeping(thing)
+        controller = vars(thing).get("float8_controller")
+        objects = [*objects, *([] if controller is None else [controller])]
         self._attributes = [(each, dict(vars(each))) for each in objects]
         held = [
             value for _, kept in self._attributes for value in kept.values()

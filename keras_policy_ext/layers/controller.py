@@ -1,0 +1,343 @@
+"""What a float8 layer holds: the policy that it follows, and its kernels."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import backends, contractions, policies
+from keras_policy_ext._keras import (
+    built_layers,
+    calls,
+    global_policy,
+    stock_float8,
+    variable_values,
+    walking,
+)
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.layers import saved_weights, stored_weights
+from keras_policy_ext.layers.operands import (
+    call_hooks,
+    has_contraction_hooks,
+    static_flag,
+)
+from keras_policy_ext.layers.state import Float8State, has_state
+from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext.numerics.observations import numbered_row
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import of_path, policy_of
+
+#: Float32 holds all integers below.
+_MOST = 2**24
+
+#: The attribute of the root of a call that has the states used so far.
+_USED = "_float8_states_used"
+
+
+class Float8Controller:
+    """The part of a float8 layer that Keras does not see.
+
+    The layer has one, `float8_controller`; the mixin hands on to it what
+    Keras calls. The state is a sub-layer, `float8_state`, since files have a
+    group for it.
+
+    Attributes:
+        layer: The layer.
+        kernel_paths: Paths of the weights that are contracted in float8.
+        weight_names: Names of all weights in the order in which they were
+            made, while kernels are stored.
+        policy: The float8 policy that the layer followed when its path was
+            last looked at, or None; `current_policy` looks.
+        recipe_of_activations: The recipe for operands that are no weights;
+            None if the layer does not follow float8.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.kernel_paths: tuple[str, ...] = ()
+        self.weight_names: tuple[str, ...] = ()
+        self.policy: Float8DTypePolicy | None = None
+        self.recipe_of_activations: Any = None
+        self._has_state = False
+        # No path: the first look resolves the policy.
+        self._path: str | None = ""
+
+    @classmethod
+    def join(cls, layer: Any) -> None:
+        """Give a layer a controller, if it has none yet."""
+        # Keras tracks no such object, and PyTorch no attribute before its
+        # own constructor has run.
+        vars(layer).setdefault("float8_controller", cls(layer))
+
+    # The policy
+
+    @property
+    def current_policy(self) -> Float8DTypePolicy | None:
+        """The float8 policy for the path of the layer, or None."""
+        if self._path != self.layer.path:
+            self.layer._resolve_float8_policy()
+        return self.policy
+
+    def resolve_policy(self) -> None:
+        """Look up the policy for the path of the layer, and keep it.
+
+        A step does not look it up: torch.compile takes the class of a mapping
+        for another one and would leave float8 out (torch 2.13).
+        """
+        policy = policy_of(self.layer)
+        follows = isinstance(policy, Float8DTypePolicy) and (
+            self.layer.float8_trains or not policy.recipe.trains
+        )
+        self.policy = policy if follows else None
+        self.recipe_of_activations = (
+            policy.recipe.for_activations if follows else None
+        )
+        self._has_state = follows and has_state(policy.recipe)
+        self._path = self.layer.path
+
+    def adapt_state(self, policy: keras.DTypePolicy) -> None:
+        """Let the state follow another policy that is set.
+
+        Raises:
+            ValueError: If the state does not fit the policy, or kernels are
+                stored or quantized in another form.
+        """
+        layer = self.layer
+        policy = policies.as_float8(of_path(policy, layer.path))
+        if isinstance(policy, Float8DTypePolicy):
+            policy = policy.for_path(layer.path)
+        stored_weights.check_policy(layer, policy)
+        if not isinstance(policy, Float8DTypePolicy):
+            return
+        if stock_float8.is_quantized(layer):
+            raise ValueError(
+                f"Layer {layer.name!r} is quantized by Keras, and its kernel "
+                "has no floating-point values to be scaled. Received: "
+                f"{policy.full_name!r}. Allowed: the policy of the layer, "
+                f"{layer.dtype_policy.name!r}. Make a new layer with the "
+                "float8 policy, and load the weights from before `quantize`."
+            )
+        state, recipe = layer.float8_state, policy.recipe
+        lacks = len(self.kernel_paths) > len(state.matrices)
+        if (lacks and has_state(recipe)) or not state.fits(recipe):
+            raise ValueError(
+                f"The policy of layer {layer.name!r} cannot be set: its float8 "
+                "state does not fit the new policy. Received: "
+                f"{policy.full_name!r}; the layer has {layer.dtype_policy!r}. "
+                "Allowed: a plain policy, a recipe without state, or a recipe "
+                "with the same state: amax histories of the same length, or a "
+                "counter. Call `keras_policy_ext.convert` with the policy, "
+                "which makes a new, empty state. To keep a history, save the "
+                "weights, make a new model with the policy, and load them "
+                "there; a history of another length is shortened or padded."
+            )
+        state.follow(recipe)
+
+    def replace_policy(self, policy: keras.DTypePolicy) -> None:
+        """Follow a policy with the kernels that are made, and unlocked.
+
+        The states are made anew for it, and keep the amaxes that they had.
+        See `layers.class_swap`; `dtype_policy` is what users set.
+        """
+        layer = self.layer
+        contracted = self._kernels_to_contract()
+        entries: dict[str, np.ndarray] = {}
+        if hasattr(layer, "float8_state"):
+            layer.float8_state.save_own_variables(entries)
+            built_layers.detach(layer, "float8_state")
+        layer.float8_state = new_state(layer)
+        self.kernel_paths = tuple(kernel.path for kernel in contracted)
+        global_policy.replace_layer_policy(layer, policy)
+        layer._resolve_float8_policy()
+        if self.policy is None:
+            return
+        for kernel in contracted:
+            layer.float8_state.add(kernel, self.policy.recipe)
+        if entries:
+            layer.float8_state.load_own_variables(entries)
+
+    # The kernels
+
+    @property
+    def contracted(self) -> list[keras.Variable]:
+        """The weights of the layer that are contracted in float8."""
+        return [v for v in self.layer.weights if v.path in self.kernel_paths]
+
+    def add_kernel(self, variable: keras.Variable) -> None:
+        """Contract a new weight of the layer in float8; make its state."""
+        self.kernel_paths += (variable.path,)
+        policy = self.layer.float8_policy
+        if policy is not None:
+            self.layer.float8_state.add(variable, policy.recipe)
+
+    def _kernels_to_contract(self) -> list[keras.Variable]:
+        if self.kernel_paths:
+            return self.contracted
+        layer = self.layer
+        own = walking.own_weights(layer)
+        return [v for v in own if layer.is_float8_kernel(layer, v)]
+
+    # The contraction
+
+    def contract(
+        self,
+        contraction: contractions.Contraction,
+        inputs: Tensor,
+        kernel: keras.Variable,
+        training: bool | None,
+        dtype: Any = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Contract inputs with a kernel of the layer, and add a bias.
+
+        Args:
+            contraction: What is multiplied.
+            inputs: Floating, of any shape that fits.
+            kernel: A weight of the layer.
+            training: As for `Float8Mixin.float8_einsum`.
+            dtype: Of the result; None for the compute dtype.
+            bias: As for `Float8Mixin.float8_einsum`.
+
+        Raises:
+            ValueError: If the kernel is no weight of the layer.
+        """
+        layer = self.layer
+        policy: Any = self.policy
+        dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
+        if keras.backend.standardize_dtype(inputs.dtype) != dtype:
+            inputs = ops.cast(inputs, dtype)
+        if isinstance(kernel, StoredVariable):
+            return with_bias(
+                self._contract_stored(contraction, inputs, kernel, dtype), bias
+            )
+        if training is None:
+            training = calls.training_of_call()
+        training = static_flag(training)
+        framework = backends.current()
+        compiling = framework.is_compiling()
+        value = variable_values.value_without_autocast(kernel)
+        state, slot = self._state_of(kernel, value, training, compiling)
+        plan = contractions.make_plan(
+            contraction,
+            policy.recipe,
+            dtype,
+            keras.backend.standardize_dtype(value.dtype),
+            training,
+            slot,
+            framework.gathering_of(kernel),
+            layer._has_stored_gradient,
+        )
+        layer.float8_state.last_call.plan = plan
+        if not compiling and has_contraction_hooks():
+            call_hooks(layer.float8_state.of(kernel), inputs)
+        return contractions.run(plan, inputs, value, *state, bias=bias)
+
+    def _contract_stored(
+        self,
+        contraction: contractions.Contraction,
+        inputs: Tensor,
+        kernel: StoredVariable,
+        dtype: str,
+    ) -> Tensor:
+        plan = contractions.frozen_plan(
+            contraction, kernel.recipe, kernel.axes, dtype
+        )
+        self.layer.float8_state.last_call.plan = plan
+        return contractions.run_frozen(plan, inputs, *kernel.multiplied)
+
+    def contract_activations(
+        self,
+        contraction: contractions.Contraction,
+        first: Tensor,
+        second: Tensor,
+        dtype: str,
+    ) -> Tensor:
+        """Contract two activations; each is scaled by its own amax."""
+        plan = contractions.make_plan(
+            contraction,
+            self.recipe_of_activations,
+            dtype,
+            dtype,
+            training=False,
+        )
+        self.layer.float8_state.last_call.plan = plan
+        operands = ops.cast(first, dtype), ops.cast(second, dtype)
+        return contractions.run(plan, *operands)
+
+    def _state_of(
+        self,
+        kernel: keras.Variable,
+        value: Tensor,
+        training: bool | None,
+        compiling: bool,
+    ) -> tuple[tuple[Tensor, ...], int]:
+        if not self._has_state:
+            return (), 0
+        variable = self.layer.float8_state.of(kernel)
+        if variable is None:
+            raise ValueError(self._unknown_kernel(kernel))
+        framework = backends.current()
+        if not compiling:
+            variable.look_at(value)
+        matrix = variable.matrix()
+        variable.warn_if_moved()
+        if variable.left_out and framework.keeps_values_apart:
+            matrix = variable.kept_up(value, matrix)
+        observes = framework.may_take_gradients()
+        observes = observes and training is not False
+        if not observes:
+            return (matrix,), 0
+        if variable.counts_steps:
+            matrix = _numbered(variable, matrix)
+        return (matrix,), variable.next_slot()
+
+    def _unknown_kernel(self, kernel: keras.Variable) -> str:
+        known = ", ".join(self.layer.float8_state.owners) or "none"
+        got = getattr(
+            kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
+        )
+        return (
+            f"Layer {self.layer.name!r} has no float8 state for this kernel, "
+            f"which the policy {self.layer.dtype_policy!r} needs. Received: "
+            f"{got}. Weights with state: {known}. Pass a weight which this "
+            "layer made with `add_weight(..., float8=True)`, not a tensor "
+            "computed from it; for a transposed kernel change the equation."
+        )
+
+
+def new_state(layer: keras.Layer) -> Float8State:
+    """Return an empty state for a layer."""
+    saved_weights.watch()
+    state = Float8State(layer.trainable)
+    state.belong_to(layer)
+    built_layers.skip_in_quantize(state)
+    return state
+
+
+def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias, unless it is None."""
+    return x if bias is None else ops.add(x, bias)
+
+
+def _numbered(state: StateVariable, matrix: Tensor) -> Tensor:
+    """Add the number of its kernel to a state that counts, for one step."""
+    row = numbered_row(matrix.shape[1], number_of(state))
+    return ops.add(matrix, ops.convert_to_tensor([row], "float32"))
+
+
+def number_of(state: StateVariable) -> int:
+    """Return the number of a kernel in the call that is under way."""
+    root = calls.root_of_call()
+    if root is None:
+        return zlib.crc32(state.kernel.path.encode()) % _MOST
+    # A tuple: torch.compile lets no dict change here.
+    known: tuple[int, ...] = getattr(root, _USED, ())
+    if id(state) not in known:
+        known = (*known, id(state))
+        setattr(root, _USED, known)
+    return known.index(id(state))
