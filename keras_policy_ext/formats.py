@@ -1,8 +1,8 @@
-"""Number formats as data: what a float8 or float4 number is.
+"""Narrow floating-point formats as data.
 
-Every constant is derived from `ml_dtypes`, from its `finfo` and from all codes
-of a format; nothing here is typed in by hand, and `docs/formats.md` lists it.
-This module imports neither keras nor a framework.
+Every constant is computed from `ml_dtypes`, from its `finfo` and from all
+codes of a format. None is typed in by hand. `docs/formats.md` lists them. This
+module imports neither keras nor a framework.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Format:
     Attributes:
         name: The exact ml_dtypes name, e.g. `"float8_e4m3fn"`.
         dtype: The NumPy dtype of that name.
-        bits: Width of one number in bits.
+        bits: The width of one value in bits.
         max: The largest finite value (a Python float).
         smallest_normal: The smallest positive value of full precision.
         smallest_subnormal: The smallest positive value. Equal to
@@ -49,15 +49,15 @@ class Format:
             it has them or not.
         mantissa_bits: Stored significand bits, the leading one not counted.
         exponent_bits: Bits of the exponent.
-        exponent_bias: What is subtracted from the exponent of a code: a
-            normal number is `2**(exponent - exponent_bias)` times a
+        exponent_bias: The bias that is subtracted from the exponent of a code:
+            a normal value is `2**(exponent - exponent_bias)` times a
             significand from 1 to 2.
-        has_sign: Whether there are negative numbers.
+        has_sign: Whether the format has negative values.
         has_negative_zero: Whether the sign of 0 is kept.
         nan_codes: The codes that are NaN, none or several.
-        nan_code: The one that a cast makes of NaN without a sign; None
-            where there is none.
-        finite_count: How many finite numbers there are; 0 counts once.
+        nan_code: The code that a cast gives to NaN without a sign; None if
+            there is none.
+        finite_count: The number of finite values; 0 counts once.
     """
 
     name: str
@@ -78,30 +78,30 @@ class Format:
 
     @functools.cached_property
     def family(self) -> str | None:
-        """Which of `FAMILIES` it is of, or None."""
+        """The key of `FAMILIES` for this format, or None."""
         found = (each for each, names in FAMILIES.items() if self.name in names)
         return next(found, None)
 
     @property
     def numbers_per_byte(self) -> int:
-        """2 for formats of four bits, the first in the low four; else 1."""
+        """2 for four-bit formats, the first in the low four bits; else 1."""
         return 8 // self.bits
 
     @property
     def storage(self) -> dict[str, str]:
-        """The dtype in which a framework holds it, by name of the framework.
+        """The dtype that stores this format on each framework, by its name.
 
-        Its own where the framework computes with it, and `"uint8"`, for its
-        codes, elsewhere. TensorFlow has kernels for few operations on float8,
-        and none in loops. JAX and PyTorch do not agree on the e8m0 of 0, and
-        JAX alone has casts to four bits.
+        It is the format's own dtype if the framework computes with it,
+        otherwise `"uint8"`, for codes. TensorFlow has kernels for few
+        operations on float8, and none in loops. JAX and PyTorch disagree on
+        the e8m0 code of 0, and only JAX has casts to four bits.
         """
         own = self.name if self.has_sign and self.bits == 8 else "uint8"
         return {"jax": own, "torch": own, "tensorflow": "uint8"}
 
 
 def names() -> tuple[str, ...]:
-    """The exact names that `get` knows."""
+    """Return the exact names that `get` accepts."""
     return _NAMES
 
 
@@ -110,14 +110,14 @@ def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
 
     Args:
         identifier: A name from `names()`, the NumPy dtype or scalar type of
-            that name, or a `Format` (returned as it is).
+            that name, or a `Format` (returned unchanged).
 
     Returns:
         The `Format`.
 
     Raises:
-        ValueError: If there is no such format here. Aliases such as
-            `"e4m3"` belong to recipe strings and are refused.
+        ValueError: If there is no such format. Aliases such as `"e4m3"` belong
+            to recipe strings and are refused.
 
     Examples:
         >>> kpe.formats.get("float8_e4m3fn").max

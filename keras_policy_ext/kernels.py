@@ -1,4 +1,4 @@
-"""Select the kernel of a matmul, and say why it was selected."""
+"""Select the kernel of a matmul, and report why it was selected."""
 
 from keras_policy_ext.backends import engine
 from keras_policy_ext.backends.matmuls import Choice

@@ -1,9 +1,9 @@
-"""Training loops with an optimizer that is not Keras's.
+"""Training loops with optimizers other than Keras's.
 
-Optimizers of Keras assign the observations that travel as gradients of the
-float8 state, and before a step of `torch.optim` they are assigned too: such
-loops need nothing of what is here. Any other optimizer must leave the state
-alone, and the loop hands the observations on:
+The gradients of the float8 state carry observations. Optimizers of Keras
+assign them to the state, and a step of `torch.optim` triggers the same. Such
+loops do not need this module. Any other optimizer must not update the state,
+and the loop passes the observations on:
 
 ```python
 optimizer = SomeOptimizer(kpe.loops.parameters(model))
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def is_state(variable: object) -> bool:
-    """Return True if a variable is float8 state, and not for an optimizer.
+    """Return True if a variable is float8 state, not for an optimizer.
 
     Args:
         variable: A variable of a model.
@@ -57,12 +57,12 @@ def is_state(variable: object) -> bool:
 
 
 def weights(model: keras.Layer) -> list[keras.Variable]:
-    """The weights of a model without its float8 state.
+    """Return the weights of a model without its float8 state.
 
-    They are those of `model.weights` while it was not converted, in the same
-    order, and so can be paired with the weights of a copy, whether that is in
-    float8 or not. (Kernels of frozen layers are codes, and come after others
-    of their layer.)
+    They are the `model.weights` from before the conversion, in the same order.
+    So they can be paired with the weights of a copy, in float8 or not. (The
+    kernels of frozen layers are codes, and come after the other weights of
+    their layer.)
 
     ```python
     for w, average in zip(
@@ -72,13 +72,13 @@ def weights(model: keras.Layer) -> list[keras.Variable]:
     ```
 
     Args:
-        model: As for `parameters`.
+        model: See `parameters`.
 
     Returns:
         Keras variables.
 
     Raises:
-        ValueError: If `model` is none of these.
+        ValueError: If `model` is another object.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -91,7 +91,7 @@ def weights(model: keras.Layer) -> list[keras.Variable]:
 
 
 def parameters(model: keras.Layer) -> list[Tensor]:
-    """What an optimizer may update: trainable, and no float8 state.
+    """Return what an optimizer may update: trainable weights, no state.
 
     Args:
         model: A Keras model or layer. On PyTorch also a module with Keras
@@ -99,10 +99,10 @@ def parameters(model: keras.Layer) -> list[Tensor]:
 
     Returns:
         The backend's own parameters: `torch.nn.Parameter`, `tf.Variable`, or
-        arrays on JAX. Those that are trainable now.
+        arrays on JAX. Only those that are trainable now.
 
     Raises:
-        ValueError: If `model` is none of these.
+        ValueError: If `model` is another object.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -122,18 +122,18 @@ def parameters(model: keras.Layer) -> list[Tensor]:
 def settle(
     model: keras.Layer, gradients: Sequence[Tensor] | None = None
 ) -> None:
-    """Take the observations in gradients into the float8 state of a model.
+    """Enter the observations in gradients into the float8 state of a model.
 
-    To be called once for each step of the optimizer, before or after it.
-    What was not observed stays as it was, and so does the history where an
-    amax is not finite. Without float8 state in the model nothing happens.
+    Call it once per optimizer step, before or after it. The state of
+    unobserved operands is unchanged, and so is a history if an amax is not
+    finite. A model without float8 state is unchanged.
 
     Args:
-        model: As for `parameters`.
-        gradients: Those of `model.trainable_variables`, in that order; an
-            entry may be None. Not needed on PyTorch, which keeps them with
-            the variables: those of the state are cleared, so that several
-            backward passes before one call are one step.
+        model: See `parameters`.
+        gradients: The gradients of `model.trainable_variables`, in that order;
+            an entry may be None. Not needed on PyTorch, which stores them with
+            the variables. There the gradients of the state are cleared, so
+            that several backward passes before one call are one step.
 
     Raises:
         ValueError: If `gradients` do not fit the variables, or are missing
@@ -154,7 +154,7 @@ def settle(
 def settled(
     model: keras.Layer, gradients: Sequence[Tensor], values: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`settle` as a function, for a compiled step that keeps values apart.
+    """Return the values after `settle`, for a compiled functional step.
 
     ```python
     labels = [
@@ -172,13 +172,13 @@ def settled(
 
     Args:
         model: A Keras model or layer.
-        gradients: Those of `model.trainable_variables`, in that order; an
-            entry may be None.
-        values: What these variables hold, in the same order; the state as it
-            was when the gradients were taken.
+        gradients: The gradients of `model.trainable_variables`, in that order;
+            an entry may be None.
+        values: The values of these variables, in the same order, with the
+            state from when the gradients were taken.
 
     Returns:
-        `values`, with the observations in the float8 state.
+        `values`, with the observations entered into the float8 state.
 
     Raises:
         ValueError: If the gradients or values do not fit the variables.
@@ -193,10 +193,10 @@ def settled(
 
 
 def uncut(model: keras.Layer) -> set[Tensor]:
-    """What `fully_shard` of PyTorch is to ignore: all that is assigned to.
+    """Return the parameters that `fully_shard` of PyTorch must ignore.
 
     Args:
-        model: As for `parameters`.
+        model: See `parameters`.
 
     Returns:
         The parameters of float8 state and of variables that are not
@@ -210,11 +210,12 @@ def uncut(model: keras.Layer) -> set[Tensor]:
 
 
 def follow_shards(model: keras.Layer) -> None:
-    """Let the variables of a model be those that `fully_shard` has cut.
+    """Make the variables of a model read the shards of `fully_shard`.
 
-    To be called once, after it and before an optimizer is made. A variable of
-    Keras keeps the tensor that it was made with, and PyTorch puts others into
-    the modules: without this call no weight of a Keras layer is trained.
+    Call it once, after `fully_shard` and before an optimizer is created. A
+    Keras variable keeps the tensor that it was created with, and PyTorch puts
+    other tensors into the modules. Without this call no weight of a Keras
+    layer is trained.
 
     ```python
     for layer in model.layers:  # or fully_shard(model, ...)
@@ -224,11 +225,11 @@ def follow_shards(model: keras.Layer) -> None:
     ```
 
     Args:
-        model: As for `parameters`.
+        model: See `parameters`.
 
     Raises:
-        ValueError: If nothing of it is cut, or something that cannot be
-            trained so. Nothing is changed then.
+        ValueError: If nothing is sharded, or something in a way that cannot be
+            trained. Nothing is changed then.
     """
     layers = [model]
     if isinstance(model, keras.layers.Layer):
@@ -251,7 +252,7 @@ def _trainable(model: keras.Layer) -> list[keras.Variable]:
 
 
 def _variables(model: keras.Layer, kind: str) -> list[keras.Variable]:
-    """The variables of one kind, of a Keras layer or of those in a module."""
+    """Return the variables of one kind of a Keras layer or a torch module."""
     if isinstance(model, keras.layers.Layer):
         return list(getattr(model, kind))
     modules = getattr(model, "modules", None)
@@ -269,7 +270,7 @@ def _variables(model: keras.Layer, kind: str) -> list[keras.Variable]:
 def _check(
     variables: list[keras.Variable], tensors: Sequence[Tensor | None], what: str
 ) -> None:
-    """Raise if these are not one for each variable, in order."""
+    """Raise unless there is one tensor per variable, in order."""
     order = "Pass them in the order of `model.trainable_variables`."
     if len(tensors) != len(variables):
         raise ValueError(

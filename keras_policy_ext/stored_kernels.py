@@ -1,7 +1,7 @@
-"""Kernels of one byte a number, on the host: what is frozen, saved, exported.
+"""Float8 kernels with their scales on the host, to freeze, save and export.
 
-Everything here is NumPy, so that a kernel has the same bytes on every
-backend, and only one kernel at a time is ever held in float32.
+All code here is NumPy, so that a kernel has the same bytes on every backend.
+Only one kernel at a time is in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from keras_policy_ext import formats
 
 GRANULARITIES = ("channel", "tensor", "block")
-"""What has a scale: each output of the kernel, all of it, or 128x128 of it."""
+"""One scale per output channel, per kernel, or per 128x128 block of it."""
 
 WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
 """The formats that a kernel can be stored in."""
@@ -28,34 +28,35 @@ Array = np.ndarray[Any, Any]
 
 
 class Axes(NamedTuple):
-    """Which axes of a kernel a product sums over, and which it keeps.
+    """The axes of a kernel that a matmul sums over, and the others.
 
     Attributes:
-        summed: In the order in which they make the columns of `matrix`.
-        free: All others, in the order in which they make its rows.
+        summed: The summed axes, in the order in which they form the columns of
+            `matrix`.
+        free: All other axes, in the order in which they form its rows.
     """
 
     summed: tuple[int, ...]
     free: tuple[int, ...]
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The columns and the rows of a kernel of this shape as a matrix."""
+        """Return the number of columns and of rows of a kernel's matrix."""
         columns = math.prod([shape[axis] for axis in self.summed])
         return columns, math.prod([shape[axis] for axis in self.free])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredKernel:
-    """A kernel whose numbers are float8 codes, with its scales.
+    """A kernel of float8 codes, with its scales.
 
     Attributes:
-        codes: Uint8, in the shape of the kernel: the bytes of its numbers.
+        codes: Uint8, in the shape of the kernel.
         scale: Float32. Per channel or tensor it has the rank of the kernel,
             and size 1 along all axes that share a scale. Per block it is
             (rows / 128, columns / 128), rounded up, of `matrix`.
-        weights: The ml_dtypes name of the format of the numbers.
+        weights: The ml_dtypes name of the format of the codes.
         granularity: `"channel"`, `"tensor"` or `"block"`.
-        axes: Which axes are summed.
+        axes: The summed and the free axes of the kernel.
     """
 
     codes: Array
@@ -66,18 +67,18 @@ class StoredKernel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """The size of the codes and scales in bytes."""
         return self.codes.nbytes + self.scale.nbytes
 
     @property
     def values(self) -> Array:
-        """The codes as numbers of the format, in its ml_dtypes dtype."""
+        """The codes as values, in the ml_dtypes dtype of the format."""
         return self.codes.view(formats.get(self.weights).dtype)
 
     def dequantized(self) -> Array:
-        """What the kernel stands for, float32, in the shape of the kernel.
+        """Return the dequantized kernel, float32, in its own shape.
 
-        Each number is `float32(value) * scale`, rounded once.
+        Each element is `float32(value) * scale`, rounded once.
         """
         values = self.values.astype("float32")
         if self.granularity != "block":
@@ -89,12 +90,12 @@ class StoredKernel:
 
     @property
     def matrix(self) -> Array:
-        """The codes as (rows, columns): outputs by summed, contiguous."""
+        """The codes as a contiguous matrix (free axes, summed axes)."""
         return np.ascontiguousarray(as_matrix(self.codes, self.axes))
 
     @property
     def matrix_scale(self) -> Array:
-        """The scales of `matrix`: (rows, 1), (1, 1), or one for each block."""
+        """The scales of `matrix`: (rows, 1), (1, 1), or one per block."""
         if self.granularity == "block":
             return self.scale
         return as_matrix(self.scale, self.axes)
@@ -107,23 +108,24 @@ def quantize(
     weights: str = "float8_e4m3fn",
     scale: float | Array | None = None,
 ) -> StoredKernel:
-    """Store a kernel.
+    """Quantize a kernel to store it.
 
-    A scale is `amax / max` in float32, as compressed-tensors computes it; 1
-    where all numbers are 0. A number is divided by it, rounded to nearest,
-    ties to even, and bounded by the largest number of the format.
+    A scale is `amax / max` in float32, as in compressed-tensors, or 1 if all
+    values are 0. A value is divided by it, rounded to nearest, ties to even,
+    and clipped to the range of the format.
 
     Args:
-        kernel: Of any floating dtype that NumPy or ml_dtypes has.
-        axes: Which of its axes are summed.
-        granularity: What has a scale of its own.
-        weights: The format of the numbers.
-        scale: That of the whole kernel, such as one found in training, with
-            `"tensor"`; or all of them, in their shape. None to find them.
+        kernel: The kernel, of any floating dtype of NumPy or ml_dtypes.
+        axes: The summed and the free axes of the kernel.
+        granularity: The part that shares a scale: `"channel"`, `"tensor"` or
+            `"block"`.
+        weights: The format to quantize to.
+        scale: The scale of the whole kernel, such as one from training, with
+            `"tensor"`; or all scales, in their shape. None to compute them.
 
     Raises:
-        ValueError: If an argument is something else, or a number of the
-            kernel is not finite.
+        ValueError: If an argument has another value, or a value of the kernel
+            is not finite.
     """
     _check(granularity, weights)
     kernel = np.asarray(kernel, "float32")
@@ -158,21 +160,21 @@ def quantize(
 
 
 def as_matrix(kernel: Array, axes: Axes) -> Array:
-    """A kernel, or its scales, as (rows, columns)."""
+    """Reshape a kernel, or its scales, to (rows, columns)."""
     return kernel.transpose(axes.free + axes.summed).reshape(
         math.prod(kernel.shape[axis] for axis in axes.free), -1
     )
 
 
 def of_matrix(matrix: Array, shape: tuple[int, ...], axes: Axes) -> Array:
-    """The kernel of this shape of which `as_matrix` made a matrix."""
+    """Reshape a matrix of `as_matrix` to a kernel of this shape."""
     order = axes.free + axes.summed
     turned = matrix.reshape([shape[axis] for axis in order])
     return np.ascontiguousarray(turned.transpose(np.argsort(order)))
 
 
 def spread_blocks(scale: Array, shape: tuple[int, ...]) -> Array:
-    """The scale of each number of a matrix, from those of its blocks."""
+    """Expand the scales of blocks to one scale per element of a matrix."""
     rows, columns = (np.arange(size) // BLOCK for size in shape)
     return np.asarray(scale[rows[:, None], columns[None, :]])
 
@@ -180,7 +182,7 @@ def spread_blocks(scale: Array, shape: tuple[int, ...]) -> Array:
 def scale_shape(
     shape: tuple[int, ...], axes: Axes, granularity: str
 ) -> tuple[int, ...]:
-    """The shape of `StoredKernel.scale`, for a kernel of this shape."""
+    """Return the shape of `StoredKernel.scale`, for a kernel of this shape."""
     if granularity == "tensor":
         return (1,) * len(shape)
     if granularity == "channel":

@@ -1,8 +1,8 @@
-"""What each framework computes: one folder for each, under one interface.
+"""The backends: one folder for each framework, under one interface.
 
-`interface` says what a backend is asked for, `engine` what float8 matmuls and
-casts it has. A folder holds all that imports its framework, and is imported
-when it is first asked for.
+`interface` declares the methods of a backend. `engine` declares its float8
+matmuls and casts. Each folder holds all code that imports its framework; it is
+imported at its first use.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _engines: dict[str, Engine] = {}
 current = cast("Callable[[], Backend]", primitives)
 """Return the backend that Keras runs on.
 
-The same function as `numerics.primitives`, whose primitives are backends. It
-raises NotImplementedError if Keras runs on another backend.
+It is the function `numerics.primitives`, since every backend has the
+primitives. It raises NotImplementedError if Keras runs on another backend.
 """
 
 
@@ -32,7 +32,7 @@ def engine() -> Engine:
     """Return the float8 matmuls and casts of the backend that Keras runs on.
 
     Raises:
-        NotImplementedError: If it is not one of the three.
+        NotImplementedError: If it is not TensorFlow, JAX or PyTorch.
     """
     name = current().name
     # A plain look-up, which torch.compile follows; it breaks on an import.

@@ -1,4 +1,4 @@
-"""An operand quantized once for two matmuls, in the layout of each."""
+"""Quantize an operand once for two matmuls, in the layout of each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from keras_policy_ext.recipes import OPERANDS, Quantization
 
 
 class ScaleHint(NamedTuple):
-    """The scale of an operand as far as it is known, on its device.
+    """What is known of an operand's scale, on the operand's device.
 
     Attributes:
         scale: Float32 scalar; None for a recipe without state.
-        unseen: Bool scalar, whether the operand was never observed, so that
-            its scale comes from its own amax; None where that is never so.
-        rule: How a scale comes from an amax.
+        unseen: Bool scalar, True if the operand was never observed. Its scale
+            is then computed from its own amax. None if it was always observed.
+        rule: How a scale is computed from an amax.
         seen_lately: See `HistoryScales`.
     """
 
@@ -30,14 +30,14 @@ class ScaleHint(NamedTuple):
 
 
 class Both(NamedTuple):
-    """An operand in both layouts.
+    """A quantized operand in both layouts.
 
     Attributes:
         values: (m, k), in the dtype of the format.
-        across: (k, m), the same numbers, in memory of their own.
+        across: (k, m), the same values, in separate memory.
         scale: Float32 scalar.
-        amax: Float32, those of its parts; a scalar where the scale comes
-            from it. NaN where a number is; None if not wanted.
+        amax: Float32, one amax per tile; a scalar if the scale is computed
+            from it. NaN if a value is NaN; None if it was not requested.
     """
 
     values: Tensor
@@ -47,17 +47,17 @@ class Both(NamedTuple):
 
 
 class BothLayouts(Protocol):
-    """Quantizes a matrix and writes it in the layout of each matmul."""
+    """A kernel that quantizes a matrix and writes it in both layouts."""
 
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
-        """Why this is not for an operand in a format; None if it is.
+        """Return why an operand cannot be quantized here; None if it can.
 
         Args:
-            like: A tensor where the operand is.
-            dtype: Of the operand.
-            format_name: Of what becomes of it.
+            like: A tensor on the device of the operand.
+            dtype: The dtype of the operand.
+            format_name: The format to quantize to.
         """
 
     def quantize(
@@ -67,25 +67,26 @@ class BothLayouts(Protocol):
         known: ScaleHint,
         observe: bool,
     ) -> Both:
-        """Quantize a matrix, with one scale.
+        """Quantize a matrix with one scale, in both layouts.
 
         Args:
             matrix: (m, k).
-            asked: What becomes of it.
+            asked: How to quantize it.
             known: What is known of its scale.
-            observe: Whether the amax is wanted.
+            observe: Whether to return the amax.
         """
 
 
 class QuantizedForBoth(NamedTuple):
-    """An operand as it was quantized for each of its two matmuls.
+    """An operand, quantized for each of its two matmuls.
 
     Attributes:
         first: For the first matmul; the home matrix if cast in both layouts.
-        second: For the second one; then the home matrix too, whose transpose
-            lies as that matmul wants it.
-        amax: Of the operand, float32, or those of its parts; None if it was
-            not wanted.
+        second: For the second matmul. If cast in both layouts, this is the
+            home matrix too; its transpose has the memory layout of that
+            matmul.
+        amax: Float32, the amax of the operand or of each tile; None if it was
+            not requested.
     """
 
     first: Quantized
@@ -102,15 +103,15 @@ def read_both(
     history: HistoryScales | None,
     observe: bool,
 ) -> QuantizedForBoth:
-    """Quantize a matrix for a recipe with one scale for a tensor.
+    """Quantize a matrix in both layouts, with one scale per tensor.
 
     Args:
-        both: What casts.
+        both: The kernel that quantizes.
         matrix: (1, m, k), the home matrix.
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        asked: What becomes of it.
-        rule: How a scale comes from an amax.
-        history: What the state says; None for a source without state.
+        asked: How to quantize it.
+        rule: How a scale is computed from an amax.
+        history: The scales in the state; None for a source without state.
         observe: Whether the amax is needed for the state.
     """
     known = ScaleHint(None, None, rule)

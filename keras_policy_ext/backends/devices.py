@@ -1,7 +1,7 @@
 """The float8 abilities of devices, as data.
 
-The files of the frameworks say which of these is here. What a kernel may run
-is asked of the description, and of no number that a device has.
+Each framework's `engine` finds the current device in this table. Kernels are
+selected by its description only, never by running a test on the device.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ class Device:
     """The float8 abilities of a device.
 
     Attributes:
-        title: What it is called in a sentence.
+        title: Its name in a sentence.
         maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, or
             `"unknown"`.
-        float8: Which family of `formats.FAMILIES` its matmuls read, or None.
-        scales: With which scales a matmul of its libraries reads float8:
-            `"tensor"`, `"rows"`, `"blocks"` (of 128), `"mx"`. Others are
-            applied to the product, or the matmul is emulated.
+        float8: The family of `formats.FAMILIES` that its matmuls read, or
+            None.
+        scales: The kinds of scales that its float8 matmuls accept: `"tensor"`,
+            `"rows"`, `"blocks"` (of 128), `"mx"`. Other scales are applied to
+            the output, or the matmul is emulated.
         one_layout: Whether its float8 matmuls read an operand in one layout
-            only, so that what two of them read is cast into both.
-        holds_float8: Whether numbers can be cast to a float8 dtype and kept
+            only. An operand of two matmuls is then cast in both layouts.
+        holds_float8: Whether values can be cast to a float8 dtype and stored
             in it.
-        multiplies_in: In what an emulated product is multiplied where that
-            is exact: `"float32"`, or a dtype of 16 bits, of which it adds up
-            products in float32 faster.
-        source: Where that is written.
+        multiplies_in: The dtype in which emulated matmuls multiply where that
+            is exact: `"float32"`, or a faster 16-bit dtype with accumulation
+            in float32.
+        source: The reference for these facts.
     """
 
     title: str
@@ -49,7 +50,7 @@ class Device:
 
     @property
     def summary(self) -> str:
-        """One sentence on what it can do."""
+        """Describe in one sentence what this device can do."""
         sums = f"emulated products are of {self.multiplies_in}"
         if not self.holds_float8:
             sums += ", and float8 numbers are kept as bytes"
@@ -60,7 +61,7 @@ class Device:
         return f"multiplies {read}, with scales of {scales}; {sums}"
 
     def lacking(self, *formats: str) -> str | None:
-        """Why its matmuls do not read numbers of these formats, or None."""
+        """Return why its matmuls do not read these formats; None if they do."""
         if self.maker == "unknown":
             return (
                 f"{self.title} is not known here, and taken for a device "
@@ -196,7 +197,7 @@ PRODUCTS = {
     "v5e": "v5e v5p v5lite v4 v3 v2",
     "mps": "mps Apple M1 M2 M3 M4 M5",
 }
-"""Products that can do what a device of `KNOWN` can, by its name there."""
+"""Products with the abilities of a device of `KNOWN`, by its name there."""
 
 _TITLES = {"nvidia": "an NVIDIA", "amd": "an AMD", "google": "a TPU"}
 
@@ -219,8 +220,11 @@ NVIDIA = {
     (10, 3): "b300",
     (12, 0): "rtx50",
 }
-"""By compute capability. Which take scales of rows is said by all builds of
-PyTorch with CUDA but those for Windows (PyTorch's `RowwiseScaledMM.cu`)."""
+"""The names in `KNOWN` by compute capability.
+
+All builds of PyTorch with CUDA support row scales on the same devices, except
+those for Windows (PyTorch's `RowwiseScaledMM.cu`).
+"""
 
 AMD = {
     "gfx90a": "mi200",
@@ -237,8 +241,11 @@ AMD = {
     "gfx1200": "rdna4",
     "gfx1201": "rdna4",
 }
-"""By architecture. The compute capability that AMD's devices report is no
-use: that of a MI200 is a Hopper's."""
+"""The names in `KNOWN` by architecture.
+
+AMD devices also report a compute capability, which misleads: that of an MI200
+is a Hopper's.
+"""
 
 TPUS = {
     "TPU v2": "v5e",
@@ -249,7 +256,7 @@ TPUS = {
     "TPU v6 lite": "v6e",
     "TPU7x": "tpu7x",
 }
-"""By what JAX calls them; all that are older can do what a v5e can."""
+"""The names in `KNOWN` by JAX's device kind; older TPUs count as a v5e."""
 
 _pretended: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
     "pretended device", default=None
@@ -257,14 +264,14 @@ _pretended: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
 
 
 def get(name: str) -> Device:
-    """A device that is known.
+    """Return the device with a given name.
 
     Args:
-        name: A name in `KNOWN`, or that of a product, such as `"RTX 4090"`.
-            Case, blanks, hyphens, makers and variants do not matter.
+        name: A name in `KNOWN` or of a product, such as `"RTX 4090"`. Case,
+            blanks, hyphens, maker and variant are ignored.
 
     Raises:
-        ValueError: If none has this name.
+        ValueError: If no device has this name.
     """
     if name in KNOWN:
         return KNOWN[name]
@@ -280,7 +287,7 @@ def get(name: str) -> Device:
 
 
 def _by_product() -> dict[str, Device]:
-    """Devices by their names without blanks, titled as the product is."""
+    """Return the devices by names without blanks, titled by product."""
     found = {_plain(name): device for name, device in KNOWN.items()}
     for name, products in PRODUCTS.items():
         device = KNOWN[name]
@@ -293,7 +300,7 @@ def _by_product() -> dict[str, Device]:
 
 
 def _spaced(product: str) -> str:
-    """The product as its maker writes it: RTX 4090, RX 7900."""
+    """Return the product as its maker writes it: RTX 4090, RX 7900."""
     return re.sub(r"^(RTX|RX)(\d+)", r"\1 \2 ", product).strip()
 
 
@@ -302,7 +309,7 @@ def _plain(name: str) -> str:
 
 
 def _plain_names(name: str) -> Iterator[str]:
-    """How a name may be listed, the most exact one first."""
+    """Yield the keys that a name may have in the table, exact ones first."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     others = [w for w in words if not re.fullmatch(f"{_MAKER}|{_VARIANT}", w)]
     product = "".join(others)
@@ -313,17 +320,17 @@ def _plain_names(name: str) -> Iterator[str]:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """A question that names what is spelled alike, if anything is."""
+    """Return " Did you mean ...?" with similar names, or an empty string."""
     alike = difflib.get_close_matches(_plain(name), known, cutoff=0.7)
     return f" Did you mean {' or '.join(alike)}?" if alike else ""
 
 
 @contextlib.contextmanager
 def pretend(name: str) -> Iterator[None]:
-    """Choose kernels inside a `with` block as if this device were here.
+    """Select kernels inside a `with` block as if this device were present.
 
-    For asking which they are. What a compiler keeps of a block it goes on
-    using after it.
+    Use it to inspect the choice of kernels. A function that is compiled in the
+    block uses that choice after the block, too.
 
     Raises:
         ValueError: If the device is not known.
@@ -336,15 +343,15 @@ def pretend(name: str) -> Iterator[None]:
 
 
 def pretended() -> Device | None:
-    """The device of the innermost `pretend`, None outside of one."""
+    """Return the device of the innermost `pretend`, or None outside of one."""
     return _pretended.get()
 
 
 def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
-    """One of NVIDIA's, by its compute capability.
+    """Return an NVIDIA device by its compute capability.
 
-    Of those that are not listed the newer ones are taken to have what all
-    have since Ada: float8 with a scale for a tensor.
+    Unlisted newer devices are assumed to have what every device has since Ada:
+    float8 matmuls with one scale per tensor.
     """
     name = NVIDIA.get((capability[0], capability[1]))
     if name is not None:
@@ -357,17 +364,17 @@ def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
 
 
 def of_amd(architecture: str, title: str) -> Device:
-    """One of AMD's, by its architecture, such as `gfx942:sramecc+`."""
+    """Return an AMD device by its architecture, such as `gfx942:sramecc+`."""
     return _of(AMD.get(architecture.partition(":")[0]), title)
 
 
 def of_google(kind: str) -> Device:
-    """A TPU, by what JAX calls it."""
+    """Return a TPU by its name in JAX."""
     return _of(TPUS.get(kind), kind)
 
 
 def unknown(title: str) -> Device:
-    """A device of which nothing is known: all is emulated in float32."""
+    """Return a device without known abilities: all is emulated in float32."""
     return Device(title=title, maker="unknown")
 
 

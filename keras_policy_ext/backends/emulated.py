@@ -1,4 +1,4 @@
-"""Emulated kernels: they multiply decoded operands, in float32."""
+"""Emulated kernels: they multiply decoded operands in float32."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from keras_policy_ext.recipes import Quantization
 
 
 class KerasConvolutions(Convolutions):
-    """The convolutions of Keras, and their transposes by the framework.
+    """Keras's convolutions, differentiated by transposing them.
 
     Args:
-        reason: Why they are not of float8 tensors.
+        reason: Why there is no float8 convolution; for the user.
     """
 
     def __init__(self, reason: str):
@@ -58,13 +58,14 @@ SMALLEST = 2.0**-126
 
 
 class Emulated(MatmulKernel):
-    """Multiplies the numbers of float8 operands in float32.
+    """Multiplies the values of float8 operands in float32.
 
-    Scales that are equal along the summed axis are applied to the product,
-    others to the operands.
+    Scales that are constant along the contracted axis multiply the output.
+    Other scales multiply the operands first.
 
     Args:
-        product: Of float32 matrices (b, m, k) and (b, n, k), to (b, m, n).
+        product: Function that multiplies float32 matrices (b, m, k) and (b, n,
+            k) to (b, m, n).
     """
 
     native = False
@@ -73,11 +74,11 @@ class Emulated(MatmulKernel):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
-        """Supports everything."""
+        """Return None: every request is supported."""
         return None
 
     def reason(self, request: Request) -> str:
-        """One sentence for the user."""
+        """Return one sentence for the user on what this kernel is."""
         return "float8 numbers are multiplied in float32"
 
     @override
@@ -89,9 +90,9 @@ class Emulated(MatmulKernel):
 
 
 class Plain(MatmulKernel):
-    """Multiplies what is not quantized.
+    """Multiplies operands that are not quantized.
 
-    Accumulated in float32; what is float64, in that.
+    It accumulates in float32, or in float64 for float64 operands.
 
     Args:
         product: As for `Emulated`, of any floating dtype.
@@ -103,11 +104,11 @@ class Plain(MatmulKernel):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
-        """Never in the list of kernels for float8."""
+        """Return why this kernel never runs a float8 matmul."""
         return "not for float8 operands"
 
     def reason(self, request: Request) -> str:
-        """One sentence for the user."""
+        """Return one sentence for the user on what this kernel is."""
         return "a matmul in the compute dtype"
 
     @override
@@ -118,12 +119,12 @@ class Plain(MatmulKernel):
 
 
 def float32(operand: Quantized) -> Tensor:
-    """The values of an operand, unscaled, in float32."""
+    """Return the unscaled values of an operand in float32."""
     return casting.as_dtype(operand.values, "float32")
 
 
 def unscaled(operand: Quantized) -> Tensor:
-    """Return the values, times the scales that cannot leave the sum."""
+    """Return the values, times the scales that cannot multiply the output."""
     asked = operand.quantization
     if asked is None or asked.scale_leaves_sum:
         return float32(operand)
@@ -131,14 +132,15 @@ def unscaled(operand: Quantized) -> Tensor:
 
 
 def folded(operand: Quantized, across: bool) -> Quantized:
-    """An operand with the scales that stay in the sum in its values.
+    """Multiply the values by the scales that cannot multiply the output.
 
-    Before it is transposed: a compiler that multiplies and transposes at once
-    reads against the order of memory (three times as slow, JAX 0.10, CPU).
+    It is done before transposing. A compiler that multiplies and transposes in
+    one kernel reads memory with large strides (three times as slow, JAX 0.10,
+    CPU).
 
     Args:
-        operand: In its home matrix, values in float32.
-        across: Whether a matmul is going to read the transpose.
+        operand: The operand as its home matrix, values in float32.
+        across: Whether the matmul reads the transpose.
     """
     asked = operand.quantization
     if asked is None:
@@ -157,16 +159,16 @@ def folded(operand: Quantized, across: bool) -> Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class Folded(Quantized):
-    """Values that are multiplied by their scales.
+    """Values that are already multiplied by their scales.
 
     Attributes:
-        exact: Whether they are numbers of bfloat16.
+        exact: Whether bfloat16 represents the values exactly.
     """
 
     exact: bool = False
 
     def with_values(self, values: Tensor) -> Folded:
-        """Return the same scales of other values."""
+        """Return the same scales with other values."""
         return self._with(values, self.scale, self.quantization)
 
     def _with(
@@ -177,10 +179,10 @@ class Folded(Quantized):
 
 
 def exact_in(dtype: str, *operands: Quantized) -> bool:
-    """Return True if what is multiplied are numbers of a dtype of 16 bits.
+    """Return True if a 16-bit dtype represents all operands exactly.
 
-    All numbers of the narrow formats are, in bfloat16 also times a power of
-    two or a scale of eight bits.
+    Bfloat16 represents all values of the float8 formats exactly, also times a
+    power of two or an 8-bit scale.
     """
     return all(_is_exact_in(dtype, each) for each in operands)
 
@@ -198,17 +200,18 @@ def _is_exact_in(dtype: str, operand: Quantized) -> bool:
 def times_scales(
     product: Tensor, a: Quantized, b: Quantized, multiply: Any = ops.multiply
 ) -> Tensor:
-    """A product of `unscaled` operands times their scales, in float32.
+    """Multiply the product of `unscaled` operands by their scales.
 
-    The scales may be normal numbers and their product not, though the result
-    is: then a power of two is taken from it, which multiplies the result
-    afterwards, so that nothing is rounded otherwise.
+    Two normal scales can have a subnormal or infinite product although the
+    result is normal. Then a power of two multiplies the scales and divides the
+    result, which rounds nothing.
 
     Args:
         product: Float32 (b, m, n).
         a: The first operand.
         b: The second operand.
-        multiply: Multiplies two tensors; may overwrite the first.
+        multiply: Function that multiplies two tensors; may overwrite the
+            first.
     """
     first, second = _scales_of(a, b)
     if backends.current().have_normal_product(first, second):
@@ -220,7 +223,7 @@ def times_scales(
 
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """Two factors which a product of `unscaled` operands is multiplied by."""
+    """Return two factors to multiply a product of `unscaled` operands by."""
     of_a, of_b = a.quantization, b.quantization
     if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
         return a.scale, b.scale
@@ -235,7 +238,7 @@ def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def _scale_of_product(operand: Quantized) -> Tensor:
-    """The scale that the product is multiplied by, for one operand."""
+    """Return the factor for the output from one operand's scales."""
     quantization = operand.quantization
     if quantization is None or quantization.scale_leaves_sum:
         return operand.spread_scale
@@ -243,9 +246,10 @@ def _scale_of_product(operand: Quantized) -> Tensor:
 
 
 def _split(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """A power of two to multiply the scales of each row by, and its reciprocal.
+    """Return a power of two and its reciprocal, to scale each row by.
 
-    1 where the largest product in a row is neither small nor infinite.
+    Both are 1 unless the largest product of scales in a row is tiny or
+    overflows.
     """
     columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
     largest = first * columns
@@ -263,7 +267,7 @@ def _ones() -> Tensor:
 
 
 def are_powers_of_two(*operands: Quantized) -> bool:
-    """True if all scales are, so that multiplying by them rounds nothing."""
+    """Return True if all scales are powers of two, so that they are exact."""
     asked = [each.quantization for each in operands]
     return all(q is not None and q.scale_rounding != "nearest" for q in asked)
 
@@ -271,7 +275,8 @@ def are_powers_of_two(*operands: Quantized) -> bool:
 def have_vector(a: Quantized, b: Quantized) -> bool:
     """Return True if an operand is a vector.
 
-    XLA makes no matmul of one: it adds up in the dtype that it writes.
+    XLA does not compile a product with a vector to a matmul. It accumulates in
+    the output dtype.
     """
     return 1 in (*a.values.shape[1:], *b.values.shape[1:])
 

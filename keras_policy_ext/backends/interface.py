@@ -1,4 +1,4 @@
-"""What is asked of a backend, by subject, and the operations that it runs."""
+"""The interface of a backend, by subject, and the operations that it runs."""
 
 from __future__ import annotations
 
@@ -21,52 +21,51 @@ class SavedTensors(Protocol):
     """The tensors that are saved for the backward pass.
 
     Attributes:
-        shapes: Of the inputs and the kernel.
+        shapes: The shapes of the inputs and of the kernel.
     """
 
     shapes: tuple[Shape, Shape]
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """The tensors, in a fixed order.
+        """Return the tensors in a fixed order.
 
         Args:
-            narrow: Whether in as few bytes as may be.
+            narrow: Whether to store them in as few bytes as possible.
         """
 
 
 class Operation(Hashable, Protocol):
     """A function of tensors that defines its own gradient; hashable data.
 
-    Equal operations compute the same, so that what a framework has compiled
-    for one serves the other.
+    Equal operations compute the same function and share its compiled form.
     """
 
     @property
     def kernel_dtype(self) -> str:
-        """Dtype of the kernel and of its gradient."""
+        """The dtype of the kernel and of its gradient."""
 
     @property
     def training(self) -> bool | None:
-        """True observes; False does not; None: where a gradient is taken."""
+        """True observes amaxes, False does not, None only if differentiated."""
 
     @property
     def first_use(self) -> Operation:
-        """One that has the same forward pass, for all that share it."""
+        """The operation of the layer's first use; all uses share its passes."""
 
     @property
     def another_use(self) -> Operation:
-        """The same computation, whose observations are told apart."""
+        """The same computation, with an observation slot of its own."""
 
     def resolved(self) -> Operation:
-        """This operation, when what it leaves open can be known."""
+        """Return this operation with open settings replaced by current ones."""
 
     @property
     def bound(self) -> BoundOperation:
-        """This operation with the kernels for the device that is here."""
+        """This operation with the kernels for the current device."""
 
 
 class BoundOperation(Protocol):
-    """The passes of an `Operation`, on a device."""
+    """The forward and backward pass of an `Operation` on a device."""
 
     def forward(
         self,
@@ -76,20 +75,20 @@ class BoundOperation(Protocol):
         observe: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The outputs, with a bias added, and the residuals."""
+        """Return the outputs plus the bias, and the residuals."""
 
     def residuals(
         self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
     ) -> Any:
-        """Residuals of these tensors, as their `leaves` lists them."""
+        """Rebuild the residuals from tensors in the order of their `leaves`."""
 
     def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
-        """The residuals of a forward pass that did not observe, observed."""
+        """Add amaxes to the residuals of a forward pass without observation."""
 
     def caught_up(self, kernel: Tensor, state: Shape) -> Any:
-        """The state, large enough for the kernel as it is.
+        """Return the state, updated to cover the current kernel.
 
-        For a pass whose observations nobody takes.
+        For a pass whose observations are discarded.
         """
 
     def backward(
@@ -99,7 +98,7 @@ class BoundOperation(Protocol):
         state: Shape,
         needed: tuple[bool, bool] = (True, True),
     ) -> tuple[Tensor | None, Tensor | None, Shape]:
-        """The gradients of inputs, kernel and state."""
+        """Return the gradients of the inputs, the kernel and the state."""
 
     def second_derivatives(
         self,
@@ -109,39 +108,40 @@ class BoundOperation(Protocol):
         kernel_grad_grad: Tensor | None,
         needed: tuple[bool, bool, bool] = (True, True, True),
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of what `backward` makes its gradients of.
+        """Differentiate the gradients that `backward` returns.
 
         Args:
             residuals: As for `backward`.
             outputs_grad: Likewise.
-            inputs_grad_grad: The gradient of the gradient of the inputs; None
-                for zeros.
-            kernel_grad_grad: That of the gradient of the kernel, likewise.
-            needed: Which results are wanted.
+            inputs_grad_grad: The gradient with respect to the inputs gradient;
+                None for zeros.
+            kernel_grad_grad: The gradient with respect to the kernel gradient;
+                None for zeros.
+            needed: Which results to compute.
 
         Returns:
             The gradients of the gradient of the outputs, of the inputs and of
-            the kernel; None for one that is not wanted, or zero.
+            the kernel; None for each that is not needed or zero.
         """
 
 
 class FrozenOperation(Hashable, Protocol):
-    """A function of inputs and of constants, which get no gradient."""
+    """A function of inputs and of constants without gradient."""
 
     @property
     def only_widens(self) -> bool:
-        """True if nothing is rounded, so that a compiler may look into it."""
+        """True if nothing is rounded, so that a compiler may optimize it."""
 
     def resolved(self) -> FrozenOperation:
-        """This operation, when what it leaves open can be known."""
+        """Return this operation with open settings replaced by current ones."""
 
     def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
-        """The outputs."""
+        """Return the outputs."""
 
     def inputs_grad(
         self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
     ) -> Tensor:
-        """The gradient of inputs of this shape."""
+        """Return the gradient of the inputs."""
 
 
 DIFFERENTIATED_AGAIN = (
@@ -158,9 +158,10 @@ Settle = Callable[[Tensor, Tensor], Tensor]
 
 @functools.cache
 def saved_dtype(format_name: str) -> str:
-    """A dtype of one byte for numbers of a format.
+    """Return a one-byte dtype in which to store values of a format.
 
-    Uint8, for codes, where no framework computes in the dtype of the format.
+    It is the dtype of the format for OCP's float8 formats, otherwise uint8,
+    for codes.
     """
     own = formats.get(format_name).family == "ocp"
     return format_name if own else "uint8"
@@ -177,46 +178,48 @@ class Arithmetic(Primitives):
         axis: int,
         out_axis: int,
     ) -> Tensor:
-        """`product(codes, scale)`, perhaps part by part.
+        """Compute `product(codes, scale)`, in parts if that saves memory.
 
-        Where memory for a whole kernel in floats would be taken anew in each
-        call.
+        Splitting avoids a new allocation for the whole kernel in floats at
+        each call.
 
         Args:
-            product: Of codes and their scales; each part of an axis of the
-                codes is the same part of an axis of its result.
+            product: Function of codes and their scales. A slice of `codes`
+                along `axis` gives the same slice of the result along
+                `out_axis`.
             codes: Uint8.
-            scale: Of the rank of the codes, of size 1 or of their size along
-                each axis.
-            axis: That of the codes.
-            out_axis: That of the result.
+            scale: Same rank as `codes`; each axis has size 1 or the size of
+                `codes`.
+            axis: The axis of `codes` to split.
+            out_axis: The corresponding axis of the result.
         """
         return product(codes, scale)
 
     def cuts(self, numbers: int) -> bool:
-        """Return True if `in_parts` cuts kernels of so many numbers."""
+        """Return True if `in_parts` splits kernels with this many elements."""
         return False
 
     def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """The same scalars, which a compiler knows when it knows all of them.
+        """Return the same scalars, tied together for a compiler.
 
-        What is computed from one of them it then does not take for what was
-        computed before, from the scalar itself.
+        The compiler then cannot reuse what it computed earlier from one of the
+        scalars alone.
         """
         return scalars
 
     def stored(self, x: Tensor) -> Tensor:
-        """The same tensor, which a compiler writes once for all its readers.
+        """Return the same tensor, materialized once by a compiler.
 
-        Where it would otherwise make it anew for each of them, from what is
-        larger.
+        Without this, a compiler may recompute it for each consumer, from
+        larger inputs.
         """
         return x
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
-        """True if products of these scales are known to be normal numbers.
+        """Return True if the products of these scales are known to be normal.
 
-        False where a compiler fuses what is done about others.
+        The caller then skips the handling of subnormal and infinite products.
+        Return False if a compiler fuses that handling at no cost.
         """
         return False
 
@@ -225,18 +228,18 @@ class Arithmetic(Primitives):
         return None
 
     def on_cpu(self, x: Tensor) -> bool:
-        """True if a tensor is on a CPU, as far as the framework tells."""
+        """Return True if a tensor is known to be on a CPU."""
         raise NotImplementedError
 
 
 class Tracing:
-    """What is traced, compiled or run now."""
+    """Tracing, compiled steps and eager runs."""
 
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        """Trace a function: its outputs and matmuls, without computing them.
+        """Trace a function: return its outputs and matmuls, without computing.
 
         Args:
-            function: Of tensors; it returns a structure of such.
+            function: Takes tensors and returns nested tensors.
             inputs: A `keras.KerasTensor` for each, with all sizes known.
         """
         raise NotImplementedError
@@ -244,34 +247,35 @@ class Tracing:
     def is_compiling(self) -> bool:
         """Return True while a compiler traces that reads no context variables.
 
-        JAX and TensorFlow trace Python as it is.
+        JAX and TensorFlow run the Python code as it is.
         """
         return False
 
     def is_traced(self, x: Tensor) -> bool:
-        """True if Python runs once for many steps here, by a tensor of a step.
+        """Return True if this Python code runs once for many steps.
 
-        Also where several threads make a step, one for each replica.
+        Also True if several threads run a step, one for each replica. `x` is a
+        tensor of the step.
         """
         return self.is_compiling()
 
     def traces_for_xla(self) -> bool:
-        """True if XLA compiles what is called now, if kernels ask that."""
+        """Return True if XLA is going to compile the current call, if known."""
         return False
 
     def step_by_step(self) -> AbstractContextManager[None]:
-        """A block in which loops are run and not traced; no gradients.
+        """Return a context in which loops run eagerly, without gradients.
 
-        For what has to see the numbers of each step of a recurrent layer.
+        For code that must read the values of each step of a recurrent layer.
         """
         return nullcontext()
 
     def functions_step_by_step(self) -> AbstractContextManager[None]:
-        """Run what a layer has compiled itself step by step, on all threads."""
+        """Return a context in which layers' compiled functions run eagerly."""
         return nullcontext()
 
     def runs_now(self) -> bool:
-        """True if what is called in such blocks is run and not traced."""
+        """Return True if calls in such contexts run eagerly, not traced."""
         return True
 
     def known_integer(self, x: Tensor) -> int | None:
@@ -280,7 +284,7 @@ class Tracing:
 
 
 class Replicas:
-    """Data-parallel replicas, and kernels that are sharded."""
+    """Data-parallel replicas, and sharded kernels."""
 
     def run_if(
         self,
@@ -289,25 +293,25 @@ class Replicas:
         arguments: tuple[Any, ...],
         variables: Sequence[Any],
     ) -> None:
-        """Run an update of variables where a flag holds.
+        """Update variables if a flag is set.
 
         Args:
             flag: Bool scalar, the same on every replica.
             update: Called with the arguments.
             arguments: Nested tensors and variables.
-            variables: All that `update` assigns.
+            variables: All variables that `update` assigns.
         """
         ops.cond(flag, lambda: update(*arguments), lambda: None)
 
     def on_all_replicas(self, flag: Tensor) -> Tensor:
-        """Whether a bool scalar is true on every data-parallel replica."""
+        """Return whether a bool scalar is true on all replicas."""
         return flag
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """Combine the observations of all data-parallel replicas.
 
         Args:
-            observation: (rows, width), what this replica observed, or a
+            observation: (rows, width), the observation of this replica, or a
                 settled state.
 
         Returns:
@@ -323,22 +327,22 @@ class Replicas:
             variable: The kernel.
 
         Returns:
-            What `gathered` takes, hashable, with a tuple `axes` of what cuts
-            each axis of the kernel, empty for an axis that is whole. None
-            where there is nothing to gather.
+            The hashable argument of `gathered`. Its tuple `axes` has the mesh
+            axes that shard each axis of the kernel; an entry is empty if the
+            axis is not sharded. None if there is nothing to gather.
         """
         return None
 
     def gathered(
         self, x: Tensor, gathering: Any, axes: Sequence[Any]
     ) -> Tensor:
-        """Gather a tensor so that each device has what it multiplies.
+        """Gather a tensor so that each device has the part that it multiplies.
 
         Args:
-            x: The tensor, of which each device has computed a part.
+            x: The tensor; each device has computed one shard of it.
             gathering: From `gathering_of`.
-            axes: What `gathering.axes` is for the kernel, for this tensor;
-                None for an axis of which that is not known.
+            axes: The sharding of this tensor, like `gathering.axes` of the
+                kernel; None for an axis whose sharding is not known.
         """
         return x
 
@@ -347,35 +351,36 @@ class Gradients:
     """Operations that define their own gradient."""
 
     def may_take_gradients(self) -> bool:
-        """Return True if a gradient may be taken of what is called now."""
+        """Return True if a gradient of the current call may be taken."""
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """Return the dtype in which a format is saved for the backward pass.
 
-        A byte each: uint8, for codes, where no framework computes in the
+        It has one byte: uint8, for codes, if no framework computes in the
         dtype of the format.
         """
         return saved_dtype(format_name)
 
     def relu(self, x: Tensor) -> Tensor:
-        """`ops.relu(x)`, of which a bit a number is kept for the gradient.
+        """Compute `ops.relu(x)`; save one bit per element for the gradient.
 
-        What Keras calls keeps the outputs, which the layer after this one
-        keeps as codes already. The gradient has the same bits.
+        Keras's function saves the outputs, which the next layer already saves
+        as codes. The gradient is equal to the bit.
         """
         raise NotImplementedError
 
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        """`activation(x)`, of which `x` is kept for the gradient at most.
+        """Compute `activation(x)`; save at most `x` for the gradient.
 
-        The gradient has the same bits, so where a compiler rounds otherwise
-        what it computes again, what it keeps is left to it.
+        The gradient is equal to the bit. If a compiler would round a
+        recomputation differently, the choice of what to save is left to the
+        compiler.
 
         Args:
-            activation: An elementwise function of Keras, without a state.
+            activation: An elementwise function of Keras without state.
             x: Of any shape.
         """
         return activation(x)
@@ -387,21 +392,21 @@ class Gradients:
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """`operation.forward`, differentiable by `operation.backward`."""
+        """Run `operation.forward`, differentiable by `operation.backward`."""
         raise NotImplementedError
 
     def run_and_add(
         self, bias: Tensor, operation: Operation, *tensors: Tensor
     ) -> Tensor:
-        """Add a bias to what `run` returns."""
+        """Run an operation and add a bias to its outputs."""
         return ops.add(self.run(operation, *tensors), bias)
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """`operation.forward`, with the gradient `operation.inputs_grad`.
+        """Run `operation.forward`, with the gradient `operation.inputs_grad`.
 
-        Nothing but the constants is kept for that.
+        Only the constants are saved for the gradient.
         """
         raise NotImplementedError
 
@@ -414,9 +419,9 @@ class Gradients:
         """Apply the transpose of a linear function of a float32 tensor.
 
         Args:
-            function: Linear in its argument.
-            shape: Of that argument.
-            cotangent: Of the shape of the function's result.
+            function: A function that is linear in its argument.
+            shape: The shape of that argument.
+            cotangent: A tensor with the shape of the function's result.
 
         Returns:
             Float32 tensor of shape `shape`.
@@ -432,7 +437,7 @@ class Memory:
     def kept(self, step: MeasuredStep) -> Measured:
         """Measure the tensors that are saved for the backward pass.
 
-        Nothing is run where that is possible.
+        The step is not run if the framework can measure it without.
         """
         raise NotImplementedError
 
@@ -440,7 +445,7 @@ class Memory:
         """Return the bytes that a compiler plans for both passes.
 
         Raises:
-            ValueError: If none plans the memory of a whole step.
+            ValueError: If no compiler plans the memory of a whole step.
         """
         raise ValueError(
             f"On {self.name} no compiler plans the memory of a whole step. "
@@ -450,19 +455,19 @@ class Memory:
 
 
 class States(Replicas):
-    """State variables, which are written by their gradient."""
+    """State variables; their gradients carry the observations."""
 
     name: str
 
     def seen_lately(self, state: Tensor) -> bool:
-        """See `HistoryScales`: what a device has told, of this state."""
+        """Return whether a device reported that all operands were observed."""
         return False
 
     def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
         """Compute the new state, the same on every replica.
 
         Args:
-            settle: Of the value that is assigned and the state before.
+            settle: Function of the assigned value and the state before.
             value: An observation, a settled state, or zeros.
             previous: The settled state before.
         """
@@ -471,7 +476,7 @@ class States(Replicas):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        """`settle` of what needs not be combined over replicas."""
+        """Call `settle` without combining values over replicas."""
         return settle(value, previous)
 
     def version(self, x: Tensor) -> int | None:
@@ -483,35 +488,35 @@ class States(Replicas):
         return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
-        """Keep the observations of a state apart from its gradients.
+        """Store the observations of a state apart from its gradient.
 
-        Where gradients are handed out there is nothing to keep apart.
+        Does nothing on a framework that returns gradients to the caller.
 
         Args:
-            variable: A state variable that has just got its value.
-            tensor: That value.
+            variable: A state variable that was just initialized.
+            tensor: Its value.
         """
 
     def let_go(self, variables: Sequence[Any]) -> None:
-        """Free what variables hold, as soon as nobody has them any more.
+        """Free the memory of variables as soon as nothing refers to them.
 
         Args:
-            variables: Those that a model had.
+            variables: Variables of a model that no longer uses them.
         """
 
     def is_compiled(self, function: Any) -> bool:
-        """Return True if a function was compiled, and goes on as it was traced.
+        """Return True if a compiled function reuses its trace.
 
         Args:
             function: Any object.
 
         Returns:
-            False also where the framework looks at what has changed.
+            False also if the framework checks what has changed since.
         """
         return False
 
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """Have a compiled function traced anew at its next call.
+        """Discard the traces of a compiled function before its next call.
 
         Args:
             function: A function that `is_compiled`.
@@ -519,38 +524,38 @@ class States(Replicas):
         """
 
     def earlier_observation(self, variable: Any) -> Tensor | None:
-        """What was observed in micro-batches before, beside gradients.
+        """Return the observations of earlier micro-batches.
 
         Returns:
-            Float32 (operands, width); None if there is nothing, or where the
-            optimizer has it that accumulates gradients.
+            Float32 (operands, width); None if there are none, or if the
+            optimizer accumulates them with the gradients.
         """
         return None
 
     def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
-        """Put back what `earlier_observation` returned."""
+        """Restore what `earlier_observation` returned."""
 
     def known_value(self, variable: Any) -> Tensor | None:
-        """Return the value of a state variable where it can be read now.
+        """Return the value of a state variable if it can be read now.
 
         Returns:
-            Its value; None while it is traced, and where to read it would
-            keep others waiting in each step.
+            Its value; None while it is traced, or if reading it would stall
+            each step.
         """
         return None
 
     def follow_shards(
         self, variables: Sequence[Any], modules: Sequence[Any]
     ) -> None:
-        """Let variables be read where `fully_shard` puts their parameters.
+        """Make variables read their parameters where `fully_shard` puts them.
 
         Args:
-            variables: Of one model.
+            variables: The variables of one model.
             modules: Its layers.
 
         Raises:
-            ValueError: If nothing of the model is cut in that way, or
-                something in another way than can be trained.
+            ValueError: If `fully_shard` has sharded no parameter, or one in a
+                way that cannot be trained.
         """
         raise ValueError(
             f"On {self.name} fully_shard shards nothing. Received: a model. "
@@ -559,14 +564,14 @@ class States(Replicas):
         )
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
-        """Make what was observed of states part of them.
+        """Enter the observations of states into the states.
 
         Args:
             variables: State variables.
 
         Raises:
-            ValueError: If the framework hands gradients out, instead of
-                keeping them with the variables.
+            ValueError: If the framework returns gradients instead of storing
+                them in the variables.
         """
         raise ValueError(
             f"On {self.name} gradients are not stored in the variables. "
@@ -577,7 +582,7 @@ class States(Replicas):
 
 
 class Backend(Arithmetic, Tracing, Gradients, Memory, States):
-    """What is asked of a backend, in `keras.ops` where that is enough."""
+    """The interface of a backend, implemented in `keras.ops` where possible."""
 
     name = "keras.ops"
 
@@ -585,8 +590,8 @@ class Backend(Arithmetic, Tracing, Gradients, Memory, States):
     """Whether compiled steps are functions of the values of variables."""
 
     keeps_variables_in_graphs = False
-    """Whether compiled steps read variables themselves, out of our sight."""
+    """Whether compiled steps read variables without calling this package."""
 
     def device_name(self) -> str:
-        """Name the device: `"cpu"`, or for instance `"NVIDIA H200"`."""
+        """Return the device's name, such as `"cpu"` or `"NVIDIA H200"`."""
         return "cpu"

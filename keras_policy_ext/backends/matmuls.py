@@ -19,19 +19,19 @@ Shapes = tuple[Any, Any]
 Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
 
 OTHER_SCALES = "its scales are those of other tiles"
-"""Why a kernel refuses a matmul whose scales it does not support."""
+"""The reason of a kernel that does not support the scales of a matmul."""
 
 ROW = Tile(free=1)
-"""A scale for each row of a matrix that a matmul reads."""
+"""One scale per row of the matrix that a matmul reads."""
 
 
 class Choice(NamedTuple):
-    """Which kind of kernel runs a contraction, and why.
+    """The kind of kernel that runs a contraction, and the reason.
 
     Attributes:
         kind: `"native"` (the matmul reads float8 operands) or `"emulated"`
-            (the same numbers, multiplied in float32 or, where that is no
-            less exact, in bfloat16).
+            (the same values, multiplied in float32 or, if that is as exact, in
+            bfloat16).
         reason: One sentence for the user.
     """
 
@@ -45,15 +45,15 @@ class Choice(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A matmul that a kernel is wanted for.
+    """A matmul that needs a kernel.
 
     Attributes:
         matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        a: What becomes of the first operand.
-        b: What becomes of the second one.
-        batched: Whether there may be several matrices of each.
+        a: How the first operand is quantized.
+        b: How the second operand is quantized.
+        batched: Whether each operand may be a batch of matrices.
         prefer: `"auto"`, `"native"` or `"emulated"`.
-        for_xla: Whether XLA is going to compile it, where that is known.
+        for_xla: Whether XLA is known to compile it.
     """
 
     matmul: str
@@ -70,7 +70,7 @@ class Request(NamedTuple):
 
     @property
     def of_rows(self) -> bool:
-        """True if an operand has a scale per row, the other per row or one."""
+        """True if one operand has row scales, the other row or tensor ones."""
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
 
     @property
@@ -80,22 +80,22 @@ class Request(NamedTuple):
 
     @property
     def tiles(self) -> tuple[Tile, Tile]:
-        """How far one scale of each operand reaches."""
+        """The part of each operand that shares one scale."""
         return self.a.tile, self.b.tile
 
 
 class MatmulKernel(Protocol):
-    """One way to multiply two matrices.
+    """A kernel that multiplies two matrices.
 
-    It may have two things more. `writes_float32` is true if a result in
-    float32 costs no more than its memory. `adding(bias)` returns a kernel
-    that adds a number for each column, in the dtype of the result, before it
-    rounds to that; None where there is none.
+    It may have two more members. `writes_float32` is true if a float32 output
+    costs no more than its memory. `adding(bias)` returns a kernel that adds a
+    bias per column, in the dtype of the output, before rounding to it; None if
+    there is no such kernel.
     """
 
     @property
     def native(self) -> bool:
-        """Return True if it reads float8 operands."""
+        """True if the kernel reads float8 operands."""
 
     def supports(self, request: Request) -> str | None:
         """Return why this kernel does not support a matmul, or None."""
@@ -111,7 +111,7 @@ class MatmulKernel(Protocol):
         Args:
             a: (b, m, k).
             b: (b, n, k).
-            dtype: Of the result.
+            dtype: The dtype of the result.
             fast: Whether a GPU may accumulate with fewer bits.
 
         Returns:
@@ -123,26 +123,27 @@ class Convolutions(Protocol):
     """A convolution of float32 tensors, and its gradients."""
 
     reason: str
-    """Why they are not of float8 tensors."""
+    """Why there is no float8 convolution."""
 
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
-        """The outputs."""
+        """Compute the outputs of a convolution."""
 
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
-        """The gradient of inputs of this shape."""
+        """Compute the gradient of inputs of this shape."""
 
     def kernel_grad(
         self, conv: Any, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
-        """The gradient of a kernel of this shape."""
+        """Compute the gradient of a kernel of this shape."""
 
 
 class StateKernels(Protocol):
-    """What a source computes of a state, in a kernel for each question.
+    """Kernels for the state arithmetic of a scale source.
 
-    The numbers are those of the source, whose methods are called the same.
+    Their methods have the names of the source's methods and return the same
+    values.
     """
 
     def supports(self, source: Any, state: Tensor) -> str | None:
@@ -154,7 +155,7 @@ class StateKernels(Protocol):
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        """One use of a layer; amaxes may be those of parts of an operand."""
+        """Return the observation of one use of a layer."""
 
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
         """Return the new state when a value is assigned to it."""
@@ -165,32 +166,32 @@ class Engine:
     """The kernels of one framework.
 
     Attributes:
-        name: That of the framework.
-        device: Says which device it computes on.
-        matmuls: The ways to multiply, the best first; the last supports
+        name: The name of the framework.
+        device: Returns the device that it computes on.
+        matmuls: The matmul kernels, the best first; the last one supports
             everything.
-        plain: Multiplies what is not quantized.
-        convolutions: Those of the framework.
-        cast: Takes a tensor, the scale of each number, the name of a format,
-            and whether to multiply by the scale instead of dividing by it;
-            returns numbers of the format, in float32 or in its dtype.
-        narrow_cast: The same, in the dtype of the format.
-        widen: Takes numbers in a float8 dtype or in float32, and the dtype in
-            which a layer computes; returns them in that where the engine
-            multiplies such numbers, otherwise in float32.
-        both_layouts: Casts for both matmuls of an operand in one pass; None
-            where casting and transposing are left to the framework.
-        training_cast: The same as `cast` for layers in training, which are
-            not exported; None where that makes no difference.
-        encode: Takes numbers of a format in float32 and its name; returns
-            their codes.
-        decode: Takes codes and the name of a format; returns the numbers.
-        casts_before_amax: Whether a compiler takes into one kernel the cast
-            and the amax of a tensor, if its scale does not wait.
+        plain: Multiplies operands that are not quantized.
+        convolutions: The convolutions of the framework.
+        cast: Takes a tensor, the scale of each element, the name of a format,
+            and whether to multiply by the scale instead of dividing by it.
+            Returns values of the format, in float32 or in its dtype.
+        narrow_cast: Like `cast`, but returns the dtype of the format.
+        widen: Takes values in a float8 dtype or in float32, and the compute
+            dtype of a layer. Returns them in the compute dtype if the engine
+            multiplies in it, otherwise in float32.
+        both_layouts: Casts an operand for both of its matmuls in one pass;
+            None if casting and transposing are left to the framework.
+        training_cast: Like `cast`, for layers in training, which are never
+            exported; None to use `cast`.
+        encode: Takes float32 values of a format and its name; returns their
+            codes.
+        decode: Takes codes and the name of a format; returns the values.
+        casts_before_amax: Whether a compiler fuses the cast and the amax of a
+            tensor if its scale does not depend on the amax.
         requantizes_kernels: Whether kernels are quantized again in the
             backward pass, and their codes not saved: see `RequantizedKernel`.
-        states: The arithmetic of states as kernels of its own, the best
-            first; that of the source in `keras.ops` follows.
+        states: Kernels for the state arithmetic, the best first. The source's
+            own arithmetic in `keras.ops` is the fallback.
     """
 
     name: str
@@ -211,7 +212,7 @@ class Engine:
 
     @property
     def cast_in_training(self) -> Cast:
-        """See `training_cast`."""
+        """The cast for layers in training; see `training_cast`."""
         return self.training_cast or self.cast
 
     def state_kernels_for(
@@ -224,10 +225,10 @@ class Engine:
         return None
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
-        """The first kernel that supports a matmul, and why it is that one.
+        """Return the first kernel that supports a matmul, and the reason.
 
-        A user asks why a matmul is not native: the reason is then that of
-        the first kernel for such scales which does not support it.
+        If the matmul is not native, the reason is that of the first kernel for
+        such scales which does not support it.
         """
         refusals = []
         for kernel in self.matmuls:
@@ -245,7 +246,7 @@ class Engine:
 
 
 def _described(tile: Tile) -> str:
-    """Describe what one scale belongs to."""
+    """Describe in words what shares one scale."""
     if tile.is_whole:
         return "a scale for a tensor"
     return "scales of rows" if tile == ROW else "scales of blocks"

@@ -13,18 +13,18 @@ from keras_policy_ext._types import Tensor
 
 
 class Product(NamedTuple):
-    """A matrix product or a convolution in a program.
+    """A matmul or a convolution in a program.
 
     Attributes:
-        multiplications: How many, each with its addition.
-        sizes: The number of entries of each operand.
+        multiplications: The number of multiplications, each with its addition.
+        sizes: The number of elements of each operand.
     """
 
     multiplications: int
     sizes: tuple[int, int]
 
     def times(self, repeats: int) -> Product:
-        """The same product, computed so many times."""
+        """Return the same matmul, computed several times."""
         return self._replace(multiplications=repeats * self.multiplications)
 
 
@@ -32,9 +32,9 @@ class Traced(NamedTuple):
     """The outputs and the matmuls of a traced function.
 
     Attributes:
-        outputs: Its outputs, with a `keras.KerasTensor` for each tensor.
-        products: In the order of the program.
-        is_complete: Whether it is known how often each of them is computed.
+        outputs: The outputs, with a `keras.KerasTensor` for each tensor.
+        products: The matmuls, in the order of the program.
+        is_complete: Whether the number of runs of each is known.
     """
 
     outputs: Any
@@ -43,7 +43,7 @@ class Traced(NamedTuple):
 
 
 def einsum(equation: str, *shapes: Sequence[int]) -> Product:
-    """The product of an einsum equation of two operands."""
+    """Return the matmul of an einsum equation of two operands."""
     sizes: dict[str, int] = {}
     terms = equation.replace(" ", "").partition("->")[0].split(",")
     for term, shape in zip(terms, shapes, strict=True):
@@ -58,7 +58,7 @@ def einsum(equation: str, *shapes: Sequence[int]) -> Product:
 
 
 def matmul(first: Sequence[int], second: Sequence[int]) -> Product:
-    """The product of two tensors, by the rules of `ops.matmul`."""
+    """Return the matmul of two tensors, by the rules of `ops.matmul`."""
     left = "..." + "rk"[-len(first) :]
     right = "...kc" if len(second) > 1 else "...k"
     return einsum(f"{left},{right}", first, second)
@@ -67,13 +67,13 @@ def matmul(first: Sequence[int], second: Sequence[int]) -> Product:
 def convolution(
     positions: int, inputs: Sequence[int], kernel: Sequence[int]
 ) -> Product:
-    """The product of a convolution.
+    """Return the multiplications of a convolution.
 
     Args:
-        positions: How often each entry of the kernel is multiplied with
-            something: positions of the outputs, those of all samples.
-        inputs: Their shape.
-        kernel: Its shape.
+        positions: How often each kernel element is used: the number of output
+            positions of all samples.
+        inputs: The shape of the inputs.
+        kernel: The shape of the kernel.
     """
     entries = math.prod(kernel)
     return Product(positions * entries, (math.prod(inputs), entries))
@@ -85,12 +85,12 @@ _SCOPE = "kpe_layer_"
 
 
 class Kept(NamedTuple):
-    """One tensor that the backward pass reads of the forward pass.
+    """A tensor of the forward pass that the backward pass reads.
 
     Attributes:
-        layer: The number of the layer that keeps it; None if that is unknown.
-        bytes: Its size.
-        of_weights: Whether it is made of weights, whatever the batch is.
+        layer: The number of the layer that saves it; None if unknown.
+        bytes: The size in bytes.
+        of_weights: Whether it depends on weights only, not on the batch.
     """
 
     layer: int | None
@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What is kept, and how that was found out."""
+    """The saved tensors, and how they were found."""
 
     kept: list[Kept]
     by: str
@@ -107,17 +107,17 @@ class Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """A forward pass as a function, of which gradients are taken.
+    """A forward pass as a function whose gradients are taken.
 
     Attributes:
-        call: `call(values, batch, inside)`, of a value for each variable, and
-            of the batch. Each layer is called in `inside(number)`. Returns a
-            list of floating tensors.
-        variables: What the forward pass reads and may assign.
-        trained: Of which of them a gradient is taken.
-        weights: Which of them are weights.
-        batch: Nested `keras.KerasTensor`, with all sizes.
-        for_xla: Whether XLA compiles it where a framework leaves a choice.
+        call: `call(values, batch, inside)`, with a value for each variable. It
+            calls each layer in `inside(number)` and returns a list of
+            floating-point tensors.
+        variables: The variables that the forward pass reads and may assign.
+        trained: For each variable, whether its gradient is taken.
+        weights: For each variable, whether it is a weight.
+        batch: Nested `keras.KerasTensor` without unknown sizes.
+        for_xla: Whether XLA compiles it, if the framework has a choice.
         held: Tensors of the framework that the model holds, its variables
             among them, where the framework knows them.
     """
@@ -132,23 +132,23 @@ class MeasuredStep:
 
 
 def scope_name(number: int) -> str:
-    """A name for the operations of a layer, which `layer_of` finds again."""
+    """Return a name scope for a layer's operations; see `layer_of`."""
     return f"{_SCOPE}{number}"
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the innermost layer in the name of an operation."""
+    """Return the innermost layer's number in an operation's name, or None."""
     found = re.findall(rf"{_SCOPE}(\d+)", name)
     return int(found[-1]) if found else None
 
 
 class Origin:
-    """A tensor, or one that shows the memory of it.
+    """A tensor that owns memory, or a view of it.
 
     Attributes:
-        bytes: Its size.
-        sources: What it is computed of: `"weights"`, `"batch"`, `"others"`.
-        is_given: Whether it is there before the step.
+        bytes: The size in bytes.
+        sources: What it is computed from: `"weights"`, `"batch"`, `"others"`.
+        is_given: Whether it exists before the step.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class Origin:
 
 
 def kept_of(origin: Origin, layer: int | None) -> Kept | None:
-    """What is kept of a tensor; None of one that is there anyway.
+    """Return what is saved of a tensor; None if it exists anyway.
 
-    Those are weights, the batch, and what a compiler knows without either.
+    Weights, the batch and constants exist anyway.
     """
     if origin.is_given or not origin.sources:
         return None
@@ -171,5 +171,5 @@ def kept_of(origin: Origin, layer: int | None) -> Kept | None:
 
 
 def source_of_variable(is_weight: bool) -> str:
-    """What stands in `Origin.sources` for a variable."""
+    """Return the name in `Origin.sources` for a variable."""
     return "weights" if is_weight else "others"

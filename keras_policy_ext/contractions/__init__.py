@@ -1,7 +1,7 @@
-"""Contractions in float8: the outputs of one, and its two gradients.
+"""Contractions in float8: outputs and gradients.
 
-`kinds` says what is multiplied, `equations` turns it into matrices, and a
-`Plan` says how the operands are quantized. `run` computes a plan.
+`kinds` defines the contractions, `equations` turns them into matmuls, and a
+`Plan` defines how the operands are quantized. `run` computes a plan.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def make_plan(
 def run(
     plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
 ) -> Any:
-    """The outputs of a plan, with its gradients.
+    """Compute the outputs of a plan, with its gradients.
 
     Args:
         plan: From `make_plan`.
@@ -124,7 +124,7 @@ def run(
 
 @functools.cache
 def _unrounded(plan: Plan) -> Plan:
-    """A plan for outputs of the same shape and dtype, in less time."""
+    """Return a faster plan for outputs of the same shape and dtype."""
     return dataclasses.replace(plan, recipe=_NOTHING_ROUNDED)
 
 
@@ -133,9 +133,10 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
     """Return the function that turns an assigned value into a state.
 
     Returns:
-        A function of the value, (rows, width or more): an observation, a
-        settled state or zeros; and of the state before, (rows, width). It
-        returns the state, (rows, width). The same object for equal recipes.
+        A function `(value, previous)` that returns the new state, (rows,
+        width). `value`, (rows, width or more), is an observation, a settled
+        state or zeros; `previous`, (rows, width), is the state before. The
+        same object for equal recipes.
     """
     source = state_source_of(recipe)
 
@@ -156,8 +157,9 @@ def catching_up(
     """Return the function that raises the scale of a state to fit a kernel.
 
     Args:
-        recipe: One that observes amaxes.
-        beyond: How many times as large as its scale allows a kernel may be.
+        recipe: A recipe that observes amaxes.
+        beyond: By what factor a kernel may exceed the largest value that its
+            scale allows.
 
     Returns:
         A function of the amax of the kernel and of its state: see
@@ -206,10 +208,10 @@ def select(
 
 
 def compute_dtype(dtype: Any) -> str:
-    """The name of a dtype that products can be in.
+    """Return the name of a dtype that a matmul can compute in.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not such a dtype.
     """
     with contextlib.suppress(ValueError, TypeError):
         name: str = keras.backend.standardize_dtype(dtype)

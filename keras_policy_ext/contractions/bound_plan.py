@@ -1,4 +1,4 @@
-"""A plan bound to a device: its kernels, casts and layouts are chosen once."""
+"""A plan bound to a device: kernels, casts and layouts are selected once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from keras_policy_ext.recipes import MATMULS, OPERANDS
 
 
 class BoundMatmul:
-    """One of the three matmuls.
+    """One of the three matmuls of a contraction, with its kernel.
 
     Args:
         plan: A `Plan`.
         matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        kernel: The kernel that multiplies.
+        kernel: The matmul kernel.
         operands: Both operands, in the order of `MATMULS`.
     """
 
@@ -52,9 +52,9 @@ class BoundMatmul:
         """Multiply two quantized operands.
 
         Args:
-            a: The first operand, as it was quantized.
-            b: The second operand, likewise.
-            shapes: Of the inputs and the kernel.
+            a: The first operand, quantized.
+            b: The second operand, quantized.
+            shapes: The shapes of the inputs and of the kernel.
         """
         return self._product(self._kernel, a, b, shapes)
 
@@ -67,7 +67,7 @@ class BoundMatmul:
             a: See `__call__`.
             b: See `__call__`.
             shapes: See `__call__`.
-            bias: In the dtype of the product; None for none.
+            bias: In the dtype of the output; None for no bias.
         """
         product = self(a, b, shapes)
         return product if bias is None else ops.add(product, bias)
@@ -82,12 +82,12 @@ class BoundMatmul:
 
 
 class MatmulWithBias(BoundMatmul):
-    """A matmul whose kernel adds a number for each column before it rounds."""
+    """A matmul whose kernel adds a bias per column before it rounds."""
 
     def add(
         self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
     ) -> Tensor:
-        """Multiply, and have the kernel add the bias where it can."""
+        """Multiply; let the kernel add the bias if it can."""
         if bias is not None:
             columns = self._contraction.of_columns(bias, shapes)
             kernel = None if columns is None else self._kernel.adding(columns)
@@ -102,7 +102,7 @@ def bind_matmul(
     selection: tuple[Any, Choice],
     operands: dict[str, BoundOperand],
 ) -> BoundMatmul:
-    """Choose how a matmul of a plan is computed.
+    """Select how a matmul of a plan is computed.
 
     Args:
         plan: A `Plan`.
@@ -118,12 +118,12 @@ def bind_matmul(
 
 
 def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
-    """Choose the dtype of a product.
+    """Return the output dtype of a matmul.
 
-    The gradient of a kernel is rounded to the compute dtype. Not to float16,
-    in which the gradient of a float32 kernel could overflow; and not where
-    the kernel writes float32: a pass that widens what is rounded to 16 bits
-    moves 6 bytes for a number.
+    The kernel gradient is rounded to the compute dtype, with two exceptions.
+    In float16 the gradient of a float32 kernel could overflow. If the matmul
+    kernel writes float32 at no extra cost, a separate pass from 16 bits to
+    float32 would move 6 bytes per element.
     """
     if matmul != "kernel_grad":
         return str(plan.inputs_dtype)
@@ -139,14 +139,16 @@ class Residuals:
     """The tensors that are saved for the backward pass.
 
     Attributes:
-        inputs: What `kernel_grad` reads, as it was quantized, in the axes of
-            the operand where it has one scale; a transposed copy would be one
-            more tensor.
-        kernel: What `inputs_grad` reads, likewise.
-        known: What the state said; None for a recipe without.
-        amaxes: Of inputs and kernel, float32 scalars; None if not observed.
-        shapes: Of the inputs and the kernel; scalars for sizes that a graph
-            of TensorFlow does not know.
+        inputs: The quantized inputs that `kernel_grad` reads. With one scale
+            they have the axes of the operand, since a transposed copy would be
+            one more tensor.
+        kernel: The quantized kernel that `inputs_grad` reads, in the same
+            layout.
+        known: The reading of the state; None for a recipe without state.
+        amaxes: The amaxes of the inputs and the kernel, float32 scalars; None
+            if not observed.
+        shapes: The shapes of the inputs and the kernel; scalar tensors for
+            sizes that a TensorFlow graph does not know.
         engine: The kernels of the framework.
     """
 
@@ -158,10 +160,11 @@ class Residuals:
     engine: Engine
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """The tensors, in the order in which `BoundPlan.residuals` takes them.
+        """Return the tensors in the order that `BoundPlan.residuals` takes.
 
         Args:
-            narrow: Whether operands are, where the framework says so.
+            narrow: Whether to convert operands to the dtypes in which the
+                framework saves them.
         """
         operands: tuple[Quantized, ...] = (self.inputs, self.kernel)
         if narrow:
@@ -174,7 +177,7 @@ class Residuals:
 
 
 def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
-    """Operands in the dtypes in which the framework saves them."""
+    """Convert operands to the dtypes in which the framework saves them."""
     framework, encode = backends.current(), engine.encode
     found = []
     for operand in operands:
@@ -189,7 +192,11 @@ def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
 def settled(
     known: StateReading | None, state: tuple[Tensor, ...] = ()
 ) -> StateReading | None:
-    """What the state says, or less where a choice is already made."""
+    """Return the reading of a state, without flags that are known.
+
+    If the host knows that all operands were observed, the flags of unobserved
+    operands are dropped, or `seen_lately` is set.
+    """
     if not isinstance(known, HistoryScales) or known.unseen is None:
         return known
     framework = backends.current()
@@ -200,10 +207,10 @@ def settled(
 
 
 class SavedKernel:
-    """Saves the codes of a kernel."""
+    """Saves the codes of a kernel for the backward pass."""
 
     def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
-        """Return what is saved of a kernel.
+        """Return the tensor to save for a kernel.
 
         Args:
             kernel: The weights.
@@ -214,11 +221,11 @@ class SavedKernel:
     def load(
         self, saved: Quantized, outputs_grad: Quantized
     ) -> tuple[Quantized, Quantized]:
-        """Return output gradient and kernel as `inputs_grad` reads them.
+        """Return outputs gradient and kernel as `inputs_grad` reads them.
 
         Args:
             saved: From `save`, with the quantization of the kernel.
-            outputs_grad: Quantized.
+            outputs_grad: The quantized gradient of the outputs.
         """
         return outputs_grad, saved
 
@@ -227,7 +234,7 @@ class RequantizedKernel(SavedKernel):
     """Saves the weights, and quantizes them again in the backward pass.
 
     Args:
-        contraction: What is multiplied.
+        contraction: The contraction.
         engine: The kernels of the framework.
     """
 
@@ -263,7 +270,7 @@ class RequantizedKernel(SavedKernel):
 def bind_saved_kernel(
     plan: Any, engine: Engine, selections: dict[str, tuple[Any, Choice]]
 ) -> SavedKernel:
-    """Choose what is saved of the kernel of a plan.
+    """Select how a plan saves its kernel for the backward pass.
 
     Args:
         plan: A `Plan`.
@@ -286,12 +293,12 @@ def bind_saved_kernel(
 
 
 class BoundPlan:
-    """A `Plan` on a device: its kernels, casts and layouts are chosen.
+    """A `Plan` bound to a device, with its kernels, casts and layouts.
 
     Args:
         plan: A `Plan`.
         engine: The kernels of the framework.
-        device: The device that they are chosen for.
+        device: The device that they are selected for.
 
     Attributes:
         plan: See above.
@@ -338,14 +345,14 @@ class BoundPlan:
         observe: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Residuals]:
-        """Compute the outputs, and what is saved for the backward pass.
+        """Compute the outputs, and the tensors saved for the backward pass.
 
         Args:
             inputs: Of dtype `Plan.inputs_dtype`.
             kernel: Of dtype `Plan.kernel_dtype`.
             state: The state matrix of the recipe, or nothing.
             observe: Whether amaxes are needed for the state.
-            bias: To be added, of dtype `Plan.inputs_dtype`; None for none.
+            bias: Of dtype `Plan.inputs_dtype`; None for no bias.
 
         Returns:
             The outputs, of dtype `Plan.inputs_dtype`, and residuals.
@@ -368,7 +375,7 @@ class BoundPlan:
 
         Args:
             leaves: The tensors.
-            shapes: Of the inputs and the kernel.
+            shapes: The shapes of the inputs and of the kernel.
         """
         found = iter(leaves)
         kept = self.plan.operands.kept
@@ -381,9 +388,9 @@ class BoundPlan:
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Add the amaxes to residuals of a forward pass that did not observe.
+        """Add amaxes to the residuals of a forward pass without observation.
 
-        Without training the amax of the kernel stands for that of the inputs.
+        Outside of training the amax of the kernel is used for both operands.
         """
         if not self._observes_amaxes or residuals.known is None:
             return residuals
@@ -399,16 +406,17 @@ class BoundPlan:
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-        """Compute the gradients of inputs, kernel and state.
+        """Compute the gradients of the inputs, the kernel and the state.
 
         Args:
             residuals: From `forward`.
             outputs_grad: Of dtype `Plan.inputs_dtype`.
             state: As for `forward`.
-            needed: Whether the gradients of inputs and kernel are wanted.
+            needed: Whether to compute the gradients of the inputs and of the
+                kernel.
 
         Returns:
-            The three; None for a gradient that is not needed.
+            The three gradients; None for one that is not needed.
         """
         known, shapes = settled(residuals.known, state), residuals.shapes
         observe = (
@@ -437,7 +445,7 @@ class BoundPlan:
         return tuple(self._source.caught_up(amax, each) for each in state)
 
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        """Compute the gradients of the gradients: see `gradients`."""
+        """Differentiate the gradients once more; see `gradients`."""
         return gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
@@ -471,7 +479,7 @@ class BoundPlan:
         return self._observation(numbers, state)
 
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
-        """Return the gradient of the state: one observed number for a row."""
+        """Return the observation, from one observed number per row."""
         states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
@@ -481,7 +489,7 @@ class BoundPlan:
         return found
 
     def _of_kernel(self, amax: Tensor, known: Any, state: Tensor) -> Tensor:
-        """Compute the gradient of the state from the kernel alone."""
+        """Return the gradient of the state, observing the kernel only."""
         outgrown = self._source.outgrown(amax, known)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)

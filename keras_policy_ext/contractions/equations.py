@@ -1,4 +1,4 @@
-"""Einsum equations as data, and the matrices that they multiply."""
+"""Einsum equations of two operands, and the matrices that they multiply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Terms(NamedTuple):
 
 
 def split(equation: str) -> Terms:
-    """Split and check `"ab,bc->ac"`.
+    """Split an equation such as `"ab,bc->ac"` into terms, and check it.
 
     Args:
         equation: Two operands, an explicit output; `...` is allowed.
@@ -108,12 +108,14 @@ class Form(NamedTuple):
 
     Attributes:
         first: The term of the inputs.
-        second: That of the kernel.
-        out: That of the outputs.
-        batch: In both operands and in the output.
-        rows: In the inputs and in the output, in the order of the inputs.
-        columns: In the kernel and in the output, in the order of the output.
-        contracted: In both operands only.
+        second: The term of the kernel.
+        out: The term of the outputs.
+        batch: Letters in both operands and in the output.
+        rows: Letters in the inputs and in the output, in the order of the
+            inputs.
+        columns: Letters in the kernel and in the output, in the order of the
+            output.
+        contracted: Letters in both operands only.
     """
 
     first: str
@@ -125,30 +127,32 @@ class Form(NamedTuple):
     contracted: str
 
     def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
-        """The size of each letter.
+        """Return the size of each letter.
 
         Args:
             inputs: The shape of the inputs.
-            kernel: That of the kernel.
+            kernel: The shape of the kernel.
         """
         letters = self.first + self.second
         return dict(zip(letters, (*inputs, *kernel), strict=True))
 
     def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
-        """An operand without the axes that no other term has.
+        """Sum an operand over the axes that no other term has.
 
-        They are summed before anything is quantized.
+        This is done before quantization.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: The operand, an axis for each letter of its term.
-            dtype: In which they are summed.
+            x: The operand, one axis per letter of its term.
+            dtype: The dtype to sum in.
         """
         alone = axes_alone(self, operand)
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
-        """The home matrix of an operand.
+        """Return the home matrix of an operand.
+
+        It has three axes: batch, free and contracted letters, each flattened.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -167,14 +171,14 @@ class Form(NamedTuple):
         return framework.reshape(x, shape)
 
     def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
-        """What is said of each axis of an operand, of those of its matrix.
+        """Map entries for the axes of an operand to the axes of its matrix.
 
-        Of merged axes what is said of the first one, if nothing is said of
-        the others; None if something is.
+        A matrix axis gets the entry of the first axis flattened into it. It is
+        None if one of the other axes has an entry too.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            axes: Something, or something empty, for each letter of its term.
+            axes: An entry, possibly empty, for each letter of its term.
         """
         term, free, summed = self._home(operand)
         said = dict(zip(term, axes, strict=True))
@@ -184,7 +188,7 @@ class Form(NamedTuple):
         )
 
     def lies_across(self, operand: str) -> bool:
-        """True if an operand lies in memory as the transpose of its matrix.
+        """Return True if an operand is stored as its matrix transposed.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -195,24 +199,24 @@ class Form(NamedTuple):
         return kept == order and bool(free) and bool(summed)
 
     def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """The outputs, from (B, R, C)."""
+        """Return the outputs from their matrix (B, R, C)."""
         return self._tensor(
             matrix, self.batch + self.rows + self.columns, self.out, sizes
         )
 
     def inputs_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """The gradient of the inputs, from (B, R, K)."""
+        """Return the gradient of the inputs from its matrix (B, R, K)."""
         return self._tensor(
             matrix, self.batch + self.rows + self.contracted, self.first, sizes
         )
 
     def kernel_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """The gradient of the kernel, from (B, K, C)."""
+        """Return the gradient of the kernel from its matrix (B, K, C)."""
         order = self.batch + self.contracted + self.columns
         return self._tensor(matrix, order, self.second, sizes)
 
     def _home(self, operand: str) -> tuple[str, str, str]:
-        """The term of an operand, its free letters and its summed ones."""
+        """Return the term of an operand, its free and its summed letters."""
         return {
             "inputs": (self.first, self.rows, self.contracted),
             "kernel": (self.second, self.columns, self.contracted),
@@ -222,9 +226,10 @@ class Form(NamedTuple):
     def _tensor(
         self, matrix: Tensor, order: str, term: str, sizes: Sizes
     ) -> Tensor:
-        """A matrix with an axis for each letter of a term, in its order.
+        """Reshape and transpose a matrix to the axes of a term.
 
-        A gradient is constant along an axis that was summed alone.
+        Broadcast it over axes that were summed: the gradient is constant
+        there.
         """
         framework = backends.current()
         x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
@@ -241,7 +246,7 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def form_of(equation: str) -> Form:
-    """The matrices of an explicit equation, such as `"abc,cd->abd"`."""
+    """Return the matrices of an explicit equation, such as `"abc,cd->abd"`."""
     first, second, out = split(equation)
     return Form(
         first,
@@ -266,11 +271,11 @@ def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
 def _home_axes(
     form: Form, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Say how the axes of an operand make up its home matrix.
+    """Return how the axes of an operand are flattened into its home matrix.
 
     Returns:
-        The permutation of the axes, None where they are in order; and, for
-        each axis of the matrix, the axes of the operand that it flattens.
+        The permutation of the axes, None if they are in order; and, for each
+        axis of the matrix, the axes of the operand that it flattens.
     """
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]
@@ -287,6 +292,6 @@ def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
 
 
 def shape_of(x: Tensor) -> tuple[Any, ...]:
-    """The sizes of a tensor: numbers, or scalars where they are not known."""
+    """Return the sizes of a tensor; a scalar tensor for each unknown size."""
     shape = tuple(x.shape)
     return tuple(ops.shape(x)) if None in shape else shape

@@ -1,4 +1,4 @@
-"""The product with a kernel that is stored in float8, and not trained."""
+"""The contraction with a float8 kernel that is stored and not trained."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _LARGEST_INPUT = formats.get(_INPUTS).max
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
-    """One product with a stored kernel, ready to run; hashable.
+    """A contraction with a stored kernel, ready to run; hashable.
 
-    What it is given beside the inputs are constants: the codes of the kernel,
-    its scales, and the scale of the inputs where that was found before.
+    Its other operands are constants: the codes of the kernel, its scales, and
+    the scale of the inputs if it is static.
 
     Attributes:
-        contraction: What is multiplied.
-        recipe: How kernel and inputs are quantized.
-        axes: Which axes of the kernel share a scale.
-        dtype: Of inputs and outputs: the compute dtype.
-        prefer: As for `Plan`.
-        for_xla: As for `Plan`.
+        contraction: The contraction.
+        recipe: How the kernel and the inputs are quantized.
+        axes: The axes of the kernel that share a scale.
+        dtype: The dtype of the inputs and outputs: the compute dtype.
+        prefer: See `Plan`.
+        for_xla: See `Plan`.
     """
 
     contraction: Any
@@ -51,19 +51,19 @@ class FrozenPlan:
     for_xla: bool = False
 
     def resolved(self) -> FrozenPlan:
-        """This plan, with what is preferred here and now."""
+        """Return this plan with the current value of `prefer`."""
         if self.prefer:
             return self
         return dataclasses.replace(self, prefer=preferred())
 
     @property
     def only_widens(self) -> bool:
-        """Return True if inputs are not rounded."""
+        """True if the inputs are not quantized."""
         return self.recipe.activations is None
 
     @property
     def choice(self) -> Choice:
-        """Which kind of kernel runs the product, and why."""
+        """The kind of kernel that runs the matmul, and the reason."""
         if self._asked("inputs") is None:
             return Choice(
                 "emulated",
@@ -75,12 +75,12 @@ class FrozenPlan:
         return self._chosen[1]
 
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
-        """The outputs.
+        """Compute the outputs.
 
         Args:
             inputs: Of dtype `dtype`.
-            constants: Codes, or the kernel widened; scales, and perhaps the
-                scale of the inputs.
+            constants: The codes or values of the kernel, its scales, and the
+                scale of the inputs if it is static.
 
         Returns:
             Outputs of dtype `dtype`.
@@ -106,14 +106,14 @@ class FrozenPlan:
     def inputs_grad(
         self, outputs_grad: Tensor, constants: Constants, shape: Any
     ) -> Tensor:
-        """The gradient of the inputs, in the compute dtype.
+        """Compute the gradient of the inputs, in the compute dtype.
 
-        Rounding the inputs is taken for the identity.
+        The gradient ignores the rounding of the inputs (straight-through).
 
         Args:
             outputs_grad: Of dtype `dtype`.
-            constants: As for `forward`.
-            shape: Of the inputs.
+            constants: See `forward`.
+            shape: The shape of the inputs.
         """
         codes, scale, *_ = constants
         equation = self._gradient_equation
@@ -129,10 +129,10 @@ class FrozenPlan:
 
     @property
     def _is_einsum(self) -> bool:
-        """Return True if one einsum of the kernel as it lies does it.
+        """True if one einsum on the unpermuted kernel computes this plan.
 
-        A matrix made of it would be read against the order of memory: for
-        one row XLA takes twice as long (JAX 0.10, CPU).
+        A permuted kernel would be read with large strides: for one row XLA
+        takes twice as long (JAX 0.10, CPU).
         """
         contraction = self.contraction
         return isinstance(contraction, Einsum) and (
@@ -141,7 +141,7 @@ class FrozenPlan:
 
     @property
     def _gradient_equation(self) -> str | None:
-        """The einsum of the gradient; None where it is not one."""
+        """The einsum of the inputs gradient; None if it is not an einsum."""
         if not self._is_einsum:
             return None
         first, second, out = equations.split(self.contraction.equation)
@@ -151,7 +151,7 @@ class FrozenPlan:
     def _einsum(
         self, equation: str, x: Tensor, codes: Tensor, scale: Tensor
     ) -> Tensor:
-        """One einsum with the kernel, in the dtype of `x`, then cast."""
+        """Compute an einsum with the kernel in the dtype of `x`, then cast."""
         dtype = keras.backend.standardize_dtype(x.dtype)
 
         def product(codes: Tensor, scale: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class FrozenPlan:
 
     @functools.cached_property
     def _chosen(self) -> tuple[Any, Choice]:
-        """Select the kernel for two quantized operands, with the reason."""
+        """The kernel for two quantized operands, and the reason."""
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
         request = Request("forward", a, b, False, self.prefer, self.for_xla)
@@ -184,7 +184,7 @@ class FrozenPlan:
 
     @functools.cached_property
     def _has_matrix(self) -> bool:
-        """True if the scales of the kernel are those of its home matrix."""
+        """True if the scales fit the axes of the kernel's home matrix."""
         if not self._is_einsum:
             return False
         form = self.contraction.form
@@ -196,7 +196,7 @@ class FrozenPlan:
         return set(summed) == set(form.contracted) and not form.batch
 
     def _runs_natively(self, codes: Tensor) -> bool:
-        """True if a matmul reads the codes, and they are not widened yet."""
+        """Return True if a float8 matmul can read the codes."""
         native = self._has_matrix and self._chosen[1].native
         return native and not _is_wide(codes)
 
@@ -217,11 +217,11 @@ class FrozenPlan:
         return self.contraction.read(operand, plain)
 
     def _dequantized(self, codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
-        """The kernel in its own axes."""
+        """Dequantize the kernel, in its own axes."""
         return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
-        """Return the dequantized inputs, float32, in their own axes."""
+        """Quantize and dequantize the inputs; float32, in their own axes."""
         scale = known[0] if known else self._scale(inputs)
         engine = backends.engine()
         numbers = engine.cast(inputs, scale, _INPUTS, False)
@@ -229,9 +229,9 @@ class FrozenPlan:
         return ops.multiply(numbers, scale)
 
     def _scale(self, inputs: Tensor) -> Tensor:
-        """That of each token, or example of a convolution.
+        """Return the scale of each token, or of each example of a convolution.
 
-        NaN where a number of one is not finite, so that the outputs tell.
+        It is NaN if a value is not finite, so that the outputs show it.
         """
         axes = self.contraction.summed_axes(len(inputs.shape))
         amax = scaling.amax(inputs, axis=axes, keepdims=True)
@@ -246,7 +246,7 @@ class FrozenPlan:
         known: list[Tensor],
         shapes: Any,
     ) -> Tensor:
-        """The product by a matmul that reads float8 itself."""
+        """Compute the outputs with a matmul that reads float8."""
         engine = backends.engine()
         contraction: Any = self.contraction
         asked: Any = self._asked("inputs")
@@ -263,7 +263,7 @@ class FrozenPlan:
         )
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
-        """The home matrix of the kernel, as it is stored."""
+        """Return the home matrix of the stored kernel."""
         contraction: Any = self.contraction
         narrow = backends.current().as_float8(codes, self.recipe.weights)
         values = contraction.form.matrix("kernel", narrow)
@@ -280,12 +280,11 @@ def dequantized(
     """Dequantize a stored kernel, in its own axes.
 
     Args:
-        recipe: How it is stored.
-        axes: Which of its axes are summed.
-        codes: Its numbers, uint8; or what this function made of them in
-            float32.
-        scale: Its scales.
-        dtype: Of the result.
+        recipe: How the kernel is stored.
+        axes: The summed and the free axes of the kernel.
+        codes: The codes, uint8; or float32 values that this function returned.
+        scale: The scales.
+        dtype: The dtype of the result.
     """
     if _is_wide(codes):
         return ops.cast(codes, dtype)
@@ -296,7 +295,7 @@ def dequantized(
 
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:
-    """Return True if matmuls of this device read codes that are stored so."""
+    """Return True if this device's matmuls read codes stored this way."""
     a, b = (
         recipe.quantization(operand, "forward")
         for operand in ("inputs", "kernel")
@@ -312,7 +311,7 @@ def _is_wide(codes: Tensor) -> bool:
 
 
 def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The scale of each number, from those of blocks of a matrix."""
+    """Expand the scales of blocks to one scale per element of the kernel."""
     columns, rows = axes.sizes(shape)
     for axis in (0, 1):
         scale = backends.current().repeat(scale, BLOCK, axis)
@@ -331,7 +330,7 @@ def _plan_of(*fields: Any) -> FrozenPlan:
 def frozen_plan(
     contraction: Contraction, recipe: FrozenKernels, axes: Axes, dtype: str
 ) -> FrozenPlan:
-    """The plan of a product that is called here and now.
+    """Return the plan of a frozen contraction for the current settings.
 
     The arguments are the first attributes of `FrozenPlan`.
     """
@@ -349,7 +348,7 @@ def frozen_plan(
 
 
 def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
-    """The outputs of a plan, with a gradient to the inputs.
+    """Compute the outputs of a plan, differentiable by the inputs.
 
     Args:
         plan: From `frozen_plan`.

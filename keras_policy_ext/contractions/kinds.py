@@ -1,4 +1,4 @@
-"""Contractions: what is multiplied, apart from how it is scaled."""
+"""Contractions: einsums and convolutions, without their scaling."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from keras_policy_ext.recipes import Quantization
 class Contraction(Hashable, Protocol):
     """A contraction, without its scaling; hashable.
 
-    Its three products are made from reads: the operands as a matmul reads
-    them, quantized or, where a recipe says None, as they are.
+    Its three matmuls take operands as `read` returns them: quantized, or
+    unchanged if the recipe's quantization is None.
     """
 
     @property
     def reads_what_is_quantized(self) -> bool:
-        """True if a matrix is quantized and nothing is cut from it after."""
+        """True if matmuls read the whole matrix that was quantized."""
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Any, Choice]:
-        """Select the kernel for two quantizations, with the reason."""
+        """Select the kernel for two quantizations; return it and the reason."""
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """Return the quantization of an operand for that of a recipe."""
+        """Adapt the quantization that a recipe asks for to this contraction."""
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """The axes of inputs of this rank that make one output.
+        """Return the axes of the inputs that one output depends on.
 
-        Of a convolution, whose windows overlap: all but the first.
+        For a convolution, whose windows overlap: all axes but the first.
         """
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
@@ -58,29 +58,29 @@ class Contraction(Hashable, Protocol):
         Args:
             name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
             x: The operand.
-            asked: What becomes of it; None if nothing does.
+            asked: How it is quantized; None if it is not.
         """
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """What is said of each axis of a kernel, of those of its `operand`.
+        """Map entries for the kernel's axes to the axes of its `operand`.
 
         Args:
-            axes: Something, or something empty, for each axis of the kernel.
-            asked: What becomes of it.
+            axes: An entry, possibly empty, for each axis of the kernel.
+            asked: How it is quantized.
 
         Returns:
-            The same for each axis of `operand("kernel", kernel, asked)`; None
-            for an axis of which it cannot be said.
+            An entry for each axis of `operand("kernel", kernel, asked)`; None
+            for an axis without a definite entry.
         """
 
     def lies_across(self, name: str) -> bool:
-        """True if an operand lies in memory as the transpose of its matrix."""
+        """Return True if an operand is stored as its matrix transposed."""
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return the matrix that the first matmul reads of an operand."""
+        """Return an operand as the matrix that its first matmul reads."""
 
     def transposed(self, read: Quantized) -> Quantized:
-        """Return the matrix that the second matmul reads."""
+        """Return an operand as the matrix that its second matmul reads."""
 
     def product(
         self,
@@ -91,12 +91,12 @@ class Contraction(Hashable, Protocol):
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """The outputs, or the gradient of an operand of one of the shapes."""
+        """Run one matmul: the outputs, or the gradient of an operand."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """`outputs = einsum(equation, inputs, kernel)`.
+    """The contraction `outputs = einsum(equation, inputs, kernel)`.
 
     Attributes:
         equation: One letter per axis, no ellipsis, e.g. `"abc,cd->abd"`.
@@ -114,7 +114,7 @@ class Einsum:
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[MatmulKernel, Choice]:
-        """Select the kernel for two quantizations, with the reason."""
+        """Select the kernel for two quantizations; return it and the reason."""
         if a is None or b is None:
             reason = f"{matmul} is not in float8 under this recipe"
             return engine.plain, Choice("emulated", reason)
@@ -122,17 +122,17 @@ class Einsum:
         return engine.select(Request(matmul, a, b, batched, **how))
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """Return the quantization of an operand for that of a recipe."""
+        """Return the quantization that the recipe asks for, unchanged."""
         # What a recipe asks.
         return asked
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """The axes of inputs of this rank that make one output."""
+        """Return the axes of the inputs that one output depends on."""
         first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the tensor to quantize, in the axes of its home matrix."""
+        """Return the operand unchanged: convolutions keep its axes."""
         # A tensor with one scale keeps its own axes while it is quantized, so
         # that what is moved to make a matrix of it is narrow.
         form = self.form
@@ -144,7 +144,7 @@ class Einsum:
         return x if in_axes else form.matrix(name, x)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """What is said of each axis of a kernel, of those of its `operand`."""
+        """Map entries for the kernel's axes to the axes of its `operand`."""
         if not in_one_scale(asked):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
@@ -152,11 +152,11 @@ class Einsum:
         return tuple(each for c, each in said if c in form.first + form.out)
 
     def lies_across(self, name: str) -> bool:
-        """True if an operand lies in memory as the transpose of its matrix."""
+        """Return True if an operand is stored as its matrix transposed."""
         return self.form.lies_across(name)
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return the matrix that the first matmul reads of an operand."""
+        """Return an operand as the matrix that its first matmul reads."""
         # The home matrix.
         quantization = quantized.quantization
         if quantization is not None and not quantization.keeps_axes:
@@ -164,14 +164,14 @@ class Einsum:
         return quantized.with_values(self.form.matrix(name, quantized.values))
 
     def transposed(self, read: Quantized) -> Quantized:
-        """Return the matrix that the second matmul reads."""
+        """Return an operand as the matrix that its second matmul reads."""
         return read.transposed
 
     def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
-        """Return a bias as one number for each column of the output matrix.
+        """Reshape a bias to one value per column of the output matrix.
 
-        None if it is none, as it differs from row to row, or is the same for
-        several columns.
+        Return None if it varies between rows, or if several columns share a
+        value.
         """
         form, sizes = self.form, self.form.sizes(*shapes)
         columns = [sizes[c] for c in form.columns]
@@ -188,7 +188,7 @@ class Einsum:
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """The outputs, or the gradient of an operand of one of the shapes."""
+        """Run one matmul: the outputs, or the gradient of an operand."""
         matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
         sizes = self.form.sizes(*shapes)
         if matmul == "forward":
@@ -202,8 +202,8 @@ class Einsum:
 class Conv:
     """A convolution of rank 1, 2 or 3, with the arguments of `ops.conv`.
 
-    Its operands have one scale each, whatever a recipe asks: a window is no
-    matrix, and no hardware has finer scales for it.
+    Its operands have one scale each, whatever the recipe. A window is not a
+    matrix, and no hardware has finer scales for convolutions.
 
     Attributes:
         strides: Per spatial axis.
@@ -212,7 +212,7 @@ class Conv:
         data_format: `"channels_last"` or `"channels_first"`.
 
     Raises:
-        ValueError: If one of them is something else.
+        ValueError: If an attribute has another value.
     """
 
     strides: tuple[int, ...]
@@ -250,47 +250,47 @@ class Conv:
         }
 
     def of(self, x: Tensor, w: Tensor) -> Tensor:
-        """What Keras computes of inputs and a kernel."""
+        """Compute Keras's convolution of inputs and a kernel."""
         return ops.conv(x, w, **self.arguments)
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Convolutions, Choice]:
-        """Select the kernel for two quantizations, with the reason."""
+        """Select the kernel for two quantizations; return it and the reason."""
         return engine.convolutions, Choice(
             "emulated", engine.convolutions.reason
         )
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """Return the quantization of an operand for that of a recipe."""
+        """Return the requested quantization with one scale per tensor."""
         # One scale for a tensor.
         return None if asked is None else asked.tensorwise
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """The axes of inputs of this rank that make one output."""
+        """Return the axes of the inputs that one output depends on."""
         return tuple(range(1, rank))
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the tensor to quantize, in the axes of its home matrix."""
+        """Return the operand unchanged: convolutions keep its axes."""
         # The tensor as it is.
         return x
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """What is said of each axis of a kernel, of those of its `operand`."""
+        """Map entries for the kernel's axes to the axes of its `operand`."""
         return tuple(axes)
 
     def lies_across(self, name: str) -> bool:
-        """True if an operand lies in memory as the transpose of its matrix."""
+        """Return False: convolutions have no home matrix."""
         # It is read as it lies.
         return False
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return the matrix that the first matmul reads of an operand."""
+        """Return the operand unchanged: convolutions read its axes."""
         # As it is.
         return quantized
 
     def transposed(self, read: Quantized) -> Quantized:
-        """Return the matrix that the second matmul reads."""
+        """Return the operand unchanged: convolutions transpose nothing."""
         # As it is.
         return read
 
@@ -303,7 +303,7 @@ class Conv:
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """The outputs, or the gradient of an operand of one of the shapes."""
+        """Run one convolution: the outputs, or the gradient of an operand."""
         first, second = (emulated.float32(each) for each in (a, b))
         if matmul == "forward":
             result = kernel.outputs(self, first, second)
@@ -316,7 +316,7 @@ class Conv:
 
 @dataclasses.dataclass(frozen=True)
 class ConvTranspose(Conv):
-    """A transposed one, with the arguments of `ops.conv_transpose`.
+    """A transposed convolution, with the arguments of `ops.conv_transpose`.
 
     Attributes:
         output_padding: Per spatial axis; None for the size that Keras
@@ -333,15 +333,15 @@ class ConvTranspose(Conv):
         return {**super().arguments, "output_padding": self.output_padding}
 
     def of(self, x: Tensor, w: Tensor) -> Tensor:
-        """What Keras computes of inputs and a kernel."""
+        """Compute Keras's transposed convolution of inputs and a kernel."""
         return ops.conv_transpose(x, w, **self.arguments)
 
     def around(self, kernel_size: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Zeros to add around the outputs, along each axis; below 0: to cut.
+        """Return the zeros to add around the outputs of each axis.
 
-        To those without padding, which there are wherever the kernel meets an
-        input: `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. Where
-        "same" pads an odd number of zeros, one more is before, as in
+        A negative number is a crop. It applies to the unpadded outputs, of
+        size `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. If "same"
+        pads an odd number of zeros, the extra one is before, as in
         `jax.lax.conv_transpose`, up to the reach of the kernel.
 
         Args:
@@ -369,7 +369,7 @@ class ConvTranspose(Conv):
 
 
 def in_one_scale(asked: Quantization | None) -> bool:
-    """Return True if an operand is quantized without regard to its axes."""
+    """Return True if quantization does not depend on the operand's axes."""
     return asked is None or asked.keeps_axes
 
 

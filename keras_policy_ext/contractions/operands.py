@@ -33,7 +33,7 @@ class Operands:
     """The operands of a contraction under a recipe.
 
     Attributes:
-        contraction: What is multiplied.
+        contraction: The contraction.
         recipe: How the operands are scaled.
     """
 
@@ -42,7 +42,7 @@ class Operands:
 
     @functools.cached_property
     def quantizations(self) -> dict[tuple[str, str], Quantization | None]:
-        """Return the quantization of each operand in each matmul."""
+        """The quantization of each operand in each matmul."""
         return {
             (operand, matmul): self.contraction.quantization(
                 self.recipe.quantization(operand, matmul)
@@ -53,7 +53,7 @@ class Operands:
 
     @functools.cached_property
     def shares_quantization(self) -> dict[str, bool]:
-        """True for an operand that is quantized once for both matmuls."""
+        """For each operand, True if it is quantized once for both matmuls."""
         return {
             operand: read_transposed(
                 *(self.quantizations[operand, m] for m in matmuls_of(operand))
@@ -63,9 +63,9 @@ class Operands:
 
     @functools.cached_property
     def cast_for_both(self) -> dict[str, Quantization | None]:
-        """Return the quantization that one cast can write for both matmuls.
+        """The quantization that one cast can write for both matmuls.
 
-        None unless both matmuls read the same numbers, with one scale.
+        None unless both matmuls read the same values, with one scale.
         """
         found = {}
         for operand in OPERANDS:
@@ -80,9 +80,9 @@ class Operands:
     def stored_transposed(self) -> dict[tuple[str, str], bool]:
         """True if an operand is quantized as the transpose of its matrix.
 
-        So it is where that is how it lies in memory, as most kernels do: a
-        compiler that scales and transposes at once reads against the order of
-        memory (up to ten times as slow, JAX 0.10, CPU).
+        That is so if it is stored in memory this way, as most kernels are. A
+        compiler that scales and transposes in one kernel would otherwise read
+        with large strides (up to ten times as slow, JAX 0.10, CPU).
         """
         return {
             (operand, matmul): asked is not None
@@ -92,23 +92,23 @@ class Operands:
         }
 
     def reads_transpose(self, operand: str, matmul: str) -> bool:
-        """Return True if a matmul reads the transpose of what is quantized."""
+        """Return True if a matmul reads the quantized matrix transposed."""
         is_second = matmul != matmuls_of(operand)[0]
         return is_second != self.stored_transposed[operand, matmul]
 
     def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
-        """Return the quantization of an operand as it lies in memory."""
+        """Return the quantization of an operand in its memory layout."""
         asked = self.quantizations[operand, matmul]
         if asked is None or not self.reads_transpose(operand, matmul):
             return asked
         return asked.transposed
 
     def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
-        """Return an entry for each axis of a kernel as it is quantized.
+        """Map entries for the kernel's axes to the axes it is quantized in.
 
         Args:
             axes: See `Contraction.kernel_axes`.
-            matmul: Which one reads it.
+            matmul: The matmul that reads the kernel.
         """
         asked = self.quantizations["kernel", matmul]
         found = self.contraction.kernel_axes(axes, asked)
@@ -119,7 +119,7 @@ class Operands:
 
     @functools.cached_property
     def kept(self) -> dict[str, Quantization | None]:
-        """Return the quantization of each operand that is saved."""
+        """The quantization of each operand saved for the backward pass."""
         return {
             operand: self.quantized_as(operand, matmuls_of(operand)[1])
             for operand in ("inputs", "kernel")
@@ -133,7 +133,7 @@ def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
 
 
 def storing(cast: Any) -> Any:
-    """Return a cast whose result is written: see `Backend.stored`."""
+    """Wrap a cast so that its result is materialized; see `Backend.stored`."""
 
     def casting(*how: Any) -> Any:
         return backends.current().stored(cast(*how))
@@ -144,21 +144,22 @@ def storing(cast: Any) -> Any:
 def amax_of(operand: str) -> Any:
     """Return the function that computes the amax of an operand.
 
-    A layer adds up the columns of its output gradient for its bias.
+    The amax of an outputs gradient is reduced by columns first, like the sum
+    that is the bias gradient.
     """
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
 
 
 def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
-    """All-gather the codes of a kernel that devices hold in parts.
+    """All-gather the codes of a sharded kernel.
 
-    It is quantized and narrow before. Scales come from the amax of all parts,
-    so that those of the same numbers are the same on every device.
+    The kernel is quantized before it is gathered. The scales are computed from
+    the amax over all shards, so that they are equal on all devices.
 
     Args:
         gathering: From `Backend.gathering_of`.
-        axes: See `Backend.gathered`, for the values.
+        axes: See `Backend.gathered`; for the axes of the values.
         *reads: The same values with scales that may differ.
     """
     framework = backends.current()
@@ -189,16 +190,16 @@ class OperandUse:
     Args:
         plan: A `Plan`.
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        matmul: Which one reads it.
+        matmul: The matmul that reads it.
         engine: The kernels of the framework.
         selections: The kernel of each matmul, and the reason for it.
 
     Attributes:
-        quantization: How the recipe quantizes it; None where it does not.
+        quantization: How the recipe quantizes it; None if it does not.
         native: Whether a float8 matmul reads it.
         reads_transpose: Whether the matmul reads the transpose of the matrix
             that is quantized.
-        is_stochastic: Whether numbers are rounded at random.
+        is_stochastic: Whether it is rounded stochastically.
     """
 
     def __init__(
@@ -244,19 +245,19 @@ class OperandUse:
     def quantize(
         self, home: Tensor, amax: Amax, known: StateReading | None, cast: Any
     ) -> tuple[Quantized, Quantized]:
-        """Quantize an operand: for the outputs, and for gradients.
+        """Quantize an operand, once for the outputs and once for gradients.
 
-        The outputs use saturated numbers. Where a number was not finite and
-        the recipe has no state to report it, the gradients are NaN.
+        The outputs use saturated values. If a value is not finite and the
+        recipe has no state to report it, the gradients are NaN.
 
         Args:
             home: From `Contraction.operand`.
-            amax: That of the operand.
-            known: What the state says; None for a recipe without state.
-            cast: Rounds scaled numbers to the format.
+            amax: The amax of the operand.
+            known: The reading of the state; None for a recipe without state.
+            cast: Function that rounds scaled values to the format.
 
         Returns:
-            The same numbers twice, as they lie in memory: see
+            The quantized operand twice, in its memory layout; see
             `Operands.stored_transposed`.
         """
         if self.quantization is None:
@@ -291,7 +292,7 @@ class OperandUse:
         Transpose last: XLA commutes a transpose with one operation per pass.
 
         Args:
-            operand: As it was quantized.
+            operand: The quantized operand.
         """
         if self.native:
             operand = operand.with_float32_scales
@@ -310,12 +311,12 @@ class OperandUse:
 
 
 class UseOfBothLayouts(OperandUse):
-    """An operand that one cast has written in the layout of each matmul."""
+    """An operand that one cast has written in both layouts."""
 
     is_in_both_layouts: Callable[[Tensor], bool]
 
     def read(self, operand: Quantized) -> Quantized:
-        """Return the matrix; it is transposed in memory already."""
+        """Return the matrix, which is already transposed in memory."""
         if not self.is_in_both_layouts(operand.values):
             return super().read(operand)
         if self.reads_transpose:
@@ -324,10 +325,10 @@ class UseOfBothLayouts(OperandUse):
 
 
 class BoundOperand:
-    """An operand of a plan on a device.
+    """An operand of a plan, bound to a device.
 
-    It is quantized once where the second matmul can read the transpose of
-    what the first one reads, and otherwise twice, from its own numbers.
+    It is quantized once if the second matmul can read the transpose of the
+    first one's matrix. Otherwise it is quantized twice.
 
     Args:
         plan: A `Plan`.
@@ -337,7 +338,7 @@ class BoundOperand:
 
     Attributes:
         first: The operand in the first matmul that reads it.
-        second: The operand in the second one.
+        second: The operand in the second matmul that reads it.
     """
 
     use: type[OperandUse] = OperandUse
@@ -363,7 +364,7 @@ class BoundOperand:
         self._casts_before_amax = _casts_before_amax(plan, self, engine)
 
     def amax(self, x: Tensor) -> Tensor:
-        """Compute the amax of an operand, float32 scalar."""
+        """Compute the amax of an operand, a float32 scalar."""
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(
@@ -373,7 +374,7 @@ class BoundOperand:
 
         Args:
             x: The operand.
-            known: What the state says; None for a recipe without state.
+            known: The reading of the state; None for a recipe without state.
             observe: Whether the amax is needed for the state.
         """
         home = self._home(x, self.first.quantization)
@@ -397,7 +398,7 @@ class BoundOperand:
 
 
 class OperandInBothLayouts(BoundOperand):
-    """An operand of which one cast on the device writes both matrices."""
+    """An operand whose matrices are both written by one cast on the device."""
 
     use = UseOfBothLayouts
     first: UseOfBothLayouts
@@ -416,20 +417,20 @@ class OperandInBothLayouts(BoundOperand):
             use.is_in_both_layouts = self.is_in_both_layouts
 
     def matrix(self, operand: Quantized) -> Quantized:
-        """Return the home matrix, which the cast has made where it ran."""
+        """Return the home matrix; a cast in both layouts has made it."""
         if self.is_in_both_layouts(operand.values):
             return operand
         return super().matrix(operand)
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
-        """Return True if a quantized operand lies in memory in both layouts."""
+        """Return True if an operand is quantized in both layouts."""
         how = values, self._dtype, self._quantization.format
         return self._both.supports(*how) is None
 
     def quantize(
         self, x: Tensor, known: StateReading | None, observe: bool
     ) -> QuantizedForBoth:
-        """Quantize with the cast for both layouts, where it supports `x`."""
+        """Quantize with the cast for both layouts, if it supports `x`."""
         if not self.is_in_both_layouts(x):
             return super().quantize(x, known, observe)
         home = self._home(x, self.first.quantization)
@@ -443,7 +444,7 @@ class OperandInBothLayouts(BoundOperand):
 def bind_operand(
     plan: Any, operand: str, engine: Engine, selections: Selections
 ) -> BoundOperand:
-    """Choose how an operand is quantized.
+    """Select how an operand is quantized.
 
     Args:
         plan: A `Plan`.
@@ -475,10 +476,10 @@ def _casts_before_amax(
 ) -> bool:
     """Return True if one compiled kernel casts an operand and finds its amax.
 
-    XLA takes no amax into a kernel that transposes. Codes that are stored
-    first and then transposed make 5 bytes for a number of bfloat16, where
-    the amax and a cast in both layouts make 6, and 3 in place of 5 for
-    Blackwell, which wants one layout (JAX 0.10).
+    XLA does not fuse an amax into a kernel that transposes. Storing codes and
+    transposing them moves 5 bytes per bfloat16 element. The amax and a cast in
+    both layouts move 6. On Blackwell, which reads one layout, it is 3 bytes
+    instead of 5 (JAX 0.10).
     """
     return (
         plan.cast_before_amax

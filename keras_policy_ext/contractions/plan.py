@@ -24,10 +24,10 @@ _preferred = contextvars.ContextVar("preferred kind of kernel", default="auto")
 
 
 def preferred() -> str:
-    """`"auto"`, or what the innermost `prefer` asks for.
+    """Return the kind of the innermost `prefer`, or `"auto"`.
 
-    A plan keeps it, so that a backward pass, which a framework may run on
-    another thread, has no need to ask.
+    A plan stores it, so that a backward pass on another thread does not need
+    to look it up.
     """
     return _preferred.get()
 
@@ -36,17 +36,18 @@ def preferred() -> str:
 def prefer(kind: str) -> Iterator[None]:
     """Ask for native or for emulated matmuls inside a `with` block.
 
-    Both give the same quantized operands and, up to the order of summation,
-    the same results. Asking for native where there is none still emulates;
-    `select` says so. A compiled function keeps what it was traced with.
+    Both kinds quantize the operands to the same values. Their results are
+    equal up to the order of summation. If no native matmul exists, asking for
+    one still emulates; `select` reports it. A compiled function keeps the kind
+    that it was traced with.
 
-    The block is one of its thread and of its asyncio task. Tasks that are
-    started in it are in it too; threads are not, and neither are the replicas
-    of a `tf.distribute` strategy, which are threads: enter it in the function
-    that they run, or start them with `contextvars.copy_context().run`.
+    The block applies to its own thread and asyncio task, and to tasks started
+    in it. It does not apply to other threads, including the replicas of a
+    `tf.distribute` strategy. For those, enter it in the function that they
+    run, or start them with `contextvars.copy_context().run`.
 
     Args:
-        kind: `"auto"` (what is faster on this device), `"native"` or
+        kind: `"auto"` (the faster kind on this device), `"native"` or
             `"emulated"`.
 
     Raises:
@@ -76,21 +77,21 @@ class Plan:
     `bound` has the kernels, casts and layouts that are chosen for a device.
 
     Attributes:
-        contraction: What is multiplied.
+        contraction: The contraction.
         recipe: How the operands are scaled.
-        inputs_dtype: Dtype of the inputs, of their gradient and of the
-            outputs: the compute dtype.
-        kernel_dtype: Dtype of the kernel and of its gradient.
-        training: True observes; False observes no more than a kernel that
-            has outgrown its amaxes; None observes where a gradient is taken.
-        slot: Which use of the kernel in this step this is.
-        prefer: `"auto"`, `"native"` or `"emulated"`; None where that is not
-            known before it runs.
-        for_xla: Whether XLA is going to compile it, where a kernel asks.
-        gathering: How the kernel is gathered, where devices have parts of
-            it: see `Backend.gathering_of`.
-        cast_before_amax: Whether JAX may cast the output gradient while its
-            amax is found: see `operands`.
+        inputs_dtype: The dtype of the inputs, their gradient and the outputs:
+            the compute dtype.
+        kernel_dtype: The dtype of the kernel and of its gradient.
+        training: True observes amaxes. False observes only a kernel that
+            exceeds its recorded amaxes. None observes if a gradient is taken.
+        slot: The number of this use of the kernel in the step.
+        prefer: `"auto"`, `"native"` or `"emulated"`; None if it is not known
+            before the plan runs.
+        for_xla: Whether XLA is known to compile it.
+        gathering: How a sharded kernel is gathered; see
+            `Backend.gathering_of`.
+        cast_before_amax: Whether JAX may cast the outputs gradient in the
+            kernel that finds its amax; see `operands`.
     """
 
     contraction: Contraction
@@ -106,27 +107,27 @@ class Plan:
 
     @functools.cached_property
     def first_use(self) -> Plan:
-        """This plan in slot 0: the forward pass is the same in every slot."""
+        """This plan in slot 0: all slots have the same forward pass."""
         return dataclasses.replace(self, slot=0)
 
     @functools.cached_property
     def another_use(self) -> Plan:
         """This plan in the slot that is farthest from its own.
 
-        For gradients that are differentiated, as of a penalty: beside those
-        of the loss they are of any size. Up to 4 uses of a layer in a step
-        are told apart from theirs.
+        For gradients that are differentiated, as in a gradient penalty. They
+        may be much larger or smaller than gradients of the loss. Up to 4 uses
+        of a layer in a step have slots apart from theirs.
         """
         far = SLOTS // 2 if self.source.observes_amaxes else 0
         return dataclasses.replace(self, slot=(self.slot + far) % SLOTS)
 
     @functools.cached_property
     def source(self) -> Any:
-        """Where the scales of the recipe come from."""
+        """The source of the recipe's scales."""
         return source_of(self.recipe)
 
     def resolved(self) -> Plan:
-        """This plan, with what is preferred here and now."""
+        """Return this plan with the current value of `prefer`."""
         return self if self.prefer else preferring(self, preferred())
 
     @functools.cached_property
@@ -136,10 +137,10 @@ class Plan:
 
     @property
     def bound(self) -> BoundPlan:
-        """This plan with the kernels for the device that is here.
+        """This plan with the kernels for the current device.
 
-        The same object until another device is here, or is pretended, or
-        the engine is another one.
+        It is the same object until the device, the simulated device or the
+        engine changes.
         """
         engine = backends.engine()
         device = engine.device()
@@ -155,22 +156,22 @@ class Plan:
         return bound
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
-        """The kernel of a matmul, and the reason for it."""
+        """Return the kernel of a matmul, and the reason."""
         return self.bound.selections[matmul]
 
     @property
     def choice(self) -> Choice:
-        """Which kind of kernel runs the forward pass, and why."""
+        """The kind of kernel that runs the forward pass, and the reason."""
         return self.choose("forward")[1]
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(*fields: Any) -> Plan:
-    """A plan with these fields; the same object for equal ones."""
+    """Return a plan with these fields; the same object for equal ones."""
     return Plan(*fields)
 
 
 @functools.lru_cache(maxsize=4096)
 def preferring(plan: Plan, kind: str) -> Plan:
-    """A plan with this preference; the same object for equal ones."""
+    """Return a plan with this preference; the same object for equal ones."""
     return dataclasses.replace(plan, prefer=kind)

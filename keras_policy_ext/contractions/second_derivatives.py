@@ -1,9 +1,10 @@
 """The derivatives of the two gradients of a contraction.
 
 `y = C(x, w)` is linear in each operand, and so are its gradients. Rounding and
-scales are taken for the identity, as in the gradients themselves. With `g` the
-gradient of `y`, and `v` and `u` the gradients of what `inputs_grad` and
-`kernel_grad` return, the three matmuls are those of the contraction again:
+scaling count as the identity, as in the gradients themselves. Let `g` be the
+gradient of `y`. Let `v` and `u` be the gradients of the results of
+`inputs_grad` and `kernel_grad`. The three derivatives are again matmuls of the
+contraction:
 
 | gradient of | is |
 |---|---|
@@ -11,8 +12,8 @@ gradient of `y`, and `v` and `u` the gradients of what `inputs_grad` and
 | `x` | `inputs_grad(g, u)` |
 | `w` | `kernel_grad(v, g)` |
 
-`x` and `w` are the copies that the gradients read, so that nothing more is
-kept; the products are in the compute dtype.
+`x` and `w` are the dequantized values saved for the backward pass, so nothing
+more is saved. The matmuls are in the compute dtype.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ def gradients(
     u: Tensor | None,
     needed: Needed = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `g`, `x` and `w`.
+    """Compute the gradients of `g`, `x` and `w`.
 
     Args:
         bound: A `BoundPlan`.
         residuals: From its forward pass.
         outputs_grad: `g`, of the dtype of the inputs.
-        v: Of the shape and dtype of the inputs; None for zeros.
-        u: Of the shape and dtype of the kernel; None for zeros.
-        needed: Which of the three are wanted.
+        v: With the shape and dtype of the inputs; None for zeros.
+        u: With the shape and dtype of the kernel; None for zeros.
+        needed: Which of the three to compute.
 
     Returns:
-        The three, each in the dtype of what it is the gradient of; None for
-        one that is not wanted, or zero.
+        The three gradients, each in the dtype of its operand; None for one
+        that is not needed, or zero.
     """
     read = _Operands(bound, residuals, outputs_grad)
     g = x = w = None
@@ -67,7 +68,7 @@ def gradients(
 
 
 class _Operands:
-    """Matrices of what is not quantized, or no longer."""
+    """The home matrices of unquantized or dequantized operands."""
 
     def __init__(self, bound: Any, residuals: Any, outputs_grad: Tensor):
         self._bound, self._plan = bound, bound.plan
@@ -91,7 +92,7 @@ class _Operands:
         return self.plain("outputs_grad", self._outputs_grad)
 
     def product(self, matmul: str, a: Quantized, b: Quantized) -> Tensor:
-        """One of the three matmuls of operands in their home matrices."""
+        """Run one of the three matmuls on home matrices of operands."""
         contraction = self._plan.contraction
         engine = self._bound.engine
         kernel, _ = contraction.choose(engine, matmul, None, None)

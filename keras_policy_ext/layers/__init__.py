@@ -1,7 +1,7 @@
-"""Layers that follow a float8 policy, under the names of `keras.layers`.
+"""Layers that can follow a float8 policy, under the names of `keras.layers`.
 
-`from keras_policy_ext import layers` replaces `from keras import layers`:
-a name that has no float8 form here is the stock one.
+`from keras_policy_ext import layers` replaces `from keras import layers`. A
+name without a float8 form here is the stock layer.
 """
 
 from typing import TYPE_CHECKING, Any

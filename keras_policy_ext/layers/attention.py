@@ -1,4 +1,4 @@
-"""Attention whose projections, and on request whose products, are float8."""
+"""Attention layers: float8 projections, and optionally float8 attention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ LayerClass = TypeVar("LayerClass", bound=type)
 
 
 class _Float8Attention(Float8Mixin):
-    """The common part of the attention layers.
+    """The common base of the attention layers.
 
-    The projections are layers of their own, which `build` turns into float8.
-    The layer itself contracts, and follows float8, with `attention="float8"`
-    only.
+    The projections are sublayers that `build` turns into float8. The layer
+    itself runs matmuls, and follows float8, only with `attention="float8"`.
     """
 
     float8_kernels = ()
@@ -65,7 +64,7 @@ class _Float8Attention(Float8Mixin):
     def build(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None
     ) -> None:
-        """Make the projections; in float8 under a float8 policy."""
+        """Build the projections; in float8 under a float8 policy."""
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # The path is known now.
         made = walking.layers_within(self)[1:]
@@ -79,14 +78,14 @@ class _Float8Attention(Float8Mixin):
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
-        """The float8 policy of scores and weighted sum, None for none.
+        """The float8 policy of the scores and the weighted sum, or None.
 
         The projections are layers with policies of their own.
         """
         return super().float8_policy if self._float8_attention else None
 
     def choose_attention(self, attention: str | None) -> None:
-        """Set `attention` of a layer that is made, as `convert` does.
+        """Set `attention` of an existing layer, as `convert` does.
 
         Raises:
             ValueError: If it is `"float8"` and the layer was made with
@@ -109,10 +108,11 @@ class _Float8Attention(Float8Mixin):
         self._resolve_float8_policy()
 
     def get_config(self) -> dict[str, Any]:
-        """The stock config, and `attention` where the class takes it.
+        """Return the stock config, plus `attention` if the class takes it.
 
-        A subclass of a stock layer, which `convert` has turned into this, is
-        named in files and may not; `texts_for_file` says it too.
+        A subclass of a stock layer that `convert` has changed is saved under
+        its own name, and its constructor may not take `attention`. So
+        `texts_for_file` stores it too.
         """
         config = super().get_config()
         original = original_of(type(self))
@@ -134,7 +134,7 @@ class _Float8Attention(Float8Mixin):
         stock_attention.replace_attention(self, _Float8Attention, attend)
 
     def _attend_in_float8(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras's attention, with both products in float8."""
+        """Compute Keras's attention with both matmuls in float8."""
         contract = self.float8_activations_einsum
         return stock_attention.attend(
             self, self._float8_scores, contract, *args, **kwargs
@@ -142,7 +142,10 @@ class _Float8Attention(Float8Mixin):
 
     @property
     def _dtype_of_scores(self) -> str:
-        """In float16 scores above 65504 would be infinite, and softmax NaN."""
+        """The compute dtype, but float32 instead of float16.
+
+        In float16 scores above 65504 would be infinite, and the softmax NaN.
+        """
         dtype: str = self.compute_dtype
         return "float32" if dtype == "float16" else dtype
 
@@ -153,7 +156,7 @@ class _Float8Attention(Float8Mixin):
 
 
 def _attention_drop_in(cls: LayerClass) -> LayerClass:
-    """`drop_in` for a layer that takes `attention` besides."""
+    """Register a class as `drop_in` does; add `attention` to its signature."""
     layer: Any = drop_in(cls)
     *parameters, rest = layer.__signature__.parameters.values()
     attention = inspect.Parameter(
@@ -167,20 +170,20 @@ def _attention_drop_in(cls: LayerClass) -> LayerClass:
 class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` that can follow a float8 policy.
 
-    The projections of query, key, value and outputs are then in float8.
+    The projections of query, key, value and output are then in float8.
 
     Args:
         *args: As for `keras.layers.MultiHeadAttention`.
-        attention: `"float8"`: the scores `query · key` and the sum of the
-            values weighted with their softmax are in float8 too, forward and
-            both gradients, each tensor scaled by its own amax; scores and
-            softmax stay in the compute dtype, of float16 in float32, and the
-            fused kernels of the frameworks are not used. None: these two are
-            as in Keras.
+        attention: `"float8"` runs the two attention matmuls in float8 too: the
+            scores `query · key`, and the sum of the values weighted by the
+            softmax. That holds for the forward pass and both gradients; each
+            tensor is scaled by its own amax. Scores and softmax stay in the
+            compute dtype (float32 for float16). The fused attention kernels of
+            the frameworks are not used. None leaves both matmuls as in Keras.
         **kwargs: As for `keras.layers.MultiHeadAttention`.
 
     Raises:
-        ValueError: If `attention` is something else, or is `"float8"` with
+        ValueError: If `attention` is another value, or is `"float8"` with
             `flash_attention=True`.
 
     Examples:
@@ -203,8 +206,8 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
 class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` that can follow a float8 policy.
 
-    As `MultiHeadAttention`; keys and values are repeated for the queries of
-    a group before they are quantized.
+    It works like `MultiHeadAttention`. Keys and values are repeated for the
+    queries of a group before they are quantized.
 
     Args:
         *args: As for `keras.layers.GroupQueryAttention`.
@@ -224,6 +227,6 @@ class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
 
 
 def _over_root(query: Tensor, size: int) -> Tensor:
-    """`query / sqrt(size)`, by a factor rounded to its dtype."""
+    """Compute `query / sqrt(size)`, with the factor rounded to its dtype."""
     factor = ops.cast(float(size) ** -0.5, query.dtype)
     return ops.multiply(query, factor)

@@ -1,4 +1,4 @@
-"""Autocasting that a layer decides on: `AutocastMixin`."""
+"""Autocasting that each layer can control: `AutocastMixin`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class CastArguments:
     """The arguments of a `call` that are cast to the compute dtype.
 
     Attributes:
-        positional: Names of the parameters that take positions.
-        rest: Name of the parameter that takes all further positions.
+        positional: Names of the positional parameters.
+        rest: Name of the parameter for all further positional arguments.
         only_first: Whether only the first argument is cast.
         excluded: Names of parameters that are not cast.
     """
@@ -64,12 +64,12 @@ class CastArguments:
 
     @classmethod
     def of(cls, call: Callable[..., object], way: str, exclude: object) -> Self:
-        """Read the signature of `call` and what the layer says.
+        """Read the signature of `call` and the settings of the layer.
 
         Raises:
-            ValueError: If `way` is none of `WAYS`, or `call` has no parameter
-                of a name in `exclude`.
-            TypeError: If `exclude` is no string and holds none.
+            ValueError: If `way` is not in `WAYS`, or `call` has no parameter
+                with a name in `exclude`.
+            TypeError: If `exclude` is neither a string nor a list of strings.
         """
         if way not in WAYS:
             raise ValueError(
@@ -106,10 +106,10 @@ class CastArguments:
 
 
 def exclusion(exclude: object) -> tuple[str, ...]:
-    """`autocast_exclude` as a tuple of names.
+    """Convert `autocast_exclude` to a tuple of names.
 
     Raises:
-        TypeError: If it is anything but one name or several.
+        TypeError: If it is not a name or a collection of names.
     """
     names = [exclude] if isinstance(exclude, str) else exclude
     if isinstance(names, Iterable):
@@ -140,10 +140,10 @@ def _excluded(
 def read_add_weight(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of Keras's `add_weight`, from those or tf_keras's.
+    """Convert the arguments of `add_weight` from tf_keras's form to Keras's.
 
-    In tf_keras the name comes first: `add_weight("kernel", (3, 4))`; and
-    `autocast` is called `experimental_autocast`.
+    In tf_keras the name is the first argument: `add_weight("kernel", (3, 4))`.
+    Its `experimental_autocast` is Keras's `autocast`.
 
     Raises:
         TypeError: If an argument is given twice, or there are too many.
@@ -167,7 +167,7 @@ def read_add_weight(
 
 
 def _is_legacy(args: tuple[Any, ...]) -> bool:
-    """True if the name comes first; None is one that Keras is to make up."""
+    """Return True if the first argument is a name, or None for no name."""
     first, second = (*args, None, None)[:2]
     unnamed = first is None and isinstance(second, (tuple, list))
     return isinstance(first, str) or unnamed
@@ -188,26 +188,26 @@ _SCOPES = _scopes.Scopes(
 
 
 def autocast_scope(dtype: object) -> AbstractContextManager[None]:
-    """Read variables in another dtype for a `with` block.
+    """Read variables in another dtype inside a `with` block.
 
-    A layer's own call enters the scope of its compute dtype again: the scope
-    holds for what is read in the block itself. It belongs to the thread, with
-    all its asyncio tasks: await nothing inside but tasks that are started
-    inside, too. Scopes nest, and the one before is back afterwards, after an
-    exception too.
+    It affects variables read in the block itself: a layer's call enters the
+    scope of its own compute dtype. The scope belongs to the thread and all its
+    asyncio tasks, so await only tasks that are started inside the block.
+    Scopes nest. The previous scope is restored afterwards, also after an
+    exception.
 
     Args:
-        dtype: A floating dtype, in which variables that autocast are then
-            read; None switches autocasting off.
+        dtype: The floating dtype in which autocast variables are read; None
+            turns autocasting off.
 
     Returns:
-        A context manager, to be entered once.
+        A context manager that can be entered once.
 
     Raises:
         ValueError: If the dtype is not floating.
-        RuntimeError: By the `with` statement, if another asyncio task of this
-            thread is inside of a scope; at its end, if a scope that was
-            entered later still is.
+        RuntimeError: On entry, if another asyncio task of this thread is
+            inside a scope; on exit, if a scope that was entered later is still
+            open.
 
     Examples:
         >>> class Counting(kpe.layers.AutocastMixin, keras.layers.Layer):
@@ -240,21 +240,21 @@ def autocast_scope(dtype: object) -> AbstractContextManager[None]:
 
 
 class AutocastVariable(keras.Variable):
-    """A variable whose writes stay in its own dtype.
+    """A variable that is always written in its own dtype.
 
-    Inside a mixed layer Keras adds in the compute dtype before it assigns,
-    and on torch assigns to the copy that it handed out.
+    Inside a mixed layer Keras adds in the compute dtype before it assigns. On
+    torch it assigns to the cast copy that it returned.
 
     Attributes:
-        owner: The layer that made the variable.
-        asked: Whether the variable was made with `autocast=True`.
+        owner: The layer that created the variable.
+        asked: Whether the variable was created with `autocast=True`.
     """
 
     owner: Any
     asked: bool
 
     def assign(self, value: Tensor) -> Tensor:
-        """`keras.Variable.assign`, with `value` read in its own dtype."""
+        """Assign a value in the dtype of the variable."""
         with calls.autocast_scope(None):
             return super().assign(value)
 
@@ -269,17 +269,17 @@ class AutocastVariable(keras.Variable):
             return super().assign_sub(value)
 
     def follow(self, mixed: bool) -> None:
-        """Autocast, if it was asked for and the owner is mixed."""
+        """Set whether it autocasts: if requested and the owner is mixed."""
         variable_values.set_autocasts(self, self.asked and mixed)
 
 
 def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
-    """Make a variable one of a layer's.
+    """Register a layer as the owner of a variable.
 
-    The class of the object is changed: `Layer.add_weight` makes it, under
-    the name scope and with the tracking of its Keras, and lets nobody choose
-    a class. A variable that has another class already, such as the state of
-    a float8 kernel, stays what it is.
+    It changes the class of the object. `Layer.add_weight` creates the
+    variable, with Keras's name scope and tracking, and does not let the caller
+    choose a class. A variable of another class, such as the state of a float8
+    kernel, is unchanged.
     """
     if type(variable) is not keras.Variable:
         return
@@ -290,7 +290,7 @@ def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
 
 
 def assigned_variables(value: object) -> list[keras.Variable]:
-    """The variables in an attribute: itself, or in lists and dicts."""
+    """Return the variables in an attribute, also in lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -299,16 +299,16 @@ def assigned_variables(value: object) -> list[keras.Variable]:
 
 
 def is_autocast_variable(variable: object) -> bool:
-    """True if a variable is cast where it is read in a mixed layer's call.
+    """Return True if reading a variable in a mixed layer's call casts it.
 
     Args:
         variable: Anything.
 
     Returns:
         True for a floating `keras.Variable` that autocasts. A variable of an
-        `AutocastMixin` layer does so while its layer is mixed, unless it was
-        made with `autocast=False`; one of a stock layer does so in any mixed
-        layer that reads it. False for all else.
+        `AutocastMixin` layer autocasts while its layer is mixed, unless it was
+        created with `autocast=False`. A variable of a stock layer autocasts in
+        any mixed layer that reads it. False for any other object.
     """
     if not isinstance(variable, keras.Variable):
         return False
@@ -318,7 +318,7 @@ def is_autocast_variable(variable: object) -> bool:
 
 
 class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
-    """Decides what a layer casts: arguments, variables, outputs.
+    """Lets a layer choose what it casts: arguments, variables, outputs.
 
     ```python
     class MyLayer(kpe.layers.AutocastMixin, keras.layers.Layer):
@@ -328,14 +328,14 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             ...
     ```
 
-    Put it before the Keras class. Beside what the attributes say:
+    Put it before the Keras class. In addition to its attributes:
 
     - A floating argument is never cast to an integer dtype.
-    - Variables of the layer are cast in a call while the layer is mixed
-      (its compute and variable dtypes differ), and never because another
-      layer is. What is written to them keeps their dtype.
-    - Regularizers see the variable dtype, wherever `losses` is read, and so
-      does the activity regularizer.
+    - Variables of the layer are cast in a call only if this layer is mixed
+      (its compute and variable dtypes differ), not if another layer is.
+      Values written to them keep the variable dtype.
+    - Regularizers compute in the variable dtype, wherever `losses` is read,
+      and so does the activity regularizer.
     - `stateless_call`, which trains and predicts on JAX, casts as
       `__call__` does.
     - `add_weight` takes `experimental_autocast=` for `autocast=`, and the
@@ -343,8 +343,8 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     Args:
         *args, **kwargs: As for the layer.
-        autocast_args, autocast_exclude, strict: Instead of the attributes of
-            the class, for this layer.
+        autocast_args, autocast_exclude, strict: Override the class attributes
+            for this layer.
 
     Attributes:
         autocast_args: `"all"`: floating tensors in every argument are cast
@@ -355,10 +355,10 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             dtype raises `ValueError`.
 
     Raises:
-        ValueError: If `autocast_args` is neither, or `call` has no parameter
-            of an excluded name.
-        TypeError: If `autocast_exclude` holds anything but names; by the
-            `class` statement, if the Keras class comes first.
+        ValueError: If `autocast_args` is another value, or `call` has no
+            parameter with an excluded name.
+        TypeError: If `autocast_exclude` contains anything but names. Raised by
+            the `class` statement if the Keras class comes first.
     """
 
     autocast_args: str = "all"
@@ -403,7 +403,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     # its constructor.
     @functools.wraps(keras.layers.Layer.get_config, assigned=())
     def get_config(self) -> dict[str, Any]:
-        """`Layer.get_config`, with what the constructor was told to cast."""
+        """Return the layer's config, with the autocast arguments it got."""
         config = dict(super().get_config())
         for name in ("autocast_args", "autocast_exclude", "strict"):
             value = self.__dict__["_autocast_config"].get(name)
@@ -415,12 +415,12 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return config
 
     def add_weight(self, *args: Any, **kwargs: Any) -> keras.Variable:
-        """`Layer.add_weight`; tf_keras's arguments are understood too.
+        """Add a weight; accept tf_keras's arguments besides Keras's.
 
         Args:
-            *args: Those of Keras (shape, initializer, dtype) or, if the first
-                is a name, of tf_keras (name, shape, dtype, initializer,
-                regularizer, trainable, constraint).
+            *args: The arguments of Keras (shape, initializer, dtype) or, if
+                the first is a name, of tf_keras (name, shape, dtype,
+                initializer, regularizer, trainable, constraint).
             **kwargs: As for `keras.layers.Layer.add_weight`;
                 `experimental_autocast` is `autocast`.
 
@@ -445,7 +445,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 own(variable, self, self._is_mixed())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`Layer.__call__`, with the arguments cast as the layer says."""
+        """Call the layer, with arguments cast by the layer's settings."""
         if "_cast_arguments" not in self.__dict__:
             return super().__call__(*args, **kwargs)  # Keras says what lacks.
         self._follow_policy()
@@ -463,10 +463,10 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return_losses: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """`Layer.stateless_call`, by way of `__call__`.
+        """Call the layer statelessly, by way of `__call__`.
 
-        Keras's goes to `call` directly: no argument and no variable of the
-        layer itself is then cast.
+        Keras's `stateless_call` runs `call` directly, so that no argument and
+        no variable of the layer itself is cast.
 
         Args:
             trainable_variables: Values of `self.trainable_variables`.
@@ -480,8 +480,8 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             non_trainable_variables, losses)`.
 
         Raises:
-            ValueError: If the layer is not built, or the values are not as
-                many as the variables.
+            ValueError: If the layer is not built, or the numbers of values and
+                variables differ.
         """
         states = (trainable_variables, non_trainable_variables)
         variables = (self.trainable_variables, self.non_trainable_variables)
@@ -503,7 +503,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return (outputs, state, losses) if return_losses else (outputs, state)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """`Layer.compute_output_spec`, in the dtypes of `__call__`."""
+        """Compute the output spec in the dtypes of `__call__`."""
         args, kwargs = self._convert(args, kwargs, symbolic=True)
         with self._call_scope():
             return super().compute_output_spec(*args, **kwargs)
@@ -511,9 +511,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     def rematerialized_call(
         self, layer_call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Keras's, so that what is done again is done in the same dtypes.
+        """Return a rematerialized call that recomputes in the same dtypes.
 
-        It is done in the backward pass, when the call's scope is left.
+        The recomputation is in the backward pass, outside of the call's scope.
         """
 
         @functools.wraps(layer_call)
@@ -525,16 +525,16 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     @property
     def losses(self) -> list[Tensor]:
-        """`Layer.losses`, of variables in their own dtype."""
+        """The losses of the layer, from variables in their own dtype."""
         with calls.autocast_scope(None):
             return super().losses
 
     @property
     def activity_regularizer(self) -> Any:
-        """The regularizer of the outputs, None if there is none.
+        """The regularizer of the outputs; None if there is none.
 
-        During a call it is one that casts to the variable dtype first: in
-        float16 a sum of squares overflows at 65504.
+        During a call it casts to the variable dtype first, since in float16 a
+        sum of squares overflows at 65504.
         """
         regularizer = self.__dict__.get("_activity_regularizer")
         if regularizer is None or not self.__dict__.get("_calls", 0):
@@ -559,20 +559,19 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return bool(self.autocast and self.compute_dtype != self.variable_dtype)
 
     def _has_made(self, variable: keras.Variable) -> bool:
-        """True if a variable that is assigned to an attribute is no other's.
+        """Return True if an assigned variable was not created by another layer.
 
-        A variable that another layer made has the path of that layer.
+        A variable that another layer created has the path of that layer.
         """
         if "_cast_arguments" not in self.__dict__:
             return False  # Keras's own constructor is at work.
         return variable.path in (variable.name, f"{self.path}/{variable.name}")
 
     def _own_variables(self) -> None:
-        """Own what came in otherwise than by an assignment.
+        """Register as owner of variables that were not assigned to attributes.
 
-        A list that was assigned may be filled afterwards. Keras marks the
-        layer as built and then takes no variable any more, so that there is
-        nothing to look for in each call.
+        A list may be filled after it was assigned. Keras tracks no new
+        variables once the layer is built, so that calls need no check.
         """
         if "_cast_arguments" not in self.__dict__:
             return  # Keras's own constructor is at work.
@@ -586,7 +585,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 variable_values.set_autocasts(variable, False)
 
     def _follow_policy(self) -> None:
-        """Let the variables follow a policy that has changed."""
+        """Update the variables if the policy has changed."""
         mixed = self._is_mixed()
         if self.__dict__.get("_was_mixed") == mixed:
             return
@@ -597,7 +596,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 variable.follow(mixed)
 
     def _call_scope(self) -> AbstractContextManager[object]:
-        """The scope that Keras's `__call__` enters around `call`."""
+        """Return the scope that Keras's `__call__` enters around `call`."""
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):
             return calls.autocast_scope(None)
@@ -608,10 +607,10 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     def _convert(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make tensors of arrays, and cast floats as the layer says.
+        """Convert arrays to tensors, and cast floats by the layer's settings.
 
-        Symbolic tensors too, if Keras has made a node of them: before, each
-        cast would be a node of its own.
+        Symbolic tensors are cast only after Keras has made a node of the
+        layer. Before, each cast would be a node of its own.
         """
         if not self.converts_arguments:
             return args, kwargs
@@ -664,7 +663,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
 
 def _unmarked_get_config(cls: Any) -> Any:
-    """The mixin's `get_config`, for a layer whose Keras class has its own."""
+    """Return a `get_config` for a class that calls its parent's."""
 
     def get_config(self: Any) -> dict[str, Any]:
         return super(cls, self).get_config()
@@ -673,15 +672,15 @@ def _unmarked_get_config(cls: Any) -> Any:
 
 
 def _regularize(regularizer: Any, x: Tensor, *, dtype: str) -> Tensor:
-    """A regularizer of a floating tensor, computed in a dtype."""
+    """Apply a regularizer to a floating tensor in a given dtype."""
     return regularizer(x if _floating_dtype(x) is None else ops.cast(x, dtype))
 
 
 def _floating_dtype(x: Tensor) -> str | None:
-    """The dtype of a floating tensor, None of anything else.
+    """Return the dtype of a floating tensor, or None for other objects.
 
-    Also of a symbolic one, and of torch's without data: while shapes are
-    inferred on torch, Keras hands out variables in their own dtype.
+    None also for symbolic tensors and torch's meta tensors: while shapes are
+    inferred on torch, Keras returns variables in their own dtype.
     """
     if isinstance(x, keras.KerasTensor) or getattr(x, "is_meta", False):
         return None

@@ -1,7 +1,7 @@
-"""Built layers into their float8 forms and back, in place.
+"""Swap built layers to their float8 classes and back, in place.
 
-A layer keeps its identity, its variables and its place in the model: only
-its class changes, and a form with kernels gets a state.
+A layer keeps its identity, its variables and its place in the model. Only its
+class changes, and a layer with kernels gets a float8 state.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ def to_float8_class(
     """Turn a built layer into its float8 form, in place.
 
     Args:
-        layer: A built layer whose class has a float8 form (`form_of`), or
-            one that is in it already, or that Keras has quantized to float8:
-            Keras's scales and histories are taken out, since those of a layer
-            that is used twice are sums, and amaxes start anew.
-        policy: The float8 policy to follow; None for the one that the layer
-            has. A layer that followed another one keeps its amaxes.
-        frozen: What the kernels become under a policy with the recipe
-            `FrozenKernels`; None for zeros, to be loaded.
+        layer: A built layer whose class has a float8 form (`form_of`) or is
+            one. If Keras has quantized it to float8, Keras's scales and
+            histories are removed, since those of a layer that is used twice
+            are sums. Its amaxes start anew.
+        policy: The float8 policy to follow; None for the layer's own policy. A
+            layer that followed another policy keeps its amaxes.
+        frozen: The stored kernels for a policy with the recipe
+            `FrozenKernels`; None for zeros, to be loaded later.
 
     Raises:
         ValueError: If the layer is not built, or there is no such form.
-        TypeError: If its class computes something else than the stock layer.
+        TypeError: If its class may compute something else than the stock
+            layer.
     """
     policy = policies.get(layer.dtype_policy if policy is None else policy)
     form = type(layer)
@@ -68,12 +69,12 @@ def to_float8_class(
 def to_stock_class(layer: Any) -> None:
     """Undo `to_float8_class`: stock class, source policy, no float8 state.
 
-    A layer of a class that has no original, such as a user's own with the
-    mixin, keeps the class. Weights stay bit for bit as they are; kernels that
-    are stored become float ones, dequantized.
+    A class without a stock original, such as a user's own class with the
+    mixin, is kept. Weights are unchanged to the bit. Stored kernels become
+    dequantized float kernels.
 
     Args:
-        layer: Any built layer; one without float8 stays as it is.
+        layer: Any built layer; one without float8 is unchanged.
     """
     original = original_of(type(layer))
     plain = source_policy_of(layer)

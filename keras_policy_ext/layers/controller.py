@@ -139,10 +139,10 @@ class Float8Controller:
         state.follow(recipe)
 
     def replace_policy(self, policy: keras.DTypePolicy) -> None:
-        """Follow a policy with the kernels that are made, and unlocked.
+        """Follow another policy with existing kernels of an unlocked layer.
 
-        The states are made anew for it, and keep the amaxes that they had.
-        See `layers.class_swap`; `dtype_policy` is what users set.
+        The states are created anew and keep their amaxes. See
+        `layers.class_swap`. Users set `dtype_policy` instead.
         """
         layer = self.layer
         contracted = self._kernels_to_contract()

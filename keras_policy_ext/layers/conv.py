@@ -1,4 +1,4 @@
-"""Convolutions in float8: forward and both gradients quantized."""
+"""Convolutions in float8: the forward pass and both gradients are quantized."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from keras_policy_ext.stored_kernels import Axes
 
 
 class _Convolves(Float8Mixin):
-    """The common part of all convolutions."""
+    """The common base of all convolutions."""
 
     float8_kernels = ("kernel",)
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """The convolution of the stock layer, its bias, its activation.
+        """Compute the convolution, its bias and its activation.
 
         Args:
             inputs: (batch, *spatial, channels), or channels first; floating.
-            training: Whether amaxes are observed.
+            training: Whether to observe amaxes.
 
         Returns:
             (batch, *spatial, filters), or channels first, in the compute
@@ -39,7 +39,7 @@ class _Convolves(Float8Mixin):
         return activated(self.activation, x)
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
-        """The outputs of the product, of inputs in the compute dtype."""
+        """Convolve inputs of the compute dtype, without bias or activation."""
         raise NotImplementedError
 
     def _aligned_bias(self) -> Tensor:
@@ -50,7 +50,7 @@ class _Convolves(Float8Mixin):
 
 
 class _Float8Conv(_Convolves):
-    """The common part of convolutions of every rank."""
+    """The common base of convolutions of every rank."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         padding = self.padding
@@ -73,7 +73,7 @@ class _Float8Conv(_Convolves):
 
 
 class _Float8ConvTranspose(_Convolves):
-    """The common part of transposed convolutions of every rank."""
+    """The common base of transposed convolutions of every rank."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         contraction = contractions.ConvTranspose(
@@ -94,10 +94,10 @@ class _Float8ConvTranspose(_Convolves):
 
 
 class _Float8SeparableConv(_Convolves):
-    """The common part of separable convolutions.
+    """The common base of separable convolutions.
 
-    The second of the two is in float8: a product over all channels. The first
-    sums over the few numbers of a window.
+    Only the pointwise convolution is in float8; it sums over all channels. The
+    depthwise one sums over the few elements of a window.
     """
 
     float8_kernels = ("pointwise_kernel",)

@@ -1,4 +1,4 @@
-"""Dense and EinsumDense in float8."""
+"""`Dense` and `EinsumDense` in float8."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
     float8_kernels = ("kernel",)
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """`activation(inputs @ kernel + bias)`.
+        """Compute `activation(inputs @ kernel + bias)`.
 
         Args:
             inputs: (..., in), floating.
-            training: Whether amaxes are observed.
+            training: Whether to observe amaxes.
 
         Returns:
             (..., units), in the compute dtype.
@@ -45,9 +45,10 @@ class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
 
     @property
     def _has_stored_gradient(self) -> bool:
-        """See `Float8Mixin`: a bias reads it apart from the matmuls.
+        """True if the bias gradient reads the outputs gradient too.
 
-        That of a ReLU is not stored: XLA makes it of bits in each kernel.
+        See `Float8Mixin`. The gradient of a ReLU is not stored: XLA recomputes
+        it from the mask in each kernel.
         """
         is_relu = self.activation is keras.activations.relu
         return self.bias is not None and not is_relu
@@ -60,14 +61,14 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
     float8_kernels = ("kernel",)
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """`activation(einsum(equation, inputs, kernel) + bias)`.
+        """Compute `activation(einsum(equation, inputs, kernel) + bias)`.
 
         Args:
-            inputs: As the equation says, floating.
-            training: Whether amaxes are observed.
+            inputs: Floating, with the axes of the equation.
+            training: Whether to observe amaxes.
 
         Returns:
-            As the equation says, in the compute dtype.
+            The outputs, in the compute dtype.
         """
         if self.float8_policy is None:
             return super().call(inputs, training=training)
@@ -90,7 +91,7 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
 def _einsum_call(
     layer: keras.Layer, equation: str, inputs: Tensor, training: bool | None
 ) -> Tensor:
-    """Contract, add the adapters and the bias, activate."""
+    """Contract, add the LoRA adapters and the bias, and activate."""
     inputs = layer.convert_input(inputs)
     kernel = variable_values.stored_kernel(layer)
     bias = layer.bias

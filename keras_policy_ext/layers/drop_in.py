@@ -1,4 +1,4 @@
-"""Which class is the float8 form of which stock layer."""
+"""The registry of float8 forms of stock layers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LayerClass = TypeVar("LayerClass", bound=type)
 def drop_in(cls: LayerClass) -> LayerClass:
     """Register a class as the float8 form of the stock layer of its name.
 
-    It gets the stock signature, and is registered for saving.
+    It gets the signature of the stock layer, and is registered for saving.
 
     Args:
-        cls: A class that derives, last, from the stock layer of the same
-            name; from `Float8Mixin` first if it has kernels itself.
+        cls: A class whose last base is the stock layer of the same name. Its
+            first base is `Float8Mixin` if it has kernels itself.
 
     Returns:
         The class.
@@ -44,31 +44,31 @@ def drop_in(cls: LayerClass) -> LayerClass:
 
 
 def drop_ins() -> dict[type, Any]:
-    """Stock layer classes and the drop-in of each."""
+    """Return the drop-in class of each stock layer class."""
     return {stock: _FORMS[stock] for stock in _STOCK}
 
 
 def drop_in_of(cls: type) -> Any:
-    """The drop-in of the stock class that a class is, or derives from."""
+    """Return the drop-in for a stock class or a subclass of one, or None."""
     return next((_FORMS[base] for base in cls.__mro__ if base in _STOCK), None)
 
 
 def form_of(cls: type) -> type | None:
-    """The float8 form of a class of layers.
+    """Return the float8 form of a class of layers.
 
-    A subclass of a stock layer gets a class of its own: the subclass with
-    the drop-in put behind it, so that its `super().call(...)` is the float8
-    one; where it has a `call`, it must say that it goes on to that one, by
-    `float8_calls_super = True`. Files go on naming the subclass itself.
+    For a subclass of a stock layer, a class is created: the subclass with the
+    drop-in as a further base, so that its `super().call(...)` runs in float8.
+    If the subclass has a `call`, it must declare `float8_calls_super = True`.
+    Files still name the subclass itself.
 
     Args:
         cls: A class of layers.
 
     Returns:
-        The class itself if it is a float8 form, None if there is none.
+        The float8 form; the class itself if it is one; None if there is none.
 
     Raises:
-        TypeError: If a subclass replaces what the drop-in computes.
+        TypeError: If a subclass overrides a method that the drop-in computes.
     """
     form = drop_in_of(cls)
     if form is None or form in cls.__mro__:
@@ -100,16 +100,16 @@ def _new_form(cls: type, stock: type) -> type:
 
 
 def original_of(cls: type) -> type | None:
-    """The class that a float8 form stands for; None for any other class."""
+    """Return the class that a float8 form replaces; None for other classes."""
     return _ORIGINALS.get(cls)
 
 
 def _replaced(cls: type, stock: type) -> str | None:
-    """The name of what a subclass computes in another way, if it does.
+    """Return the name of a method that a subclass computes in another way.
 
-    A method may go on to the one that it overrides if the form has one too,
-    and its class says so; a float8 call does without the others, and so
-    without what goes on to them.
+    An override may call `super()` if the float8 form has the method too and
+    the class declares `float8_calls_super`. Other overrides would be skipped
+    in a float8 call.
     """
     form: Any = _FORMS[stock]
     own = form.__mro__[: form.__mro__.index(stock)]

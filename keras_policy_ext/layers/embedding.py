@@ -1,4 +1,4 @@
-"""Tied embeddings whose projection to the vocabulary is in float8."""
+"""Embeddings: tied ones with a float8 projection, and frozen ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from keras_policy_ext.stored_kernels import BLOCK, Axes
 class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` that can follow a float8 policy.
 
-    The projection, `reverse=True`, is then in float8, forward and both
-    gradients; looking up is as in Keras.
+    The projection, `reverse=True`, is then in float8: forward and both
+    gradients. The lookup is as in Keras.
     """
 
     float8_kernels = ("embeddings", "reverse_embeddings")
@@ -37,8 +37,8 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         Args:
             inputs: Integers of any shape; with `reverse` floating,
                 (..., output_dim).
-            reverse: Whether to project.
-            training: Whether amaxes are observed.
+            reverse: Whether to project instead.
+            training: Whether to observe amaxes.
 
         Returns:
             (..., output_dim), or with `reverse` (..., input_dim). In the
@@ -61,7 +61,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         reverse: bool = False,
         training: bool | None = None,
     ) -> Any:
-        """The stock layer's, but logits in the dtype that `call` gives them."""
+        """Compute the output spec, with logits in the dtype of `call`."""
         spec = super().compute_output_spec(inputs, reverse=reverse)
         if not reverse or self.float8_policy is None:
             return spec
@@ -74,7 +74,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         reverse: bool = False,
         training: bool | None = None,
     ) -> Tensor:
-        """Call the layer: Keras calls this where it has a quantization mode."""
+        """Call the layer; Keras calls this if there is a quantization mode."""
         if self.float8_policy is not None:
             return self.call(inputs, reverse, training)
         stock: Any = keras.layers.ReversibleEmbedding
@@ -119,7 +119,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         return logits
 
     def _adapter(self, inputs: Tensor) -> Tensor:
-        """What LoRA adds to the logits; in the dtype of the inputs."""
+        """Compute what LoRA adds to the logits, in the dtype of the inputs."""
         a, b = (
             ops.cast(ops.convert_to_tensor(factor), inputs.dtype)
             for factor in (self.lora_embeddings_a, self.lora_embeddings_b)
@@ -132,7 +132,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
 class Embedding(Float8Mixin, keras.layers.Embedding):
     """`keras.layers.Embedding` that can be frozen.
 
-    It multiplies nothing, and so it follows no policy to train under.
+    It has no matmul, so it follows no policy in training.
     """
 
     float8_kernels = ()
@@ -167,7 +167,7 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
 
 
 def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
-    """Rows of embeddings that are stored, with the share of adapters.
+    """Look up rows of stored embeddings, and add the LoRA adapters.
 
     Args:
         layer: An embedding layer that is frozen.
@@ -198,7 +198,7 @@ def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
 def _scale_of(
     scale: Tensor, inputs: Tensor, variable: keras.Variable
 ) -> Tensor:
-    """The scales of rows, to go with (..., output_dim)."""
+    """Return the scales of rows, broadcastable to (..., output_dim)."""
     if variable.granularity == "tensor":
         return ops.reshape(scale, ())
     if variable.granularity == "channel":

@@ -1,8 +1,8 @@
 """Low-rank adapters beside a float8 kernel.
 
-The kernel is contracted in float8 and the adapters in the compute dtype:
-`x·W + (alpha / rank)·(x·A)·B`. Merging them first, as stock layers do, would
-round a small adapter away with the scale of the whole kernel.
+The kernel is contracted in float8 and the adapters in the compute dtype: `x·W
++ (alpha / rank)·(x·A)·B`. Stock layers merge them first. Quantized with the
+scale of the whole kernel, a small adapter would round to nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
 
     Args:
         layer: A layer with LoRA enabled.
-        equation: Of inputs and kernel; `...` is allowed.
+        equation: The equation of inputs and kernel; `...` is allowed.
         inputs: The first operand, in the compute dtype.
 
     Returns:
-        Tensor of the shape of the outputs, in the compute dtype.
+        A tensor with the shape of the outputs, in the compute dtype.
     """
     a, b = _factors(layer)
     equation = equations.explicit(equation, len(inputs.shape), len(a.shape))
@@ -53,8 +53,8 @@ def conv_adapter(
 ) -> Tensor:
     """Compute what the adapters add to a convolution.
 
-    A convolution with the first factor, then one of size 1 with the second.
-    With groups the factors do not split so, and their product is convolved.
+    It is a convolution with the first factor, then one of size 1 with the
+    second. With groups, the product of the factors is convolved instead.
 
     Args:
         layer: A convolution with LoRA enabled.
@@ -62,7 +62,7 @@ def conv_adapter(
         arguments: The keyword arguments of `ops.conv`.
 
     Returns:
-        Tensor of the shape of the outputs, in the compute dtype.
+        A tensor with the shape of the outputs, in the compute dtype.
     """
     a, b = _factors(layer)
     if layer.groups > 1:

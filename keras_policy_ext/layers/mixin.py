@@ -62,16 +62,17 @@ class Float8Mixin(
     ```
 
     Put it before the Keras class. Under any other policy `float8_matmul` and
-    `float8_einsum` compute like `keras.ops`; under a float8 policy a rule may
-    take a layer out by its path. A layer that follows float8 reports
-    `quantization_mode == "float8"`.
+    `float8_einsum` compute like `keras.ops`. A rule of a float8 policy can
+    exclude a layer by its path. A layer in float8 has `quantization_mode ==
+    "float8"`.
 
     Attributes:
         float8_kernels: Names of the weights that are contracted in float8;
             None for every floating weight of two axes or more.
 
     Raises:
-        TypeError: By the `class` statement, if the Keras class comes first.
+        TypeError: Raised by the `class` statement if the Keras class comes
+            first.
 
     Examples:
         >>> class Square(kpe.layers.Float8Mixin, keras.layers.Layer):
@@ -87,8 +88,10 @@ class Float8Mixin(
     """
 
     float8_replaces: tuple[str, ...] = ("call", "kernel", "convolution_op")
-    """Attributes of the Keras class that a float8 call does without: a
-    subclass that changes one of them computes something else."""
+    """Attributes of the Keras class that a float8 call does not use.
+
+    A subclass that overrides one of them may compute something else.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,7 +103,7 @@ class Float8Mixin(
     float8_kernels: tuple[str, ...] | None = None
 
     float8_trains: bool = True
-    """Whether it follows policies to train under. Else it can be frozen."""
+    """Whether the layer can train in float8. If not, it can only be frozen."""
 
     # Type checkers see the constructor of the stock layer.
     if not TYPE_CHECKING:
@@ -118,8 +121,8 @@ class Float8Mixin(
         """The dtype policy of this layer.
 
         Raises:
-            ValueError: When it is set, once the layer has kernels, to a
-                policy that needs another state than they have.
+            ValueError: If it is set after the layer has kernels, to a policy
+                that needs another state.
         """
         policy = policies.get(value)
         self.float8_controller.adapt_state(policy)
@@ -131,18 +134,18 @@ class Float8Mixin(
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
-        """The float8 policy that this layer follows, None if it does not."""
+        """The float8 policy of this layer; None if it is not in float8."""
         return self.float8_controller.current_policy
 
     @property
     def quantization_mode(self) -> str | None:
-        """`"float8"` for a layer that follows it."""
+        """`"float8"` for a layer in float8, else the mode set by Keras."""
         if self.float8_policy is not None:
             return "float8"
         return stock_float8.other_mode(self)
 
     def convert_input(self, x: Tensor) -> Tensor:
-        """Cast a floating tensor to the compute dtype; leave any other.
+        """Cast a floating tensor to the compute dtype; leave others unchanged.
 
         Args:
             x: Tensor of any shape and dtype.
@@ -161,7 +164,7 @@ class Float8Mixin(
         kernel: keras.Variable,
         training: bool | None = None,
     ) -> Tensor:
-        """`inputs @ kernel` in float8.
+        """Compute `inputs @ kernel` in float8.
 
         Args:
             inputs: (..., in), floating.
@@ -185,28 +188,28 @@ class Float8Mixin(
         dtype: Any = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """`einsum(equation, inputs, kernel)` in float8.
+        """Compute `einsum(equation, inputs, kernel)` in float8.
 
         Args:
-            equation: Of two operands with an explicit output; `...` is
-                allowed; no axis twice in one term.
-            inputs: The first operand, floating; one that is sparse is made
+            equation: An equation of two operands with an explicit output.
+                `...` is allowed; no axis may occur twice in one term.
+            inputs: The first operand, floating. A sparse one is converted to
                 dense.
-            kernel: The second one, a weight of this layer.
-            training: True observes amaxes, False does not; None: what the
-                call of the layer says, and if that says nothing, amaxes are
-                observed where a gradient is taken.
-            dtype: Of the result; inputs are cast to it before they are
-                quantized. None: the compute dtype.
-            bias: To be added to the result, in its dtype; None for none. A
-                kernel of a GPU may add it before it rounds.
+            kernel: The second operand, a weight of this layer.
+            training: True observes amaxes, False does not. None uses the
+                `training` argument of the layer's call; without one, amaxes
+                are observed if a gradient is taken.
+            dtype: The dtype of the result. Inputs are cast to it before they
+                are quantized. None for the compute dtype.
+            bias: Added to the result, in its dtype; None for no bias. A GPU
+                kernel may add it before rounding.
 
         Returns:
-            Tensor in `dtype`.
+            A tensor of dtype `dtype`.
 
         Raises:
             ValueError: If the equation is malformed, does not fit the
-                operands, the kernel is no weight of this layer, or `dtype`
+                operands, the kernel is not a weight of this layer, or `dtype`
                 is not floating.
         """
         if inputs is None or getattr(kernel, "shape", None) is None:
@@ -229,21 +232,22 @@ class Float8Mixin(
         second: Tensor,
         dtype: str | None = None,
     ) -> Tensor:
-        """`einsum(equation, first, second)` of two activations in float8.
+        """Compute `einsum(equation, first, second)` of activations in float8.
 
-        Forward and both gradients, in the formats of the policy's recipe.
-        What is no weight has no state: each operand is scaled by its own
-        amax, as in `recipes.CurrentScaling`, under any recipe.
+        Forward and both gradients use the formats of the policy's recipe.
+        Activations have no state, so each operand is scaled by its own amax
+        under any recipe, as in `recipes.CurrentScaling`.
 
         Args:
             equation: As for `float8_einsum`.
             first: The first operand, floating.
             second: The second operand, floating.
-            dtype: Of the outputs; None: the compute dtype. In float16 what is
-                beyond 65504 is infinite: `"float32"` keeps it.
+            dtype: The dtype of the outputs; None for the compute dtype. In
+                float16 values beyond 65504 become infinite; `"float32"` keeps
+                them.
 
         Returns:
-            Tensor of dtype `dtype`.
+            A tensor of dtype `dtype`.
 
         Raises:
             ValueError: If the equation is malformed or does not fit the
@@ -260,7 +264,7 @@ class Float8Mixin(
 
     @property
     def kernel_choice(self) -> contractions.Choice | None:
-        """Whether the last forward matmul was native, and why."""
+        """The kind of kernel of the last forward matmul, and the reason."""
         plan = self.float8_state.last_call.plan
         return None if plan is None else plan.choice
 
@@ -295,9 +299,9 @@ class Float8Mixin(
 
     @property
     def _has_stored_gradient(self) -> bool:
-        """Return True if XLA stores the gradient of what is contracted.
+        """True if XLA stores the outputs gradient in memory.
 
-        Or has reason to, as several kernels read it: see
+        It does if several kernels read the gradient; see
         `Plan.cast_before_amax`.
         """
         return False
@@ -308,14 +312,15 @@ class Float8Mixin(
     def is_float8_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        """Return True if a weight is contracted, as far as the class can tell.
+        """Return True if a weight is contracted, as far as the class knows.
 
         Args:
             layer: A layer of this class, or of the stock class.
             variable: One of its own weights.
 
         Returns:
-            What `float8_kernels` says.
+            Whether `float8_kernels` has its name. If that is None: whether it
+            is floating with at least two axes.
         """
         names = getattr(layer, "float8_kernels", cls.float8_kernels)
         if names is not None:
@@ -330,23 +335,23 @@ class Float8Mixin(
 
         Args:
             layer: A layer of this class, or of the stock class.
-            variable: One of its own weights, or what it is going to be.
+            variable: One of its own weights, or a description of a future one.
 
         Returns:
-            Here: whether it is contracted.
+            Whether it is contracted; subclasses may differ.
         """
         return cls.is_float8_kernel(layer, variable)
 
     @classmethod
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        """Which axes of a kernel its product sums over, and which it keeps.
+        """Return the axes of a kernel that its matmul sums, and the others.
 
         Args:
             layer: A layer of this class, or of the stock class.
             kernel: One of its contracted weights.
 
         Returns:
-            Here: all axes but the last are summed over.
+            All axes but the last are summed over; subclasses may differ.
         """
         *summed, free = range(len(kernel.shape))
         return Axes(tuple(summed), (free,))
@@ -356,12 +361,12 @@ class Float8Mixin(
     def add_weight(
         self, *args: Any, float8: bool | None = None, **kwargs: Any
     ) -> keras.Variable:
-        """`Layer.add_weight`, which also makes the state of a kernel.
+        """Add a weight as `Layer.add_weight` does, and the state of a kernel.
 
         Args:
             *args: As for `keras.layers.Layer.add_weight`.
-            float8: Whether this weight is contracted in float8. None: as
-                `float8_kernels` says.
+            float8: Whether this weight is contracted in float8; None to decide
+                by `float8_kernels`.
             **kwargs: As for `keras.layers.Layer.add_weight`.
 
         Returns:
@@ -383,7 +388,7 @@ class Float8Mixin(
 
     @property
     def is_frozen(self) -> bool:
-        """Return True if kernels are stored in float8, and not trained."""
+        """True if kernels are stored in float8 and not trained."""
         return is_frozen(self)
 
     @property
@@ -393,12 +398,12 @@ class Float8Mixin(
 
     @property
     def weights(self) -> list[Any]:
-        """Return `Layer.weights`; a frozen kernel reads as numbers."""
+        """The layer's weights; a frozen kernel reads as dequantized values."""
         found: list[Any] = super().weights
         return in_place_of_codes(self, found) if self.is_frozen else found
 
     def when_built(self) -> None:
-        """Let attributes of a frozen layer be read as numbers."""
+        """Make attributes of a frozen layer read as dequantized values."""
         if self.is_frozen:
             read_as_numbers(self)
 
@@ -438,7 +443,7 @@ class Float8Mixin(
 
     @property
     def merges_adapters(self) -> bool:
-        """Return True if the kernel in a file has LoRA's adapters merged in."""
+        """True if the kernel in a file has the LoRA adapters merged in."""
         return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
 
     def texts_for_file(self) -> dict[str, str]:
@@ -503,7 +508,7 @@ class Float8Mixin(
         stock(mode, type_check=type_check, **kwargs)
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the layer: Keras calls this where it has a quantization mode."""
+        """Call the layer; Keras calls this if there is a quantization mode."""
         policy = self.float8_controller.policy
         if policy is None and stock_float8.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
@@ -512,11 +517,12 @@ class Float8Mixin(
     def rematerialized_call(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
-        """Rematerialize a function of the floating tensors; the rest is bound.
+        """Rematerialize a function of the floating tensors only.
 
-        Keras would rematerialize a function of all arguments: JAX then traces
-        `training`, and TensorFlow refuses keyword arguments in a graph and
-        has no gradient for a tensor that is not an argument.
+        Other arguments are bound. Keras would rematerialize a function of all
+        arguments. JAX then traces `training`. TensorFlow refuses keyword
+        arguments in a graph, and has no gradient for a tensor that is not an
+        argument.
         """
         bound, tensors = stock_calls.of_floating_tensors(
             layer_call, args, kwargs
@@ -533,7 +539,7 @@ class Float8Mixin(
 def _contraction_of(
     equation: str, first: Tensor, second: Tensor
 ) -> contractions.Einsum:
-    """The contraction of an equation for two operands."""
+    """Return the contraction of an equation for two operands."""
     # torch.compile leaves caches out, and sizes that it traces have no hash.
     compiling = backends.current().is_compiling()
     is_plain = compiling or not isinstance(equation, str)

@@ -1,4 +1,4 @@
-"""Checks of what a float8 layer is given to multiply."""
+"""Checks of the operands of a float8 layer, and its contraction hooks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _RECOMPUTED = (
     keras.activations.mish,
     keras.activations.hard_silu,
 )
-"""Activations whose gradient keeps more than their inputs."""
+"""Activations whose own gradient saves more than their inputs."""
 
 
 def activated(activation: Any, x: Tensor) -> Tensor:
-    """`activation(x)`, keeping no more for its gradient than it needs.
+    """Compute `activation(x)`, saving as little as possible for its gradient.
 
     Args:
-        activation: Of a layer; None for none.
-        x: Of any shape.
+        activation: The activation of a layer; None for none.
+        x: A tensor of any shape.
     """
     if activation is None:
         return x
@@ -51,11 +51,11 @@ _hooks: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar(
 def contraction_hook(hook: Hook) -> Iterator[None]:
     """Call `hook(state, inputs)` at every contraction in the block.
 
-    That is, at those of this thread and of this asyncio task.
+    Only contractions of this thread and asyncio task count.
 
     Args:
-        hook: Gets the state variable of the contracted kernel, None under
-            a recipe without state, and the inputs, (any shape), in the
+        hook: Called with the state variable of the contracted kernel, None
+            under a recipe without state, and the inputs (any shape) in the
             compute dtype.
     """
     token = _hooks.set((*_hooks.get(), hook))
@@ -66,24 +66,24 @@ def contraction_hook(hook: Hook) -> Iterator[None]:
 
 
 def has_contraction_hooks() -> bool:
-    """Return True if there are hooks."""
+    """Return True if a contraction hook is set."""
     return bool(_hooks.get())
 
 
 def call_hooks(state: Any, inputs: Tensor) -> None:
-    """Call the hooks that are set, for one contraction."""
+    """Call the current hooks for one contraction."""
     for hook in _hooks.get():
         hook(state, inputs)
 
 
 def static_flag(training: Any) -> bool | None:
-    """True, False, or None where the flag is traced and so not known."""
+    """Return a flag as True or False, or None if it is traced."""
     known = isinstance(training, (bool, int, np.bool_))
     return bool(training) if known else None
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
-    """The message for what is no tensor or no weight."""
+    """Return the message for operands that are not a tensor and a weight."""
     return (
         "The operands are not a tensor and a weight of this layer. Received: "
         f"inputs {inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, "
@@ -105,12 +105,12 @@ def is_floating(dtype: Any) -> bool:
 def contraction_of(
     equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
 ) -> Einsum:
-    """The contraction of an equation for operands of these shapes.
+    """Return the contraction of an equation for operands of these shapes.
 
     Args:
-        equation: Of two operands; `...` is allowed.
+        equation: An equation of two operands; `...` is allowed.
         first: The shape of the first operand, None for an unknown size.
-        second: The shape of the second one.
+        second: The shape of the second operand.
 
     Raises:
         ValueError: If the equation is malformed or does not fit the operands.
@@ -121,7 +121,7 @@ def contraction_of(
 
 
 known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
-"""`contraction_of`, which returns the same object for equal arguments."""
+"""Return `contraction_of`, cached: the same object for equal arguments."""
 
 
 def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent layers whose cells are in float8."""
+"""Recurrent layers with float8 cells."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from keras_policy_ext.numerics.quantized import Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Gates(contractions.Einsum):
-    """An einsum with a kernel whose columns are those of several gates.
+    """An einsum with a kernel whose columns belong to several gates.
 
-    With one scale for a tensor the kernel is quantized whole, so that all
-    gates have that scale and the amax is that of the whole kernel; then it
-    is cut. With finer tiles it is cut first: each gate is a matrix of its own.
+    With one scale per tensor the whole kernel is quantized and then sliced, so
+    that all gates share the scale and the amax. With finer tiles it is sliced
+    first, and each gate is a separate matrix.
 
     Attributes:
-        equation: Over a kernel of the axes (inputs, gate, unit).
-        count: How many gates are in the kernel.
+        equation: The equation, with a kernel of axes (inputs, gate, unit).
+        count: The number of gates in the kernel.
         first: The first gate that is multiplied.
         last: The gate after the last one.
     """
@@ -42,14 +42,14 @@ class Gates(contractions.Einsum):
     reads_what_is_quantized: ClassVar[bool] = False
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the tensor to quantize, in the axes of its home matrix."""
+        """Return the operand unchanged: convolutions keep its axes."""
         # Of a kernel (inputs, gates * units).
         if name == "kernel":
             x = x if in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """What is said of each axis of a kernel, of those of its `operand`."""
+        """Map entries for the kernel's axes to the axes of its `operand`."""
         # Where it is cut, of its rows.
         if in_one_scale(asked):
             return tuple(axes)
@@ -58,7 +58,7 @@ class Gates(contractions.Einsum):
         return gates, None if columns else features, units
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return the matrix that the first matmul reads of an operand."""
+        """Return an operand as the matrix that its first matmul reads."""
         # The gates that are multiplied.
         if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
@@ -67,7 +67,7 @@ class Gates(contractions.Einsum):
     def product(
         self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
     ) -> Tensor:
-        """The outputs, or the gradient of an operand of one of the shapes."""
+        """Run one matmul: the outputs, or the gradient of an operand."""
         # Of a whole kernel the gradient.
         inputs, (rows, columns) = shapes
         cut = rows, self.last - self.first, columns // self.count
@@ -86,15 +86,15 @@ class Gates(contractions.Einsum):
 def gates_of(
     rank: int, per_gate: bool, first: int, last: int, count: int
 ) -> Gates:
-    """The contraction of a cell.
+    """Return the contraction of a recurrent cell.
 
     Args:
-        rank: Of the inputs: (..., features), or (..., gate, features) if
-            each gate has inputs of its own.
-        per_gate: Whether it has.
+        rank: The rank of the inputs: (..., features), or (..., gate, features)
+            if each gate has inputs of its own.
+        per_gate: Whether each gate has inputs of its own.
         first: The first gate that is multiplied.
         last: The gate after the last one.
-        count: How many gates are in the kernel.
+        count: The number of gates in the kernel.
 
     Returns:
         A contraction to (..., gate, units).
@@ -105,10 +105,10 @@ def gates_of(
 
 
 class Float8Cell(Float8Mixin):
-    """The common part of the cells.
+    """The common base of the cells.
 
-    A step is cut in two, so that `LSTM` and its like can multiply the inputs
-    of all steps at once: `float8_projection`, then `float8_step`.
+    A step has two parts, `float8_projection` and `float8_step`. So a recurrent
+    layer can multiply the inputs of all steps at once.
     """
 
     float8_kernels = ("kernel", "recurrent_kernel")
@@ -119,12 +119,12 @@ class Float8Cell(Float8Mixin):
     def call(
         self, inputs: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """One step.
+        """Compute one step.
 
         Args:
             inputs: (batch, features), floating.
-            states: As for the stock cell, each (batch, units).
-            training: Whether amaxes are observed and units are dropped.
+            states: As in the stock cell, each (batch, units).
+            training: Whether to observe amaxes and drop units.
 
         Returns:
             Outputs, (batch, units), in the compute dtype, and new states.
@@ -137,12 +137,12 @@ class Float8Cell(Float8Mixin):
     def float8_projection(
         self, inputs: Tensor, training: bool | None = None
     ) -> Tensor:
-        """The share of the inputs in the gates, with their bias.
+        """Multiply the inputs by the kernel, and add the bias.
 
         Args:
             inputs: (batch, features), or (batch, steps, features) for all
                 steps at once.
-            training: As for `call`.
+            training: See `call`.
 
         Returns:
             (..., gates * units), in the compute dtype.
@@ -160,15 +160,15 @@ class Float8Cell(Float8Mixin):
     def float8_step(
         self, projected: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """The rest of a step.
+        """Compute the step from the projected inputs and the states.
 
         Args:
             projected: (batch, gates * units), from `float8_projection`.
-            states: As for `call`.
-            training: As for `call`.
+            states: See `call`.
+            training: See `call`.
 
         Returns:
-            As `call`.
+            See `call`.
         """
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class Float8Cell(Float8Mixin):
         return 0.0 < rate < 1.0
 
     def _recurrent(self, state: Tensor, training: bool | None) -> Tensor:
-        """The state as it is multiplied; each gate may have its own."""
+        """Apply recurrent dropout to a state; return a list if masks differ."""
         masks = None
         if self._drops(self.recurrent_dropout) and training:
             masks = self.get_recurrent_dropout_mask(state)
@@ -191,14 +191,14 @@ class Float8Cell(Float8Mixin):
         first: int = 0,
         last: int | None = None,
     ) -> Tensor:
-        """`x @ kernel` for the gates from `first` to before `last`.
+        """Compute `x @ kernel` for the gates from `first` to before `last`.
 
         Args:
             kernel: (features, gates * units).
-            x: (..., features), or a list of such, one for each gate.
-            training: As for `call`.
+            x: (..., features), or a list of such tensors, one per gate.
+            training: See `call`.
             first: The first gate.
-            last: The gate after the last one, None for all that follow.
+            last: The gate after the last one, None for all remaining gates.
 
         Returns:
             (..., (last - first) * units).
@@ -231,7 +231,7 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
     def call(
         self, sequence: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """One step; see `Float8Cell.call`."""
+        """Compute one step; see `Float8Cell.call`."""
         return super().call(sequence, states, training=training)
 
     @override
@@ -271,7 +271,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     def _reset_after(
         self, shares: list[Tensor], state: Tensor, training: bool | None
     ) -> tuple[Tensor, Tensor]:
-        """The update gate and the candidate, from one product."""
+        """Return the update gate and candidate, for `reset_after=True`."""
         inner = self._recurrent(state, training)
         kernel = self.recurrent_kernel
         inner = self._product(kernel, inner, training)
@@ -286,7 +286,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     def _reset_before(
         self, shares: list[Tensor], state: Tensor, training: bool | None
     ) -> tuple[Tensor, Tensor]:
-        """Gates where the product of the third one waits for the reset."""
+        """Return the update gate and candidate, for `reset_after=False`."""
         kernel = self.recurrent_kernel
         inner = self._recurrent(state, training)
         gates = self._product(kernel, inner, training, last=2)
@@ -331,7 +331,7 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
 
 
 def _masked(x: Tensor, masks: Any) -> Any:
-    """What is left of `x`: a tensor, or a list if each gate has its mask."""
+    """Multiply by dropout masks; return a list if each gate has a mask."""
     if masks is None:
         return x
     if isinstance(masks, (list, tuple)):
@@ -350,10 +350,10 @@ def _like(states: Any, outputs: Tensor) -> Any:
 
 
 class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
-    """What the layers share: a float8 cell, and a loop of their own around it.
+    """The common base of recurrent layers: a float8 cell and its loop.
 
-    The inputs of all steps are multiplied at once, before the loop. What
-    remains in the loop is the product with the state.
+    The inputs of all steps are multiplied at once, before the loop. The loop
+    contains only the matmul with the state.
     """
 
     float8_replaces = ("inner_loop",)
@@ -376,7 +376,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
 
     @property
     def quantization_mode(self) -> str | None:
-        """That of the stock layer; None for float8, which the cell follows."""
+        """The mode set by Keras; None for float8, as only the cell has it."""
         return stock_float8.other_mode(self)
 
     def call(
@@ -386,18 +386,17 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         mask: Tensor = None,
         training: bool | None = None,
     ) -> Any:
-        """As the stock layer.
+        """Run the layer like the stock layer.
 
         Args:
             sequences: (batch, steps, features), floating.
             initial_state: None, or a list of states, (batch, units).
             mask: None, or boolean (batch, steps).
-            training: Whether amaxes are observed and units are dropped. None:
-                nothing is dropped, and amaxes are observed where a gradient
-                is taken.
+            training: Whether to observe amaxes and drop units. None drops
+                nothing, and observes amaxes if a gradient is taken.
 
         Returns:
-            As the stock layer.
+            As in the stock layer.
         """
         return super().call(
             sequences, initial_state=initial_state, mask=mask, training=training
@@ -410,19 +409,19 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         mask: Tensor,
         training: bool | None = None,
     ) -> Any:
-        """As the stock layer, without fused kernels where the cell is float8.
+        """Run the loop; without fused kernels if the cell is in float8.
 
         Args:
-            sequences: As for `call`.
+            sequences: See `call`.
             initial_state: A list of states.
-            mask: As for `call`.
-            training: As for `call`.
+            mask: See `call`.
+            training: See `call`.
 
         Returns:
             The last outputs, all outputs, and the last states.
 
         Raises:
-            ValueError: If cuDNN is demanded for a float8 cell.
+            ValueError: If `use_cudnn=True` is set for a float8 cell.
         """
         cell = self.cell
         if not _in_float8(cell):
@@ -447,7 +446,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         )
 
     def _check_cudnn(self) -> None:
-        """Raise if this layer was told to use cuDNN and nothing else."""
+        """Raise if this layer has `use_cudnn=True`."""
         if self.__dict__.get("use_cudnn") is True:
             raise ValueError(
                 f"use_cudnn=True is not possible for {self.name!r}: its cell "
@@ -459,13 +458,13 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
 
 
 class _CuDNN(_bases.MixedInto):
-    """Keeps fused kernels away from a cell in float8, which they are not."""
+    """Disables fused kernels for a cell in float8."""
 
     @property
     def use_cudnn(self) -> Any:
-        """`"auto"`, True or False; False where the cell is in float8.
+        """`"auto"`, True or False; False if the cell is in float8.
 
-        `keras.layers.Bidirectional` asks for it too.
+        `keras.layers.Bidirectional` reads it too.
         """
         if self.built and _in_float8(self.cell):
             return False

@@ -1,4 +1,4 @@
-"""The weights of a float8 layer: how Keras saves, loads and counts them."""
+"""Save, load and count the weights of a float8 layer."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ _OWN = (StateVariable, StoredConstant, StoredVariable)
 
 
 def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
-    """Set the weights of a layer or model, once all of them are looked at.
+    """Set the weights of a layer or model, after checking all of them.
 
-    A kernel that is frozen takes codes, or the numbers that its codes mean
-    with the scale that is set with them: those that `get_weights` returned.
+    A frozen kernel takes codes, or the dequantized values that `get_weights`
+    returned. The values must match the codes under the scale that is set with
+    them.
 
     Args:
         layer: The layer or model.
-        weights: An array for each of `layer.weights`.
+        weights: One array per weight in `layer.weights`.
 
     Raises:
-        ValueError: If they do not fit, one is no float8 state, or one is
-            other numbers than a frozen kernel can have. None is then set.
+        ValueError: If the arrays do not fit, one is not a float8 state, or one
+            has values that a frozen kernel cannot have. No weight is set then.
     """
     variables = layer.weights
     received = [np.shape(value) for value in weights]
@@ -68,7 +69,7 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
 
 
 def watch() -> None:
-    """Let `set_weights` of models that hold float8 layers be `set_all`."""
+    """Make `set_weights` of models with float8 layers call `set_all`."""
     built_layers.around_set_weights(_set)
 
 
@@ -80,7 +81,7 @@ def _set(stock: Any, layer: keras.Layer, weights: Sequence[Any]) -> None:
 
 
 def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
-    """Return the value that a variable is to hold; raise if it cannot."""
+    """Return the value to assign to a variable; raise if it does not fit."""
     value = given[id(variable)]
     if isinstance(variable, StateVariable):
         variable.check(value)
@@ -92,7 +93,7 @@ def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
 
 
 def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
-    """Raise if this is an array of something else; tensors are of numbers."""
+    """Raise if a NumPy array is not numeric; tensors always are."""
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufcV":
         raise ValueError(
@@ -118,7 +119,7 @@ def _check_constant(variable: keras.Variable, value: Tensor) -> None:
 def _codes(
     variable: StoredVariable, value: Tensor, given: dict[int, Any]
 ) -> np.ndarray:
-    """The codes of a frozen kernel, given them or the numbers they mean."""
+    """Return the codes of a frozen kernel, given codes or their values."""
     array = np.asarray(ops.convert_to_numpy(value))
     if array.dtype == "uint8":
         variable.check(array)
@@ -143,10 +144,10 @@ def _codes(
 
 
 def warn(policy: Float8DTypePolicy) -> None:
-    """Warn where a policy is emulated for the family of its formats alone.
+    """Warn if only the family of its formats makes a policy emulated.
 
-    A loaded model goes on in the formats that it was trained in, on any
-    device: numbers and scales stay what they were.
+    A loaded model keeps the formats that it was trained in, on any device, so
+    that values and scales do not change.
     """
     native = backends.engine().device().float8
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
@@ -156,7 +157,7 @@ def warn(policy: Float8DTypePolicy) -> None:
 
 
 def _formats_of(recipe: Recipe) -> list[str]:
-    """The formats of all that a recipe quantizes, each once."""
+    """Return the formats that a recipe quantizes to, each once."""
     asked = (
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
@@ -237,7 +238,7 @@ def load(
 
 
 def _load_stored(layer: Any, store: Mapping[str, np.ndarray]) -> None:
-    """Load codes and scales, which a frozen layer has and no other."""
+    """Load codes and scales; raise if the layer or the file has none."""
     if not layer.is_frozen:
         stored_files.refuse(layer)
     if stored_files.STORED not in store:

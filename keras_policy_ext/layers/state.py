@@ -1,4 +1,4 @@
-"""The float8 state of a layer: a sub-layer that holds sum-safe matrices."""
+"""The float8 state of a layer: a sublayer with one matrix per kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 FORMAT_VERSION = 1
-"""Version of the entries; one more when older readers would misread them."""
+"""The version of the entries; increased if older readers would misread them."""
 
 
 VERSION_KEY = "format_version"
@@ -76,15 +76,15 @@ def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
-    """Return a text that a file holds about a layer; "" if it has none.
+    """Return a text about a layer in a file; "" if there is none.
 
     Args:
-        entries: What was in the file for the state of the layer.
+        entries: The entries of the file for the state of the layer.
         key: `POLICY_KEY`, `GIVEN_KEY` or `ATTENTION_KEY`.
-        path: That of the state, for messages.
+        path: The path of the state, for messages.
 
     Raises:
-        ValueError: If the entry is no text, or the file has a newer format.
+        ValueError: If the entry is not text, or the file has a newer format.
     """
     if key not in entries:
         return ""
@@ -100,17 +100,17 @@ def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
 def matrices_in(
     entries: dict[str, np.ndarray], recipe: Recipe, count: int, path: str
 ) -> list[np.ndarray]:
-    """The states that a file has for the kernels of a layer.
+    """Return the states that a file has for the kernels of a layer.
 
     Args:
-        entries: What was in the file for the state of the layer.
-        recipe: What the layer follows, or is going to.
-        count: How many kernels it has.
-        path: That of the state, for messages.
+        entries: The entries of the file for the state of the layer.
+        recipe: The recipe that the layer follows or is going to follow.
+        count: The number of kernels.
+        path: The path of the state, for messages.
 
     Returns:
-        A settled matrix for each kernel, none if the recipe has no state.
-        What the file lacks starts anew.
+        One settled matrix per kernel; none if the recipe has no state. Missing
+        entries start anew.
 
     Raises:
         ValueError: If the entries are incomplete, of wrong shapes or values,
@@ -128,7 +128,7 @@ def matrices_in(
 def matrices_from(
     variables: list[StateVariable], entries: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """The matrices that a file means; those it lacks start anew."""
+    """Return the matrices in a file; missing ones start anew."""
     if not variables:
         return []
     path = variables[0].path.rpartition("/")[0]
@@ -183,7 +183,7 @@ def _matrix(
 
 
 def _looks(row: np.ndarray) -> float:
-    """The first column of a row as its other numbers let one expect it."""
+    """Return the first column that fits the other values of a row."""
     return VALID_MARK if row[1:].any() else UNSEEN
 
 
@@ -192,7 +192,7 @@ def _part_in(
     prefix: str,
     damaged: Callable[[str], str],
 ) -> np.ndarray:
-    """How much of an operand's row was observed: from 0, nothing, to 1."""
+    """Return the fraction of an operand's row that was observed, 0 to 1."""
     key = f"{prefix}.observed"
     part = entries[key]
     is_part = not part.shape and part.dtype.kind == "f"
@@ -204,7 +204,7 @@ def _part_in(
 def _steps_in(
     number: int, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
-    """A count of steps; 0 where the file has none."""
+    """Return the count of steps in a file; 0 if there is none."""
     key = f"{number}.{STEPS}"
     steps = entries.get(key, np.array(0, "int32"))
     is_count = not steps.shape and steps.dtype.kind in "iu"
@@ -217,10 +217,10 @@ def _steps_in(
 def amaxes_in(
     entries: Mapping[str, np.ndarray], key: str, damaged: Callable[[str], str]
 ) -> np.ndarray:
-    """A scale or an amax history in float32.
+    """Return a scale or an amax history of a file, in float32.
 
     Raises:
-        ValueError: With the text that `damaged` makes of what was found.
+        ValueError: If the entry is malformed; `damaged` makes the message.
     """
     value = entries[key]
     rank = 1 if key.endswith("amax_history") else 0
@@ -235,21 +235,21 @@ def amaxes_in(
 
 
 def earlier_key(number: int) -> str:
-    """The key of what was observed in micro-batches before the next step."""
+    """Return the key of observations of micro-batches before the next step."""
     return f"{number}.observed"
 
 
 def earlier_for_file(observation: Any) -> np.ndarray:
-    """An observation for a file: uses and amaxes, not that many `UNIT`.
+    """Convert an observation for a file: divide it by `UNIT`.
 
-    What was not finite is infinite there.
+    NaN becomes infinity.
     """
     array = ops.convert_to_numpy(observation) / np.float32(UNIT)
     return np.nan_to_num(array, nan=np.inf, posinf=np.inf)
 
 
 def earlier_of_file(array: np.ndarray) -> np.ndarray:
-    """The observation that `earlier_for_file` has written."""
+    """Convert the array of `earlier_for_file` back to an observation."""
     return array * np.float32(UNIT)
 
 
@@ -281,9 +281,9 @@ def _damaged(path: str, found: str) -> str:
 
 
 def _resized(ring: np.ndarray, length: int) -> np.ndarray:
-    """A history cut or padded with zeros, the newest entries kept.
+    """Cut a history or pad it with zeros, keeping the newest entries.
 
-    In the ring index 0 is the newest and the last index the one before it.
+    In the ring index 0 is the newest, and the last index the second newest.
     """
     aged = newest_first(ring)[:length]
     aged = np.pad(aged, (0, length - len(aged)))
@@ -291,7 +291,7 @@ def _resized(ring: np.ndarray, length: int) -> np.ndarray:
 
 
 def _no_layer() -> None:
-    """A reference to nothing."""
+    """Return None, like a dead weak reference."""
 
 
 _Take = Callable[[dict[str, np.ndarray]], None]
@@ -305,8 +305,8 @@ def has_state(recipe: Recipe) -> bool:
 class LastCall:
     """The plan of the last contraction of a layer.
 
-    An object of its own: torch.compile stops where a call changes the
-    attributes of a layer.
+    It is a separate object, since torch.compile breaks the graph if a call
+    sets attributes of a layer.
 
     Attributes:
         plan: Its plan; None before the first one.
@@ -316,11 +316,11 @@ class LastCall:
 
 
 class Float8State(keras.layers.Layer):
-    """Holds one matrix for each contraction kernel of the layer it is in.
+    """A sublayer that holds one matrix for each kernel of its layer.
 
     Args:
-        trainable: Whether that layer is. Keras sets it on sub-layers when it
-            is set on a layer, but not on a sub-layer that comes later.
+        trainable: Whether that layer is trainable. Keras passes the attribute
+            on to existing sublayers only, not to later ones.
     """
 
     def __init__(self, trainable: bool = True):
@@ -343,20 +343,21 @@ class Float8State(keras.layers.Layer):
         self.built = True
 
     def belong_to(self, layer: keras.Layer) -> None:
-        """Let files say what a layer tells of itself.
+        """Set the layer whose texts are saved with this state.
 
-        Asked when this is saved, since a layer may save its weights itself.
+        The texts are saved here, since a layer may override how it saves its
+        weights.
 
         Args:
-            layer: One with `texts_for_file` and `merges_adapters`.
+            layer: A layer with `texts_for_file` and `merges_adapters`.
         """
         self._layer = weakref.ref(layer)
 
     def add(self, kernel: keras.Variable, recipe: Recipe) -> None:
-        """Create the state of a kernel, where the recipe has state.
+        """Create the state of a kernel, if the recipe has state.
 
         Raises:
-            ValueError: If there is a kernel of this path already.
+            ValueError: If there is already a kernel with this path.
         """
         if not has_state(recipe):
             return
@@ -389,12 +390,12 @@ class Float8State(keras.layers.Layer):
                 variable.observe("kernel", self.amax(kernel))
 
     def amax(self, kernel: keras.Variable) -> np.float32:
-        """The amax of a kernel, as it is now."""
+        """Compute the amax of the current value of a kernel."""
         value = variable_values.value_without_autocast(kernel)
         return np.float32(ops.convert_to_numpy(scaling.amax(value)))
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:
-        """The state of a kernel, None where it has none."""
+        """Return the state of a kernel, or None if it has none."""
         name = self._owners.get(getattr(kernel, "path", ""))
         return None if name is None else getattr(self, name)
 
@@ -416,13 +417,13 @@ class Float8State(keras.layers.Layer):
         )
 
     def follow(self, recipe: Recipe) -> None:
-        """Go on under another recipe, one that `fits`."""
+        """Switch to another recipe that `fits`."""
         if has_state(recipe):
             for variable in self.matrices:
                 variable.recipe = recipe
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the texts, and scale and amax history of each operand."""
+        """Save the texts, and the scale and amax history of each operand."""
         layer = self._layer()
         texts = {} if layer is None else layer.texts_for_file()
         # Files then hold another kernel, the one with adapters merged in:
@@ -441,12 +442,12 @@ class Float8State(keras.layers.Layer):
                 store[earlier_key(number)] = earlier_for_file(earlier)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read what `save_own_variables` wrote, as far as it is there.
+        """Load what `save_own_variables` saved, as far as the file has it.
 
         A state that is not in the file starts anew. A history of another
-        length is cut or padded with zeros; the newest entries are kept. All
-        matrices are assigned or, on an error, none. Where the layer's own
-        weights were not loaded, its state stays as it was.
+        length is cut or padded with zeros; the newest entries are kept. Either
+        all matrices are assigned or, on an error, none. If the layer's own
+        weights were not loaded, its state is unchanged.
 
         Raises:
             ValueError: If the entries are incomplete, of wrong shapes or
@@ -477,7 +478,7 @@ class Float8State(keras.layers.Layer):
 
     @contextlib.contextmanager
     def capture_entries(self, take: _Take) -> Iterator[None]:
-        """Hand on what a file has for this state, instead of reading it.
+        """Pass the entries of a file to a function instead of loading them.
 
         Args:
             take: Called with the entries.
@@ -503,24 +504,25 @@ class Float8State(keras.layers.Layer):
                 framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:
-        """The layer calls this before it loads its weights."""
+        """Note that the layer is about to load its weights."""
         self._layer_loaded = False
         self._stock_loaded = False
         if len(store.keys()):
             self._failure = None
 
     def layer_has_loaded(self) -> None:
-        """The layer calls this once it has loaded its weights."""
+        """Note that the layer has loaded its weights."""
         self._layer_loaded = True
 
     def load_stock(self, entries: dict[str, np.ndarray]) -> None:
-        """Read the state that Keras's own float8 keeps among the weights.
+        """Load the state that Keras's own float8 stores among the weights.
 
-        Such a file has no group for this sub-layer: what Keras's loader finds
-        for it afterwards, nothing, leaves the state as it then is.
+        Such a file has no group for this sublayer. The empty group that
+        Keras's loader passes afterwards leaves the state unchanged.
 
         Args:
-            entries: From `stock_state.checked`; none to leave the state.
+            entries: From `stock_state.checked`; empty to leave the state
+                unchanged.
         """
         if entries:
             version = np.array(FORMAT_VERSION, "int32")

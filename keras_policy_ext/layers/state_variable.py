@@ -1,4 +1,4 @@
-"""A float8 state as a variable that Keras overwrites with its "gradient"."""
+"""A float8 state: a variable that Keras overwrites with its "gradient"."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ _MOVED = (
 
 
 SUFFIX = "_amax"
-"""Ends the name of a state variable: a LayoutMap for kernels won't match."""
+"""The suffix of a state variable's name; a LayoutMap for kernels skips it."""
 
 STEPS_SUFFIX = "_steps"
-"""The same for a state that counts steps."""
+"""The suffix of the name of a state that counts steps."""
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
-    """The layout of a variable on JAX: whole, whatever a LayoutMap matches.
+    """Return a replicated layout for a variable on JAX, for any LayoutMap.
 
-    Keras 3.12 searches a path for a pattern, so that the one of a kernel
-    finds the state of that kernel; other patterns name whole layers.
+    Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
+    also matches the state of that kernel. Other patterns name whole layers.
 
     Args:
-        rank: How many axes the variable has.
+        rank: The number of axes of the variable.
 
     Returns:
-        Arguments of `keras.Variable`.
+        Keyword arguments for `keras.Variable`.
     """
     distribution = keras.distribution.distribution()
     if keras.backend.backend() != "jax" or distribution is None:
@@ -70,16 +70,16 @@ class StateVariable(
 ):
     """A variable that Keras overwrites with its "gradient".
 
-    Assigning is where an observation becomes state: see
-    `numerics.observations`. Zeros, which JAX hands out as the gradient of
-    what was not used, leave it as it was.
+    An observation is entered into the state by assigning it; see
+    `numerics.observations`. Zeros, JAX's gradient of an unused variable, leave
+    the state unchanged.
 
     Attributes:
-        recipe: What the state is kept for.
+        recipe: The recipe that the state belongs to.
         kernel: The contracted weight.
-        uses: How often the kernel was used since the last assignment.
+        uses: The number of uses of the kernel since the last assignment.
         counts_steps: Whether this state is a count of steps.
-        observed: What was observed since then, where a framework keeps it
+        observed: The observations since then, on a framework that stores them
             with the variable.
     """
 
@@ -111,7 +111,7 @@ class StateVariable(
         return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
     def value_made(self, value: Tensor) -> None:
-        """Keep observations by the tensor that now holds this variable."""
+        """Attach the observations to the tensor that now has the value."""
         backends.current().keep_observations(self, value)
 
     def assign(self, value: Tensor) -> Any:
@@ -119,7 +119,7 @@ class StateVariable(
 
         Raises:
             ValueError: If `value` has another shape, or is a NumPy array, as
-                in `set_weights`, that is no observation and no state.
+                in `set_weights`, that is neither an observation nor a state.
         """
         assigned = self.enter(value)
         if _is_settled(value):
@@ -129,7 +129,7 @@ class StateVariable(
         return assigned
 
     def enter(self, value: Tensor) -> Any:
-        """`assign`, of a state that is known to be that of this kernel."""
+        """Assign without checking that the kernel's amax is up to date."""
         if self.is_stand_in(value):
             # Nothing was observed. On PyTorch observations wait for the step
             # of the optimizer, and between two batches of one step there is
@@ -160,9 +160,9 @@ class StateVariable(
 
         @property
         def value(self) -> Any:
-            """The state, of the kernel as it is.
+            """The state, with the amax of the current kernel.
 
-            A compiled step gets values that are read here, and does not see
+            A compiled step takes values that are read here, and cannot read
             the variables.
             """
             if self._ahead > 0 and not variable_values.is_stateless():
@@ -182,10 +182,9 @@ class StateVariable(
             self._ahead = max(self._ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
-        """Take it back if what was assigned says no more of the kernel.
+        """Mark the kernel as newer if an assignment left its row unchanged.
 
-        As where a compiled step that has no place for observations returns
-        the state as it got it.
+        That happens if a compiled step does not return observations.
         """
         value = backends.current().known_value(self)
         if value is None or not (self.trainable and self.observes_amaxes):
@@ -212,7 +211,7 @@ class StateVariable(
         """Update the amax of a kernel that changed while this state did not.
 
         Args:
-            kernel: The tensor in it, before it is multiplied.
+            kernel: The tensor of the kernel, before the matmul.
         """
         if self._watched != id(self.kernel):  # this is a copy of another
             self._watch()
@@ -250,19 +249,19 @@ class StateVariable(
         return put_back
 
     def _seen(self) -> int | None:
-        """How often the tensor in the kernel was changed, as far as known."""
+        """Return the version of the kernel's tensor, or None if unknown."""
         if not variable_values.has_value(self.kernel):
             return None
         kernel = variable_values.value_without_autocast(self.kernel)
         return backends.current().version(kernel)
 
     def catch_up(self, beyond: float = 1.0) -> None:
-        """Enter the amax of the kernel if it is larger than the scale allows.
+        """Enter the amax of the kernel if it exceeds what the scale allows.
 
-        What is pending of a step stays so.
+        Pending observations of a step are kept.
 
         Args:
-            beyond: Only if it is more than this many times as large.
+            beyond: The factor by which it must exceed that.
         """
         self._ahead = 0
         if all(map(variable_values.has_value, (self, self.kernel))):
@@ -271,12 +270,12 @@ class StateVariable(
             super().assign(self.kept_up(kernel, matrix, beyond))
 
     def kept_up(self, kernel: Tensor, matrix: Any, beyond: float = 1.0) -> Any:
-        """A state as `catch_up` makes it.
+        """Return the state that `catch_up` would assign.
 
         Args:
             kernel: The tensor in the kernel.
-            matrix: What this variable holds.
-            beyond: As for `catch_up`.
+            matrix: The value of this variable.
+            beyond: See `catch_up`.
         """
         if not self.observes_amaxes:
             return matrix
@@ -286,18 +285,18 @@ class StateVariable(
 
     @property
     def settling(self) -> Any:
-        """What makes the state of a value that is assigned, and the one before.
+        """The function that makes the new state from an assigned value.
 
         See `contractions.settling`.
         """
         return contractions.settling(self.recipe)
 
     def matrix(self) -> Any:
-        """The tensor in this variable.
+        """Return the tensor of this variable.
 
         Raises:
-            ValueError: If a module of PyTorch has cast it, as
-                `model.to(torch.bfloat16)` does.
+            ValueError: If a PyTorch module has cast it, as by
+                `model.to(torch.bfloat16)`.
         """
         value = self.value
         dtype = keras.backend.standardize_dtype(value.dtype)
@@ -306,7 +305,7 @@ class StateVariable(
         return value
 
     def warn_if_moved(self) -> None:
-        """Warn, once, if this state was moved and can be read at no cost."""
+        """Warn once if other code changed this state and it is readable now."""
         value = backends.current().known_value(self)
         if value is None or value is self._looked_at:
             return
@@ -317,12 +316,12 @@ class StateVariable(
             self.trusted(value)
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
-        """The state, with rows as if never observed that were moved.
+        """Return the state, with externally changed rows reset to unobserved.
 
-        Warns of them, once until they are mended.
+        Warn once if there are any, and again only after they were repaired.
 
         Args:
-            matrix: What the variable holds, where that is known.
+            matrix: The value of the variable, if it is known.
 
         Returns:
             A copy.
@@ -338,7 +337,7 @@ class StateVariable(
         return matrix
 
     def observe(self, operand: str, amax: Any) -> None:
-        """Enter the amax of one operand, and leave the others as they are.
+        """Enter the amax of one operand; leave the other operands unchanged.
 
         Args:
             operand: One of `recipes.OPERANDS`.
@@ -359,20 +358,20 @@ class StateVariable(
 
     @property
     def rows_layout(self) -> StateLayout:
-        """Where things are in a row of this state."""
+        """The columns of a row of this state."""
         return state_source_of(self.recipe).layout
 
     @property
     def observes_amaxes(self) -> bool:
-        """True if this state is one of amaxes, and not a count of steps."""
+        """True if this state records amaxes, False if it counts steps."""
         return bool(source_of(self.recipe).observes_amaxes)
 
     def rows(self) -> dict[str, tuple[np.float32, np.ndarray]]:
-        """For each operand its last scale and its amaxes, newest first.
+        """Return the last scale and the amaxes of each operand, newest first.
 
-        The scale is 0 where none came from a history yet, and the amaxes are
-        0 as far as nothing was observed, or too little of an average was.
-        Empty for a count of steps.
+        A scale is 0 until one was computed from a history. An amax is 0 if it
+        was never observed, or if the state is an average of which too little
+        was observed. The dict is empty for a count of steps.
         """
         if not self.observes_amaxes:
             return {}
@@ -390,12 +389,12 @@ class StateVariable(
         }
 
     def is_unseen(self, operand: str) -> bool:
-        """True if an operand was never observed, and its row not moved."""
+        """Return True if an operand was never observed, with an intact row."""
         matrix = ops.convert_to_numpy(self.matrix())
         return bool(matrix[OPERANDS.index(operand), 0] == UNSEEN)
 
     def newest(self, operand: str) -> np.float32:
-        """The amax of an operand that was entered last, 0 if none was."""
+        """Return the newest amax of an operand, 0 if there is none."""
         newest: np.float32 = self.rows()[operand][1][0]
         return newest
 
@@ -413,23 +412,23 @@ class StateVariable(
         )
 
     def check(self, value: Tensor) -> None:
-        """Raise if an array is no observation and no state.
+        """Raise if an array is neither an observation nor a state.
 
         Raises:
-            ValueError: If so; tensors are not looked at.
+            ValueError: If it is neither; tensors are not checked.
         """
         if isinstance(value, np.ndarray):
             check_rows(self, value)
 
     @property
     def overwrite_with_gradient(self) -> bool:
-        """Always true, to an optimizer that asks."""
+        """True, so that optimizers assign the gradient to this variable."""
         return True
 
     def next_slot(self) -> int:
-        """Number the uses between two assignments, modulo `SLOTS`.
+        """Return the number of the next use since the last assignment.
 
-        More numbers would mean more plans, each compiled for itself.
+        It is modulo `SLOTS`, since each number needs a plan compiled for it.
         """
         slot = self.uses
         self.uses = (slot + 1) % SLOTS
@@ -437,7 +436,7 @@ class StateVariable(
 
 
 def check_rows(variable: StateVariable, value: np.ndarray) -> None:
-    """Raise if this array is no observation and no state."""
+    """Raise if an array is neither an observation nor a state."""
     if value.shape != tuple(variable.shape):
         return  # Keras says so.
     uses = value[:, 0]
@@ -466,41 +465,41 @@ def _cast(path: str, dtype: str) -> str:
 
 
 def _kernel_row(value: np.ndarray) -> int:
-    """Return a hash of the row of the kernel, to see whether it changed."""
+    """Return a hash of the kernel's row, to detect changes."""
     return hash(value[min(1, len(value) - 1)].astype("float32").tobytes())
 
 
 def newest_first(ring: np.ndarray) -> np.ndarray:
-    """A ring as a list, newest first."""
+    """Convert a ring to an array, newest entry first."""
     return np.concatenate([ring[:1], ring[:0:-1]])
 
 
 def _is_sealed(first: np.ndarray) -> np.ndarray:
-    """Mask of the rows whose first column marks them valid."""
+    """Return a mask of the rows whose first column marks them valid."""
     return np.abs(first - VALID_MARK) <= ROUNDING
 
 
 def _moved_rows(matrix: np.ndarray) -> np.ndarray:
-    """Mask of the rows that are neither a state nor an average of states."""
+    """Return a mask of the rows that are no state or average of states."""
     has_observations: Any = matrix[:, 1 : SLOTS + 1].any(axis=1)
     is_moved: np.ndarray = has_observations | ~_is_state(matrix[:, 0])
     return is_moved
 
 
 def _is_state(first: np.ndarray) -> np.ndarray:
-    """Mask of the rows that are states, or averages of states."""
+    """Return a mask of the rows that are states, or averages of states."""
     return (first >= UNSEEN - ROUNDING) & (first <= VALID_MARK + ROUNDING)
 
 
 def _sealed(value: np.ndarray) -> np.ndarray:
-    """A settled state whose rows are sealed exactly, not within rounding."""
+    """Return a settled state with seals that are exact, not rounded."""
     value = np.array(value)
     value[_is_sealed(value[:, 0]), 0] = VALID_MARK
     return value
 
 
 def _is_settled(value: Tensor) -> bool:
-    """Return True if an array has no row to settle."""
+    """Return True if an array is a state whose rows are all settled."""
     return (
         isinstance(value, np.ndarray)
         and value.ndim == 2
@@ -509,5 +508,5 @@ def _is_settled(value: Tensor) -> bool:
 
 
 def is_amax(values: np.ndarray) -> bool:
-    """Return True if all numbers may be amaxes."""
+    """Return True if all values are finite and not negative."""
     return bool(np.all(np.isfinite(values)) and np.all(values >= 0))

@@ -1,11 +1,11 @@
-"""The float8 of Keras's own layers, as files and attributes show it.
+"""The state of Keras's own float8 layers, in files and attributes.
 
-`keras.layers.Dense` and `EinsumDense` under `quantize("float8")` write all
+`keras.layers.Dense` and `EinsumDense` under `quantize("float8")` save all
 their variables by number: the kernel, the bias if there is one, and then for
 each of `recipes.OPERANDS` a scale, float32 (), and an amax history, float32
-(length,) (keras 3.4 to 3.15). The scale dequantizes and the history is a
-ring with the newest amax at index 0, as in `numerics.observations`. An
-operand that Keras never observed has the scale 1 and zeros.
+(length,) (keras 3.4 to 3.15). The scale dequantizes. The history is a ring
+with the newest amax at index 0, as in `numerics.observations`. An operand that
+Keras never observed has the scale 1 and zeros.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ NAMES = tuple(
     for operand in OPERANDS
     for kind in ("scale", "amax_history")
 )
-"""The numbered entries of the state, by their keys in `layers.state`."""
+"""The keys in `layers.state` of the numbered entries of Keras's state."""
 
 LENGTH_KEY = "keras_amax_history_length"
-"""Entry of the history length that the policy said, in a state of Keras's."""
+"""The entry with the history length of the policy, in a state of Keras's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StockStore:
-    """What a file has for a layer that was in Keras's own float8.
+    """The entries of a file for a layer that was in Keras's own float8.
 
     Attributes:
         own: The kernel and the bias, by number.
-        state: The state by the keys of `layers.state`, without a version.
+        state: The state, with the keys of `layers.state` but without a
+            version.
     """
 
     own: dict[str, Any]
@@ -47,9 +48,9 @@ class StockStore:
 
 
 def split(store: Mapping[str, np.ndarray], own: int) -> StockStore | None:
-    """Separate a layer's own weights from the state behind them.
+    """Separate a layer's own weights from the state saved after them.
 
-    None if a store of so many own weights has no such state.
+    Return None if the store has no such state after `own` weights.
     """
     numbers = [str(number) for number in range(own + len(NAMES))]
     if set(store.keys()) != set(numbers):
@@ -65,15 +66,15 @@ def checked(state: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
     """Check the state of a layer; return it with unobserved scales set to 0.
 
     Raises:
-        ValueError: If an entry has another rank, is not of floating point,
-            or is not finite and >= 0.
+        ValueError: If an entry has another rank, is not floating point, or is
+            not finite and >= 0.
     """
     damaged = functools.partial(_damaged, path)
     return observed({key: amaxes_in(state, key, damaged) for key in state})
 
 
 def observed(entries: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Entries by `NAMES`, with scale 0 for what was not observed."""
+    """Return the entries with scale 0 for operands that were not observed."""
     entries = dict(entries)
     for operand in OPERANDS:
         scale, history = (
@@ -85,10 +86,10 @@ def observed(entries: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class _View:
-    """An attribute of Keras's float8 layers, read off the state.
+    """A read-only attribute of Keras's float8 layers, read from the state.
 
-    It has no setter: a layer that Keras quantizes to int8 has a variable of
-    one of these names, which is found before it.
+    It has no setter. A layer that Keras quantizes to int8 has a variable of
+    the same name, which Python finds first.
     """
 
     def __init__(self, operand: str, kind: str):
@@ -120,9 +121,9 @@ class _View:
 
 
 class StockAttributes:
-    """Scales and histories by the names that Keras's float8 layers have.
+    """Scales and histories under the names of Keras's float8 layers.
 
-    Tensors, to be read: a scale is float32 (), the last one used or 1, an
+    They are tensors to read. A scale is float32 (), the last one used or 1. An
     amax history is float32 (length,), newest at index 0.
     """
 

@@ -1,7 +1,7 @@
 """The weights of a frozen layer in a file.
 
-They are in the group of the layer's own weights, which a layer that is not
-frozen refuses, since Keras counts the entries:
+They are in the group of the layer's own weights. A layer that is not frozen
+rejects them, since Keras counts the entries:
 
 | key | shape | value |
 |---|---|---|
@@ -10,8 +10,8 @@ frozen refuses, since Keras counts the entries:
 | a name + `.scale` | `stored_kernels.scale_shape` | float32, of a kernel |
 | a name + `.inputs_scale` | () | float32, of its inputs, if they have one |
 
-Adapters of LoRA are weights of their own here: to add them to a kernel would
-round them with it. Nothing in the JSON is more than a name or a number.
+LoRA adapters are separate weights here. Added to a kernel, they would be
+rounded with it. The JSON contains names and numbers only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
 STORED = "stored"
-"""The key by which a group is known as that of a frozen layer."""
+"""The key that marks a group as that of a frozen layer."""
 
 VERSION = 1
-"""Version of the entries; one more when older readers would misread them."""
+"""The version of the entries; increased if older readers would misread them."""
 
 SCALE = ".scale"
 INPUTS_SCALE = ".inputs_scale"
@@ -76,11 +76,11 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
 
 
 def load(layer: keras.Layer, store: Entries) -> None:
-    """Read what `save` wrote; all weights are assigned or, on an error, none.
+    """Load what `save` saved; on an error no weight is assigned.
 
     Raises:
-        ValueError: If the entries are not those of this layer, damaged, or
-            written by a newer version of this package.
+        ValueError: If the entries belong to another layer, are damaged, or
+            were written by a newer version of this package.
     """
     header = header_in(store, layer.path)
     if recipe_of(header, layer.path) != layer.float8_policy.recipe:
@@ -107,10 +107,10 @@ def load(layer: keras.Layer, store: Entries) -> None:
 
 
 def header_in(store: Entries, path: str) -> dict[str, Any]:
-    """What a group says of itself.
+    """Return the JSON header of a group.
 
     Raises:
-        ValueError: If that is damaged, or of a newer version.
+        ValueError: If it is damaged, or of a newer version.
     """
     raw = _input_files.array_in(path, store[STORED])
     try:
@@ -163,14 +163,14 @@ def _is_lora(value: Tensor, header: dict[str, Any]) -> bool:
 
 
 _FIELDS = {"names": _are_names, "summed": _are_summed, "lora": _is_lora}
-"""What each field must be; the later ones build on the earlier."""
+"""The check of each field, in an order in which later ones rely on earlier."""
 
 
 def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
-    """How a group's kernels are stored.
+    """Return the recipe that the kernels of a group are stored with.
 
     Raises:
-        ValueError: If there is no such way.
+        ValueError: If there is no such recipe.
     """
     names = ("weights", "per", "activations")
     try:
@@ -182,10 +182,10 @@ def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
 def stored_kernels_in(
     store: Entries, path: str
 ) -> dict[str, StoredKernel | np.ndarray]:
-    """The weights of a group by name, kernels as they are stored.
+    """Return the weights of a group by name, kernels in stored form.
 
     Raises:
-        ValueError: If they are damaged.
+        ValueError: If an entry is damaged.
     """
     header = header_in(store, path)
     recipe = recipe_of(header, path)
@@ -205,14 +205,14 @@ def stored_kernels_in(
 
 
 def _as_array(entry: Any) -> np.ndarray:
-    """A weight; bfloat16, of which h5py knows the bytes only, in float32."""
+    """Return a weight as an array; bfloat16, raw bytes in h5py, as float32."""
     if getattr(entry, "attrs", {}).get("dtype") == "bfloat16":
         return np.array(entry, "V2").view(ml_dtypes.bfloat16).astype("float32")
     return np.asarray(entry)
 
 
 def refuse(layer: keras.Layer) -> None:
-    """Raise since a layer that is not frozen was given frozen weights."""
+    """Raise: a layer that is not frozen was given frozen weights."""
     raise ValueError(
         f"The weights of layer {layer.path!r} in this file are stored in "
         "float8, and the layer is not frozen. Received: codes and scales. "
@@ -225,7 +225,7 @@ def refuse(layer: keras.Layer) -> None:
 
 
 def refuse_float(layer: keras.Layer) -> None:
-    """Raise since a frozen layer was given float weights."""
+    """Raise: a frozen layer was given float weights."""
     raise ValueError(
         f"Layer {layer.path!r} is frozen, and its weights in this file are "
         "not. Received: float weights. Allowed: codes and scales, as a frozen "
@@ -235,7 +235,7 @@ def refuse_float(layer: keras.Layer) -> None:
 
 
 def damaged(path: str, found: str) -> str:
-    """The message for entries that are not those of a frozen layer."""
+    """Return the message for damaged weights of a frozen layer."""
     return (
         f"The frozen weights of {path!r} in this file are damaged; the layer "
         f"was not changed. Received: {found}. Allowed: {STORED!r} (JSON), "
@@ -246,7 +246,7 @@ def damaged(path: str, found: str) -> str:
 
 
 def _own(layer: keras.Layer) -> list[keras.Variable]:
-    """The weights of a layer without those of its state."""
+    """Return the weights of a layer without its state."""
     return list(walking.own_weights(layer))
 
 
@@ -259,7 +259,7 @@ def _lora(layer: keras.Layer) -> dict[str, Any] | None:
 def _check_rank(
     layer: keras.Layer, store: Entries, header: dict[str, Any]
 ) -> None:
-    """Raise if adapters have another rank, before any are made."""
+    """Raise if adapters in a file have another rank than the header says."""
     if not header["lora"]:
         return
     names = [name for name in header["names"] if name.startswith("lora_")]
@@ -271,7 +271,7 @@ def _check_rank(
 
 
 def _adapt(layer: keras.Layer, header: dict[str, Any]) -> None:
-    """Give a layer the adapters that it had when it was saved."""
+    """Enable LoRA on a layer if its saved weights have adapters."""
     lora = header["lora"]
     if lora and not getattr(layer, "lora_enabled", False):
         layer.enable_lora(int(lora["rank"]), lora_alpha=lora["alpha"])
@@ -280,10 +280,10 @@ def _adapt(layer: keras.Layer, header: dict[str, Any]) -> None:
 def _pairs(
     layer: keras.Layer, header: dict[str, Any]
 ) -> list[tuple[keras.Variable, str]]:
-    """The weights, each with its name in the file.
+    """Pair the weights of a layer with their names in the file.
 
-    A weight that was not given a name has another one in each model: what is
-    left over is paired in order. Adapters that the file lacks stay.
+    An unnamed weight gets another name in each model, so weights without a
+    match are paired in order. Adapters that the file lacks are unchanged.
     """
     own = [
         each
@@ -310,7 +310,7 @@ def _checked(
     name: str,
     header: dict[str, Any],
 ) -> Any:
-    """Return the value that a weight is to hold."""
+    """Return the value to assign to a weight; raise if it does not fit."""
     is_codes = name in header["summed"]
     if is_codes != isinstance(variable, StoredVariable):
         raise ValueError(damaged(layer.path, f"{name!r} is no weight of it"))

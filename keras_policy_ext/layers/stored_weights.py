@@ -1,4 +1,4 @@
-"""Kernels of a layer that are stored: made, taken in place, given back."""
+"""Stored kernels of a layer: create them, swap them in and out."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
 WIDENED = "_widened"
-"""The suffix of their names, after the name of the kernel."""
+"""The suffix of the name of a stored kernel's float32 variable."""
 
 
 class StoredConstant(keras.Variable):
-    """A scale of a stored kernel or of its inputs, or the kernel widened.
+    """A scale of a stored kernel or of its inputs, or the kernel in float32.
 
-    Float32, and no parameter.
+    It is float32 and not a parameter.
     """
 
     @property
     def as_stored(self) -> Any:
-        """The tensor, which has no gradient.
+        """The tensor, detached from gradients.
 
         Raises:
-            ValueError: If it was cast, and so is not what was stored.
+            ValueError: If it was cast, which may have rounded it.
         """
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
@@ -66,8 +66,8 @@ class StoredCodes(keras.Variable):
     """The codes of a kernel, uint8, in the shape of the kernel.
 
     Attributes:
-        read: The variable that reads them as numbers, while a layer that is
-            being built has the codes in an attribute.
+        read: The variable that dequantizes the codes, while a layer being
+            built holds the codes in an attribute.
     """
 
     read: StoredVariable | None = None
@@ -93,17 +93,17 @@ class StoredCodes(keras.Variable):
 
 
 class StoredVariable(variable_values.ComputedVariable, keras.Variable):
-    """A kernel that is stored as codes, read as the numbers that they mean.
+    """A kernel stored as codes, which reads as dequantized values.
 
     Attributes:
         codes: The variable of the codes.
-        recipe: How it is stored.
-        axes: Which of its axes are summed.
-        scale: The variable of its scales.
-        inputs_scale: The variable of the scale of the inputs; None where they
-            have none that is known before.
-        widened: The variable of the kernel in float32; None where it is
-            widened in each product.
+        recipe: How the kernel is stored.
+        axes: The summed and the free axes of the kernel.
+        scale: The variable of the scales.
+        inputs_scale: The variable of the static scale of the inputs; None if
+            there is none.
+        widened: The variable of the kernel in float32; None if each matmul
+            dequantizes it.
     """
 
     scale: Any = None
@@ -125,7 +125,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def value(self) -> Any:
-        """The numbers, computed anew, in the dtype in which they are read."""
+        """The dequantized values, computed anew, in the autocast dtype."""
         if self.widened is not None:
             return ops.cast(self.widened.as_stored, self.dtype)
         codes, scale, *_ = self.constants
@@ -134,13 +134,13 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         )
 
     def assign(self, value: Tensor) -> Any:
-        """Set the codes; the numbers that it has stay.
+        """Set the codes; accept the current values without effect.
 
         Args:
-            value: Codes, uint8; or these numbers.
+            value: Codes, uint8; or the current dequantized values.
 
         Raises:
-            ValueError: If it is anything else.
+            ValueError: If it is any other value.
         """
         dtype = getattr(value, "dtype", None)
         if dtype is not None and _name_of(dtype) == "uint8":
@@ -151,7 +151,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return value
 
     def _has_numbers(self, value: Tensor) -> bool:
-        """Return True if these are the numbers that it has already."""
+        """Return True if these are the current values of the kernel."""
         try:
             asked = np.asarray(ops.convert_to_numpy(value))
         # Each framework raises another error for a tensor of a compiled
@@ -162,17 +162,17 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def weights(self) -> str:
-        """The format of the numbers."""
+        """The format of the stored values."""
         return self.recipe.weights
 
     @property
     def granularity(self) -> str:
-        """What has a scale: see `FrozenKernels.per`."""
+        """The granularity of the scales; see `FrozenKernels.per`."""
         return self.recipe.per
 
     @property
     def stored(self) -> StoredKernel:
-        """A copy on the host."""
+        """A copy of the kernel on the host."""
         return StoredKernel(
             codes=np.array(ops.convert_to_numpy(self.codes.value)),
             scale=np.array(ops.convert_to_numpy(self.scale.as_stored)),
@@ -183,17 +183,17 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The tensors that a product reads."""
+        """The tensors that a matmul reads."""
         codes = variable_values.value_without_autocast(self.codes)
         scales = (self.scale, self.inputs_scale)
         return codes, *(each.as_stored for each in scales if each is not None)
 
     @property
     def multiplied(self) -> tuple[Any, ...]:
-        """`constants`, with the codes on every device that multiplies them.
+        """The tensors that a matmul reads, gathered on every device.
 
-        As they are stored: XLA would gather what they are widened to. In
-        place of codes the widened kernel, where there is one.
+        The codes are gathered, since XLA would gather the larger dequantized
+        kernel. If there is a kernel in float32, it replaces the codes.
         """
         codes, *scales = self.constants
         if self.widened is not None:
@@ -205,10 +205,10 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return codes, *scales
 
     def check(self, value: Tensor) -> None:
-        """Raise if an array is no codes of finite numbers.
+        """Raise if an array is not uint8 codes of finite values.
 
         Raises:
-            ValueError: If so.
+            ValueError: If it is not.
         """
         name = _name_of(getattr(value, "dtype", "float32"))
         if name == "uint8":
@@ -227,11 +227,11 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         )
 
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
-        """Hold another kernel, one of the same shapes.
+        """Store another kernel of the same shapes.
 
         Args:
             stored: The kernel.
-            inputs_scale: That of the inputs; None to leave it.
+            inputs_scale: The scale of the inputs; None to leave it unchanged.
         """
         self.codes.assign(stored.codes)
         self.scale.assign(stored.scale)
@@ -250,20 +250,20 @@ def add_stored(
     stored: StoredKernel | None = None,
     inputs_scale: float | None = None,
 ) -> StoredVariable:
-    """Make the variables of a stored kernel.
+    """Create the variables of a stored kernel.
 
     Args:
         layer: The layer, with its `float8_state`; unlocked.
-        name: Of the kernel; None for one that Keras chooses.
-        shape: Of the kernel.
-        recipe: How it is stored.
-        axes: Which of its axes are summed.
-        stored: What it holds; None for zeros.
-        inputs_scale: That of the inputs, for static scales; None for one.
+        name: The name of the kernel; None for one that Keras chooses.
+        shape: The shape of the kernel.
+        recipe: How the kernel is stored.
+        axes: The summed and the free axes of the kernel.
+        stored: The stored kernel; None for zeros.
+        inputs_scale: The static scale of the inputs; None for 1.
 
     Returns:
-        The kernel. The caller keeps its codes in an attribute of the layer,
-        and then itself: see `read_as_numbers`.
+        The kernel. The caller puts its codes into an attribute of the layer;
+        `read_as_numbers` later replaces them by the kernel.
     """
     # Loaded here, and not in the first call, which a compiler may trace.
     backends.engine()
@@ -291,10 +291,10 @@ def add_stored(
 
 
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
-    """Hold a stored kernel in float32 too, as products read it.
+    """Store a kernel in float32 too, for matmuls to read.
 
     Args:
-        layer: Its layer.
+        layer: The layer of the kernel.
         variable: The kernel.
     """
     state, name = layer.float8_state, variable.name + WIDENED
@@ -307,9 +307,9 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 
 def read_as_numbers(layer: keras.Layer) -> None:
-    """Let attributes that hold codes hold the kernels that read them.
+    """Replace codes in attributes of a layer by the kernels that read them.
 
-    The layer tracks the codes, which it was given first.
+    The layer still tracks the codes, since they were assigned first.
     """
     for name, value in list(vars(layer).items()):
         if isinstance(value, StoredCodes) and value.read is not None:
@@ -319,7 +319,7 @@ def read_as_numbers(layer: keras.Layer) -> None:
 def in_place_of_codes(
     layer: keras.Layer, variables: list[keras.Variable]
 ) -> list[Any]:
-    """A list of variables of a layer, with its kernels in place of codes."""
+    """Replace the codes in a list of a layer's variables by their kernels."""
     found = {
         id(each.codes): each
         for each in vars(layer).values()
@@ -329,12 +329,12 @@ def in_place_of_codes(
 
 
 def held(variable: keras.Variable) -> Any:
-    """The variable in `layer.variables` of one in `layer.weights`."""
+    """Return the entry of `layer.variables` for one of `layer.weights`."""
     return variable.codes if isinstance(variable, StoredVariable) else variable
 
 
 def is_state(variable: object) -> bool:
-    """True if a variable says how numbers are scaled, and is no parameter."""
+    """Return True if a variable holds scales or amaxes, not a parameter."""
     return isinstance(variable, (StateVariable, StoredConstant))
 
 
@@ -362,11 +362,11 @@ def _constant(
 
 
 Frozen = tuple[Any, StoredKernel | Axes, Any]
-"""A kernel, what it becomes or its axes for zeros, the scale of its inputs."""
+"""A kernel; its stored form, or its axes for zeros; the scale of its inputs."""
 
 
 class Weight(NamedTuple):
-    """What a weight is going to be."""
+    """The name, shape and dtype of a weight to be created."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -376,16 +376,18 @@ class Weight(NamedTuple):
 def made(
     layer: keras.Layer, stored: bool | None, *args: Any, **kwargs: Any
 ) -> StoredCodes | None:
-    """`add_weight` of a layer that is frozen, for a kernel.
+    """Create a stored kernel for `add_weight` of a frozen layer.
 
     Args:
         layer: The layer.
-        stored: Whether this weight is stored; None: as its class says.
+        stored: Whether this weight is stored; None to ask the class of the
+            layer.
         *args: As for `keras.layers.Layer.add_weight`.
-        **kwargs: Likewise.
+        **kwargs: See `args`.
 
     Returns:
-        Its codes, until the layer is built; None if it is not stored.
+        The codes, which stand for it until the layer is built; None if it is
+        not stored.
     """
     asked = inspect.signature(keras.layers.Layer.add_weight).bind(
         layer, *args, **kwargs
@@ -413,14 +415,14 @@ def made(
 
 
 def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Raise if kernels that are made would have to change for a policy.
+    """Raise if a policy would need existing kernels in another form.
 
     Args:
         layer: A layer.
-        policy: What it is to follow, without rules.
+        policy: The policy to follow, without rules.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the kernels are stored in another form.
     """
     asked = getattr(policy, "recipe", None)
     stores = asked is not None and not asked.trains
@@ -442,7 +444,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
-    """The weights of a layer that are stored when it is frozen.
+    """Return the weights of a layer that are stored when it is frozen.
 
     Args:
         layer: A built layer.
@@ -459,7 +461,7 @@ def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
 
 
 def stored_in(layer: keras.Layer) -> list[StoredVariable]:
-    """The stored kernels of a layer."""
+    """Return the stored kernels of a layer."""
     own = walking.own_weights(layer)
     return [each for each in own if isinstance(each, StoredVariable)]
 
@@ -469,7 +471,7 @@ def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
 
     Args:
         layer: The layer.
-        kernels: What they become; None for zeros.
+        kernels: Each kernel with its stored form; None for zeros.
     """
     if not layer.is_frozen:
         return
@@ -494,13 +496,13 @@ def store(
     stored: StoredKernel | Axes,
     scale: Any,
 ) -> StoredVariable:
-    """Put a stored kernel in the place of a float one.
+    """Replace a float kernel of a layer by a stored one.
 
     Args:
         layer: An unlocked layer that follows `FrozenKernels`.
         kernel: One of its weights.
-        stored: What it was rounded to; only which axes are summed for zeros.
-        scale: That of its inputs, where it is known before.
+        stored: The stored kernel; or only its axes, for zeros.
+        scale: The static scale of its inputs, or None.
     """
     recipe: FrozenKernels = layer.float8_policy.recipe
     variable = add_stored(
@@ -519,9 +521,9 @@ def store(
 
 
 def widen_all(layer: keras.Layer) -> None:
-    """Put float kernels in the places of all stored ones of a layer.
+    """Replace all stored kernels of a layer by float ones.
 
-    Its weights have the order again in which a stock layer has them.
+    The order of the weights is again that of a stock layer.
     """
     for variable in stored_in(layer):
         widen(layer, variable)
@@ -529,7 +531,7 @@ def widen_all(layer: keras.Layer) -> None:
 
 
 def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
-    """Put a float kernel in the place of a stored one, dequantized.
+    """Replace a stored kernel by a dequantized float kernel.
 
     Args:
         layer: An unlocked layer.
@@ -549,6 +551,6 @@ def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
 
 
 def float_value(kernel: keras.Variable) -> np.ndarray:
-    """A float kernel on the host, float32."""
+    """Return a float kernel on the host, float32."""
     value = variable_values.value_without_autocast(kernel)
     return np.asarray(ops.convert_to_numpy(ops.cast(value, "float32")))

@@ -1,8 +1,8 @@
-"""All or nothing: what is changed in place comes back if something fails.
+"""Change layers in place, all or nothing: restore them on an error.
 
 Layers and optimizers are changed here from outside, while the caller goes on
-using them. What a failed change has left is not undone step by step, which
-could fail too: what the objects held before is put back.
+using them. A failed change is not undone step by step, which could fail too.
+Instead the earlier contents of the objects are restored.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
 def unchanged_on_error(
     things: Iterable[Any], variables: Iterable[keras.Variable] = ()
 ) -> Iterator[None]:
-    """Put layers and optimizers back as they were if the block fails.
+    """Restore layers and optimizers if the block fails.
 
-    That is: class, attributes, and what stands in the lists, dicts and sets
-    among them, so that sub-layers, variables, slots, compiled functions and
-    their order are the objects that they were. A layer that is added in the
-    block is no part of this, and neither are layers inside those given.
+    It restores class and attributes, and the contents of the lists, dicts and
+    sets among them. So sublayers, variables, slots, compiled functions and
+    their order are the same objects as before. It does not cover layers added
+    in the block or layers inside the given ones.
 
     Args:
         things: Layers and optimizers that the block may change.
-        variables: Those whose values it may change. They are copied to the
-            memory of the host; those without a value now are left out.
+        variables: Variables whose values the block may change. They are copied
+            to host memory; variables without a value are skipped.
     """
     memories = [_Memory(thing) for thing in things]
     # Copied: on PyTorch an array shows the memory of the variable itself.
@@ -62,10 +62,10 @@ def unchanged_on_error(
 
 @contextlib.contextmanager
 def undone(things: Iterable[Any]) -> Iterator[None]:
-    """Put layers back as they were at the end of the block, in any case.
+    """Restore layers at the end of the block, in any case.
 
     Args:
-        things: As for `unchanged_on_error`.
+        things: See `unchanged_on_error`.
     """
     with contextlib.suppress(_Over), unchanged_on_error(things):
         yield
@@ -73,11 +73,11 @@ def undone(things: Iterable[Any]) -> Iterator[None]:
 
 
 class _Over(Exception):
-    """The end of a block that is undone."""
+    """Ends a block that is undone."""
 
 
 class _Memory:
-    """Remember what a layer or optimizer holds.
+    """Remembers the contents of a layer or optimizer.
 
     Args:
         thing: The layer or optimizer.
@@ -105,7 +105,7 @@ class _Memory:
         ]
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the class, the attributes and their contents."""
         for each, attributes in self._attributes:
             vars(each).clear()
             vars(each).update(attributes)
@@ -115,13 +115,13 @@ class _Memory:
             built_layers.put_class_back(self._thing, self._class)
 
     def restore_companions(self) -> None:
-        """Put back what states know of their kernels, which have values."""
+        """Restore what states know of their kernels' values."""
         for put_back in self._companions:
             put_back()
 
 
 def _base(container: Any) -> Any:
-    """Return the kind of a container; None for another object."""
+    """Return the base type of a container; None for another object."""
     # By its type: an `ObjectProxy` says to be what it stands for.
     return next((b for b in _BASES if issubclass(type(container), b)), None)
 
@@ -133,7 +133,7 @@ def _entries(container: Any, base: Any) -> list[Any]:
 
 
 def _refill(container: Any, base: Any, entries: list[Any]) -> None:
-    """Give a container the entries it had, in their order."""
+    """Put entries back into a container, in their order."""
     now = _entries(container, base)
     if len(now) == len(entries) and all(map(_same, now, entries)):
         return

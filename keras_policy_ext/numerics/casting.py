@@ -1,4 +1,4 @@
-"""Cast to the formats of eight bits and fewer, and turn them into codes."""
+"""Cast to formats of at most eight bits, and convert values to codes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.primitives import HALVES, primitives
 
 CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
-"""Formats for which all three frameworks have a dtype."""
+"""The formats that are dtypes in all three frameworks."""
 
 EXPONENT_BITS = 0x7F800000
-"""All bits of the exponent of a float32: those of infinity."""
+"""All exponent bits of a float32, which are the bits of infinity."""
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 SIGN_BIT = -0x80000000
@@ -25,19 +25,19 @@ SIGN_BIT = -0x80000000
 def cast(x: Tensor, dtype: str) -> Tensor:
     """Cast to float8, saturating; the same bits on every backend.
 
-    Finite values beyond the largest of the format, and infinities, become
-    that largest value; NaN stays NaN; rounding is to nearest, ties to even;
-    subnormals are kept. The value is clipped before it is cast, because
-    without that 465 becomes NaN on JAX, TensorFlow and torch up to 2.12, and
-    448 on torch 2.13.
+    Finite values beyond the largest of the format, and infinities, become that
+    largest value. NaN stays NaN. Rounding is to nearest, ties to even;
+    subnormals are kept. The value is clipped before the cast. Without that,
+    465 becomes NaN on JAX, TensorFlow and torch up to 2.12, and 448 on torch
+    2.13.
 
-    Not differentiable: a framework's own gradient of a cast would itself be
-    cast to unscaled float8. The contractions define their gradients.
+    It is not differentiable: a framework's own gradient of a cast would itself
+    be cast to unscaled float8. The contractions define their gradients.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
-        dtype: `"float8_e4m3fn"`, `"float8_e5m2"`, or one of these with
-            `fnuz` in its name, of which TensorFlow has XLA do the cast.
+        dtype: `"float8_e4m3fn"`, `"float8_e5m2"`, or one of these with `fnuz`
+            in its name, which TensorFlow casts with XLA.
 
     Returns:
         Tensor of the shape of `x` and of dtype `dtype`.
@@ -87,15 +87,15 @@ def quantize(
 def quantize_float32(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """The numbers that `quantize` gives, held in float32.
+    """Compute the values that `quantize` gives, in float32.
 
-    Without a float8 dtype on the way, which costs a CPU most of the time and
-    which a compiler may leave out.
+    It uses no float8 dtype. A cast to float8 takes a CPU most of the time, and
+    a compiler may drop it.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
         scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: Name of a format of four or eight bits, with a sign.
+        dtype: Name of a signed format of four or eight bits.
         is_factor: Whether to multiply by `scale` instead of dividing by it.
 
     Returns:
@@ -105,17 +105,17 @@ def quantize_float32(
 
 
 def round_to_format(x: Tensor, dtype: str) -> Tensor:
-    """Round float32 to the numbers of a format, staying in float32.
+    """Round float32 to the values of a format, staying in float32.
 
     Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
-    nearest, ties to even. Here k - 23 is the exponent of the last mantissa
-    bit that the format has for each value; below the smallest normal number
-    it is the format's. The sign of a zero is kept where the format has
-    negative zero, and so is NaN.
+    nearest, ties to even. Here k - 23 is the exponent of the value's last
+    mantissa bit in the format; it is constant below the smallest normal
+    number. NaN is kept, and so is the sign of a zero if the format has
+    negative zero.
 
     Args:
         x: Float32 tensor, no larger than the format's largest value.
-        dtype: Name of a format of four or eight bits, with a sign.
+        dtype: Name of a signed format of four or eight bits.
 
     Returns:
         Float32 tensor of the shape of `x`.
@@ -137,8 +137,9 @@ def grid_constants(dtype: str) -> tuple[int, int]:
     """Return the constants that `round_to_format` adds to exponent bits.
 
     Returns:
-        The bits of the exponent of the smallest normal number, and what turns
-        the bits of 2^e into those of 1.5 * 2^(e + 23 - mantissa bits).
+        The bits of the exponent of the smallest normal number, and the number
+        to add to the bits of 2^e to get those of 1.5 * 2^(e + 23 - mantissa
+        bits).
     """
     fmt = formats.get(dtype)
     lowest = int(np.float32(fmt.smallest_normal).view(np.int32))
@@ -161,12 +162,12 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
-    """Numbers in a float8 dtype, in float32 whatever a layer computes in."""
+    """Convert float8 values to float32, whatever the compute dtype."""
     return as_dtype(q, "float32")
 
 
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
-    """`ops.cast`, from and to formats that Keras does not know as well."""
+    """Cast like `ops.cast`, also for formats that Keras does not know."""
     if "fnuz" in f"{x.dtype} {dtype}":
         return primitives().as_dtype(x, dtype)
     return ops.cast(x, dtype)
@@ -208,10 +209,9 @@ def _limit(dtype: Any) -> float:
 
 
 def _cast(x: Tensor, dtype: str) -> Tensor:
-    """`ops.cast` of what is in range, with the same NaN on every backend.
+    """Cast values in range, with the same NaN on every backend.
 
-    In `float8_e5m2`, which has several, torch takes 0x7f (2.13), all others
-    0x7e.
+    `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
     """
     q = as_dtype(x, dtype)
     if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
@@ -224,12 +224,12 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 def scaled(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Scale: `x / scale` in float32, clipped to the range of the format.
+    """Divide by the scale in float32, and clip to the range of a format.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
         scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: Name of a format, for its range.
+        dtype: The name of the format.
         is_factor: Whether to multiply by `scale` instead of dividing by it.
     """
     limit = formats.get(dtype).max
@@ -241,9 +241,9 @@ def scaled(
 
 
 def view(x: Tensor, dtype: str) -> Tensor:
-    """`ops.view`, which fails on TensorFlow for a last axis of unknown size.
+    """View as a dtype; also for a last axis of unknown size on TensorFlow.
 
-    Seen on keras 3.15; for a scalar on keras 3.12.
+    `ops.view` fails there (keras 3.15; for a scalar keras 3.12).
     """
     known = len(x.shape) > 0 and x.shape[-1] is not None
     if known or keras.backend.backend() != "tensorflow":
@@ -254,7 +254,7 @@ def view(x: Tensor, dtype: str) -> Tensor:
 MANTISSA = 23
 NAN = 0x7FC00000
 SUBNORMAL_SCALE = 1 << 22
-"""The bits of 2^-127, which byte 0 of E8M0 stands for."""
+"""The bits of 2^-127, the value of byte 0 in E8M0."""
 
 _BITS = 8
 _MAX_E4M3FN, _NAN_E4M3FN = 0x7E, 0x7F
@@ -262,22 +262,23 @@ _INF_OF_HALF = 0x7C00
 
 
 def shifted_right(x: Tensor, count: int) -> Tensor:
-    """Int32 shifted right by some bits, with zeros from the left."""
+    """Shift int32 right by some bits, filling with zeros."""
     mask = (1 << (32 - count)) - 1
     return ops.bitwise_and(ops.right_shift(x, count), mask)
 
 
 def encode(values: Tensor, format_name: str) -> Tensor:
-    """The codes of numbers of a format.
+    """Encode values of a format as codes.
 
     Args:
         values: Float32 numbers of the format, of any shape.
-        format_name: Its ml_dtypes name; a signed one.
+        format_name: The ml_dtypes name of a signed format.
 
     Returns:
-        Uint8 tensor of that shape. NaN has one code, the one that casts give
-        it; in `float4_e2m1fn`, which has none, that of the largest number.
-        Infinities have theirs, or in a format without that of the largest.
+        Uint8 tensor of that shape. NaN has one code, the one that casts give;
+        `float4_e2m1fn` has no NaN, and uses the code of the largest value. In
+        a format without infinity, infinities have the code of the largest
+        value.
     """
     if _cuts_float16(format_name):
         return _encode_by_half(values, format_name)
@@ -302,7 +303,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
-    """The numbers of codes, as `encode` makes them.
+    """Decode codes to the values that `encode` took.
 
     Args:
         codes: Uint8 tensor of any shape.
@@ -333,10 +334,10 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 
 
 def _cuts_float16(format_name: str) -> bool:
-    """Return True if codes are found by cutting bits off those of float16.
+    """Return True if codes are made by dropping bits of float16.
 
-    That takes less than half the operations, of which XLA makes a program for
-    every layer (JAX 0.10, CPU). Not on PyTorch, which shifts no unsigned
+    That takes less than half the operations, which XLA compiles for every
+    layer (JAX 0.10, CPU). PyTorch cannot do it: it shifts no unsigned
     integers.
     """
     shifts = keras.backend.backend() in ("jax", "tensorflow")
@@ -344,7 +345,7 @@ def _cuts_float16(format_name: str) -> bool:
 
 
 def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
-    """See `encode`."""
+    """Encode by way of float16; see `encode`."""
     shift, factor = HALVES[format_name]
     halves = ops.cast(values * (1.0 / factor), "float16")
     bits = ops.cast(view(halves, "uint16"), "int32")
@@ -358,7 +359,7 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
-    """See `decode`; the framework's numbers, and NaN of e4m3fn."""
+    """Decode with the framework's cast, and NaN of e4m3fn; see `decode`."""
     found = primitives().numbers(codes, format_name)
     if HALVES[format_name][0] == _BITS:
         return found
@@ -367,10 +368,10 @@ def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
-    """Scales in their own format, a byte each.
+    """Encode scales in their own format, one byte each.
 
     Args:
-        scale: Float32 numbers of the format, of any shape.
+        scale: Float32 values of the format, of any shape.
         scale_format: `"float8_e8m0fnu"` or `"float8_e4m3fn"`.
     """
     if scale_format != "float8_e8m0fnu":
@@ -381,10 +382,10 @@ def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
 
 
 def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
-    """Scales in float32, from `encode_scales`.
+    """Decode the scales of `encode_scales` to float32.
 
-    Byte 0 of E8M0 is 2^-127, which a backend that flushes subnormal numbers
-    reads as 0; byte 255 is NaN.
+    Byte 0 of E8M0 is 2^-127, which a backend that flushes subnormals reads as
+    0; byte 255 is NaN.
     """
     if scale_format != "float8_e8m0fnu":
         return decode(codes, scale_format)
@@ -398,13 +399,13 @@ def _bits(number: float) -> int:
 
 
 def _offset(fmt: formats.Format) -> int:
-    """What the bias of float32 adds to a code that is shifted into place."""
+    """Return what to add to a code so that its exponent has float32's bias."""
     exponent = _bits(fmt.smallest_normal) >> MANTISSA
     return (exponent - 1) << fmt.mantissa_bits
 
 
 def _largest_code(fmt: formats.Format) -> int:
-    """The code of the largest number."""
+    """Return the code of the format's largest value."""
     return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
 
 

@@ -1,4 +1,4 @@
-"""How much a quantization lost."""
+"""Measure the error of a quantization."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from keras_policy_ext.numerics.scaling import amax
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
-    """Signal to quantization noise ratio, in decibels.
+    """Compute the signal-to-quantization-noise ratio, in decibels.
 
-    `20 log10(|reference| / |reference - approximation|)` with Frobenius
-    norms in float32; infinite where the two agree.
+    It is `20 log10(|reference| / |reference - approximation|)`, with Frobenius
+    norms in float32; infinite if both tensors are equal.
 
     Args:
         reference: Tensor of any shape.
@@ -44,7 +44,10 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
 
 
 def _log_norm(x: Tensor) -> Tensor:
-    """Logarithm of the Frobenius norm; its square might overflow."""
+    """Compute the logarithm of the Frobenius norm.
+
+    The values are scaled by the largest, since their squares might overflow.
+    """
     largest = amax(x)
     unit = ops.where(ops.greater(largest, 0.0), largest, 1.0)
     power = ops.sum(ops.square(ops.divide(x, unit)))
@@ -52,7 +55,7 @@ def _log_norm(x: Tensor) -> Tensor:
 
 
 def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
-    """Fraction of the non-zero values which quantization turns into zero.
+    """Compute the fraction of nonzero values that quantize to zero.
 
     Args:
         x: Tensor of any shape.
@@ -60,7 +63,7 @@ def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
 
     Returns:
-        Scalar float32 tensor between 0 and 1; 0 where `x` is all zero.
+        Scalar float32 tensor between 0 and 1; 0 if `x` is all zero.
     """
     non_zero = ops.not_equal(x, 0)
     quantized = ops.cast(quantize(x, scale, dtype), "float32")

@@ -1,10 +1,10 @@
-"""The state of delayed scaling as one sum-safe matrix.
+"""The state of delayed scaling: one matrix whose gradients can be summed.
 
-Only the gradient can carry the amax of an output gradient out of a backward
-pass on JAX, and automatic differentiation sums gradients over the uses of a
+On JAX only the gradient can carry the amax of an outputs gradient out of a
+backward pass, and automatic differentiation sums gradients over the uses of a
 layer. So the state is a variable that Keras overwrites with its "gradient",
-and what travels survives a sum. A row per operand
-(of `recipes.OPERANDS`):
+and the observation in that gradient survives a sum. The matrix has one row per
+operand (of `recipes.OPERANDS`):
 
 | column | settled | observation of one use |
 |---|---|---|
@@ -13,25 +13,25 @@ and what travels survives a sum. A row per operand
 | `scale` | last scale used, 0 if none | 0 |
 | `history` | amaxes, a ring with the newest at index 0 | 0 |
 
-The sum over the uses of a step has `uses` > 0, and the newest amax is the
-largest slot: exact up to 8 uses. Later uses share slots, and a scanned layer
-has one for all its steps, so that there it is a sum, an upper bound. A kernel
-is the same in all uses, and its amax their mean. A row of zeros (JAX's
-gradient of what was not used) means "not observed".
+The sum over the uses of a step has `uses` > 0. The newest amax is the largest
+slot: exact up to 8 uses. Later uses share slots. A scanned layer has one slot
+for all its steps, which holds their sum, an upper bound. A kernel is the same
+in all uses, and its amax is their mean. A row of zeros (JAX's gradient of an
+unused variable) means "not observed".
 
-An observation travels among gradients, and training loops measure and clip
-those: `UNIT` is so small that it counts for nothing in a norm and is below
-what values are clipped at.
+An observation is stored among gradients, which training loops measure and
+clip. `UNIT` is so small that an observation does not change a norm and is not
+clipped.
 
 The -1 is also a seal, and so are the zeros in the slots. An optimizer that
-takes the state for a weight moves both, the slots by as little as an amax in
-`UNIT`; a row with other numbers there is not believed, and its operand counts
-as never observed.
+treats the state as a weight changes both, the slots by as little as an amax in
+`UNIT`. A row with other values there is discarded, and its operand counts as
+never observed.
 
-A row that was never observed has a -2, so that an average with one that was
-is between the two and not believed either: its amaxes are a fraction of what
-they are of. A moving average is believed from where the part in it that was
-never observed is below `ROUNDING`.
+A row that was never observed has a -2. Its average with an observed row is
+between -1 and -2 and is discarded too, since its amaxes are too small. A
+moving average is accepted as soon as the unobserved part of it is below
+`ROUNDING`.
 """
 
 from __future__ import annotations
@@ -46,45 +46,47 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.recipes import OPERANDS
 
 UNIT = 2.0**-24
-"""What stands for 1 in the gradient of a state: a use, and an amax of 1.
+"""The value of one use, and of an amax of 1, in the gradient of a state.
 
-Training loops measure and clip gradients, this one too. It is so small that a
-thousand layers with amaxes of 1000 count as 0.003 in the norm of all. A power
-of two, so that amaxes from 2^-102 on lose nothing; smaller ones may count as 0.
+Training loops measure and clip all gradients, also this one. It is so small
+that a thousand layers with amaxes of 1000 add 0.003 to the global norm. It is
+a power of two, so that amaxes from 2^-102 on are exact; smaller ones may
+become 0.
 """
 
 
 SLOTS = 8
-"""Uses of a layer in one step whose amaxes are told apart."""
+"""The number of uses of a layer in one step that have separate slots."""
 
 MOST_STEPS = 2.0**23
-"""Where the count of steps starts anew, so that float32 holds it."""
+"""The count of steps restarts at this number, which float32 holds exactly."""
 
 _FIRST = 2 + SLOTS
-"""Where the history starts."""
+"""The first column of the history."""
 
 VALID_MARK = -1.0
-"""The first column of a row that nothing but an assignment has changed."""
+"""The first column of a row that was changed by assignments only."""
 
 UNSEEN = -2.0
 """The first column of a row whose operand was never observed."""
 
 ROUNDING = 2.0**-20
-"""How far the average of two sealed rows may be from it.
+"""The largest distance of an average of sealed rows from the seal.
 
-Averages of weights, as loops write them, round four times at most, each by
-half a unit in the last place of a number up to 1. An optimizer that decays
-weights moves it by more in its first step.
+Loops that average weights round at most four times, each by half a unit in the
+last place of a number up to 1. An optimizer that decays weights changes the
+seal by more in its first step.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Where things are in a row of the state.
+    """The columns of a row of the state.
 
     Attributes:
         length: Length of the amax history.
-        constant: Of each row, whether all uses of a step observe the same.
+        constant: For each row, whether all uses of a step observe the same
+            value.
         unseen: The first column of a row that was never observed.
     """
 
@@ -94,29 +96,29 @@ class StateLayout:
 
     @property
     def width(self) -> int:
-        """Number of columns."""
+        """The number of columns."""
         return _FIRST + self.length
 
     def never_observed(self) -> np.ndarray:
-        """The settled state of what was never observed, (rows, width)."""
+        """Return the settled state before any observation, (rows, width)."""
         state = np.zeros((len(self.constant), self.width), "float32")
         state[:, 0] = self.unseen
         return state
 
     def history(self, state: Tensor) -> Tensor:
-        """Amax histories, (rows, length), newest at index 0."""
+        """Return the amax histories, (rows, length), newest at index 0."""
         return state[:, _FIRST:]
 
     def scale(self, state: Tensor) -> Tensor:
-        """Scales last used, (rows,); 0 where none was."""
+        """Return the scales last used, (rows,); 0 if there is none."""
         return state[:, _FIRST - 1]
 
     def observation(self, amaxes: Tensor, slot: int) -> Tensor:
-        """One use.
+        """Return the observation of one use.
 
         Args:
             amaxes: Float32 (rows,).
-            slot: Which use of the step this is; taken modulo 8.
+            slot: The number of this use in the step; taken modulo 8.
 
         Returns:
             Float32 (rows, width).
@@ -130,9 +132,9 @@ class StateLayout:
         return ops.concatenate([use, entries, zeros], axis=1)
 
     def largest(self, state: Tensor) -> Tensor:
-        """The largest amax of each row, (rows,); infinite if it was moved.
+        """Return the largest amax of each row; infinite if its seal is broken.
 
-        Both in one reduction, which compilers make a kernel of.
+        One reduction finds both, which compilers turn into one kernel.
         """
         columns = self._columns()
         seal = ops.where(columns == 0, VALID_MARK, 0.0)
@@ -142,28 +144,28 @@ class StateLayout:
         return ops.max(ops.where(moved, np.inf, amaxes), axis=1)
 
     def is_intact(self, state: Tensor) -> Tensor:
-        """Which rows of a settled state nobody has moved, bool (rows,)."""
+        """Return which rows of a settled state are unchanged, bool (rows,)."""
         return ops.less(self.largest(state), np.inf)
 
     def settle(self, value: Tensor, previous: Tensor, used: Tensor) -> Tensor:
-        """Interpret an assigned value.
+        """Return the new state for an assigned value.
 
-        Chosen column by column and not put together from parts: a compiler
-        makes one kernel of that, and there is a state for each layer.
+        It is computed column by column, so that a compiler makes one kernel of
+        it. That matters, since every layer has a state.
 
         Args:
-            value: (rows, width); an observation, a settled state or zeros,
-                row by row. More columns are the observations of more
-                replicas, without their uses.
+            value: (rows, width); each row is an observation, a settled row or
+                zeros. Further columns are the observations of other replicas,
+                without `uses`.
             previous: (rows, width), settled.
             used: Float32 (rows,), the scales of the observed step.
 
         Returns:
             (rows, width), settled. An amax that is not finite is not entered.
-            A settled row that is assigned is sealed, unless it was moved or
-            was not observed all along. A
-            row counts as never observed after an observation that was scaled:
-            a history that stands still would cut a tensor that grows.
+            A settled row that is assigned is sealed, unless it was changed or
+            in part unobserved. If an observation was scaled, its row counts as
+            never observed: a history without new entries would clip a growing
+            tensor.
         """
         first, entries = value[:, :1], self._entries(value)
         uses, columns = first / UNIT, self._columns()
@@ -182,16 +184,15 @@ class StateLayout:
         return ops.where(self._is_observation(uses, entries), observed, kept)
 
     def _columns(self) -> Tensor:
-        """The number of each column, (1, width)."""
+        """Return the index of each column, (1, width)."""
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
     def _entries(self, value: Tensor) -> Tensor:
-        """The slots, the scale and the newest amax, (rows, replicas, 10).
+        """Return slots, scale and newest amax, (rows, replicas, 10).
 
-        The last two are 0 in an observation and not in a state that is in
-        use, so that the sum of both is no observation. The other columns are
-        left out: to reduce them too takes XLA four steps on a CPU, four times
-        for each layer.
+        The last two are 0 in an observation and nonzero in a state in use, so
+        that the sum of both is not an observation. The other columns are left
+        out: reducing them takes XLA four steps on a CPU, four times per layer.
         """
         if value.shape[1] == self.width:
             return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
@@ -201,11 +202,11 @@ class StateLayout:
     def _entered(
         self, uses: Tensor, entries: Tensor, previous: Tensor
     ) -> Tensor:
-        """The newest amax in the history, whose first column is `_FIRST`.
+        """Return the history with the newest amax; it starts at `_FIRST`.
 
-        As Keras and Flax enter it: the ring turns left and index 0 is
-        overwritten, so that index 1 is the oldest entry and the last index
-        the one before the newest.
+        As in Keras and Flax, the ring turns left and index 0 is overwritten.
+        So index 1 has the oldest entry and the last index the one before the
+        newest.
         """
         intact = ops.expand_dims(self.is_intact(previous), 1)
         before = ops.where(intact, previous, 0.0)
@@ -220,10 +221,10 @@ class StateLayout:
         return ops.where(ops.expand_dims(finite, 1), rolled, before)
 
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
-        """Which rows are sums over uses, and nothing else, bool (rows, 1).
+        """Return which rows are unscaled sums over uses, bool (rows, 1).
 
-        A sum that was scaled, as to clip a norm or to average over batches,
-        has a number of uses that is no integer, or more amaxes than uses.
+        A sum that was scaled, as by clipping a norm or averaging batches, has
+        a fractional number of uses, or more amaxes than uses.
         """
         slots = np.arange(_FIRST) < SLOTS
         weights = np.where(slots, 1.0, np.inf).astype("float32")
@@ -234,7 +235,7 @@ class StateLayout:
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
-        """What is entered, (rows, 1); `first` is the newest entry so far."""
+        """Return the amax to enter, (rows, 1); `first` is the newest so far."""
         total = ops.expand_dims(ops.sum(entries, axis=(1, 2)), 1)
         mean = total / ops.maximum(uses, 1.0)
         largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)
@@ -243,10 +244,10 @@ class StateLayout:
 
 
 def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
-    """The row of the kernel in an observation, where a flag holds; else zeros.
+    """Return the kernel's row of an observation if a flag is set, else zeros.
 
     Args:
-        observation: (rows, width), those of `OPERANDS`.
+        observation: (rows, width), one row per operand of `OPERANDS`.
         flag: Bool scalar.
     """
     is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
@@ -254,16 +255,15 @@ def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
 
 
 class Counting(StateLayout):
-    """A row whose history is one number, that of the step.
+    """A state of one row whose history is one number: the count of steps.
 
-    An observation says that there was a use. What it says of the number is
-    not read: the sum over many uses, as of a scan, is beyond what float32
-    holds exactly, and the count would stop. One that was scaled counts too.
-    A count of 0 is a count, and is sealed.
+    An observation only says that there was a use. The count in it is ignored,
+    since its sum over many uses, as in a scan, is not exact in float32, and
+    the count would stop. A scaled observation counts too. A count of 0 is
+    valid, and sealed.
 
-    In the column of the scale, which it has no use for, a layer puts the
-    number of its kernel when it hands the state to a step. What is stored
-    has 0 there.
+    A layer puts the number of its kernel into the unused scale column when it
+    passes the state to a step. The stored state has 0 there.
     """
 
     unseen: ClassVar[float] = VALID_MARK
@@ -276,10 +276,10 @@ class Counting(StateLayout):
 
 
 def numbered_row(width: int, kernel: int) -> list[int]:
-    """What is added to the row of a `Counting` state for a step of a kernel."""
+    """Return the row to add to a `Counting` state for a step of a kernel."""
     return [kernel if i == _FIRST - 1 else 0 for i in range(width)]
 
 
 def following(steps: Tensor) -> Tensor:
-    """The number of the next step."""
+    """Return the number of the next step."""
     return ops.where(steps + 1.0 < MOST_STEPS, steps + 1.0, 0.0)

@@ -1,7 +1,7 @@
-"""The operations of Keras's backend on which codes and scales rest.
+"""The backend operations that codes and scales are computed with.
 
-Each is written in `keras.ops` here; a backend replaces those that its compiler
-would change, or that take less time otherwise.
+They are written in `keras.ops` here. A backend replaces those that its
+compiler would change, or that it can run faster.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
-"""By how many bits a code is shifted to be that of a float16 number, and by
-what that is multiplied to be the number of the code. Not NaN of e4m3fn, which
-stored kernels do not have."""
+"""How to decode a format by way of float16: a shift and a factor.
+
+A code is shifted left by this many bits to a float16, which is multiplied by
+the factor. This does not hold for NaN of e4m3fn, which stored kernels do not
+have.
+"""
 
 NAMES = ("tensorflow", "jax", "torch")
 
@@ -30,7 +33,7 @@ _loaded: dict[str, Primitives] = {}
 
 @functools.cache
 def numbers_of_codes(format_name: str) -> np.ndarray[Any, Any]:
-    """Float32 (256,): the number of each code of a format."""
+    """Return the value of each code of a format, float32 (256,)."""
     codes = np.arange(256, dtype="uint8")
     return codes.view(formats.get(format_name).dtype).astype("float32")
 
@@ -39,19 +42,19 @@ class Primitives:
     """Reshaping and rounding, in `keras.ops`."""
 
     def reshape(self, x: Tensor, shape: Any) -> Tensor:
-        """`ops.reshape`."""
+        """Reshape as `ops.reshape` does."""
         return ops.reshape(x, shape)
 
     def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """`ops.transpose`."""
+        """Transpose as `ops.transpose` does."""
         return ops.transpose(x, axes)
 
     def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:
-        """`ops.repeat`."""
+        """Repeat as `ops.repeat` does."""
         return ops.repeat(x, repeats, axis=axis)
 
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
-        """`ops.stack`."""
+        """Stack as `ops.stack` does."""
         return ops.stack(tensors, axis)
 
     def known_number(self, x: Tensor) -> float | None:
@@ -59,9 +62,9 @@ class Primitives:
         return None
 
     def abs_or_inf(self, x: Tensor) -> Tensor:
-        """Absolute values, with infinity where a number is NaN if needed.
+        """Return absolute values, on some backends with infinity for NaN.
 
-        Where a maximum loses NaN, infinity is in its place.
+        A backend does so if its maximum can lose NaN.
         """
         return ops.abs(x)
 
@@ -69,7 +72,7 @@ class Primitives:
         """Decode codes by a table of all 256.
 
         Args:
-            codes: Uint8 tensor of any shape, of finite numbers.
+            codes: Uint8 tensor of any shape, without codes of NaN or infinity.
             format_name: The ml_dtypes name of a format of eight bits.
 
         Returns:
@@ -83,18 +86,18 @@ class Primitives:
         return ops.cast(self.numbers(codes, format_name), format_name)
 
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """`ops.cast`, from and to formats that Keras does not know."""
+        """Cast like `ops.cast`, also for formats that Keras does not know."""
         return ops.cast(x, dtype)
 
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        """`scale`, of which XLA sees no broadcast; NaN where `x` is.
+        """Return `scale` in a form that XLA does not see as a broadcast scalar.
 
-        XLA for a CPU turns a division by a broadcast scalar into a
-        multiplication by its reciprocal, off by one ulp in a quarter of the
-        cases (JAX 0.10).
+        It is NaN where `x` is. XLA for a CPU turns a division by a broadcast
+        scalar into a multiplication by its reciprocal, which differs by one
+        ulp in a quarter of the cases (JAX 0.10).
 
         Args:
-            x: Float32, what is to be divided.
+            x: Float32, the tensor to divide.
             scale: Float32, broadcastable to `x`.
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
@@ -103,7 +106,7 @@ class Primitives:
 def primitives() -> Primitives:
     """Return the primitives of Keras's backend.
 
-    They are found by the name of the backend, so that nothing here imports a
+    They are found by the name of the backend, so that this module imports no
     framework.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An operand that is quantized: its values, scale and quantization."""
+"""A quantized operand: its values, scales and quantization."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from keras_policy_ext.recipes import WHOLE, Quantization, Tile
 SIZE = 16
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""What each of sixteen numbers is multiplied by first, fixed and not drawn.
+"""The fixed signs that each block of sixteen elements is multiplied by.
 
 Source: Transformer Engine's NVFP4 recipe.
 """
 
 
 def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
-    """`x · diag(signs) · H / 4` of each run of sixteen along an axis.
+    """Compute `x · diag(signs) · H / 4` for each block of 16 along an axis.
 
-    H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`; so divided it
-    is orthogonal, and a product of two operands that are both transformed
-    along the summed axis is what it was. In four stages of additions, over
-    distances of 1, 2, 4 and 8, which give the same bits on every backend, as
-    a matmul would not.
+    H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`. With the factor
+    it is orthogonal, so a matmul of two operands that are both transformed
+    along the contracted axis is unchanged. It is computed in four stages of
+    additions, over distances of 1, 2, 4 and 8. They give the same bits on
+    every backend, unlike a matmul.
 
     Args:
         matrix: Float32 (b, m, k).
@@ -62,7 +62,7 @@ def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
 
     Args:
         matrix: Float32 (b, m, k), as `hadamard` returns it.
-        size: Of the axis, before it was padded.
+        size: The size of the axis before it was padded.
         axis: 1 or 2.
 
     Returns:
@@ -76,7 +76,7 @@ def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
 
 
 def padded(matrix: Tensor, axis: int = 2) -> Tensor:
-    """(b, m, k) with zeros appended to an axis, to a multiple of 16."""
+    """Pad an axis of (b, m, k) with zeros to a multiple of 16."""
     size = ops.shape(matrix)[axis]
     # In this form JAX sees of a symbolic size that it divides evenly.
     over = (size + SIZE - 1) // SIZE * SIZE - size
@@ -89,24 +89,24 @@ def padded(matrix: Tensor, axis: int = 2) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """`values * scale` approximates a matrix, the contracted axis last.
+    """A quantized matrix, `values * scale`, with the contracted axis last.
 
-    What has one scale keeps the axes of its operand until a matmul reads it;
-    operands of convolutions keep theirs. So what is transposed is narrow, and
-    XLA has no reshape to move past the operations of a cast. Of a constant
-    that is transposed before it is quantized, XLA for a CPU makes wrong
-    numbers (JAX 0.10).
+    An operand with one scale keeps its own axes until a matmul reads it;
+    operands of convolutions always keep theirs. So the tensor that is
+    transposed is narrow, and XLA has no reshape to move past the operations of
+    a cast. If a constant is transposed before it is quantized, XLA for a CPU
+    computes wrong values (JAX 0.10).
 
     Attributes:
-        values: (b, m, k), numbers of a narrow format: in that dtype where
-            the matmul reads float8 itself, in float32 where it is emulated.
-            Kept for a backward pass they may be codes, in uint8.
-        scale: Float32 (b, m', k'), one for each tile; (1, 1, 1) for a whole
-            tensor. Codes have scales in a narrow format as codes.
-        quantization: What was asked for; None for values that stand for
-            themselves, with a scale of 1.
-        tensor_scale: Float32 scalar, which values and scales are to be
-            multiplied by; None where there is none.
+        values: (b, m, k), values of a narrow format: in its dtype if the
+            matmul reads float8, in float32 if it is emulated. Saved for the
+            backward pass they may be uint8 codes.
+        scale: Float32 (b, m', k'), one per tile; (1, 1, 1) for a whole tensor.
+            If the values are codes, scales of a narrow format are codes too.
+        quantization: How it was quantized; None for unquantized values with a
+            scale of 1.
+        tensor_scale: Float32 scalar that multiplies values and scales; None if
+            there is none.
     """
 
     values: Tensor
@@ -116,12 +116,12 @@ class Quantized:
 
     @property
     def tile(self) -> Tile:
-        """How far one scale reaches."""
+        """The shape of the tile that shares one scale."""
         return WHOLE if self.quantization is None else self.quantization.tile
 
     @property
     def transposed(self) -> Quantized:
-        """The same for a matmul that sums over the other axis."""
+        """The same operand for a matmul that sums over the other axis."""
         quantization = self.quantization
         if quantization is None or quantization.has_one_scale:
             return self.with_values(swapped(self.values))
@@ -131,22 +131,22 @@ class Quantized:
 
     @property
     def spread_scale(self) -> Tensor:
-        """The scale of each value, in a shape that goes with the values."""
+        """The scale of each element, broadcastable to the values."""
         quantization = self.quantization
         if quantization is None or quantization.has_one_scale:
             return self.scale
         return tiles.spread(self.scale, quantization.tile, self.values)
 
     def encoded(self, dtype: str, encode: Any = casting.encode) -> Quantized:
-        """The same, held in a narrow dtype, of which values are numbers.
+        """Convert the values to a narrow dtype, without changing them.
 
-        What is kept for a backward pass. What is not quantized stays as it
-        is, and so is what is narrow.
+        This is the form saved for the backward pass. Unquantized and narrow
+        tensors are returned unchanged.
 
         Args:
-            dtype: Float32 for no change, uint8 for codes, or that of the
-                format. Scales that are numbers of eight bits are codes then.
-            encode: Takes numbers of a format and its name; returns the codes.
+            dtype: Float32 for no change, uint8 for codes, or the dtype of the
+                format. Eight-bit scales then become codes.
+            encode: Takes values of a format and its name; returns the codes.
         """
         quantization, values, scale = (
             self.quantization,
@@ -173,13 +173,13 @@ class Quantized:
         decode: Any = casting.decode,
         compute_dtype: str = "float32",
     ) -> Quantized:
-        """The same, with values and scales in float32.
+        """Convert the values and scales to float32.
 
         Args:
-            widen: Takes numbers in a float8 dtype and a compute dtype;
-                returns them in float32, or in that.
-            decode: Takes codes and the name of a format; returns the numbers.
-            compute_dtype: Handed to `widen`.
+            widen: Takes values in a float8 dtype and a compute dtype; returns
+                them in float32, or in the compute dtype.
+            decode: Takes codes and the name of a format; returns the values.
+            compute_dtype: Passed to `widen`.
         """
         quantization, values = self.quantization, self.values
         if quantization is None:
@@ -195,7 +195,7 @@ class Quantized:
 
     @property
     def with_float32_scales(self) -> Quantized:
-        """The same, with scales in float32 where they are codes."""
+        """The same operand, with scales decoded to float32."""
         quantization = self.quantization
         if quantization is None or quantization.scale_format == "float32":
             return self
@@ -205,28 +205,28 @@ class Quantized:
         return self._with(self.values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
-        """Multiply values and scales, without the scale of the whole tensor.
+        """Multiply the values by the scales, but not by `tensor_scale`.
 
         Args:
-            dtype: Of the result.
+            dtype: The dtype of the result.
 
         Returns:
-            Tensor of the shape of the values.
+            A tensor with the shape of the values.
         """
         return casting.dequantize(self.values, self.spread_scale, dtype)
 
     def with_nan_scales(self, amax: Tensor) -> Quantized:
-        """This with a scale of NaN for each tile whose amax is not finite.
+        """Return this with NaN scales for tiles whose amax is not finite.
 
-        A saturating cast turns an infinite operand into a finite one. A
-        recipe with history carries the infinity out in its observation; one
-        without has only the gradients to tell a loss scaler to skip the step.
+        A saturating cast makes an infinite value finite. A recipe with history
+        reports the infinity in its observation. Without history only NaN
+        gradients can tell a loss scaler to skip the step.
         """
         mark = amax * 0.0 + 1.0
         return self._with(self.values, self.scale * mark, self.quantization)
 
     def with_values(self, values: Tensor) -> Quantized:
-        """The same scales of other values."""
+        """Return other values with the same scales."""
         return Quantized(
             values, self.scale, self.quantization, self.tensor_scale
         )
@@ -234,11 +234,11 @@ class Quantized:
     def _with(
         self, values: Tensor, scale: Tensor, quantization: Quantization | None
     ) -> Quantized:
-        """These, and the scale of the tensor."""
+        """Return other values and scales with the same `tensor_scale`."""
         return Quantized(values, scale, quantization, self.tensor_scale)
 
     def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
+        """Return the tensors in a fixed order."""
         above = [] if self.tensor_scale is None else [self.tensor_scale]
         return [self.values, self.scale, *above]
 
@@ -246,7 +246,7 @@ class Quantized:
 def of_leaves(
     leaves: Iterator[Tensor], quantization: Quantization | None
 ) -> Quantized:
-    """A quantized tensor of the next of these tensors, as `leaves` has them."""
+    """Rebuild a quantized tensor from the next tensors of `leaves`."""
     values, scale = next(leaves), next(leaves)
     above = quantization is not None and quantization.has_tensor_scale
     tensor_scale = next(leaves) if above else None
@@ -254,9 +254,9 @@ def of_leaves(
 
 
 def is_wide(values: Tensor) -> bool:
-    """Return True if values are held in float32.
+    """Return True if values are in float32.
 
-    By the name of the dtype: of some, Keras knows none.
+    It compares the name of the dtype, since Keras does not know all dtypes.
     """
     return "float32" in str(values.dtype)
 
@@ -278,21 +278,22 @@ def quantize(
     """Quantize an operand.
 
     Args:
-        x: (b, m, k), of any real dtype, read as float32; any shape for one
-            scale of all.
-        quantization: What becomes of it.
-        scale: Float32 scale of the tensor; None to find those of the tiles.
-        cast: Takes `x`, a scale for each number, the name of the format, and
-            whether to multiply by that scale instead of dividing; returns the
-            numbers as the matmul is going to read them.
-        whole_amax: Finds the amax of a tensor that has one scale.
-        key: Int32 scalar, for what is rounded at random.
-        across: Whether the matmul reads the transpose, so that the axis which
-            it sums is the second and not the last one.
+        x: (b, m, k), of any real dtype, read as float32; any shape with one
+            scale per tensor.
+        quantization: How to quantize it.
+        scale: Float32 scale of the tensor; None to compute the scales from
+            amaxes of `x`.
+        cast: Takes `x`, a scale per element, the name of the format, and
+            whether to multiply by that scale instead of dividing. Returns the
+            values in the dtype that the matmul reads.
+        whole_amax: Computes the amax of a tensor that has one scale.
+        key: Int32 scalar, the random key for stochastic rounding.
+        across: Whether the matmul reads the transpose, so that it sums over
+            the second axis and not the last one.
 
     Returns:
-        The quantized tensor, and the amaxes of its tiles where they were
-        found here. Under a Hadamard transform its contracted axis is padded.
+        The quantized tensor, and the amaxes of its tiles if they were computed
+        here. With a Hadamard transform its contracted axis is padded.
     """
     if quantization.hadamard is not None:
         axis = 1 if across else 2
@@ -322,7 +323,7 @@ def quantize(
 def _at_random(
     x: Tensor, format_name: str, key: Tensor | None, across: bool
 ) -> Tensor:
-    """Numbers of a format in float32, rounded to either neighbour."""
+    """Round to either neighbour in a format at random; float32."""
     if key is None:
         raise ValueError(
             "Stochastic rounding needs `key`. Received: key=None. Allowed: "
@@ -338,7 +339,7 @@ def _is_code(values: Tensor) -> bool:
 
 
 def swapped(matrix: Tensor) -> Tensor:
-    """(b, m, k) to (b, k, m)."""
+    """Transpose (b, m, k) to (b, k, m)."""
     if keras.backend.backend() == "torch":
         # A tenth of the time that the operation takes in an eager call.
         return matrix.mT

@@ -1,4 +1,4 @@
-"""Where scales come from: amaxes of the tensor, a history, or constants."""
+"""Sources of scales: the tensor's own amax, a history, or constants."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class HistoryScales:
     """The scales of the operands, read from the state before the step.
 
     Attributes:
-        scales: Float32 (3,), one scale per operand; 0 for one that was never
-            observed, where the recipe has no fixed scale to start from.
-        unseen: Bool (3,), whether the operand was never observed; None where
-            the recipe starts from a fixed scale.
-        seen_lately: Whether all operands had been observed when a device last
-            said so, some steps ago. `unseen` is then false, unless the state
-            has been put back since: no pass over an operand is worth it.
+        scales: Float32 (3,), one per operand; 0 for one that was never
+            observed if the recipe has no fixed initial scale.
+        unseen: Bool (3,), whether each operand was never observed; None if the
+            recipe has a fixed initial scale.
+        seen_lately: Whether a device reported some steps ago that all operands
+            were observed. `unseen` is then false unless the state has been
+            restored since, which is not worth an extra pass over an operand.
     """
 
     scales: Tensor
@@ -51,7 +51,7 @@ class HistoryScales:
     seen_lately: bool = False
 
     def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
+        """Return the tensors in a fixed order."""
         if self.unseen is None:
             return [self.scales]
         return [self.scales, self.unseen]
@@ -59,10 +59,10 @@ class HistoryScales:
 
 @dataclasses.dataclass(frozen=True)
 class StepCount:
-    """The count of steps and the kernel number, read from a counting state.
+    """The number of steps and the kernel's number, read from a counting state.
 
     Attributes:
-        number: Float32 scalar, how many steps there were.
+        number: Float32 scalar, the number of steps so far.
         kernel: Float32 scalar, the number of the kernel.
     """
 
@@ -72,7 +72,7 @@ class StepCount:
     unseen: ClassVar[None] = None
 
     def leaves(self) -> list[Tensor]:
-        """The tensors, in a fixed order."""
+        """Return the tensors in a fixed order."""
         return [self.number, self.kernel]
 
 
@@ -81,17 +81,17 @@ StateReading = HistoryScales | StepCount
 
 
 class Amax:
-    """The amax of an operand, computed when it is asked for.
+    """The amax of an operand, computed on demand.
 
     Args:
         x: The operand, any shape.
-        wanted: Whether it is needed in any case; then it is computed once.
-        of: Computes it.
-        apart: Whether a scale that is known should not wait for it, where a
-            compiler would have it wait.
+        wanted: Whether it is always needed; then it is computed once.
+        of: Function that computes it.
+        apart: Whether to compute it in a branch, so that a compiler does not
+            make a known scale wait for it.
 
     Attributes:
-        known: Float32 scalar; None where it is not wanted.
+        known: Float32 scalar; None if it is not always needed.
         apart: See above.
     """
 
@@ -106,19 +106,19 @@ class Amax:
         self.known: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:
-        """The amax, float32 scalar."""
+        """Return the amax, a float32 scalar."""
         return self.anew() if self.known is None else self.known
 
     def anew(self) -> Tensor:
-        """The same, computed where this is called, as in a branch."""
+        """Compute the amax where this is called, such as in a branch."""
         return self._of(self._x)
 
 
 class ScaleRule(NamedTuple):
-    """How a scale comes from an amax, for kernels that compute it themselves.
+    """How a scale is computed from an amax, for kernels that do it themselves.
 
     Attributes:
-        inverted: By `scaling.scale_of_multiplier`, otherwise by
+        inverted: Whether by `scaling.scale_of_multiplier`, otherwise by
             `scaling.scale_for_limit`.
         margin: Powers of two of headroom.
     """
@@ -128,13 +128,15 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleSource(Protocol):
-    """The arithmetic of a recipe.
+    """How the scales of a recipe are computed.
 
     Attributes:
         recipe: The recipe.
-        state_shape: Of the state of a kernel; None for a source without.
-        rule: How scales come from amaxes; None for one of another kind.
-        observes_amaxes: Whether the state is told the amaxes of operands.
+        state_shape: The shape of a kernel's state; None for a source without
+            state.
+        rule: How scales are computed from amaxes; None for another kind of
+            source.
+        observes_amaxes: Whether the state records the amaxes of operands.
     """
 
     recipe: Any
@@ -143,15 +145,16 @@ class ScaleSource(Protocol):
     observes_amaxes: bool
 
     def history_scales(self, state: Tensor) -> StateReading:
-        """Read a state before the step: scales, or a count of steps."""
+        """Read the count of steps before this step."""
 
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from tensors that start with it.
+        """Rebuild the reading of a state from the first of some tensors.
 
         Returns:
-            That, None for a source without state; and the other tensors.
+            The reading, None for a source without state; and the other
+            tensors.
         """
 
     def scale(
@@ -161,56 +164,54 @@ class ScaleSource(Protocol):
         amax: Amax,
         known: StateReading | None,
     ) -> Tensor | None:
-        """The scale of an operand.
+        """Return the scale of an operand.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            quantization: What becomes of it.
-            amax: That of the operand.
-            known: What the state says; None for a source without state.
+            quantization: How it is quantized.
+            amax: The amax of the operand.
+            known: The reading of the state; None for a source without state.
 
         Returns:
-            Float32 scalar; None to find the scales of the tiles from the
-            tensor itself.
+            Float32 scalar; None to compute the scales from the tensor itself.
         """
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return what a use reports to the state, one number for each row.
+        """Return what a use reports to the state, one value per row.
 
         Args:
-            known: What the state said.
-            amaxes: Of the operands, in the order of `OPERANDS`.
+            known: The reading of the state.
+            amaxes: The amaxes of the operands, in the order of `OPERANDS`.
         """
 
 
 class StateSource(ScaleSource, Protocol):
-    """The arithmetic of a recipe whose kernels have a state.
+    """How scales are computed for a recipe whose kernels have a state.
 
     Attributes:
-        layout: Where things are in a row of the state.
+        layout: The columns of a row of the state.
     """
 
     state_shape: tuple[int, int]
     layout: StateLayout
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
-        """The gradient of the state: see `observations`.
+        """Return an observation as the gradient of the state.
 
         Args:
-            amaxes: Float32 scalars, one for each row of the state: what
-                `observed` returned.
-            slot: Which use of the layer in this step this is.
+            amaxes: Float32 scalars, one per row of the state, from `observed`.
+            slot: The number of this use of the layer in the step.
 
         Returns:
             Float32 (rows, width).
         """
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Whether a kernel is larger than the scale that it has allows.
+        """Return whether a kernel exceeds what its scale allows.
 
         Args:
-            amax: Float32 scalar, that of the kernel.
-            known: What the state said.
+            amax: Float32 scalar, the amax of the kernel.
+            known: The reading of the state.
 
         Returns:
             Bool scalar; False for an amax that is not finite.
@@ -219,16 +220,16 @@ class StateSource(ScaleSource, Protocol):
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
-        """A state whose scale is large enough for a kernel.
+        """Return the state with a scale that is large enough for a kernel.
 
         Args:
-            amax: Float32 scalar, that of the kernel.
+            amax: Float32 scalar, the amax of the kernel.
             state: (rows, width), settled.
-            beyond: How many times as large as its scale allows it may be.
+            beyond: By what factor the kernel may exceed what its scale allows.
 
         Returns:
-            (rows, width): with the amax entered where the kernel is larger,
-            otherwise the same.
+            (rows, width): with the amax entered if the kernel is larger,
+            otherwise unchanged.
         """
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ class StateSource(ScaleSource, Protocol):
 
 
 class CurrentSource:
-    """Scales from the tensor itself; no state."""
+    """Computes scales from the tensor itself; has no state."""
 
     observes_amaxes = False
 
@@ -256,16 +257,16 @@ class CurrentSource:
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from tensors that start with it."""
+        """Return None, since there is no state, and all tensors."""
         return None, leaves
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return what a use reports to the state, one number for each row."""
+        """Return nothing, since there is no state to report to."""
         # Nothing, without a state.
         return []
 
     def history_scales(self, state: Tensor) -> StateReading:
-        """There is no state to ask."""
+        """Raise: this recipe has no state."""
         raise ValueError(
             f"Recipe {self.recipe!r} has no state. Received: a state. Allowed: "
             "no state. Pass the inputs and the kernel alone."
@@ -278,12 +279,12 @@ class CurrentSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """The scale of an operand."""
+        """Return None, so that scales are computed from the tensor."""
         return None
 
 
 class DelayedSource:
-    """One scale per tensor, from the amaxes of the steps before."""
+    """Computes one scale per tensor from the amaxes of earlier steps."""
 
     observes_amaxes = True
 
@@ -311,7 +312,7 @@ class DelayedSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """The scale of an operand."""
+        """Return the scale of an operand."""
         # The amax counts only for what was never observed. Without a branch
         # XLA waits for it in every step, which for a kernel is a pass over it
         # that nothing else needs. With a branch XLA has to store the operand
@@ -338,7 +339,7 @@ class DelayedSource:
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from tensors that start with it."""
+        """Rebuild the reading of a state from the first of some tensors."""
         # The amaxes that follow are two or none: of an even number of tensors
         # one says what was never observed.
         count = 1 + (len(leaves) % 2 == 0)
@@ -346,17 +347,17 @@ class DelayedSource:
         return HistoryScales(leaves[0], unseen), leaves[count:]
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return what a use reports to the state, one number for each row."""
+        """Return the amaxes, which are what the state records."""
         # The amaxes.
         return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
-        """The gradient of the state: see `observations`."""
+        """Return an observation as the gradient of the state."""
         # In the order of `OPERANDS`.
         return self.layout.observation(ops.stack(amaxes), slot)
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Whether a kernel is larger than the scale that it has allows."""
+        """Return whether a kernel exceeds what its scale allows."""
         # A kernel that was never observed is scaled by its own amax already,
         # unless the recipe starts from a fixed scale.
         index = OPERANDS.index("kernel")
@@ -367,7 +368,7 @@ class DelayedSource:
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
-        """A state whose scale is large enough for a kernel."""
+        """Return the state with a scale that is large enough for a kernel."""
         outgrown = self.outgrown(amax / beyond, self.history_scales(state))
         observation = self.observation([amax] * len(OPERANDS), 0)
         return self.settle(of_kernel_alone(observation, outgrown), state)
@@ -378,11 +379,11 @@ class DelayedSource:
         return self.layout.settle(value, previous, used)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
-        """Scales from the histories in `state`, (3, width).
+        """Compute the scales from the histories in `state`, (3, width).
 
-        With no fixed scale to start from, what was never observed has a scale
-        of 0. `unseen` is read off the scales: read off the state, a compiler
-        would read the state again wherever it needs to know.
+        Without a fixed initial scale, an operand that was never observed has
+        scale 0. `unseen` is computed from the scales. Computed from the state,
+        a compiler would read the state again for each use of it.
         """
         largest = self.layout.largest(state)
         intact = ops.less(largest, np.inf)
@@ -402,11 +403,11 @@ class DelayedSource:
 
 
 class CountingSource(CurrentSource):
-    """Scales from the tensor itself; the state counts steps.
+    """Computes scales from the tensor itself; its state counts steps.
 
-    By the count operands are rounded at random: a use of a kernel in a step
-    tells the number of the next one. One more method than a `ScaleSource`
-    says how: `key`.
+    The count seeds the stochastic rounding: each use of a kernel reports the
+    number of the next step. It has one more method than a `ScaleSource`,
+    `key`.
     """
 
     def __init__(self, recipe: Any):
@@ -416,7 +417,7 @@ class CountingSource(CurrentSource):
         self.seed = int(getattr(recipe, "seed", 0))
 
     def history_scales(self, state: Tensor) -> StepCount:
-        """Read a state before the step: scales, or a count of steps."""
+        """Read the count of steps before this step."""
         steps = self.layout.history(state)[:, 0]
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
         return StepCount(steps[0], self.layout.scale(state)[0])
@@ -424,16 +425,16 @@ class CountingSource(CurrentSource):
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from tensors that start with it."""
+        """Rebuild the reading of a state from the first of some tensors."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
         """Return the random key that an operand is rounded with in a matmul.
 
         Args:
-            known: What the state says.
-            slot: Which use of the kernel in this step this is.
-            amax: That of the operand.
+            known: The reading of the state.
+            slot: The number of this use of the kernel in the step.
+            amax: The amax of the operand.
             matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
 
         Returns:
@@ -445,12 +446,12 @@ class CountingSource(CurrentSource):
         return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return what a use reports to the state, one number for each row."""
+        """Return the number of the next step."""
         # The number of the next step.
         return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
-        """The gradient of the state: see `observations`."""
+        """Return an observation as the gradient of the state."""
         return self.layout.observation(ops.stack(numbers), slot)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
@@ -467,19 +468,19 @@ _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {
 
 @functools.cache
 def source_of(recipe: Recipe) -> ScaleSource:
-    """The source of the scales of a recipe.
+    """Return the source of a recipe's scales.
 
     Args:
-        recipe: Any recipe; one that nothing is registered for is scaled by
-            the amaxes of its tensors.
+        recipe: Any recipe. An unregistered one is scaled by the amaxes of its
+            tensors.
 
     Returns:
         The same object for equal recipes.
 
     Raises:
-        TypeError: If this is no recipe.
-        ValueError: If the recipe cannot be carried out, or has a history
-            that no registered class keeps.
+        TypeError: If this is not a recipe.
+        ValueError: If the recipe is not supported, or has a history that no
+            registered class stores.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
@@ -503,18 +504,18 @@ def source_of(recipe: Recipe) -> ScaleSource:
 
 
 def state_source_of(recipe: Recipe) -> StateSource:
-    """The source of the scales of a recipe whose kernels have a state."""
+    """Return the source of scales of a recipe whose kernels have a state."""
     return cast(StateSource, source_of(recipe))
 
 
 def register(
     recipe_class: type[Recipe], source_class: Callable[[Recipe], Any]
 ) -> None:
-    """Register the source that finds the scales of a class of recipes.
+    """Register the source of scales for a class of recipes.
 
     Args:
         recipe_class: A subclass of `Recipe`.
-        source_class: Makes a `ScaleSource` of the recipe, a `StateSource`
-            where kernels have a state.
+        source_class: Makes a `ScaleSource` from the recipe; a `StateSource` if
+            kernels have a state.
     """
     _SOURCES[recipe_class] = source_class

@@ -1,4 +1,4 @@
-"""From a tensor to its amax, and from an amax to a scale."""
+"""Compute the amax of a tensor, and the scale for an amax."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LARGEST_SCALE = 2.0**127
 """The largest power of two in float32."""
 
 LARGEST_MARGIN = 127
-"""Powers of two; with more head-room than this every scale is extreme."""
+"""The largest margin, in powers of two; beyond it every scale is extreme."""
 
 _MANTISSA_BITS = 0x007FFFFF
 
 
 def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
-    """Largest magnitude, as float32.
+    """Compute the largest magnitude, as float32.
 
     Args:
         x: Tensor of any shape and real dtype. An empty one has amax 0.
         axis: Axis or axes to reduce; None for all.
-        keepdims: Whether reduced axes stay, with size 1.
+        keepdims: Whether to keep reduced axes with size 1.
 
     Returns:
-        Float32 tensor, scalar for `axis=None`. Not finite where a reduced
-        value is NaN or infinite.
+        Float32 tensor, scalar for `axis=None`. Not finite if a reduced value
+        is NaN or infinite.
     """
     if 0 in tuple(x.shape):
         # Not `max`, which on PyTorch forgets the axes (keras 3.15).
@@ -57,11 +57,11 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
 
 
 def amax_by_columns(x: Tensor) -> Tensor:
-    """`amax(x)`, of each column first.
+    """Compute `amax(x)` by reducing each column first.
 
-    The gradient of a bias is the sum of each column of an output gradient.
-    As JAX configures XLA for a GPU, it makes one kernel of two reductions
-    along the same axes, so that the amax costs no reading of its own.
+    The gradient of a bias is the sum of each column of an outputs gradient.
+    XLA for a GPU, as JAX configures it, fuses two reductions along the same
+    axes into one kernel, so that the amax needs no extra read.
 
     Args:
         x: Tensor of any shape and real dtype.
@@ -79,11 +79,11 @@ def scale_from_amax(
     power_of_two: bool = False,
     previous: Tensor = 1.0,
 ) -> Tensor:
-    """The dequantizing scale which maps `amax` to the top of the format.
+    """Compute the scale that maps `amax` to the largest value of a format.
 
-    `amax / max(dtype) * 2**margin` in float32, never below 2^-126 (a scale of
-    0 would give NaN) and never infinite. An `amax` below 2^-126 counts as
-    2^-126. Where `amax` is 0 or not finite, `previous`.
+    It is `amax / max(dtype) * 2**margin` in float32, never below 2^-126 (a
+    scale of 0 would give NaN) and never infinite. An `amax` below 2^-126
+    counts as 2^-126. If `amax` is 0 or not finite, the result is `previous`.
 
     Args:
         amax: Float32 tensor of any shape, not negative.
@@ -112,7 +112,7 @@ def scale_for_limit(
     power_of_two: bool = False,
     previous: Tensor = 1.0,
 ) -> Tensor:
-    """`scale_from_amax` for the largest value itself, or a tensor of them."""
+    """Compute `scale_from_amax` for largest values instead of a format."""
     number = primitives().known_number(amax)
     if number is not None and isinstance(limit, float):
         divisor = with_margin(limit, margin)
@@ -135,9 +135,10 @@ def scale_for_limit(
 def _scale_of_number(
     amax: float, divisor: float, power_of_two: bool
 ) -> float | None:
-    """`scale_for_limit` of one number; None where it keeps the previous one.
+    """Compute `scale_for_limit` of a float; None to keep the previous scale.
 
-    In float64: its quotient of two float32 is rounded to float32 as theirs.
+    It uses float64: the quotient of two float32 values, rounded to float32, is
+    the same.
     """
     if not 0.0 < amax < math.inf:
         return None
@@ -152,12 +153,12 @@ def _scale_of_number(
 def scale_of_multiplier(
     amax: Tensor, limit: Any, margin: int = 0, previous: Tensor = 1.0
 ) -> Tensor:
-    """`1 / (limit / 2**margin / amax)`: what delayed scaling takes.
+    """Compute `1 / (limit / 2**margin / amax)`, the scale of delayed scaling.
 
     Flax and Transformer Engine compute the quantizing multiplier and invert
-    it; this differs from `amax / limit` by one ulp at most. Delayed scaling
-    feeds its own rounding back, and after a few steps only the same order of
-    operations gives the same amax histories as theirs.
+    it. The result differs from `amax / limit` by one ulp at most. Delayed
+    scaling feeds its own rounding back. After a few steps only the same order
+    of operations gives the same amax histories as theirs.
 
     Source: `compute_scale` in flax/linen/fp8_ops.py.
 
@@ -187,9 +188,10 @@ def scale_of_multiplier(
 
 
 def inverted_of_number(amax: float, divisor: float) -> float:
-    """`scale_of_multiplier` of one number that is neither 0 nor infinite.
+    """Compute `scale_of_multiplier` of a positive finite float.
 
-    In float64: each quotient is of two float32, and is rounded to float32.
+    It uses float64: each quotient of two float32 values, rounded to float32,
+    is the same.
     """
     multiplier = divisor / max(amax, SMALLEST_SCALE)
     multiplier = min(max(multiplier, SMALLEST_SCALE), 1.0 / SMALLEST_SCALE)
@@ -197,7 +199,7 @@ def inverted_of_number(amax: float, divisor: float) -> float:
 
 
 def with_margin(limit: Any, margin: int) -> Any:
-    """The limit of a format with powers of two of headroom above an amax."""
+    """Divide the limit of a format by the headroom, a power of two."""
     # An exact division. Applied to the quotient instead it might go through
     # a subnormal, which JAX and TensorFlow on a CPU flush to 0, and XLA
     # would turn a / b / c into a / (b * c), which can overflow.
@@ -205,10 +207,10 @@ def with_margin(limit: Any, margin: int) -> Any:
 
 
 def is_positive_finite(amax: Tensor) -> Tensor:
-    """Whether a float32 value is neither 0, negative, infinite nor NaN.
+    """Return whether float32 values are positive and finite.
 
-    Read from the bits, since JAX and TensorFlow on a CPU take a subnormal for
-    0 in a float comparison and torch does not.
+    It reads the bits, since JAX and TensorFlow on a CPU compare a subnormal as
+    0 and torch does not.
     """
     bits = view(amax, "int32")
     # Operators, here and below: an eager call of `ops` takes ten times as long.
@@ -216,9 +218,9 @@ def is_positive_finite(amax: Tensor) -> Tensor:
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below a normal float32.
+    """Round normal float32 values up to a power of two.
 
-    By integer arithmetic on the bits: `exp2(ceil(log2(x)))` is off by one
+    It uses integer arithmetic on the bits: `exp2(ceil(log2(x)))` is off by one
     near powers of two.
 
     Args:

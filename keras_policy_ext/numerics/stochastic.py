@@ -1,4 +1,4 @@
-"""Round at random: the bits, and the rounding."""
+"""Stochastic rounding, and its random bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_policy_ext.numerics.casting import (
 
 
 def mix(x: Tensor) -> Tensor:
-    """The hash lowbias32 of int32, in arithmetic that wraps.
+    """Compute the hash lowbias32 of int32, in arithmetic that wraps.
 
     Source: Chris Wellons, "Prospecting for Hash Functions" (2018).
     """
@@ -30,10 +30,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
-    """Sixteen random bits for each number of a matrix.
+    """Return sixteen random bits per element of a matrix.
 
-    They depend on the place of a number, counted in rows of the matrix that
-    a matmul reads.
+    They depend on the index of an element in the matrix that a matmul reads,
+    row by row.
 
     Args:
         shape: (b, m, k); scalars for sizes that a graph does not know.
@@ -58,14 +58,14 @@ def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
 def key_of_use(
     step: Tensor, seed: int, slot: int, kernel: Tensor | int = 0
 ) -> Tensor:
-    """The key of one use of a kernel in one step.
+    """Return the random key of one use of a kernel in one step.
 
     Args:
-        step: Int32 scalar, how many steps there were.
+        step: Int32 scalar, the number of steps so far.
         seed: From 0 to 2^31 - 1.
-        slot: Which use in this step this is.
-        kernel: Int32 scalar, the number of the kernel: two kernels with one
-            output gradient are not to be given the same bits.
+        slot: The number of this use in the step.
+        kernel: Int32 scalar, the number of the kernel. Two kernels with the
+            same outputs gradient get different bits.
     """
     first = mix(step + ops.convert_to_tensor(seed, "int32"))
     of_kernel = mix(ops.convert_to_tensor(kernel, "int32"))
@@ -74,31 +74,31 @@ def key_of_use(
 
 
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
-    """The key of an operand in one matmul.
+    """Return the random key of an operand in one matmul.
 
-    The amax of the operand is part of it: micro-batches, replicas and the
-    steps of a scan have one key of their step.
+    It depends on the amax of the operand, since micro-batches, replicas and
+    the steps of a scan share the key of their step.
 
     Args:
         key: From `key_of_use`.
-        amax: Float32 scalar, of the operand before any transform.
-        number: Of the matmul, 0 for `forward`, 1 for `inputs_grad`, 2 for
-            `kernel_grad`.
+        amax: Float32 scalar, the amax of the operand before any transform.
+        number: The number of the matmul: 0 for `forward`, 1 for `inputs_grad`,
+            2 for `kernel_grad`.
     """
     salt = mix(view(amax, "int32"))
     return mix(ops.bitwise_xor(key, salt) + number)
 
 
 def _wrapped(constant: int) -> int:
-    """An unsigned constant as the int32 of the same bits."""
+    """Convert an unsigned constant to the int32 with the same bits."""
     return constant - (1 << 32) if constant >= 1 << 31 else constant
 
 
 ROUNDABLE = ("bfloat16", "float16")
-"""Formats that `stochastic_round` knows."""
+"""The formats that `stochastic_round` supports."""
 
 RANDOM_BITS = 16
-"""Random bits for each number, an integer from 0 to 2^16 - 1."""
+"""The number of random bits per element, from 0 to 2^16 - 1 as an integer."""
 
 _SIGN = 0x8000
 
@@ -117,30 +117,31 @@ def stochastic_round(
     dtype: str = "bfloat16",
     seed: int | keras.random.SeedGenerator | None = None,
 ) -> Tensor:
-    """Round each number down or up at random, so that the mean is right.
+    """Round each value up or down at random, without bias.
 
-    A number between two neighbours of the format becomes the one further
-    from 0 with a probability equal to its position between them, and the
-    other one else: the expected value of the result is `x`. For bfloat16, and
-    for float16 down to its smallest normal number, the probability is exact;
-    below, it is exact to 2^-16. Numbers of the format stay as they are,
-    whatever the random bits. So do infinities and NaN; finite numbers beyond
-    the largest of the format become that one, and never infinity.
+    A value between two neighbours of the format becomes the one farther from 0
+    with a probability equal to its position between them, and the other one
+    otherwise. So the expected result is `x`. The probability is exact for
+    bfloat16, and for float16 down to its smallest normal number; below that,
+    it is exact to 2^-16. Values of the format never change, nor do infinities
+    and NaN. Finite values beyond the largest of the format become that one,
+    never infinity.
 
-    Not differentiable.
+    It is not differentiable.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
         dtype: `"bfloat16"` or `"float16"`.
         seed: As for `keras.random`: an integer gives the same bits at each
-            call, a `keras.random.SeedGenerator` others at each call, None
-            uses the global generator, which JAX cannot compile.
+            call, a `keras.random.SeedGenerator` others at each call, None uses
+            the global generator, which cannot be used in compiled JAX
+            functions.
 
     Returns:
         Tensor of the shape of `x` and of dtype `dtype`.
 
     Raises:
-        ValueError: If `dtype` is neither of the two.
+        ValueError: If `dtype` is another dtype.
     """
     check_roundable(dtype)
     x = ops.cast(x, "float32")
@@ -151,11 +152,12 @@ def stochastic_round(
 
 
 def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
-    """`stochastic_round` with given random bits, the same on every backend.
+    """Round as `stochastic_round` does, with given random bits.
 
-    The bits are added below the last bit that the format keeps, and what is
-    then below it is cut off: a carry makes it the neighbour further from 0.
-    All of it is integer arithmetic, which no compiler rounds or flushes.
+    The bits are added below the last bit of the format, and all bits below it
+    are dropped. A carry makes the result the neighbour farther from 0. It is
+    integer arithmetic, which no compiler rounds or flushes, so the result is
+    the same on every backend.
 
     Args:
         x: Float32 tensor of any shape.
@@ -166,7 +168,7 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
         Tensor of the shape of `x` and of dtype `dtype`.
 
     Raises:
-        ValueError: If `dtype` is neither of the two.
+        ValueError: If `dtype` is another dtype.
     """
     check_roundable(dtype)
     raw = view(x, "int32")
@@ -186,13 +188,13 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
 
 
 def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
-    """Round down or up to a number of a narrow format, as 16 bits say.
+    """Round up or down to a value of a narrow format, by 16 random bits.
 
-    Up, away from 0, where the position between the two neighbours, plus
-    `bits * 2^-16`, reaches 1. Numbers of the format stay as they are.
+    It rounds away from 0 if the position between the two neighbours plus `bits
+    * 2^-16` is at least 1. Values of the format do not change.
 
     Args:
-        x: Float32 tensor, no larger than the largest number of the format.
+        x: Float32 tensor, no larger than the largest value of the format.
         bits: Int32 tensor of its shape, from 0 to 2^16 - 1.
         format_name: The ml_dtypes name of a format of four or eight bits.
 
@@ -217,10 +219,10 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
 
 
 def check_roundable(dtype: str) -> None:
-    """Raise for a dtype that cannot be rounded to.
+    """Raise if stochastic rounding does not support a dtype.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the dtype is not supported.
     """
     if dtype not in ROUNDABLE:
         raise ValueError(
@@ -231,12 +233,12 @@ def check_roundable(dtype: str) -> None:
 
 
 def _bfloat16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """The upper half of float32, subnormal numbers included."""
+    """Return the upper half of float32 bits, also for subnormal values."""
     return ops.right_shift(magnitude + bits, 16)
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Thirteen bits fewer and another bias; below 2^-14 in fixed point."""
+    """Drop 13 bits and change the bias; below 2^-14 use fixed point."""
     normal = ops.right_shift(magnitude + ops.right_shift(bits, 3), 13)
     small = view(ops.minimum(magnitude, _FLOAT16_NORMAL), "float32")
     # In units of 2^-40, sixteen bits below the spacing of the subnormals. A

@@ -1,4 +1,4 @@
-"""Tiles of a matrix that share a scale, and the scales of tiles."""
+"""Tiles of a matrix that share a scale, and their scales."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Scales(NamedTuple):
     """The scales of an operand.
 
     Attributes:
-        scale: Float32, one for each tile: numbers of the format of scales.
-        factor: What numbers are multiplied by to be quantized, likewise;
-            None where they are divided by the scale.
-        tensor_scale: Float32 scalar, which the scales of tiles are to be
-            multiplied by; None where there is none above them.
+        scale: Float32, one per tile: values of the format of scales.
+        factor: Float32, one per tile: the factor that quantizes values; None
+            if values are divided by the scale.
+        tensor_scale: Float32 scalar that multiplies the scales of tiles; None
+            if there is none.
     """
 
     scale: Tensor
@@ -35,11 +35,11 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
-    """The scales of tiles; what an amax of 0 gives where one is not finite.
+    """Compute the scales of tiles; an amax that is not finite counts as 0.
 
     Args:
-        amax: Float32 tensor, one for each tile, not negative.
-        quantization: What is asked for.
+        amax: Float32 tensor, one per tile, not negative.
+        quantization: How the operand is quantized.
     """
     if quantization.has_tensor_scale:
         return _two_level(amax, quantization)
@@ -59,10 +59,10 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
-    """Numbers of E8M0: 2^-127, of byte 0, to 2^127.
+    """Compute scales in E8M0, from 2^-127 (byte 0) to 2^127.
 
-    Numbers are multiplied by 2^(127 - byte): that is finite for byte 0, by
-    whose scale a backend that flushes subnormal numbers cannot divide.
+    Values are multiplied by 2^(127 - byte), which is finite for byte 0. A
+    backend that flushes subnormals could not divide by the scale of byte 0.
     """
     limit = formats.get(quantization.format).max
     if quantization.scale_rounding == "floor":
@@ -79,7 +79,7 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
-    """Exponent of the amax less that of the largest number; biased, >= 0.
+    """Return the exponent of the amax minus that of the limit; biased, >= 0.
 
     Source: OCP Microscaling formats 1.0, section 6.3.
     """
@@ -88,7 +88,7 @@ def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
 
 
 def _largest_of_byte_0(limit: float) -> float:
-    """The largest amax that is rounded up to 2^-127 and not to 2^-126."""
+    """Return the largest amax whose scale rounds up to 2^-127, not 2^-126."""
     amax, inverse = np.float32(limit * 2.0**-127), np.float32(1 / limit)
     while True:
         larger = np.nextafter(amax, np.float32(1))
@@ -98,10 +98,11 @@ def _largest_of_byte_0(limit: float) -> float:
 
 
 def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
-    """Scales in e4m3fn under one in float32, in Transformer Engine's order.
+    """Compute e4m3fn scales of tiles and a float32 scale of the tensor.
 
-    A divisor that is a constant would be made a factor by XLA, which differs
-    in the last bit (JAX 0.10): here none is, to a compiler.
+    The order of operations is Transformer Engine's. XLA would turn a division
+    by a constant into a multiplication, which differs in the last bit (JAX
+    0.10). So no divisor is a constant for the compiler.
     """
     limit = formats.get(quantization.format).max
     largest = formats.get(_E4M3).max
@@ -129,11 +130,11 @@ def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
-    """The largest magnitude in each tile.
+    """Compute the largest magnitude in each tile.
 
     Args:
         matrix: (b, m, k), of any real dtype.
-        tile: How far one scale reaches.
+        tile: The shape of a tile.
 
     Returns:
         Float32 (b, m', k'); a scalar for a whole tensor.
@@ -147,11 +148,11 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
-    """The scale of each number in a matrix.
+    """Expand the scales of tiles to one scale per element of a matrix.
 
     Args:
-        scale: (b, m', k'), one for each tile.
-        tile: How far one scale reaches.
+        scale: (b, m', k'), one per tile.
+        tile: The shape of a tile.
         matrix: (b, m, k), for its sizes.
 
     Returns:
@@ -171,7 +172,7 @@ def _whole_axes(tile: Tile) -> tuple[int, ...]:
 
 
 def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
-    """(b, m', free, k', contracted), zeros appended."""
+    """Reshape a padded matrix to (b, m', free, k', contracted)."""
     b, m, k = ops.shape(matrix)
     rows, free = _counted(m, tile.free)
     columns, contracted = _counted(k, tile.contracted)
@@ -183,8 +184,8 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
-    """How many tiles an axis has, and the size of each along it.
+    """Return the number of tiles along an axis, and their size.
 
-    Written so that JAX sees that a symbolic size, padded, divides evenly.
+    It is written so that JAX sees that a padded symbolic size divides evenly.
     """
     return (1, size) if of is None else ((size + of - 1) // of, of)

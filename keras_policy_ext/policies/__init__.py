@@ -1,13 +1,13 @@
-"""Dtype policies: how a layer computes.
+"""Dtype policies: the dtypes and formats that a layer computes in.
 
 `Float8DTypePolicy` is a map in Keras's sense (`DTypePolicyMap`): float8 for
-the layers that can follow it, the plain source policy for all others. Stock
-layers take the source policy from it and layers of this package ask
-`for_path`. Instances are immutable. `LossScaleDTypePolicy` says how the loss
-of a model is scaled, and is a map for the same reason: Keras saves a map whole.
+the layers that support it, the plain source policy for all others. Stock
+layers read the source policy from it; layers of this package call `for_path`.
+Instances are immutable. `LossScaleDTypePolicy` defines how the loss of a model
+is scaled. It is a map too, since Keras saves a map with all fields.
 
-The global policy is Keras's own and so belongs to one thread; a new thread
-starts with the floatx policy. `carry_policy` takes it along.
+The global policy is Keras's own and belongs to one thread; a new thread starts
+with the floatx policy. `carry_policy` carries it to other threads.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def serialize(policy: object) -> dict[str, Any]:
-    """The config dict of a policy (or of anything `get` takes)."""
+    """Return the config dict of a policy (or of anything `get` takes)."""
     return keras.dtype_policies.serialize(get(policy))
 
 
@@ -56,8 +56,8 @@ def deserialize(config: Mapping[str, Any]) -> keras.DTypePolicy:
     """Build a policy from `serialize(policy)`, tf_keras dicts included.
 
     Raises:
-        TypeError: If the config is no dict.
-        ValueError: If it means no policy.
+        TypeError: If the config is not a dict.
+        ValueError: If it does not describe a policy.
     """
     if not isinstance(config, Mapping):
         raise TypeError(
@@ -72,17 +72,17 @@ def set_dtype_policy(policy: object) -> None:
     """Set the global policy of this thread.
 
     Args:
-        policy: Anything `get` takes that computes in floating point; None
-            goes back to the live floatx: a later `set_floatx` then counts.
+        policy: Anything `get` takes that computes in floating point. None
+            returns to the floatx, and follows later calls of `set_floatx`.
 
     Raises:
-        ValueError: If it means no policy or not a floating one; the global
-            policy then stays what it was.
-        RuntimeError: If another asyncio task of this thread is inside of a
-            `policy_scope`, whose end would undo it.
+        ValueError: If it does not describe a floating-point policy. The global
+            policy is unchanged then.
+        RuntimeError: If another asyncio task of this thread is inside a
+            `policy_scope`, whose end would undo the change.
 
     Warns:
-        UserWarning: If it says float64 and JAX has none (see `get`).
+        UserWarning: If it asks for float64 and JAX has none (see `get`).
 
     Examples:
         >>> kpe.set_dtype_policy("mixed_float8")
@@ -106,16 +106,16 @@ def _state_of(policy: object) -> _global.State:
 def set_layer_policy(layer: keras.Layer, policy: object) -> None:
     """Set `layer.dtype_policy`, also of a built layer with a shared policy.
 
-    Keras does not replace a map that a built layer holds but writes into it,
-    and the policies of this package, which are maps, refuse that: many layers
-    share one. Layers of this package need no help.
+    Keras does not replace a map that a built layer holds, but writes into it.
+    The policies of this package are maps that many layers share, and refuse
+    that. Layers of this package do not need this function.
 
     Args:
         layer: A Keras layer.
         policy: Anything `get` takes.
 
     Raises:
-        ValueError: If it means no policy.
+        ValueError: If it does not describe a policy.
     """
     policy = get(policy)
     held = layer.dtype_policy
@@ -132,20 +132,21 @@ def set_layer_policy(layer: keras.Layer, policy: object) -> None:
 def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
     """Set the global policy of this thread for a `with` block.
 
-    Scopes nest; at the end, after an exception too, the very object that
-    was set before is back. Keras keeps one policy for all asyncio tasks of a
-    thread: await nothing inside but tasks that are started inside, too.
+    Scopes nest. At the end, also after an exception, the very object that was
+    set before is restored. Keras has one policy for all asyncio tasks of a
+    thread, so await only tasks that are started inside the block.
 
     Args:
-        policy: As for `set_dtype_policy`.
+        policy: See `set_dtype_policy`.
 
     Yields:
         The policy that is set.
 
     Raises:
-        ValueError: As for `set_dtype_policy`.
-        RuntimeError: If another asyncio task of this thread is inside of a
-            scope; at the end, if a scope that was entered later still is.
+        ValueError: See `set_dtype_policy`.
+        RuntimeError: On entry, if another asyncio task of this thread is
+            inside a scope; at the end, if a scope that was entered later is
+            still open.
 
     Examples:
         >>> with kpe.policy_scope("mixed_bfloat16"):
@@ -158,11 +159,11 @@ def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
 
 
 def carry_policy(function: _F) -> _F:
-    """Wrap a function so that it runs under today's policy in any thread.
+    """Wrap a function so that it runs under the current policy in any thread.
 
-    Keras's global policy belongs to one thread. The policy of the thread
-    that calls `carry_policy` is taken; the thread that runs the function
-    gets its own policy back afterwards.
+    Keras's global policy belongs to one thread. The wrapped function runs
+    under the policy of the thread that called `carry_policy`. The thread that
+    runs it gets its own policy back afterwards.
 
     Raises:
         TypeError: If it is a coroutine function, which runs after its call.

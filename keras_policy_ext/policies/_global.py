@@ -1,4 +1,4 @@
-"""Keras's global policy, read without fixing it."""
+"""Keras's global policy, read without storing the floatx policy."""
 
 import threading
 
@@ -22,11 +22,11 @@ _following = _Following()
 
 
 def dtype_policy() -> keras.DTypePolicy:
-    """The global policy of this thread.
+    """Return the global policy of this thread.
 
-    Reading it never fixes the floatx. Keras's own read does: it stores the
-    policy of the floatx it finds. After `set_dtype_policy(None)` this
-    function discards such a stored policy when the floatx has changed.
+    Reading it never fixes the floatx. Keras's own function does: it stores the
+    policy of the current floatx. After `set_dtype_policy(None)` this function
+    discards such a stored policy if the floatx has changed.
 
     Examples:
         >>> with kpe.policy_scope("mixed_bfloat16"):
@@ -45,12 +45,12 @@ def dtype_policy() -> keras.DTypePolicy:
 
 
 def snapshot() -> State:
-    """The state of this thread; `restore` brings it back."""
+    """Return the policy state of this thread, for `restore`."""
     return global_policy.stored_global_policy(), _following.floatx
 
 
 def restore(state: State) -> None:
-    """Set the policy and what is followed."""
+    """Set the policy state of this thread, from `snapshot`."""
     policy, _following.floatx = state
     global_policy.store_global_policy(policy)
 

@@ -1,4 +1,4 @@
-"""The names of float8 policies in Keras itself."""
+"""Make Keras accept the names of float8 policies."""
 
 import keras
 
@@ -10,25 +10,25 @@ _are_read = True
 
 
 def names_in_keras(read: bool) -> None:
-    """Say whether Keras reads the names of float8 policies.
+    """Set whether Keras accepts the names of float8 policies.
 
-    It does once this package is imported, for all threads:
+    It does once this package is imported, in all threads.
     `keras.layers.Dense(8, dtype="mixed_float8")` and
-    `keras.config.set_dtype_policy("float8/current_from_float32")` are as with
-    the policy object. `"float8_from_<source>"` goes on to mean Keras's own
-    float8 there. Layers without float8 of their own then compute under Keras's
-    own float8 policy, too, as its source says.
+    `keras.config.set_dtype_policy("float8/current_from_float32")` then work as
+    with the policy object. `"float8_from_<source>"` still means Keras's own
+    float8 there. Under Keras's own float8 policy, layers without float8 then
+    compute as its source policy says.
 
     Args:
-        read: False for Keras as it is without this package; True for the
-            names again.
+        read: False for Keras's behavior without this package; True to accept
+            the names again.
     """
     global _are_read
     _are_read = bool(read)
 
 
 def _read(name: str) -> keras.DTypePolicy | None:
-    """The policy of a name that Keras does not know; None for others."""
+    """Return the policy of a name of this package; None for other names."""
     if not policy_names.is_ours(name):
         return None
     if _are_read:

@@ -12,11 +12,11 @@ from keras import ops
 from keras_policy_ext import _user_code, recipes
 
 RecipeLike = recipes.Recipe | str | Mapping[str, Any] | None
-"""What `recipes.get` takes."""
+"""An identifier that `recipes.get` takes."""
 
 
 class DefaultLength(int):
-    """The default history length, told from an explicit one by its type."""
+    """The default history length; its type tells it from an explicit one."""
 
 
 DEFAULT_LENGTH = DefaultLength(recipes.DelayedScaling().amax_history_length)
@@ -25,7 +25,7 @@ DEFAULT_LENGTH = DefaultLength(recipes.DelayedScaling().amax_history_length)
 def mode_first(
     source: object, args: tuple[Any, ...], mode: object, length: int
 ) -> tuple[object, int]:
-    """Sort out the two ways to write the constructor's arguments."""
+    """Return source and length from either order of constructor arguments."""
     explicit_length = not isinstance(length, DefaultLength)
     if len(args) > 2 or (args and mode) or (args[1:] and explicit_length):
         raise TypeError(
@@ -51,7 +51,7 @@ def mode_first(
 def merge_recipes(
     named: recipes.Recipe | None, recipe: RecipeLike, length: int
 ) -> recipes.Recipe:
-    """One recipe out of the name's, the recipe's and the length's."""
+    """Return the recipe that name, recipe and length agree on, or raise."""
     said = [named] if named is not None else []
     explicit_length = not isinstance(length, DefaultLength)
     if explicit_length:
@@ -86,7 +86,7 @@ FLOAT_NAMES = ", ".join(map(repr, FLOATS))
 
 
 def is_plain(policy: object) -> bool:
-    """True if a policy is a plain one: nothing but its name would be lost."""
+    """Return True if a policy is plain: its name describes it completely."""
     return type(policy) in (
         keras.DTypePolicy,
         keras.dtype_policies.FloatDTypePolicy,
@@ -94,13 +94,13 @@ def is_plain(policy: object) -> bool:
 
 
 def name_of_dtypes(policy: keras.DTypePolicy) -> str:
-    """The name of the plain policy with the dtypes of a policy."""
+    """Return the name of the plain policy with the dtypes of a policy."""
     compute, stored = policy.compute_dtype, policy.variable_dtype
     return str(compute if compute == stored else f"mixed_{compute}")
 
 
 def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """The policy; a plain one without a name gets the one it was made with.
+    """Return the policy; restore the name of a plain one that has lost it.
 
     `get_config` of a map without a default sets the names of the policies in
     it to None (keras 3.8 to 3.15).
@@ -111,10 +111,10 @@ def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
-    """The policy, if it computes and stores in floating point.
+    """Return the policy if its dtypes are floating point, else raise.
 
     Raises:
-        ValueError: If it doesn't; `role` begins the sentence.
+        ValueError: If a dtype is not; `role` begins the message.
     """
     dtypes = (policy.compute_dtype, policy.variable_dtype)
     if all(dtype in FLOATS for dtype in dtypes):
@@ -131,9 +131,9 @@ def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
 
 
 def actual_dtype(dtype: str) -> str:
-    """The dtype that tensors get where a policy says `dtype`.
+    """Return the dtype that tensors get under a policy with `dtype`.
 
-    JAX makes float32 of float64 unless `jax_enable_x64` is set.
+    JAX replaces float64 by float32 unless `jax_enable_x64` is set.
     """
     if dtype != "float64" or keras.backend.backend() != "jax":
         return dtype
@@ -142,7 +142,7 @@ def actual_dtype(dtype: str) -> str:
 
 
 def warn_of_missing_float64(policy: keras.DTypePolicy) -> None:
-    """Warn if a policy says float64 and JAX will make something else of it."""
+    """Warn if a policy has float64 and JAX will use another dtype."""
     if "float64" not in (policy.compute_dtype, policy.variable_dtype):
         return
     actual = actual_dtype("float64")

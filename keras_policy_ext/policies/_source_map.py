@@ -1,4 +1,4 @@
-"""A policy with a field more than its name, in the form Keras preserves."""
+"""A policy with more fields than its name, in a form that Keras saves."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -12,13 +12,16 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     """A map whose default is a plain policy; immutable and shared.
 
     Keras's `from_config` of layers reduces a policy to its name unless the
-    policy is a map. A stock layer asks the map for its own policy, by path,
-    and gets the plain source policy.
+    policy is a map. A stock layer looks up its path in the map and gets the
+    plain source policy.
     """
 
     read: ClassVar[Callable[[Any], keras.DTypePolicy]]
-    """`policies.get`, which is put here where it is defined: it knows the
-    subclasses of this class."""
+    """The function `policies.get`.
+
+    It is assigned in the module that defines it, since it knows the subclasses
+    of this class.
+    """
 
     def __init__(self, source: keras.DTypePolicy) -> None:
         super().__init__(default_policy=source)
@@ -28,17 +31,17 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
     @property
     def name(self) -> str:
-        """The source policy's name: what Keras parses."""
+        """The name of the source policy, which Keras parses."""
         return self._source_name
 
     @property
     def source_name(self) -> str:
-        """The name of the plain policy that this one stands on."""
+        """The name of the plain policy that this policy extends."""
         return self._source_name
 
     @property
     def source_policy(self) -> keras.DTypePolicy:
-        """The plain policy that this one stands on."""
+        """The plain policy that this policy extends."""
         return self._source_policy
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
@@ -89,7 +92,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return cls(**config)
 
     def _key(self) -> tuple[object, ...]:
-        """What `==` and `hash` compare: all fields."""
+        """Return the fields that `==` and `hash` compare: all of them."""
         return (self._source_name,)
 
     def _immutable(self, key: object) -> str:
@@ -108,7 +111,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
 
 def is_stock_map(policy: object) -> bool:
-    """Return True if a policy is a map of Keras, and none of this package."""
+    """Return True if a policy is a map of Keras, not of this package."""
     is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
     return is_map and not isinstance(policy, SourceMap)
 

@@ -1,4 +1,4 @@
-"""`Float8DTypePolicy`, and `get`, which turns anything into a policy."""
+"""`Float8DTypePolicy`, and `get`, which converts identifiers to policies."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ Rules = tuple[tuple[str, keras.DTypePolicy | None], ...]
 
 
 class _Given(NamedTuple):
-    """What the source argument says: plain source, and maybe more."""
+    """The contents of a source argument: a plain source, and maybe more."""
 
     source: keras.DTypePolicy
     recipe: recipes.Recipe | None = None
@@ -34,20 +34,21 @@ class _Given(NamedTuple):
 
 @keras.saving.register_keras_serializable(package="keras_policy_ext")
 class Float8DTypePolicy(SourceMap):
-    """Float8 for the layers that can follow it, the source for all others.
+    """Float8 for the layers that support it, the source policy for all others.
 
-    Usable wherever Keras takes a policy: `dtype=policy` of any layer or
+    It works wherever Keras takes a policy: `dtype=policy` of any layer or
     model, `keras.config.set_dtype_policy(policy)`.
 
     Args:
-        source_name: The plain policy that float8 stands on:
-            `"mixed_bfloat16"`, `"float32"`, a plain `keras.DTypePolicy`, or
-            None for the global policy (its source, if that is float8). Also
-            a full float8 name such as `"float8/16_from_mixed_bfloat16"` or
-            a float8 policy, whose recipe and rules are then taken over.
+        source_name: The plain policy that float8 extends: `"mixed_bfloat16"`,
+            `"float32"`, a plain `keras.DTypePolicy`, or None for the global
+            policy (its source, if that is float8). Also a full float8 name
+            such as `"float8/16_from_mixed_bfloat16"` or a float8 policy, whose
+            recipe and rules are then used.
         *args: Keras's older, mode-first form: `Float8DTypePolicy("float8",
             source_name)` or `("float8", source_name, amax_history_length)`.
-        amax_history_length: Steps that delayed scaling remembers, int >= 1.
+        amax_history_length: The length of delayed scaling's history in steps,
+            int >= 1.
         recipe: A recipe, its name or spec string, or None for
             `DelayedScaling(amax_history_length=…)`.
         rules: Ordered pairs `(pattern, policy or None)`. The first whose
@@ -94,41 +95,41 @@ class Float8DTypePolicy(SourceMap):
 
     @property
     def full_name(self) -> str:
-        """The name that says everything: `get(p.full_name) == p`."""
+        """The name that contains all fields: `get(p.full_name) == p`."""
         return policy_names.render(
             self._recipe.spec, self._source_name, self._named_rules()
         )
 
     @property
     def amax_history_length(self) -> int | None:
-        """Steps that the recipe remembers; None if it has no history."""
+        """The length of the recipe's history; None if it has none."""
         return self._recipe.history_length or None
 
     @property
     def recipe(self) -> recipes.Recipe:
-        """How numbers are scaled."""
+        """The recipe that scales values."""
         return self._recipe
 
     @property
     def rules(self) -> Rules:
-        """Ordered pairs `(pattern, policy or None)`."""
+        """The ordered pairs `(pattern, policy or None)`."""
         return self._rules
 
     @property
     def mode(self) -> str:
-        """Always `"float8"`."""
+        """The string `"float8"`."""
         return "float8"
 
     @property
     def quantization_mode(self) -> None:
-        """Always None: Keras dispatches every layer and container on it.
+        """None, since Keras dispatches every layer and container on it.
 
-        The layers that follow float8 report `"float8"` themselves.
+        The layers in float8 report `"float8"` themselves.
         """
         return None
 
     def for_path(self, path: str | None) -> keras.DTypePolicy:
-        """The policy of the layer at a path.
+        """Return the policy of the layer at a path.
 
         Args:
             path: The layer's path, e.g. `"model/block/dense"`; None (a layer
@@ -177,7 +178,7 @@ class Float8DTypePolicy(SourceMap):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def get_config(self) -> dict[str, Any]:
-        """All fields, as JSON types."""
+        """Return all fields, as JSON types."""
         return {
             "source_name": self._source_name,
             "recipe": recipes.serialize(self._recipe),
@@ -195,7 +196,7 @@ class Float8DTypePolicy(SourceMap):
 
 
 def get(identifier: object) -> keras.DTypePolicy:
-    """Turn anything that means a dtype policy into a policy.
+    """Convert an identifier to a dtype policy.
 
     Args:
         identifier: A policy, a config dict, a dtype (NumPy, ml_dtypes, JAX,
@@ -208,11 +209,11 @@ def get(identifier: object) -> keras.DTypePolicy:
         A `keras.DTypePolicy`; never a string.
 
     Raises:
-        ValueError: If the identifier means no policy.
+        ValueError: If the identifier does not describe a policy.
 
     Warns:
-        UserWarning: If the policy says float64 while JAX has none, because
-            `jax_enable_x64` is off; not for None.
+        UserWarning: If the policy asks for float64 while JAX has none, because
+            `jax_enable_x64` is off. Not for None.
 
     Examples:
         >>> kpe.get("mixed_float8").full_name
@@ -238,7 +239,7 @@ SourceMap.read = staticmethod(get)
 
 
 def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Turn Keras's own float8 policy into this package's; pass others on.
+    """Convert Keras's own float8 policy to this package's; return others.
 
     `keras.dtype_policies.QuantizedFloat8DTypePolicy` means delayed scaling
     with its history length.
@@ -285,9 +286,10 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 
 def _from_legacy(config: object) -> keras.DTypePolicy:
-    """Read the config of tf_keras's `Policy`: a name, maybe a loss scale.
+    """Build a policy from the config of tf_keras's `Policy`.
 
-    Where it says none, "auto" was meant: Keras's own default.
+    It has a name and maybe a loss scale. Without one the loss scale is "auto",
+    Keras's default.
     """
     fields = dict(config) if isinstance(config, Mapping) else {}
     name = fields.pop("name", None)
@@ -330,7 +332,7 @@ def _unknown(identifier: object, cause: str) -> str:
 
 
 def _hint(identifier: object) -> str:
-    """What was meant, maybe: the policy of a recipe, or another word."""
+    """Return a hint: a recipe's policy name, or a similar word."""
     sources = ("mixed_bfloat16", "mixed_float16", *_plain.FLOATS)
     words = (policy_names.MODE, policy_names.ALIAS, *sources, *recipes.names())
     hint = did_you_mean(identifier, words)

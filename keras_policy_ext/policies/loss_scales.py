@@ -24,7 +24,7 @@ _ALLOWED = (
 
 
 class LossScale:
-    """What `FixedLossScale` and `DynamicLossScale` have in common."""
+    """The common base of `FixedLossScale` and `DynamicLossScale`."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the fields as JSON types, under the names of tf_keras."""
@@ -42,7 +42,7 @@ class FixedLossScale(LossScale):
         loss_scale_value: The factor, from 1 to 2**127.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is out of range.
     """
 
@@ -59,8 +59,8 @@ class DynamicLossScale(LossScale):
 
     Args:
         initial_loss_scale: The first scale, from 1 to 2**127.
-        increment_period: Steps with finite gradients after which the scale
-            is multiplied, int >= 1.
+        increment_period: The number of steps with finite gradients after which
+            the scale grows, int >= 1.
         multiplier: The factor of growth, and the divisor after a step whose
             gradients were not finite; above 1.
 
@@ -88,7 +88,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def growth_steps(self) -> int:
-        """Another name of `increment_period`."""
+        """Another name for `increment_period`."""
         return self.increment_period
 
 
@@ -96,7 +96,7 @@ _CLASSES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 
 
 def get(identifier: object) -> LossScale | None:
-    """Turn anything that means a loss scale into one.
+    """Convert an identifier to a loss scale.
 
     Args:
         identifier: `"dynamic"`, None, a number >= 1, a loss scale, or its
@@ -107,7 +107,7 @@ def get(identifier: object) -> LossScale | None:
 
     Raises:
         TypeError: If the identifier has the wrong type.
-        ValueError: If its value means no loss scale.
+        ValueError: If its value does not describe a loss scale.
     """
     if identifier is None or isinstance(identifier, LossScale):
         return identifier
@@ -123,7 +123,7 @@ def get(identifier: object) -> LossScale | None:
 
 
 def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
-    """The config of a loss scale; `get` reads it back."""
+    """Return the config of a loss scale, which `get` reads."""
     if loss_scale is None:
         return None
     return {
@@ -133,10 +133,10 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
 
 
 def scale_number(value: object, name: str, least: float) -> float:
-    """A scale as a float.
+    """Return a scale as a float.
 
     Raises:
-        TypeError: If it is no number; bool is none.
+        TypeError: If it is not a number, or is a bool.
         ValueError: If it is below `least`, above 2**127 or not finite.
     """
     if not _is_number(value):
@@ -149,10 +149,10 @@ def scale_number(value: object, name: str, least: float) -> float:
 
 
 def step_count(value: object, name: str) -> int:
-    """A number of steps as an int.
+    """Return a number of steps as an int.
 
     Raises:
-        TypeError: If it is no integer; bool is none.
+        TypeError: If it is not an integer, or is a bool.
         ValueError: If it is below 1.
     """
     message = (
@@ -167,10 +167,10 @@ def step_count(value: object, name: str) -> int:
 
 
 def growth_factor(value: object) -> float:
-    """The multiplier of a dynamic loss scale as a float.
+    """Return the multiplier of a dynamic loss scale as a float.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is not finite and above 1.
     """
     message = (
@@ -232,19 +232,18 @@ AUTO = "auto"
 
 @keras.saving.register_keras_serializable(package="keras_policy_ext")
 class LossScaleDTypePolicy(SourceMap):
-    """A plain dtype policy, and how the loss of a model is to be scaled.
+    """A plain dtype policy with a loss scale for the model.
 
-    Layers compute as under the plain policy. The loss scale is for what
-    compiles a model: `mixed_precision.wrap_optimizer`, `compile` and
-    `LossScaleMixin`. Usable wherever Keras takes a policy, and saved with
-    it. Keras's own `Model.compile` knows no loss scale: it wraps the
+    Layers compute as under the plain policy. The loss scale is used when a
+    model is compiled: by `mixed_precision.wrap_optimizer`, `compile` and
+    `LossScaleMixin`. It works wherever Keras takes a policy, and is saved with
+    it. Keras's own `Model.compile` ignores the loss scale: it wraps the
     optimizer dynamically if the model's policy name is `"mixed_float16"`.
 
     Args:
-        name: A plain floating policy or its name, such as
-            `"mixed_float16"`; None for the global policy. A
-            `LossScaleDTypePolicy`, given or global, hands on its loss scale
-            too, unless another one is given.
+        name: A plain floating policy or its name, such as `"mixed_float16"`;
+            None for the global policy. A `LossScaleDTypePolicy`, given or
+            global, also passes its loss scale on, unless another one is given.
         loss_scale: `"auto"` (dynamic if and only if the name is
             `"mixed_float16"`), `"dynamic"`, None (no scaling), a number
             >= 1, a `FixedLossScale` or a `DynamicLossScale`.
@@ -283,7 +282,7 @@ class LossScaleDTypePolicy(SourceMap):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale; `"auto"` is resolved."""
+        """The loss scale, with `"auto"` resolved."""
         if self._requested != AUTO:
             return self._requested
         return DynamicLossScale() if self.name == "mixed_float16" else None
@@ -295,11 +294,11 @@ class LossScaleDTypePolicy(SourceMap):
 
     @property
     def quantization_mode(self) -> None:
-        """Always None: the policy is no quantized one."""
+        """None, since this policy does not quantize."""
         return None
 
     def get_config(self) -> dict[str, Any]:
-        """All fields, as JSON types; the fields of tf_keras's `Policy`."""
+        """Return all fields as JSON types, as in tf_keras's `Policy`."""
         requested = self._requested
         if requested != AUTO:
             requested = serialize(requested)

@@ -1,7 +1,7 @@
-"""Which policy a layer follows, and on which plain policy that stands.
+"""Find the policy that a layer follows, and its plain source policy.
 
-A layer holds a policy, often one for many layers. What that says for the
-layer itself depends on its path, and on whether the layer can be in float8.
+A layer holds a policy, often one shared by many layers. What that policy means
+for the layer depends on its path, and on whether its class supports float8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
 
 
 def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
-    """Look up a path in a map of Keras, and in a map that is found there.
+    """Look up a path in a map of Keras, also in nested maps.
 
     A policy of this package, which is a map too, is returned with its rules.
 
@@ -25,8 +25,8 @@ def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
             default of the map, as in Keras.
 
     Returns:
-        A policy that is no map, or one of this package. Keras's own float8
-        policy is returned as it is.
+        A policy that is not a map, or one of this package. Keras's own float8
+        policy is returned unchanged.
 
     Raises:
         ValueError: If several patterns of the map match the path.
@@ -37,15 +37,14 @@ def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
 
 
 def held_policy(layer: keras.Layer) -> keras.DTypePolicy:
-    """The policy that a layer holds, with its rules if it is float8."""
+    """Return the policy that a layer holds, with its rules if it is float8."""
     return as_float8(of_path(layer.dtype_policy, layer.path))
 
 
 def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """What the policy of a layer says for a float8 layer of its path.
+    """Return the policy that a float8 layer at this layer's path follows.
 
-    The one answer to which policy a layer follows: a `Float8DTypePolicy`
-    without rules, or a policy that is not float8.
+    It is a `Float8DTypePolicy` without rules, or a policy that is not float8.
     """
     policy = held_policy(layer)
     if isinstance(policy, Float8DTypePolicy):
@@ -54,9 +53,9 @@ def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """What the policy of a layer says for a stock layer of its path.
+    """Return the policy that a stock layer at this layer's path follows.
 
-    That is Keras's own float8 policy for a layer with the scales of that.
+    It is Keras's own float8 policy only if Keras has quantized the layer.
     """
     policy = of_path(layer.dtype_policy, layer.path)
     is_float8 = as_float8(policy) is not policy
@@ -77,17 +76,17 @@ def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def float8_policy_of(layer: keras.Layer) -> Float8DTypePolicy | None:
-    """The policy by which a layer is in float8 now; None if it is not."""
+    """Return the policy of a layer that is in float8 now, else None."""
     return getattr(layer, "float8_policy", None)
 
 
 def is_frozen(layer: keras.Layer) -> bool:
-    """True if the kernels of a layer are stored in float8, and not trained."""
+    """Return True if a layer's kernels are stored in float8, not trained."""
     policy = float8_policy_of(layer)
     return policy is not None and not policy.recipe.trains
 
 
 def layers_in_float8(model: keras.Layer) -> list[keras.Layer]:
-    """The layers of a model that are in float8, in its order."""
+    """Return the layers of a model that are in float8, in its order."""
     layers = walking.layers_within(model)
     return [x for x in layers if float8_policy_of(x) is not None]

@@ -1,15 +1,15 @@
-"""Recipes: how the numbers of a float8 layer are scaled.
+"""Recipes: how the values of a float8 layer are scaled.
 
-A recipe is a small immutable value. It says what becomes of each operand in
-each of the three matmuls (`Quantization`) and computes nothing. This room
-imports neither Keras nor a framework.
+A recipe is a small immutable object. It defines how each operand is quantized
+in each of the three matmuls (`Quantization`), and computes nothing. This
+package imports neither Keras nor a framework.
 
 To add a recipe, write one frozen keyword-only dataclass that derives from
-`Recipe`, sets `name`, and says its `quantization`; defining it registers it,
-and `get`, `parse`, `spec` and the policy names know it from then on. Field
-values must be Python literals without `;` in their `repr`, since they appear
-in policy names. A recipe with another way to find scales than from the tensor
-itself registers a scale source (`numerics.scale_sources`).
+`Recipe`, sets `name` and defines `quantization`. Its definition registers it,
+so that `get`, `parse`, `spec` and the policy names accept it. Field values
+must be Python literals without `;` in their `repr`, since they appear in
+policy names. A recipe that does not compute its scales from the tensor itself
+registers a scale source (`numerics.scale_sources`).
 """
 
 # In the order of the list of names, of which the default is the first.

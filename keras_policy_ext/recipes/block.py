@@ -1,4 +1,4 @@
-"""Block scaling: a scale for 128 numbers, or for 128 times 128 of a kernel."""
+"""Block scaling: one scale per 128 elements, or per 128x128 of a kernel."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ BLOCK = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockScaling(Recipe):
-    """One scale per 128 numbers along the axis that a matmul sums.
+    """One scale per 128 elements along the axis that a matmul sums.
 
-    A kernel has one per 128×128, which both of its matmuls read, so that it
-    is quantized once. All in e4m3fn, no state. The last block of an axis may
-    be smaller; no size is asked for.
+    A kernel has one scale per 128×128 elements. Both of its matmuls read it,
+    so it is quantized once. All values are in e4m3fn, and there is no state.
+    The last block of an axis may be smaller; any size is supported.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), Transformer Engine's
     `Float8BlockScaling`. See `Recipe` for the fields that all recipes have.
 
     Attributes:
-        power_of_two: Round scales up to powers of two.
+        power_of_two: Whether to round scales up to powers of two.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.

@@ -1,4 +1,4 @@
-"""Current scaling: scales from the tensors themselves."""
+"""Current scaling: each tensor is scaled by its own amax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keras_policy_ext.recipes.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentScaling(Recipe):
-    """One scale per tensor, from this tensor's own amax. No state.
+    """One scale per tensor, from the tensor's own amax. No state.
 
     Source: Transformer Engine's `Float8CurrentScaling`, torchao's
     `tensorwise`. See `Recipe` for the fields that all recipes have.
@@ -28,7 +28,7 @@ class CurrentScaling(Recipe):
         fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
             `"e4m3"` (e4m3fn everywhere); `"hybrid_fnuz"` or `"e4m3fnuz"` in
             the formats of AMD's MI300.
-        power_of_two: Round scales up to powers of two.
+        power_of_two: Whether to round scales up to powers of two.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
@@ -53,7 +53,7 @@ class CurrentScaling(Recipe):
 
     @property
     def for_activations(self) -> Recipe:
-        """Return this recipe if it scales tensors, else current scaling."""
+        """This recipe if its scales are per tensor, else current scaling."""
         asked = [
             self.quantization(operand, matmul)
             for matmul, operands in MATMULS.items()

@@ -1,4 +1,4 @@
-"""Delayed scaling: scales from the steps before this one."""
+"""Delayed scaling: scales from the amaxes of earlier steps."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _E4M3 = formats.get(formats.ALIASES["e4m3"])
 
 
 LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
-"""The most `margin`: with more, all of a tensor in e4m3fn rounds to 0."""
+"""The largest `margin`; beyond it every value in e4m3fn rounds to 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the amax of the steps before this one.
+    """One scale per tensor, from its amaxes in earlier steps.
 
     Source: Transformer Engine's `DelayedScaling`, Flax's `fp8_ops`. See
     `Recipe` for the fields that all recipes have.
 
     Attributes:
-        amax_history_length: How many steps are remembered (int >= 1).
-        margin: The scale is multiplied by `2**margin` (int from 0 to 17, in
-            powers of two): head-room for a tensor that grows. With more, all
-            of a tensor in e4m3fn would round to 0.
+        amax_history_length: The number of steps in the history (int >= 1).
+        margin: Headroom for a growing tensor, in powers of two (int from 0 to
+            17): the scale is multiplied by `2**margin`. With more, every value
+            in e4m3fn would round to 0.
         fp8_format: `"hybrid"` (e4m3fn forward, e5m2 output gradients) or
             `"e4m3"` (e4m3fn everywhere); `"hybrid_fnuz"` or `"e4m3fnuz"` in
             the formats of AMD's MI300.
         amax_compute: `"max"` of the history, or `"most_recent"`.
-        initial_scale: While nothing was observed: `"current"` takes the
-            tensor's own amax; `1.0` takes 1, as Flax and Transformer
-            Engine do.
+        initial_scale: The scale before the first observation: `"current"` uses
+            the tensor's own amax; `1.0` uses 1, as Flax and Transformer Engine
+            do.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
@@ -80,12 +80,12 @@ class DelayedScaling(Recipe):
 
     @property
     def history_length(self) -> int:
-        """Length of the amax history per operand."""
+        """The length of the amax history per operand."""
         return self.amax_history_length
 
     @property
     def scale_options(self) -> dict[str, Any]:
-        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
+        """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
         return {"margin": self.margin, "power_of_two": False}
 
     @property

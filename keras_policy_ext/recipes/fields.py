@@ -1,4 +1,4 @@
-"""Checks of the fields of recipes: one error text for all."""
+"""Checks of the fields of recipes, with one error text for all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _FORMATS = {
 }
 
 FP8_FORMATS = tuple(_FORMATS)
-"""What a field `fp8_format` may be. The first format of each is that of
-inputs and kernels, the second that of output gradients."""
+"""The allowed values of a field `fp8_format`.
+
+Each stands for two formats: the first for inputs and kernels, the second for
+output gradients.
+"""
 
 _COUNTERPARTS = {
     "hybrid": "hybrid_fnuz",
@@ -33,7 +36,7 @@ _COUNTERPARTS = {
 def tensorwise(
     fp8_format: str, operand: str, scale_rounding: str = "nearest"
 ) -> Quantization:
-    """One scale for a tensor, in the format that `fp8_format` means."""
+    """Return a quantization with one scale per tensor, for an `fp8_format`."""
     forward, gradient = _FORMATS[fp8_format]
     return Quantization(
         format=gradient if operand == "outputs_grad" else forward,
@@ -42,7 +45,7 @@ def tensorwise(
 
 
 def counterpart(recipe: Recipe) -> Recipe | None:
-    """The recipe in the formats of the other family; None without one."""
+    """Return the recipe in the other format family; None if it has none."""
     word = getattr(recipe, "fp8_format", None)
     if word not in _COUNTERPARTS:
         return None
@@ -51,14 +54,14 @@ def counterpart(recipe: Recipe) -> Recipe | None:
 
 
 def put(recipe: Recipe, field: str, value: object) -> None:
-    """Set a field of a recipe that is being made."""
+    """Set a field of a frozen recipe during its construction."""
     object.__setattr__(recipe, field, value)  # Normalises in __post_init__.
 
 
 def integer(
     recipe: Recipe, field: str, minimum: int, maximum: int | None = None
 ) -> int:
-    """A field that is an integer of a range, bool excluded."""
+    """Return a field that must be an integer in a range; bool is refused."""
     value = getattr(recipe, field)
     allowed = f"an integer >= {minimum}"
     if maximum is not None:
@@ -75,7 +78,7 @@ def integer(
 
 
 def boolean(recipe: Recipe, field: str) -> bool:
-    """A field that is True or False."""
+    """Return a field that must be True or False."""
     value = getattr(recipe, field)
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(wrong(recipe, field, "True or False"))
@@ -83,7 +86,7 @@ def boolean(recipe: Recipe, field: str) -> bool:
 
 
 def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
-    """Raise if a field is none of some words."""
+    """Raise if a field is not one of the allowed words."""
     value = getattr(recipe, field)
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(wrong(recipe, field, " or ".join(map(repr, allowed))))
@@ -91,7 +94,7 @@ def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
 
 
 def wrong(recipe: Recipe, field: str, allowed: str) -> str:
-    """The message for a field of a wrong type or value."""
+    """Return the message for a field of a wrong type or value."""
     value = getattr(recipe, field)
     defaults = {each.name: each.default for each in fields_of(type(recipe))}
     return (

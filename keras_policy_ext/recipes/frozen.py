@@ -1,4 +1,4 @@
-"""Kernels that are stored in float8, and not trained."""
+"""Kernels that are stored in float8 and not trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
 from keras_policy_ext.stored_kernels import BLOCK, GRANULARITIES, WEIGHTS
 
 ACTIVATIONS = (None, "dynamic", "static")
-"""How inputs are quantized: not at all, or with one of two kinds of scales."""
+"""How inputs are quantized: not at all, or with one of two kinds of scale."""
 
 _TILES = {
     "channel": Tile(free=1),
@@ -23,23 +23,24 @@ _TILES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenKernels(Recipe):
-    """Kernels of one byte a number, which are not trained.
+    """Kernels of one byte per element that are not trained.
 
-    What `keras_policy_ext.freeze` gives to layers. A kernel is what it was
-    rounded to; gradients pass through its product in the compute dtype, with
-    the kernel dequantized. See `stored_kernels.quantize` for its scales.
+    `keras_policy_ext.freeze` gives this recipe to layers. A kernel has the
+    values that it was rounded to. Gradients pass through its matmul in the
+    compute dtype, with the dequantized kernel. See `stored_kernels.quantize`
+    for its scales.
 
     Attributes:
         weights: The format of the kernels: `"float8_e4m3fn"` or
             `"float8_e5m2"`.
-        per: What has a scale: `"channel"` (each output of the kernel),
-            `"tensor"` or `"block"` (128 by 128 of it).
-        activations: `"dynamic"`: inputs are quantized to e4m3fn, with a scale
-            for each token; `"static"`: with one scale, found before. None:
-            they are not quantized.
+        per: The granularity of the scales: `"channel"` (one per output of the
+            kernel), `"tensor"` or `"block"` (one per 128x128 elements).
+        activations: How inputs are quantized to e4m3fn: `"dynamic"` with one
+            scale per token, `"static"` with one fixed scale. None does not
+            quantize them.
 
     Raises:
-        ValueError: If one of them is something else.
+        ValueError: If a field has another value.
     """
 
     name: ClassVar[str] = "frozen"

@@ -1,4 +1,4 @@
-"""MXFP8: a power of two for 32 numbers, in eight bits."""
+"""MXFP8: an 8-bit power-of-two scale per 32 elements."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ BLOCK = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8Scaling(Recipe):
-    """One E8M0 scale per 32 numbers along the axis that a matmul sums.
+    """One E8M0 scale per 32 elements along the axis that a matmul sums.
 
-    All in e4m3fn, each operand quantized for each of its matmuls from its own
-    numbers. No state. The last block of an axis may be smaller; no size is
-    asked for.
+    All values are in e4m3fn. Each operand is quantized separately for each of
+    its matmuls. There is no state. The last block of an axis may be smaller;
+    any size is supported.
 
     Source: the OCP Microscaling specification 1.0, and arXiv 2506.08027 for
     scales that are rounded up. See `Recipe` for the fields that all recipes
     have.
 
     Attributes:
-        rounding: Of scales: `"round_up"`, so that no number saturates, or
-            `"floor"`, as OCP MX 1.0 says: the exponent of the amax less that
-            of the largest number, by which the largest may saturate.
+        rounding: How scales are rounded: `"round_up"`, so that no value
+            saturates; or `"floor"`, as in OCP MX 1.0: the exponent of the amax
+            minus that of the format's largest value. With `"floor"` the
+            largest values may saturate.
 
     Raises:
-        ValueError: If a value is something else.
+        ValueError: If a field has another value.
     """
 
     name: ClassVar[str] = "mxfp8"

@@ -1,4 +1,4 @@
-"""NVFP4: numbers of four bits, with scales on two levels."""
+"""NVFP4: 4-bit values, with scales on two levels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LARGEST_SEED = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NVFP4Scaling(Recipe):
-    """Numbers in e2m1fn, an e4m3fn scale per 16, a float32 one per tensor.
+    """E2m1fn values, an e4m3fn scale per 16, a float32 scale per tensor.
 
-    A kernel has a scale per 16×16, which both of its matmuls read. Both
-    operands of `kernel_grad` go through a Hadamard transform, and output
-    gradients are rounded at random, so that their mean is right. The state of
-    a kernel is a counter of steps.
+    A kernel has a scale per 16×16 elements, which both of its matmuls read.
+    Both operands of `kernel_grad` go through a Hadamard transform. Output
+    gradients are rounded stochastically, so that they are unbiased. The state
+    of a kernel is a counter of steps.
 
     Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149),
     Transformer Engine's `NVFP4BlockScaling`. See `Recipe` for the fields that
@@ -29,8 +29,9 @@ class NVFP4Scaling(Recipe):
 
     Attributes:
         hadamard: Whether `kernel_grad` reads transformed operands.
-        stochastic_rounding: Whether output gradients are rounded at random.
-        seed: Of that; runs with equal seeds are equal.
+        stochastic_rounding: Whether output gradients are rounded
+            stochastically.
+        seed: The seed of stochastic rounding; runs with equal seeds are equal.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.

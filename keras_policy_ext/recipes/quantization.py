@@ -20,20 +20,21 @@ MATMULS = {
 
 @functools.cache
 def matmuls_of(operand: str) -> tuple[str, str]:
-    """The two matmuls that read an operand, in the order in which they run."""
+    """Return the two matmuls that read an operand, in the order they run."""
     first, second = (m for m, two in MATMULS.items() if operand in two)
     return first, second
 
 
 class Tile(NamedTuple):
-    """How far one scale reaches in the matrix that a matmul reads.
+    """The part of a matmul's matrix that shares one scale.
 
-    `Tile()` is the whole tensor, the axes of a batch included. Every other
-    tile lies within one matrix of the batch.
+    `Tile()` is the whole tensor, including batch axes. Every other tile lies
+    within one matrix of the batch.
 
     Attributes:
-        free: Along the axis that the result keeps; None for all of it.
-        contracted: Along the axis that is summed; None for all of it.
+        free: Its size along the axis that the result keeps; None for all of
+            it.
+        contracted: Its size along the axis that is summed; None for all of it.
     """
 
     free: int | None = None
@@ -41,17 +42,17 @@ class Tile(NamedTuple):
 
     @property
     def transposed(self) -> Tile:
-        """The same tile, seen by a matmul that sums over the other axis."""
+        """The same tile for a matmul that sums over the other axis."""
         return Tile(self.contracted, self.free)
 
     @property
     def is_whole(self) -> bool:
-        """Return True if one scale is that of the whole tensor."""
+        """True if the tile is the whole tensor."""
         return self == (None, None)
 
 
 WHOLE = Tile()
-"""One scale for a tensor."""
+"""The tile of a tensor with one scale."""
 
 SCALE_FORMATS = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
 SCALE_ROUNDINGS = ("nearest", "up", "floor")
@@ -64,20 +65,20 @@ class Quantization:
 
     Attributes:
         format: The ml_dtypes name of the format of the values.
-        tile: How far one scale reaches.
+        tile: The part of the matrix that shares one scale.
         scale_format: `"float32"`, `"float8_e8m0fnu"` (powers of two), or
-            `"float8_e4m3fn"`, which has a scale of the tensor above it.
-        scale_rounding: `"nearest"` in the format of the scale; to powers of
-            two `"up"`, or `"floor"` (OCP MX 1.0: the exponent of the amax
-            less that of the largest number of the format).
-        rounding: Of the values: `"nearest"` or `"stochastic"`.
-        hadamard: The size of a Hadamard transform along the contracted axis,
-            a multiple of `tile.contracted`; None for none. Both operands of a
-            matmul have the same, so that it leaves the product as it is.
+            `"float8_e4m3fn"`, which adds a float32 scale per tensor.
+        scale_rounding: `"nearest"` in the format of the scale; or to powers of
+            two, `"up"` or `"floor"` (OCP MX 1.0: the exponent of the amax
+            minus that of the format's largest value).
+        rounding: How values are rounded: `"nearest"` or `"stochastic"`.
+        hadamard: The size of a Hadamard transform along the contracted axis, a
+            multiple of `tile.contracted`; None for no transform. Both operands
+            of a matmul have the same size, so that the transforms cancel.
 
     Raises:
-        ValueError: If one of them is something else, or they do not go
-            together.
+        ValueError: If an attribute has another value, or the attributes are
+            inconsistent.
     """
 
     format: str
@@ -120,15 +121,14 @@ class Quantization:
 
     @functools.cached_property
     def transposed(self) -> Quantization:
-        """The tile transposed, the rest equal."""
+        """The same quantization with the tile transposed."""
         return dataclasses.replace(self, tile=self.tile.transposed)
 
     @functools.cached_property
     def tensorwise(self) -> Quantization:
-        """The nearest quantization with one scale for a tensor.
+        """The nearest quantization with one scale per tensor.
 
-        Numbers of four bits need a scale for a few of them: with one for a
-        tensor they are numbers of e4m3fn.
+        Four-bit formats need a scale per few elements, so they become e4m3fn.
         """
         if self.keeps_axes:
             return self
@@ -140,32 +140,32 @@ class Quantization:
 
     @functools.cached_property
     def has_one_scale(self) -> bool:
-        """Return True if one scale is that of the whole tensor."""
+        """True if the whole tensor has one scale."""
         return self.tile.is_whole
 
     @functools.cached_property
     def by_place(self) -> bool:
-        """True if equal numbers of one tile may become different ones."""
+        """True if equal values of one tile may be quantized differently."""
         return self.hadamard is not None or self.rounding == "stochastic"
 
     @functools.cached_property
     def keeps_axes(self) -> bool:
-        """True if what becomes of a number does not depend on its place."""
+        """True if an element's code does not depend on its position."""
         return self.has_one_scale and not self.by_place
 
     @functools.cached_property
     def has_tensor_scale(self) -> bool:
-        """True if there is a scale of the tensor above those of the tiles."""
+        """True if there is a scale per tensor besides those of the tiles."""
         return self.scale_format == "float8_e4m3fn"
 
     @functools.cached_property
     def scale_leaves_sum(self) -> bool:
-        """Return True if the scale can be applied to the product."""
+        """True if the scale can multiply the output instead of the operand."""
         return self.tile.contracted is None
 
     @functools.cached_property
     def exact_in_bfloat16(self) -> bool:
-        """Return True if what is multiplied fits bfloat16 without rounding."""
+        """True if bfloat16 represents the multiplied values exactly."""
         narrow = self.scale_format != "float32"
         return self.scale_leaves_sum or narrow or not self._to_nearest
 
@@ -191,13 +191,13 @@ _WORDS = {
 def read_transposed(
     first: Quantization | None, second: Quantization | None
 ) -> bool:
-    """True if the second matmul can read the transpose of what the first did.
+    """Return True if the second matmul can read the first one's transpose.
 
-    Otherwise the operand is quantized twice, each time from its own numbers.
+    Otherwise the operand is quantized twice, once for each matmul.
 
     Args:
-        first: What the first matmul asks of an operand.
-        second: What the second one asks of it.
+        first: The quantization that the first matmul asks for.
+        second: The quantization that the second matmul asks for.
     """
     if first is None or second is None or first.hadamard is not None:
         return False

@@ -1,4 +1,4 @@
-"""The base of all recipes, and their registry."""
+"""The base class of all recipes, and their registry."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ REGISTRY: dict[str, type[Recipe]] = {}
 """The recipes by name, in the order of their definition."""
 
 HIGH_PRECISION = "high_precision"
-"""Says of a matmul that it is done in the compute dtype."""
+"""The value of a field for a matmul in the compute dtype."""
 
 _R = TypeVar("_R", bound="Recipe")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base of all recipes.
+    """The base class of all recipes.
 
-    Subclasses are frozen keyword-only dataclasses that set `name` and, where
-    one scale for a tensor in e4m3fn is not what they want, `quantization`.
+    Subclasses are frozen keyword-only dataclasses that set `name`. They
+    override `quantization` unless they want one scale per tensor in e4m3fn.
     Equality, hash, config and repr come from their fields. A subclass with a
-    `__post_init__` calls that of the base after its own checks.
+    `__post_init__` calls the base's after its own checks.
 
     Attributes:
         name: The name used in strings, e.g. `"delayed"`.
-        granularity: What one scale belongs to: `"tensorwise"`, `"rowwise"` or
-            `"blockwise"`.
-        trains: Whether kernels are trained under it; else they are stored in
+        granularity: The granularity of the scales: `"tensorwise"`, `"rowwise"`
+            or `"blockwise"`.
+        trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
-        forward: `"float8"`, or `"high_precision"` to do this matmul in the
+        forward: `"float8"`, or `"high_precision"` to run this matmul in the
             compute dtype.
-        inputs_grad: Likewise.
-        kernel_grad: Likewise.
+        inputs_grad: See `forward`.
+        kernel_grad: See `forward`.
 
     Raises:
-        ValueError: If the quantizations of a recipe do not go together, or
-            cannot be carried out.
+        ValueError: If the quantizations of a recipe are inconsistent or not
+            supported.
     """
 
     name: ClassVar[str]
@@ -75,7 +75,7 @@ class Recipe:
         check(self)
 
     def in_high_precision(self, matmul: str) -> bool:
-        """Return True if a field of the recipe takes a matmul out of float8.
+        """Return True if a field of the recipe excludes a matmul from float8.
 
         Args:
             matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
@@ -91,8 +91,8 @@ class Recipe:
                 reads the operand.
 
         Returns:
-            The quantization; None for both operands of a matmul that is to be
-            done in the compute dtype. Here: whole tensors in e4m3fn.
+            The quantization; None for both operands of a matmul in the compute
+            dtype. The base class returns one scale per tensor, in e4m3fn.
         """
         if self.in_high_precision(matmul):
             return None
@@ -100,10 +100,10 @@ class Recipe:
 
     @property
     def is_stochastic(self) -> bool:
-        """Return True if an operand is rounded at random.
+        """True if an operand is rounded stochastically.
 
-        The bits come from a field `seed`, 0 without one, and from a counter
-        of the steps that is the state of a kernel.
+        The random bits are computed from the field `seed`, 0 if there is none,
+        and from a counter of steps, the state of a kernel.
         """
         return any(
             asked is not None and asked.rounding == "stochastic"
@@ -112,23 +112,23 @@ class Recipe:
 
     @property
     def history_length(self) -> int:
-        """Length of the amax history per operand; 0 for stateless recipes."""
+        """The length of the amax history per operand; 0 without a state."""
         return 0
 
     @property
     def scale_options(self) -> dict[str, Any]:
-        """Keyword arguments for `scale_from_amax`: margin, power_of_two."""
+        """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
         asked = (each for each in _all_asked(self) if each is not None)
         rounded_up = any(each.scale_rounding == "up" for each in asked)
         return {"margin": 0, "power_of_two": rounded_up}
 
     @property
     def for_activations(self) -> Recipe:
-        """The recipe for products without a kernel, which have no state.
+        """The recipe for matmuls without a kernel, which have no state.
 
-        Each tensor is scaled by its own amax, in float8, with output
-        gradients in e5m2 where this recipe has them so. A matmul that is not
-        quantized under this recipe is not there either.
+        Each tensor is scaled by its own amax, in float8. Output gradients are
+        in e5m2 if they are in this recipe. A matmul that this recipe does not
+        quantize is not quantized here either.
         """
         gradient = self.format_of("outputs_grad")
         words = {"float8_e5m2": "hybrid", "float8_e5m2fnuz": "hybrid_fnuz"}
@@ -146,14 +146,14 @@ class Recipe:
         return recipe
 
     def format_of(self, operand: str) -> str:
-        """The ml_dtypes name of an operand's format.
+        """Return the ml_dtypes name of an operand's format.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
 
         Returns:
-            The exact name, e.g. `"float8_e4m3fn"`: that of the first matmul
-            which quantizes the operand, and e4m3fn where none does.
+            The exact name, e.g. `"float8_e4m3fn"`: of the first matmul that
+            quantizes the operand; e4m3fn if none does.
 
         Raises:
             ValueError: If there is no such operand.
@@ -169,7 +169,7 @@ class Recipe:
         return found[0] if found else formats.ALIASES["e4m3"]
 
     def get_config(self) -> dict[str, Any]:
-        """The fields as a dict of Python literals."""
+        """Return the fields as a dict of Python literals."""
         return {f.name: getattr(self, f.name) for f in fields_of(type(self))}
 
     @classmethod
@@ -177,7 +177,7 @@ class Recipe:
         """Build the recipe from `get_config()`.
 
         Raises:
-            TypeError: If the config is no dict.
+            TypeError: If the config is not a dict.
             ValueError: If it has an unknown field.
         """
         if not isinstance(config, Mapping):
@@ -208,7 +208,7 @@ class Recipe:
 
     @property
     def _changed_fields(self) -> list[str]:
-        """Fields that differ from their defaults."""
+        """The names of the fields that differ from their defaults."""
         return [
             field.name
             for field in fields_of(type(self))
@@ -217,14 +217,14 @@ class Recipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise if a recipe asks for what cannot be carried out.
+    """Raise if a recipe asks for something that is not supported.
 
     Raises:
         ValueError: If one operand of a matmul is quantized and the other is
-            not, a field takes a matmul out of float8 and `quantization` does
-            not, both operands are in e5m2, they have two Hadamard sizes, a
-            recipe with a history has finer tiles than whole tensors or rounds
-            at random, or a quantization is one that is not computed.
+            not; a field excludes a matmul from float8 but `quantization` does
+            not; both operands are in e5m2; the Hadamard sizes differ; a recipe
+            with a history has tiles smaller than a tensor, or rounds
+            stochastically; or a quantization is not implemented.
     """
     for matmul, operands in MATMULS.items():
         first, second = (recipe.quantization(o, matmul) for o in operands)
@@ -239,7 +239,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _fault(first: Quantization | None, second: Quantization | None) -> str:
-    """Why two operands do not go together."""
+    """Return why two operands cannot be multiplied; "" if they can."""
     if first is None or second is None:
         both = first is None and second is None
         return "" if both else "one operand is in float8 and the other is not"
@@ -255,7 +255,7 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
 
 
 def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
-    """Why quantizations are not those of this recipe."""
+    """Return why quantizations contradict their recipe; "" if they do not."""
     quantized = [each for each in asked if each is not None]
     if recipe.in_high_precision(matmul) and quantized:
         return f"its `quantization` does not follow {matmul}='high_precision'"
@@ -271,11 +271,11 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     ),
     "hadamard": (None, 16),
 }
-"""The quantizations that are computed, by attribute."""
+"""The supported quantizations, by attribute."""
 
 
 def _not_computed(asked: Quantization) -> str:
-    """What of a quantization is not computed."""
+    """Return what is not implemented in a quantization; "" if all is."""
     for name, allowed in _COMPUTED.items():
         if getattr(asked, name) not in allowed:
             words = " or ".join(map(str, allowed))
@@ -315,12 +315,12 @@ def _register(cls: type[Recipe]) -> None:
 
 
 def fields_of(cls: type[Recipe]) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of a recipe, in order."""
+    """Return the fields of a recipe class, in order."""
     return dataclasses.fields(cls)
 
 
 def no_recipe(identifier: object) -> str:
-    """The message for what means no recipe."""
+    """Return the message for an object that is not a recipe."""
     return (
         "Cannot interpret this as a recipe. Received: "
         f"{identifier!r} (of type {type(identifier).__name__}). Allowed: a "

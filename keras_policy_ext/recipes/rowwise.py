@@ -1,4 +1,4 @@
-"""Rowwise scaling: a scale for each row of what a matmul reads."""
+"""Rowwise scaling: one scale per row of the matrix that a matmul reads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from keras_policy_ext.recipes.recipe import Recipe
 class RowwiseScaling(Recipe):
     """One scale per row of each matrix, over the axis that a matmul sums.
 
-    A token has a scale of its own, and so has each output channel of a
-    kernel. In the two gradients other axes are summed, so that every operand
-    is quantized twice, each time from its own numbers. No state.
+    Each token has its own scale, and so does each output channel of a kernel.
+    The two gradients sum over other axes, so every operand is quantized twice.
+    There is no state.
 
-    With `kernel_grad="high_precision"` that matmul is done in the compute
-    dtype, and the kernel that `inputs_grad` reads has one scale for the
-    tensor. Source: torchao's `rowwise` and `rowwise_with_gw_hp`. See `Recipe`
-    for the fields that all recipes have.
+    With `kernel_grad="high_precision"` that matmul runs in the compute dtype,
+    and the kernel that `inputs_grad` reads has one scale per tensor. Source:
+    torchao's `rowwise` and `rowwise_with_gw_hp`. See `Recipe` for the fields
+    that all recipes have.
 
     Attributes:
-        power_of_two: Round scales up to powers of two.
+        power_of_two: Whether to round scales up to powers of two.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.

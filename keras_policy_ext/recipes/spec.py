@@ -28,14 +28,14 @@ _OF_OTHERS = {
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A question to be put into an error, such as `"Did you mean 'delayed'? "`.
+    """Return a hint for an error, such as `"Did you mean 'delayed'? "`.
 
     Args:
         word: What was received.
-        known: The words that are allowed there.
+        known: The allowed words.
 
     Returns:
-        The question with a space after it; "" if no word is near.
+        The hint and a space; "" if no word is similar.
     """
     if not isinstance(word, str):
         return ""
@@ -65,15 +65,15 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
 def names() -> tuple[str, ...]:
-    """The names of the recipes that this version has to train with."""
+    """Return the names of the recipes to train with."""
     return tuple(name for name, cls in REGISTRY.items() if cls.trains)
 
 
 def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
-    """Turn anything that means a recipe into a recipe.
+    """Convert an identifier to a recipe.
 
     Args:
-        identifier: A recipe (returned as it is), a name or spec string (see
+        identifier: A recipe (returned unchanged), a name or spec string (see
             `parse`), a config dict (`{"class_name": "DelayedScaling",
             "config": {…}}` or `{"name": "delayed", …fields}`), or None for
             `DelayedScaling()`.
@@ -83,7 +83,7 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
 
     Raises:
         TypeError: If the identifier is none of these.
-        ValueError: If it names no recipe, or a parameter is wrong.
+        ValueError: If it does not name a recipe, or a parameter is wrong.
 
     Examples:
         >>> kpe.recipes.get("rowwise") == kpe.recipes.RowwiseScaling()
@@ -103,10 +103,10 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
 
 
 def serialize(recipe: Recipe) -> dict[str, Any]:
-    """`{"class_name": …, "config": …}`; `deserialize` reads it back.
+    """Return `{"class_name": …, "config": …}`, which `deserialize` reads.
 
     Raises:
-        TypeError: If `recipe` is no recipe.
+        TypeError: If `recipe` is not a recipe.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(no_recipe(recipe))
@@ -117,11 +117,12 @@ def serialize(recipe: Recipe) -> dict[str, Any]:
 
 
 def deserialize(config: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from a config dict; the forms are those of `get`.
+    """Build a recipe from a config dict, in a form that `get` accepts.
 
     Raises:
-        TypeError: If `config` is no dict.
-        ValueError: If the dict names no recipe, or a parameter is wrong.
+        TypeError: If `config` is not a dict.
+        ValueError: If the dict does not name a recipe, or a parameter is
+            wrong.
     """
     if not isinstance(config, Mapping):
         raise TypeError(no_recipe(config))
@@ -153,8 +154,8 @@ def parse(spec: str) -> Recipe:
         The recipe.
 
     Raises:
-        TypeError: If `spec` is no string.
-        ValueError: If the string doesn't follow the grammar, names no
+        TypeError: If `spec` is not a string.
+        ValueError: If the string doesn't follow the grammar, does not name a
             recipe, or a parameter is wrong.
     """
     if not isinstance(spec, str):

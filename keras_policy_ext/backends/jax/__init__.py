@@ -1,1 +1,1 @@
-"""What Keras on JAX needs: its arithmetic, gradients and float8 matmuls."""
+"""The backend for JAX: its arithmetic, gradients and float8 matmuls."""

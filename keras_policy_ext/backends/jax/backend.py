@@ -1,4 +1,4 @@
-"""JAX: branches that must not assign, arithmetic that XLA leaves alone."""
+"""JAX: branches without side effects, and arithmetic kept from XLA."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Names = tuple[str, ...]
 
 
 class Gathering(NamedTuple):
-    """How a kernel is cut, and along which axis of the mesh it is gathered.
+    """How a kernel is sharded, and along which mesh axis it is gathered.
 
     Attributes:
         mesh: The devices.
-        axes: For each axis of the kernel, those of the mesh that cut it.
-        batch: The axis of the mesh that cuts the batch.
+        axes: For each axis of the kernel, the mesh axes that shard it.
+        batch: The mesh axis that shards the batch.
     """
 
     mesh: Mesh
@@ -42,11 +42,11 @@ class Gathering(NamedTuple):
 
 
 def gathering_of(variable: keras.Variable) -> Gathering | None:
-    """How a kernel is gathered; None where it is multiplied as it is cut.
+    """Return how a kernel is gathered, or None if its shards are multiplied.
 
-    A device that has a part of the batch needs all of a kernel that is cut
-    along the same axis of the mesh. What is cut along another axis can be
-    multiplied in parts, and is left to XLA.
+    A device with a shard of the batch needs all of a kernel that is sharded
+    along the same mesh axis. Matmuls of kernels that are sharded along other
+    mesh axes are left to XLA.
 
     Args:
         variable: The kernel.
@@ -70,17 +70,17 @@ def gathering_of(variable: keras.Variable) -> Gathering | None:
 def gathered(
     x: Tensor, gathering: Gathering, axes: Iterable[Names | None]
 ) -> Tensor:
-    """A tensor that is cut, and no longer along the axis of the batch.
+    """Gather a tensor along the mesh axis of the batch.
 
-    The first constraint keeps XLA from gathering what `x` is computed from.
-    Float8 is gathered as bytes: XLA gathers it as float16 where the device
-    has no float8 (JAX 0.10, CPU).
+    The first constraint keeps XLA from gathering the tensors that `x` is
+    computed from. Float8 is gathered as bytes: XLA gathers it as float16 if
+    the device has no float8 (JAX 0.10, CPU).
 
     Args:
         x: The tensor.
         gathering: From `gathering_of`.
-        axes: For each axis of `x`, those of the mesh that cut it; None to
-            leave that to XLA.
+        axes: For each axis of `x`, the mesh axes that shard it; None to leave
+            the choice to XLA.
     """
     cut = list(axes)
     whole = [
@@ -94,21 +94,21 @@ def gathered(
 
 
 def _lying(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
-    """A tensor cut along these axes of the mesh."""
+    """Constrain a tensor to be sharded along these mesh axes."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return lax.with_sharding_constraint(x, sharding)
 
 
 def _names(entry: Any) -> Names:
-    """The axes of a mesh in one entry of a partition."""
+    """Return the mesh axes in one entry of a partition spec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 class JaxBackend(Backend):
-    """JAX."""
+    """The backend for JAX."""
 
     name = "jax"
     keeps_values_apart = True
@@ -179,7 +179,7 @@ class JaxBackend(Backend):
         )
 
     def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """Put the scalars behind one barrier of XLA."""
+        """Put the scalars behind one optimization barrier of XLA."""
         return tuple(lax.optimization_barrier(scalars))
 
     @override
@@ -366,7 +366,7 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Behind a barrier, or XLA would keep the outputs and not the bits."""
+    """Put the mask behind a barrier, so that XLA saves bits, not outputs."""
     mask = x > 0
     has_bits = x.ndim and 0 not in x.shape
     kept = jnp.packbits(mask, axis=-1) if has_bits else mask
@@ -391,9 +391,9 @@ _PART = 1 << 20
 
 
 def _parts(size: int, numbers: int) -> int:
-    """Into how many equal parts an axis is cut: of a million numbers or more.
+    """Return the number of equal parts of an axis, a million elements or more.
 
-    So that a part in floats stays in the cache of a core.
+    A part in floats then stays in the cache of a core.
     """
     most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)

@@ -1,4 +1,4 @@
-"""JAX: its devices, and its kernels."""
+"""JAX: its devices and its matmul kernels."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from keras_policy_ext.recipes import Tile
 
 
 def here() -> Device:
-    """The device that JAX computes on, or the one that is pretended."""
+    """Return the device of JAX, or the simulated one if one is set."""
     return devices.pretended() or _found()
 
 
 def lacking(*formats: str) -> str | None:
-    """Why XLA has no matmul of these formats for the device, or None."""
+    """Return why XLA has no matmul of these formats for the device, or None."""
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -49,7 +49,7 @@ def lacking(*formats: str) -> str | None:
 
 
 def lacking_mx() -> str | None:
-    """Why XLA has no matmul with scales of MX blocks, or None."""
+    """Return why XLA has no matmul with scales of MX blocks, or None."""
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -59,9 +59,9 @@ def lacking_mx() -> str | None:
 
 
 def _found() -> Device:
-    """The device here; a CPU is the `cpu` of the table, whatever it can do.
+    """Return the current device; a CPU is always the table's `cpu`.
 
-    XLA lacks some products of bfloat16 there: "Unsupported element type for
+    XLA lacks some bfloat16 matmuls on CPUs: "Unsupported element type for
     DotThunk: BF16 x BF16 = F32" (JAX 0.10).
     """
     if jax.default_backend() == "cpu":
@@ -81,7 +81,7 @@ def _found() -> Device:
 
 
 def _numbers(capability: Any) -> tuple[int, ...] | None:
-    """(9, 0) of `"9.0"`; None of what is no two numbers."""
+    """Return (9, 0) for `"9.0"`; None if it is not two numbers."""
     numbers = capability.split(".")
     if len(numbers) != 2 or not all(each.isdigit() for each in numbers):
         return None
@@ -91,18 +91,21 @@ def _numbers(capability: Any) -> tuple[int, ...] | None:
 E8M0 = "float8_e8m0fnu"
 
 MX_BLOCK = 32
-"""Numbers of a block of the OCP MX formats."""
+"""The number of elements in a block of the OCP MX formats."""
 
 TERMS = 128
-"""Sums are over a multiple of this: of 32 XLA fails to compile (JAX 0.10)."""
+"""The contracted axis is padded to a multiple of this.
+
+With 32 XLA fails to compile (JAX 0.10).
+"""
 
 
 class ScaledDot(MatmulKernel):
-    """`lax.scaled_dot`, of which XLA makes a matmul that takes the scales.
+    """`lax.scaled_dot`, which XLA compiles to a matmul that reads the scales.
 
-    Not run in this release: no Blackwell was there. What XLA compiles for a
-    B200 was looked at, and has the instructions of tensor cores that scale
-    blocks; `integration/lowering` looks again.
+    It was not run in this release, for want of a Blackwell GPU. The code that
+    XLA compiles for a B200 was inspected: it has the tensor-core instructions
+    that scale blocks. `integration/lowering` checks this again.
     """
 
     native = True
@@ -143,10 +146,10 @@ class ScaledDot(MatmulKernel):
 
 @functools.cache
 def failing() -> str | None:
-    """Why `lax.scaled_dot` is not to be used on this device, or None.
+    """Return why `lax.scaled_dot` cannot be used on this device, or None.
 
-    Asked once for a process, with numbers: for a GPU XLA compiles it by way of
-    Triton alone, which may be left out or not know the device.
+    It is tested once per process, with real data. On GPUs XLA compiles it
+    through Triton only, which may be missing or not support the device.
     """
     try:
         with jax.ensure_compile_time_eval():
@@ -161,7 +164,7 @@ def failing() -> str | None:
 
 
 def _gives_our_numbers() -> bool:
-    """True if a product is right in which each block has its own scale."""
+    """Return True if a matmul with scales of MX blocks gives correct values."""
     rng = np.random.default_rng(0)
     operands, exact = [], []
     for rows in (136, 72):
@@ -182,7 +185,7 @@ def _scaled_product(
     b_scale: Tensor,
     dtype: Any = jnp.float32,
 ) -> Tensor:
-    """(b, m, k) and (b, n, k) to (b, m, n)."""
+    """Multiply (b, m, k) by (b, n, k) transposed, with scales of MX blocks."""
     scales = [
         _as_exponents(_padded(encode_scales(each, E8M0), TERMS // MX_BLOCK))
         for each in (a_scale, b_scale)
@@ -202,7 +205,7 @@ def _as_exponents(codes: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
-    """Zeros appended along the last axis."""
+    """Pad the last axis with zeros to a multiple."""
     over = -x.shape[2] % multiple
     return jnp.pad(x, ((0, 0), (0, 0), (0, over)))
 
@@ -213,7 +216,7 @@ def _product(
     precision: lax.Precision = lax.Precision.DEFAULT,
     dtype: Any = jnp.float32,
 ) -> Tensor:
-    """(b, m, k) and (b, n, k) to (b, m, n), accumulated in float32."""
+    """Multiply (b, m, k) by (b, n, k) transposed, accumulated in float32."""
     single = a.shape[0] == 1 and b.shape[0] == 1
     if single:
         a, b = a[0], b[0]
@@ -229,10 +232,10 @@ def _product(
 
 
 class EmulatedDot(Emulated):
-    """Multiplies in 16 bits where that is exact and the device is faster so.
+    """Multiplies in 16 bits where that is exact and faster on the device.
 
-    Sums are in float32 either way. Of float32 operands XLA for a TPU or GPU
-    takes fewer bits, unless it is asked for all.
+    It accumulates in float32 in both cases. XLA reduces the precision of
+    float32 operands on TPUs and GPUs, unless full precision is requested.
     """
 
     @override
@@ -252,13 +255,13 @@ class EmulatedDot(Emulated):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The same; of float64 operands in float64."""
+    """Multiply as `_product` does; float64 operands in float64."""
     wide = a.dtype == jnp.float64
     return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
 
 
 class Float8Dot(MatmulKernel):
-    """Float8 operands reach XLA, which has a kernel or converts them."""
+    """Passes float8 operands to XLA, which has a kernel or converts them."""
 
     native = True
 
@@ -269,7 +272,7 @@ class Float8Dot(MatmulKernel):
         return self.refusal(request)
 
     def refusal(self, request: Request) -> str | None:
-        """Why a matmul is not native whatever its scales are, or None."""
+        """Return why no scales make a matmul native here, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
         if request.prefer == "native":
@@ -304,9 +307,9 @@ class Float8Dot(MatmulKernel):
 
 
 class Float8DotOfRows(Float8Dot):
-    """The same with scales of rows, which multiply the product.
+    """Passes float8 operands to XLA, and multiplies the output by row scales.
 
-    XLA has no float8 matmul that takes them: the scales of its own are ones.
+    XLA has no float8 matmul that takes row scales, so it gets scales of one.
     """
 
     @override
@@ -346,14 +349,15 @@ class Float8DotOfRows(Float8Dot):
 def _dequantized_product(
     a: Quantized, b: Quantized, precision: lax.Precision, dtype: str
 ) -> Tensor:
-    """What XLA for CUDA makes one matmul of.
+    """Multiply in the form that XLA for CUDA fuses into one matmul.
 
-    It reads the float8 values, multiplies by the float32 scales as they were
-    before they were cast here, adds a bias, and writes `dtype`. Of a product
-    of float8 values it makes one that writes float32, and kernels after it.
+    The fused matmul reads float8 values and uses the float32 scales from
+    before their cast. It adds a bias and writes `dtype`. A plain matmul of
+    float8 values would be one that writes float32, followed by other kernels.
 
-    Behind a barrier, since of a scale that is a slice of several it casts the
-    several, and does not see that the slice was to be cast back (JAX 0.10).
+    The scales are behind a barrier. XLA casts the whole tensor that a scale is
+    sliced from, and then does not recognize that the slice is cast back (JAX
+    0.10).
     """
     scales = lax.optimization_barrier(
         [each.scale.reshape(()) for each in (a, b)]
@@ -366,20 +370,21 @@ def _dequantized_product(
 
 
 def _casts_before_amax() -> bool:
-    """XLA for CUDA does; a CPU may be where a program for CUDA is made.
+    """Return True if XLA fuses a cast with the amax: for CUDA, one device.
 
-    Not where there are several devices: the amax in the branch of a first step
-    could be one of all of them, and CUDA records no graph of such a branch.
+    A CPU counts as well, since programs for CUDA may be made on one. With
+    several devices, the amax in the branch of a first step could be reduced
+    over all of them, and CUDA graphs cannot record such a branch.
     """
     maker = here().maker
     return maker in ("nvidia", "cpu") and jax.device_count() == 1
 
 
 def _requantizes_kernels() -> bool:
-    """Return True if XLA makes one layout where two matmuls read one each.
+    """Return True if kernels are quantized again for the backward pass.
 
-    With several devices a kernel of which they have parts could be gathered
-    twice.
+    XLA then writes one layout for each pass, if each matmul reads only one.
+    Not with several devices, where a sharded kernel could be gathered twice.
     """
     return here().one_layout and jax.device_count() == 1
 

@@ -1,9 +1,9 @@
-"""JAX: operations with gradients, and with the gradients of those.
+"""JAX: operations with first and second derivatives.
 
-What a backward pass keeps are narrow copies, which JAX does not know to come
-from the operands. So a gradient is a function of links to the operands beside
-them: zeros of their shape, of which only the gradient counts. There are none
-where no gradient is differentiated.
+The backward pass reads quantized copies, which JAX does not connect to the
+operands. Therefore the gradient is also a function of links to the operands:
+zeros of the operands' shapes, used for their gradients only. Links exist only
+where gradients are differentiated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
 
 @jax.tree_util.register_pytree_node_class
 class _SavedLeaves:
-    """Residuals as JAX hands them on: the tensors, and static shapes."""
+    """Residuals as a JAX pytree: the tensors, and static shapes."""
 
     def __init__(self, leaves: Sequence[Tensor], shapes: Any):
         self.leaves = list(leaves)
@@ -53,11 +53,12 @@ class _SavedLeaves:
 
 
 def _simplified_apart(x: Tensor) -> Tensor:
-    """The same tensor, which XLA for a CPU simplifies apart from what follows.
+    """Return the same tensor, behind a barrier in XLA for a CPU.
 
-    It takes the reshape of a matmul past what follows, one operation at a
-    time, and goes over the whole program for each, up to 25 times. It removes
-    barriers before it fuses (JAX 0.10). XLA for a GPU fuses across none.
+    XLA moves the reshape of a matmul past the operations after it one at a
+    time, and repeats its pass over the whole program up to 25 times. It
+    removes barriers before it fuses (JAX 0.10). XLA for a GPU does not fuse
+    across barriers, so it gets none.
     """
     barrier = lax.optimization_barrier
     return lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
@@ -93,9 +94,9 @@ def _outputs(
 def run(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: State
 ) -> Tensor:
-    """See `Backend.run`.
+    """Run an operation; see `Backend.run`.
 
-    JAX calls this one only where no gradient is taken.
+    JAX calls this function only if no gradient is taken.
     """
     return _outputs(operation.first_use, inputs, kernel, state)
 
@@ -103,11 +104,11 @@ def run(
 def _run_forward(
     operation: Operation, inputs: Tensor, kernel: Any, state: tuple[Any, ...]
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links]]:
-    """The outputs and what is kept.
+    """Return the outputs and the tensors saved for the backward pass.
 
-    Linked where gradients are differentiated. What is kept is then computed
-    of constants. Where the kernel gets a gradient and its state does not,
-    nobody takes what is observed.
+    Links are added where gradients are differentiated; the residuals are then
+    computed from constants. If the kernel gets a gradient and its state does
+    not, observations are discarded.
     """
     learns, observes = kernel.perturbed, any(x.perturbed for x in state)
     inputs, kernel, state = inputs.value, kernel.value, _values(state)
@@ -142,10 +143,10 @@ def _values(primals: tuple[Any, ...]) -> State:
 
 
 def _are_differentiated(*tensors: Any) -> bool:
-    """True if JAX differentiates around the gradient that is being taken.
+    """Return True if JAX differentiates the gradient that is being taken.
 
-    Not what it has made a program of before, as of the body of a loop: that
-    would hold links.
+    JAX then passes tracers. Tracers of finished programs, such as the body of
+    a loop, do not count, since links would become part of the program.
     """
     leaves = jax.tree_util.tree_leaves(tensors)
     return any(
@@ -156,7 +157,7 @@ def _are_differentiated(*tensors: Any) -> bool:
 
 @jax.custom_vjp
 def _link(x: Tensor) -> Tensor:
-    """Zeros of a shape, whose gradient is passed on."""
+    """Return zeros of the same shape, whose gradient is passed on to `x`."""
     return jnp.zeros(x.shape, x.dtype)
 
 
@@ -171,7 +172,7 @@ def _linked(
     state: State,
     links: Links,
 ) -> Tensor:
-    """Outputs of constants, with the gradients of what the links stand for."""
+    """Return outputs of constants, with gradients for the linked operands."""
     return outputs
 
 
@@ -192,24 +193,24 @@ _linked.defvjp(_linked_forward, _linked_backward)
 
 
 _LARGE = 1 << 16
-"""Smaller tensors may be kept in any dtype."""
+"""Tensors with fewer elements may be saved in any dtype."""
 
 
 def _is_large(x: Tensor) -> bool:
-    """Return True if a tensor has many numbers.
+    """Return True if a tensor has many elements.
 
-    Not one whose size an export leaves open, which is a formula.
+    False for a symbolic size, as in an export with open sizes.
     """
     return isinstance(x.size, int) and x.size >= _LARGE
 
 
 def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, not to be widened before a gradient is there.
+    """Return the same leaves, ordered after the gradient of the outputs.
 
-    In one program XLA for a CPU would widen codes where it makes them, and
-    keep float32: it removes barriers before it fuses. So codes go through a
-    loop that it cannot see through, and that changes nothing: it runs not at
-    all or, where the gradient starts with NaN, twice.
+    In one program XLA for a CPU would decode codes where they are made, and
+    save float32: it removes barriers before it fuses. So codes pass through a
+    loop that XLA cannot see through and that changes nothing: it runs zero
+    times or, if the gradient starts with NaN, twice.
     """
     large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
     off_cpu = jax.default_backend() != "cpu"
@@ -239,7 +240,7 @@ def _gradients(
     links: Links,
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State]:
-    """The gradients of inputs, kernel and state."""
+    """Return the gradients of the inputs, the kernel and the state."""
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
     *found, observed = operation.bound.backward(residuals, outputs_grad, state)
@@ -256,7 +257,7 @@ def _gradients_forward(operation: Operation, *how: Any) -> tuple[Any, Any]:
 def _gradients_backward(
     operation: Operation, kept: Any, gradients: Any
 ) -> tuple[Any, ...]:
-    """The state gets what the gradients that are differentiated observed."""
+    """Differentiate the gradients; the state gets their observations."""
     saved, observed, links, outputs_grad = kept
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
@@ -277,7 +278,7 @@ def _last(
     inputs_grad_grad: Tensor,
     kernel_grad_grad: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The second derivatives, which cannot be differentiated again."""
+    """Return the second derivatives, which cannot be differentiated again."""
     residuals = operation.bound.residuals(saved.leaves, saved.shapes)
     return operation.bound.second_derivatives(
         residuals, outputs_grad, inputs_grad_grad, kernel_grad_grad
@@ -307,7 +308,7 @@ def _frozen_outputs(
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, constants: State
 ) -> Tensor:
-    """See `Backend.run_frozen`."""
+    """Run a frozen operation; see `Backend.run_frozen`."""
     return _frozen_outputs(operation, inputs, constants)
 
 

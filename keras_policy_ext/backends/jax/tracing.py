@@ -1,4 +1,4 @@
-"""JAX: the matmuls of a function, and the tensors that a gradient saves."""
+"""JAX: find the matmuls of a function, and the tensors saved for gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from keras_policy_ext.backends.tracing import (
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
-    """See `Backend.trace`."""
+    """Trace a function; see `Backend.trace`."""
     returned: list[Any] = []
 
     def flat(*tensors: Any) -> list[Any]:
@@ -49,7 +49,7 @@ def _described(x: Tensor) -> Any:
 
 
 def _products(program: Any) -> Iterator[tuple[Product, bool]]:
-    """Each product, and whether it is known how often it is computed."""
+    """Yield each matmul, and whether the number of its runs is known."""
     for step in program.eqns:
         name = step.primitive.name
         shapes = [getattr(x.aval, "shape", ()) for x in step.invars]
@@ -90,7 +90,7 @@ def _convolution(step: Any, inputs: Tensor, kernel: Any) -> Product:
 
 
 def _inner(step: Any) -> Iterator[Any]:
-    """The programs in a step, such as those of a loop or a function."""
+    """Yield the programs in a step, such as those of a loop or a function."""
     for value in step.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(_program(each), "eqns"):
@@ -114,7 +114,7 @@ _VIEWS = frozenset(
         "transpose",
     ]
 )
-"""Primitives whose result XLA reads in the memory of their operand."""
+"""Primitives whose result shares memory with their operand in XLA."""
 
 _CALLS = frozenset(
     [
@@ -134,9 +134,9 @@ _CALLS = frozenset(
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """What a compiled backward pass reads of the forward pass, each once.
+    """Return the forward tensors that a compiled backward pass reads.
 
-    XLA may keep less: it computes again what is cheap.
+    Each is counted once. XLA may save less: it recomputes what is cheap.
     """
     forward, backward, outputs = _programs(step)
     origins = _origins(forward.jaxpr, _inputs(step, forward.jaxpr))[outputs:]
@@ -157,7 +157,7 @@ def kept(step: MeasuredStep) -> Measured:
 
 
 def planned(step: MeasuredStep) -> int:
-    """Bytes that XLA plans for what a step computes and does not return."""
+    """Return the bytes that XLA plans for temporary tensors of a step."""
 
     def gradients(values: Any, batch: Any, outputs_grad: Any) -> Any:
         outputs, backward = _vjp(step, values, batch)
@@ -172,7 +172,7 @@ def planned(step: MeasuredStep) -> int:
 
 
 def _programs(step: MeasuredStep) -> tuple[Jaxpr, Jaxpr, int]:
-    """Programs of both passes, and how many results are the outputs."""
+    """Return the programs of both passes, and the number of outputs."""
     structures = []
 
     def forward(values: Any, batch: Any) -> Any:
@@ -225,7 +225,7 @@ def _inputs(step: MeasuredStep, jaxpr: Jaxpr) -> list[Origin]:
 
 
 def _origins(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
-    """Where each result of a program is first in memory."""
+    """Return the tensor that owns the memory of each result of a program."""
     known = {id(v): Origin(_bytes(v), (), True) for v in jaxpr.constvars}
     known.update(zip(map(id, jaxpr.invars), inputs, strict=True))
 
@@ -255,9 +255,9 @@ def _results(equation: Any, operands: list[Origin]) -> list[Origin]:
 def _users(
     jaxpr: Jaxpr, wanted: Sequence[bool]
 ) -> list[list[tuple[int, int | None]]]:
-    """For each input of a program the places and layers that read it.
+    """Return, for each input of a program, the places and layers that read it.
 
-    What is computed for no wanted result is left out, as XLA leaves it out.
+    Operations that no wanted result needs are left out, as in XLA.
     """
     needed = {
         id(variable)
@@ -277,7 +277,7 @@ def _users(
 
 
 def _read(equation: Any, results: list[bool]) -> list[Any]:
-    """The operands that some results of an equation are computed of."""
+    """Return the operands that some results of an equation depend on."""
     if equation.primitive.name == "while":
         return _read_by_loop(equation, results)
     within = _within(equation)
@@ -288,7 +288,7 @@ def _read(equation: Any, results: list[bool]) -> list[Any]:
 
 
 def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
-    """`_users` of a loop, of which XLA leaves out what no result needs."""
+    """Return the operands that the wanted results of a loop depend on."""
     params = equation.params
     condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
     asked = [bool(users) for users in _users(condition, [True])]
@@ -308,7 +308,7 @@ def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
 
 
 def _within(equation: Any) -> Jaxpr | None:
-    """The program that an equation calls; None if it is no call."""
+    """Return the program that an equation calls; None if it calls none."""
     if equation.primitive.name not in _CALLS:
         return None
     params = equation.params

@@ -1,1 +1,1 @@
-"""What Keras on TensorFlow needs: its arithmetic, gradients, float8 matmuls."""
+"""The backend for TensorFlow: its arithmetic, gradients and float8 matmuls."""

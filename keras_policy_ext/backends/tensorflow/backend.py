@@ -32,12 +32,12 @@ from keras_policy_ext.numerics.primitives import HALVES
 
 
 def let_go(variables: Iterable[keras.Variable]) -> None:
-    """Empty variables of Keras as soon as nobody has them any more.
+    """Free the memory of Keras variables as soon as nothing refers to them.
 
-    TensorFlow keeps every graph in which a gradient of one's own was traced,
-    such as the sum over replicas in each training step of Keras, and with the
-    graph the weights that it read (TF 2.21, `gradient_registry`). So a weight
-    stays in memory after its variable.
+    TensorFlow keeps every graph in which a custom gradient was traced, such as
+    the sum over replicas in each training step of Keras. The graph keeps the
+    weights that it read (TF 2.21, `gradient_registry`). Without this function
+    a weight's memory would outlive its variable.
     """
     for variable in variables:
         value = getattr(variable, "value", None)
@@ -69,11 +69,11 @@ except ImportError:
     bodies = None
 
 _SWITCH = threading.RLock()
-"""Held while functions run eagerly: to turn that off is nobody else's."""
+"""Held while functions run eagerly, so that only one thread changes that."""
 
 
 class TensorFlowBackend(Backend):
-    """TensorFlow."""
+    """The backend for TensorFlow."""
 
     name = "tensorflow"
     keeps_variables_in_graphs = True
@@ -356,13 +356,14 @@ BACKEND = TensorFlowBackend()
 
 _LARGE = 1 << 16
 _UNKNOWN = 256
-"""What a size counts that a graph does not know."""
+"""The size assumed for an axis of unknown size."""
 
 
 def compiles_parts(x: Tensor) -> bool:
-    """Return True if XLA compiles what is done with each number of a tensor.
+    """Return True if XLA compiles the elementwise operations on a tensor.
 
-    On a CPU, for large tensors, in what it does not compile as a whole.
+    It does so on a CPU, for large tensors, outside of functions that XLA
+    compiles as a whole.
     """
     sizes = [_UNKNOWN if size is None else size for size in x.shape]
     large = math.prod(sizes) >= _LARGE
@@ -387,10 +388,10 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
 ) -> CompiledPass:
-    """The outputs, and the leaves of the residuals.
+    """Return a compiled forward pass: the outputs and the residuals' leaves.
 
-    What the graph was made for is part of the key: shapes, and whether its
-    results are stacked by a loop.
+    All that the graph depends on is in the cache key: the shapes, and whether
+    a loop stacks its results.
     """
     observe = operation.training is True
 
@@ -405,10 +406,11 @@ def _shared_forward(
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
-    """Return True if what is kept is made narrow.
+    """Return True if saved tensors are stored in few bytes.
 
-    Not where nothing is trained and gradients are the exception; nor, where
-    that is not known, with parts for XLA, which an export would write down.
+    False if nothing is trained, so that gradients are rare. If that is not
+    known, also False if parts would be compiled by XLA, since an export would
+    include them.
     """
     if operation.training is None:
         return not any(map(compiles_parts, operands))

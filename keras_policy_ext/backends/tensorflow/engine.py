@@ -1,4 +1,4 @@
-"""TensorFlow: its devices, its kernels, and casts compiled by XLA."""
+"""TensorFlow: its devices, its matmul kernels, and casts compiled by XLA."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from keras_policy_ext.numerics.quantized import Quantized
 
 
 def here() -> Device:
-    """The GPU that is best at float8, a CPU, or the one that is pretended."""
+    """Return the GPU best at float8, a CPU, or the simulated device if set."""
     return devices.pretended() or found()
 
 
 def lacking(*formats: str) -> str | None:
-    """Why XLA has no matmul of these formats for the device, or None.
+    """Return why XLA has no matmul of these formats for the device, or None.
 
-    What AMD's and Google's devices can do is not seen from TensorFlow.
+    TensorFlow does not tell what AMD's and Google's devices support.
     """
     device = here()
     if device.maker == "nvidia":
@@ -55,10 +55,10 @@ def lacking(*formats: str) -> str | None:
 
 @functools.cache
 def found() -> Device:
-    """The device of this machine, asked once for a process.
+    """Return the device of this machine, found once per process.
 
-    Of a CPU no more is asked than that it is one: products of bfloat16 took
-    0.8 to 1.14 of the time of float32 in steps of six layers (TF 2.21).
+    CPUs are not told apart: bfloat16 matmuls took 0.8 to 1.14 times as long as
+    float32 ones in steps of six layers (TF 2.21).
     """
     gpus = [_described(each) for each in tf.config.list_physical_devices("GPU")]
     able = [each for each in gpus if each.float8]
@@ -75,14 +75,14 @@ def _described(gpu: object) -> Device:
 
 
 def encode(values: Tensor, format_name: str) -> Tensor:
-    """`codes.encode`."""
+    """Encode values as codes; see `casting.encode`."""
     if not compiles_parts(values):
         return casting.encode(values, format_name)
     return _like(values, _flat(casting.encode, format_name, tf.float32), values)
 
 
 def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
-    """`codes.decode`."""
+    """Decode codes to values; see `casting.decode`."""
     if not compiles_parts(codes_of_numbers):
         return casting.decode(codes_of_numbers, format_name)
     compiled = _flat(casting.decode, format_name, tf.uint8)
@@ -92,7 +92,10 @@ def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
 def cast_in_training(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """`casting.quantize_float32`; not of what may be exported."""
+    """Quantize to float32 values; see `casting.quantize_float32`.
+
+    Not for functions that may be exported.
+    """
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
     compiled = _flat_cast(dtype, is_factor, x.dtype)
@@ -100,7 +103,7 @@ def cast_in_training(
 
 
 def _like(x: Tensor, compiled: Any, flat: Tensor, *others: Tensor) -> Tensor:
-    """What a function of flat tensors makes, in the shape of `x`."""
+    """Call a function on flat tensors, and reshape its result like `x`."""
     found = compiled(tf.reshape(flat, [-1]), *others)
     found = tf.reshape(found, tf.shape(x))
     found.set_shape(x.shape)
@@ -142,24 +145,24 @@ except ImportError:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """(b, m, k) and (b, n, k) to (b, m, n)."""
+    """Multiply (b, m, k) by (b, n, k) transposed, to (b, m, n)."""
     if a.shape[0] != 1 or b.shape[0] != 1:
         return tf.matmul(a, b, transpose_b=True)
     return tf.matmul(a[0], b[0], transpose_b=True)[tf.newaxis]
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """`_product`, of operands narrower than float32 in float32."""
+    """Multiply as `_product` does, but narrow operands in float32."""
     if a.dtype == tf.float64:
         return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
 class XlaMatmul(MatmulKernel):
-    """Casts from float8, which XLA takes into the matmul on a GPU.
+    """Casts operands from float8; XLA fuses the casts into a matmul on a GPU.
 
-    `tf.matmul` refuses float8 operands. XLA turns a matmul whose operands are
-    cast from float8 into one that reads float8, on a GPU that has it.
+    `tf.matmul` refuses float8 operands. On a GPU with float8 support, XLA
+    turns a matmul of operands that are cast from float8 into a float8 matmul.
     """
 
     native = True
@@ -172,7 +175,7 @@ class XlaMatmul(MatmulKernel):
         return self.refusal(request)
 
     def refusal(self, request: Request) -> str | None:
-        """Why a matmul is not native whatever its scales are, or None."""
+        """Return why no scales make a matmul native here, or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
         reason = lacking(*request.formats)
@@ -198,12 +201,11 @@ class XlaMatmul(MatmulKernel):
 
 
 class DequantizedMatmul(XlaMatmul):
-    """Casts and scales, all of which XLA takes into the matmul on a GPU.
+    """Casts and scales operands; XLA fuses all of it into a matmul on a GPU.
 
-    That multiplies by the float32 scales as they were before they were cast
-    here, adds a bias and writes `dtype`, where the product of the casts alone
-    writes float32 for another kernel. Anywhere else the rounded scales would
-    be used.
+    The fused matmul uses the float32 scales from before their cast, adds a
+    bias and writes `dtype`. A matmul of the casts alone writes float32, which
+    another kernel reads. On other devices the rounded scales would be used.
     """
 
     @override
@@ -231,9 +233,9 @@ class DequantizedMatmul(XlaMatmul):
 
 
 class XlaMatmulOfRows(XlaMatmul):
-    """Casts, with scales of rows that multiply the product.
+    """Casts operands from float8, and multiplies the output by row scales.
 
-    XLA has no float8 matmul that takes them.
+    XLA has no float8 matmul that takes row scales.
     """
 
     @override
@@ -257,9 +259,9 @@ class XlaMatmulOfRows(XlaMatmul):
 
 
 class EmulatedMatmul(Emulated):
-    """Multiplies in 16 bits where that is exact and the device is faster so.
+    """Multiplies in 16 bits where that is exact and faster on the device.
 
-    XLA alone has a matmul of 16 bits that writes its sums in float32.
+    Only XLA has a 16-bit matmul that writes its sums in float32.
     """
 
     @override

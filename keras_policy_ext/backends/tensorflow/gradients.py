@@ -1,4 +1,4 @@
-"""TensorFlow: backward passes, and the gradients of those."""
+"""TensorFlow: backward passes and second derivatives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VECTORIZED = (
 what computes the outputs would be differentiated (TF 2.21)."""
 
 _BODY = "loop_body"
-"""What TensorFlow calls the scope of a loop that it vectorizes."""
+"""The name scope of a loop that TensorFlow vectorizes."""
 
 
 class Backward:
@@ -40,10 +40,10 @@ class Backward:
 
     Args:
         operation: The operation.
-        shapes: Of inputs and kernel; None for a size that a graph does not
-            know.
-        sizes: The same, with scalars in place of None.
-        leaves: Those of the residuals.
+        shapes: The shapes of the inputs and the kernel, with None for a size
+            that the graph does not know.
+        sizes: The same shapes, with scalar tensors in place of None.
+        leaves: The leaves of the residuals.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Backward:
         kernel: Tensor,
         state: tuple[Tensor, ...],
     ) -> Gradients:
-        """The gradients of inputs, kernel and state.
+        """Return the gradients of the inputs, the kernel and the state.
 
-        What is kept does not depend on the operands, as far as a tape sees.
-        Where one records, as it does around another one, the gradients are
-        therefore said to be a function of the operands as well. Elsewhere that
-        would keep these. In a loop that is vectorized it would be lost.
+        A tape does not connect the saved tensors to the operands. If one
+        records around this pass, the gradients are declared a function of the
+        operands as well. Without a tape that would keep the operands in
+        memory. A vectorized loop would lose the connection.
         """
         if is_recorded(outputs_grad, inputs, kernel) and not _is_vectorized():
             found = self._linked(outputs_grad, inputs, kernel, *state)
@@ -80,7 +80,7 @@ class Backward:
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
     def _linked(self, *tensors: Tensor) -> Gradients:
-        """The gradients, which can be differentiated once more.
+        """Return the gradients, differentiable once more.
 
         Args:
             tensors: `outputs_grad`, the inputs, the kernel and the state.
@@ -107,7 +107,7 @@ class Backward:
         outputs_grad: Tensor,
         state: tuple[Tensor, ...],
     ) -> Gradients:
-        """What the graph of the backward pass returns."""
+        """Run the graph of the backward pass."""
         graph = _shared_backward(operation, self._shapes, self._dtypes)
         found: Gradients = graph(
             self._leaves, self._unknown, outputs_grad, state
@@ -115,7 +115,7 @@ class Backward:
         return found
 
     def _differentiated(self, *gradients: Tensor) -> Gradients:
-        """What the graph of the second derivatives returns."""
+        """Run the graph of the second derivatives."""
         graph = _shared_second(self._operation, self._shapes, self._dtypes)
         found: Gradients = graph(self._leaves, self._unknown, *gradients)
         return found
@@ -124,12 +124,11 @@ class Backward:
 def is_recorded(*tensors: Tensor) -> bool:
     """Return True if a gradient tape records operations on these tensors.
 
-    Not in the graph of a gradient that TensorFlow makes beside theirs, as of a
-    function or of the body of a loop. Nor in forward mode, in which no tape
-    records.
+    False in a graph that TensorFlow makes for the gradient of a function or of
+    a loop's body. False in forward mode, in which no tape records.
 
     Args:
-        *tensors: What it is computed of.
+        *tensors: The operands.
     """
     asked = getattr(record, "should_record_backprop", None)
     if asked is None or not asked(list(tensors)):
@@ -140,17 +139,18 @@ def is_recorded(*tensors: Tensor) -> bool:
 
 
 def refuse_vectorized(*tensors: Tensor) -> None:
-    """Raise in a loop that TensorFlow vectorizes if a tape records tensors.
+    """Raise if a tape records these tensors in a vectorized loop.
 
     Raises:
-        NotImplementedError: If so.
+        NotImplementedError: If a tape records them in a loop that TensorFlow
+            vectorizes.
     """
     if _is_vectorized() and is_recorded(*tensors):
         raise NotImplementedError(VECTORIZED)
 
 
 def _is_vectorized() -> bool:
-    """True if a loop is traced of which TensorFlow makes one operation."""
+    """Return True while a loop is traced that TensorFlow vectorizes."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -162,27 +162,27 @@ def _is_vectorized() -> bool:
 
 
 def _last(gradient: Tensor) -> Tensor:
-    """A gradient that cannot be differentiated again."""
+    """Return the same gradient, which raises if differentiated again."""
     return tf.raw_ops.PreventGradient(
         input=gradient, message=DIFFERENTIATED_AGAIN
     )
 
 
 def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
-    """Gradients by which variables are updated, once those were read.
+    """Return the same gradients, ordered after some reads of variables.
 
-    A forward pass that is done again for its gradient reads a kernel which
-    the gradient of that kernel does not need. Nothing but a control edge puts
-    the read before the update, and Grappler loses it: it takes the edge for
-    redundant beside an IdentityN of all gradients, and then splits that one
-    (TF 2.21; once in some 40,000 steps the updated kernel was read).
+    A forward pass that is recomputed for its gradient reads a kernel that the
+    gradient of the kernel does not need. Only a control edge puts that read
+    before the update. Grappler loses the edge: it considers it redundant
+    beside an IdentityN of all gradients, and then splits that IdentityN (TF
+    2.21; once in some 40,000 steps the updated kernel was read).
     """
     with tf.control_dependencies(reads):
         return [tf.identity(gradient) for gradient in gradients]
 
 
 def sizes_of(x: Tensor) -> tuple[Any, ...]:
-    """The sizes of a tensor: numbers, or scalars where they are not known."""
+    """Return the sizes of a tensor; a scalar tensor for each unknown size."""
     return tuple(
         tf.shape(x)[axis] if size is None else size
         for axis, size in enumerate(x.shape)
@@ -190,12 +190,13 @@ def sizes_of(x: Tensor) -> tuple[Any, ...]:
 
 
 class CompiledPass:
-    """A pass as one graph, made at the first call.
+    """A pass as one graph, traced at the first call.
 
-    Eagerly a pass is some thirty operations of which most are on scalars; so
-    it takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In a
-    graph it is one operation, traced once for all layers of a size. Concrete,
-    since `tf.function` warns of a Python function that it traces often.
+    Run eagerly, a pass has some thirty operations, most of them on scalars;
+    the graph takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In
+    another graph it is one operation, traced once for all layers of a size. It
+    is a concrete function, since `tf.function` warns if it often traces one
+    Python function.
     """
 
     def __init__(self, function: Any):
@@ -203,7 +204,7 @@ class CompiledPass:
         self._concrete: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Its results."""
+        """Run the pass; trace it first if this is the first call."""
         if self._concrete is None:
             self._concrete = self._function.get_concrete_function(*arguments)
         return self._concrete(*arguments)
@@ -213,7 +214,10 @@ class CompiledPass:
 def _shared_backward(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> CompiledPass:
-    """The gradients, of leaves of these dtypes and the sizes not in shapes."""
+    """Return a compiled backward pass.
+
+    It is cached by the dtypes of the leaves and by the known sizes.
+    """
 
     def backward(
         leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
@@ -231,7 +235,10 @@ def _shared_backward(
 def _shared_second(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> CompiledPass:
-    """Those of the gradients, likewise."""
+    """Return a compiled pass of the second derivatives.
+
+    It is cached like `_shared_backward`.
+    """
 
     def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
@@ -241,7 +248,7 @@ def _shared_second(
 
 
 def _whole(shapes: tuple[Any, ...], unknown: Any) -> tuple[Any, Any]:
-    """Shapes with the sizes that were not known."""
+    """Return both shapes with the unknown sizes filled in."""
     sizes = iter(unknown)
     inputs, kernel = (
         tuple(next(sizes) if n is None else n for n in shape)
@@ -260,11 +267,13 @@ _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 
 
 def relu(x: Tensor, for_xla: bool) -> Tensor:
-    """`tf.nn.relu`, whose own gradient keeps the outputs.
+    """Compute `tf.nn.relu`, but save a mask for the gradient.
+
+    TensorFlow's own gradient saves the outputs.
 
     Args:
         x: Of any shape and floating dtype.
-        for_xla: Whether XLA compiles it.
+        for_xla: Whether XLA compiles the function.
     """
 
     @tf.custom_gradient
@@ -283,7 +292,7 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
 
 
 def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`activation(x)`, which XLA computes again for its gradient.
+    """Compute `activation(x)`; XLA computes it again for the gradient.
 
     Args:
         activation: An elementwise function.
@@ -307,9 +316,10 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, for_xla: bool) -> Tensor:
-    """Eight numbers in a byte under XLA, where that is one pass over them.
+    """Pack a mask into 8 elements per byte, under XLA.
 
-    A byte each elsewhere, and where numbers do not fill bytes.
+    Without XLA, packing needs several passes over memory. Then, or if the last
+    axis is no multiple of 8, the mask is returned.
     """
     last = mask.shape[-1] if mask.shape.rank else None
     if not for_xla or not last or last % 8:
@@ -322,14 +332,14 @@ def _packed(mask: Tensor, for_xla: bool) -> Tensor:
 
 
 def _behind_barrier(*tensors: Tensor) -> list[Tensor]:
-    """The same tensors: XLA knows of none before it has them all."""
+    """Return the same tensors behind one optimization barrier of XLA."""
     if optimization_barrier is None:
         return list(tensors)
     return list(optimization_barrier(*tensors))
 
 
 def _unpacked(kept: Tensor) -> Tensor:
-    """Numbers that are not zero where the mask was True."""
+    """Return a tensor that is nonzero where the packed mask is True."""
     if kept.dtype == tf.bool:
         return kept
     return tf.bitwise.bitwise_and(kept[..., tf.newaxis], _BITS)

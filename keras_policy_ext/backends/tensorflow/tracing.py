@@ -1,4 +1,4 @@
-"""TensorFlow: the matmuls of a graph, and the tensors that a tape saves."""
+"""TensorFlow: find the matmuls of a graph, and the tensors saved by a tape."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LOOPS = ("While", "StatelessWhile")
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
-    """See `Backend.trace`."""
+    """Trace a function; see `Backend.trace`."""
     # What Keras computes shapes in; `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
     with graph.as_default():
@@ -58,7 +58,7 @@ def _described(x: Tensor) -> Any:
 
 
 def _products(graph: Any) -> Iterator[tuple[Product, bool]]:
-    """Each product, and whether it is known how often it is computed."""
+    """Yield each matmul, and whether the number of its runs is known."""
     for step in graph.get_operations():
         product = _product(step)
         if product is not None:
@@ -116,7 +116,7 @@ def _shape(tensor: Tensor) -> list[int]:
 
 
 def _inner(step: Any, graph: Any) -> Iterator[Any]:
-    """The graphs in a step, such as those of a loop or a function."""
+    """Yield the graphs in a step, such as those of a loop or a function."""
     names = [
         name
         for attribute in step.node_def.attr.values()
@@ -153,16 +153,16 @@ _VIEWS = frozenset(
         "StopGradient",
     ]
 )
-"""Operations whose result shows the memory of their first operand."""
+"""Operations whose result shares memory with their first operand."""
 
 _OF_SHAPES = frozenset(["Rank", "Shape", "ShapeN", "Size", "ZerosLike"])
-"""Operations for which an optimized graph does not keep their operand."""
+"""Operations that read only the shape of their operand, not its data."""
 
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """What operations of gradients read of others, each memory once."""
+    """Return the forward tensors that gradient operations read, each once."""
     graph, given, gradients, count = _traced(step)
     operations = graph.get_operations()
     forward = {each.name for each in operations[:count]}
@@ -191,11 +191,11 @@ def kept(step: MeasuredStep) -> Measured:
 def _traced(
     step: MeasuredStep,
 ) -> tuple[Any, dict[str, Origin], list[Tensor], int]:
-    """A graph of both passes.
+    """Trace both passes in one graph.
 
     Returns:
-        The graph; what is given, by the names of tensors; the gradients; and
-        how many operations are those of the forward pass.
+        The graph; the origins of its inputs, by tensor name; the gradients;
+        and the number of operations of the forward pass.
     """
     found: list[Any] = []
 
@@ -239,13 +239,13 @@ def _given(step: MeasuredStep, values: Any, batch: Any) -> dict[str, Origin]:
 
 
 class _Origins:
-    """Where each tensor of a forward pass is first in memory.
+    """For each tensor of a forward pass, the tensor that owns its memory.
 
     Args:
-        operations: Those of the forward pass.
-        given: What is there before, by the names of tensors.
-        functions: Those of the graph.
-        evaluated: The number that a constant tensor is; None if unknown.
+        operations: The operations of the forward pass.
+        given: The origins of the inputs, by tensor name.
+        functions: The functions of the graph.
+        evaluated: Returns the value of a constant tensor; None if unknown.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class _Origins:
                     self._known[tensor.name] = self._made(operation, tensor)
 
     def of(self, tensor: Tensor) -> Origin:
-        """The origin of a tensor; no bytes for one that is not known."""
+        """Return the origin of a tensor; one of zero bytes if it is unknown."""
         return self._known.get(tensor.name) or Origin(0, ())
 
     def _made(self, operation: tf.Operation, tensor: Tensor) -> Origin:
@@ -293,7 +293,7 @@ class _Origins:
         return Origin(size, sources)
 
     def _bytes_of_list(self, loop: Any, number: int) -> int:
-        """Bytes of a list that a loop has, with an entry of each step."""
+        """Return the bytes of a tensor list with one entry per loop step."""
         made = loop.inputs[number].op
         if made.type != "EmptyTensorList":
             return sum(self.of(each).bytes for each in made.inputs)
@@ -307,7 +307,7 @@ class _Origins:
         return int(math.prod(sizes.tolist())) * itemsize * steps
 
     def _steps(self, loop: Any) -> int:
-        """How often a loop runs without a limit: as long as its lists are."""
+        """Return the steps of a loop without a limit, by its longest list."""
         lengths = [1]
         for tensor in loop.inputs:
             if tensor.op.type == "TensorListReserve":
@@ -318,7 +318,7 @@ class _Origins:
 
 
 def _evaluator(graph: Any) -> Callable[[Tensor], int | None]:
-    """What reads an integer that is the same in every step."""
+    """Return a function that evaluates an integer tensor of a graph."""
 
     def evaluated(tensor: Tensor) -> int | None:
         value = tf.get_static_value(tensor)
@@ -337,10 +337,9 @@ def _reads(
     gradients: list[Tensor],
     functions: _Functions,
 ) -> list[tuple[Any, Tensor]]:
-    """What operations of gradients read of the forward pass.
+    """Return the gradient operations that read forward tensors, with these.
 
-    Operations without a gradient to show for it are left out, as TensorFlow
-    leaves them out.
+    Operations that no gradient depends on are left out, as in TensorFlow.
     """
     wanted = {tensor.name for tensor in gradients}
     found = []
@@ -360,14 +359,14 @@ def _reads(
 
 
 class _Functions:
-    """What functions of a graph compute their results of."""
+    """For each function of a graph, the inputs that its results depend on."""
 
     def __init__(self, graph: Any):
         library = graph.as_graph_def().library
         self._functions = {x.signature.name: x for x in library.function}
 
     def used(self, operation: tf.Operation, wanted: list[bool]) -> list[bool]:
-        """Which operands of an operation some of its results need."""
+        """Return which operands the wanted results of an operation need."""
         every = [True] * len(operation.inputs)
         if operation.type not in _CALLS:
             return every
@@ -379,7 +378,7 @@ class _Functions:
 
 
 def _needed(function: Any, wanted: list[bool]) -> set[str]:
-    """The names of nodes and arguments that results of a function need."""
+    """Return the nodes and arguments that a function's results depend on."""
     inputs = {node.name: node.input for node in function.node_def}
     pairs = zip(function.signature.output_arg, wanted, strict=True)
     waiting = [function.ret[out.name] for out, is_wanted in pairs if is_wanted]

@@ -1,1 +1,1 @@
-"""What Keras on PyTorch needs: its arithmetic, gradients and float8 matmuls."""
+"""The backend for PyTorch: its arithmetic, gradients and float8 matmuls."""

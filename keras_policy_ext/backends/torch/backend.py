@@ -1,4 +1,4 @@
-"""PyTorch: what it is asked for, and how."""
+"""The backend for PyTorch, and the abilities of its current device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 
 CUDA_OF_BLOCKS = (12, 9)
 CUDA_OF_MX = (12, 8)
-"""From which version on cuBLAS has these scales."""
+"""The first CUDA version whose cuBLAS supports MX scales."""
 
 
 def here() -> Device:
@@ -51,9 +51,9 @@ def here() -> Device:
 
 
 def lacking(*formats: str) -> str | None:
-    """Why PyTorch has no matmul of these formats for the device, or None.
+    """Return why PyTorch has no matmul of these formats here, or None.
 
-    On a CPU it has one, which is slower than float32.
+    On a CPU it has one, which is slower than a float32 matmul.
     """
     device = here()
     if device.maker == "cpu":
@@ -65,19 +65,19 @@ def lacking(*formats: str) -> str | None:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """True if `scaled_mm` takes scales of rows, for a result in bfloat16."""
+    """Return True if `scaled_mm` takes row scales, with bfloat16 outputs."""
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
     return sys.platform != "win32" and "rows" in here().scales
 
 
 def lacking_blocks() -> str | None:
-    """Why there is no matmul with scales of 128 blocks, or None."""
+    """Return why there is no matmul with scales of 128 blocks, or None."""
     return _lacking("blocks", CUDA_OF_BLOCKS, "128")
 
 
 def lacking_mx() -> str | None:
-    """Why there is no matmul with scales of MX blocks, or None."""
+    """Return why there is no matmul with scales of MX blocks, or None."""
     return _lacking("mx", CUDA_OF_MX, "32")
 
 
@@ -100,9 +100,9 @@ def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
 
 
 def casts_to_float8(device: torch.device) -> bool:
-    """Return True if there are casts to float8 dtypes.
+    """Return True if this device can cast to float8 dtypes.
 
-    On Apple's GPUs they raise TypeError (all releases up to September 2026).
+    Apple's GPUs raise TypeError (all releases up to September 2026).
     """
     if device.type == "cpu":
         return True
@@ -112,12 +112,12 @@ def casts_to_float8(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if matmuls on this CPU read bfloat16, and are faster so."""
+    """Return True if this CPU has bfloat16 matmuls, faster than float32."""
     return here() is devices.KNOWN["cpu_bf16"]
 
 
 def sums_in_float32(dtype: str) -> bool:
-    """True if a matmul of 16 bits writes its sums in float32 on this GPU."""
+    """Return True if a 16-bit matmul on this GPU can write float32 sums."""
     halves = getattr(
         torch.backends.cuda.matmul, "allow_fp16_accumulation", False
     )
@@ -126,9 +126,10 @@ def sums_in_float32(dtype: str) -> bool:
 
 @functools.cache
 def _sums_in_float32(dtype: str, halves: bool) -> bool:
-    """Asked once for a process, with numbers of which no 16 bits have the sum.
+    """Test `sums_in_float32` on values whose sum no 16-bit dtype can hold.
 
-    Older versions of PyTorch, and builds for other makers, have no such matmul.
+    It is tested once per process. Older versions of PyTorch, and builds for
+    other makers, have no such matmul.
     """
     try:
         x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
@@ -155,7 +156,7 @@ def _found() -> Device:
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """True if this CPU has instructions for it, as far as torch can tell."""
+    """Return True if this CPU has bfloat16 instructions, as torch reports."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     checks = [getattr(torch.cpu, name, None) for name in names]
     return any(check is not None and check() for check in checks)
@@ -175,7 +176,7 @@ FULLY_SHARD = (
 
 
 class TorchBackend(Backend):
-    """PyTorch."""
+    """The backend for PyTorch."""
 
     name = "torch"
 
@@ -418,7 +419,7 @@ BACKEND = TorchBackend()
 # This module may be loaded while a step is being compiled.
 @torch.compiler.disable
 def _tables() -> dict[str, Tensor]:
-    """The numbers of all codes of the formats of stored kernels."""
+    """Return the values of all 256 codes, for each format of stored kernels."""
     return {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
@@ -428,25 +429,26 @@ _TABLES = _tables()
 
 
 def is_real(x: Tensor) -> bool:
-    """Return True if there are numbers in a tensor.
+    """Return True if a tensor has data.
 
-    Tensors of other types stand for numbers that are not there yet.
+    Tensors of other types are placeholders for data.
     """
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_known(x: Tensor) -> bool:
-    """Return True if a number can be read without waiting for a device."""
+    """Return True if a tensor can be read without waiting for a device."""
     return type(x) is torch.Tensor and x.device.type == "cpu"
 
 
 def _run_exported(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: Any
 ) -> Tensor:
-    """A forward pass of PyTorch's own operations and nothing else.
+    """Run a forward pass that has built-in operations of PyTorch only.
 
-    Observing chooses a scale that was never observed without a branch, which
-    a file cannot have inside the loop of a recurrent layer.
+    It observes, since the scale of an unobserved operand is then chosen
+    without a branch. An exported file cannot have a branch inside the loop of
+    a recurrent layer.
     """
     _refuse_onnx()
     if torch.compiler.is_dynamo_compiling():
@@ -518,31 +520,31 @@ def _refuse_torchscript() -> None:
 
 
 def _refuse_shards(kernel: Tensor) -> None:
-    """Raise if `fully_shard` has put another parameter in a kernel's place.
+    """Raise if `fully_shard` has replaced a kernel's parameter.
 
-    It marks the one that it replaces (torch 2.13), which Keras goes on to
-    read (keras 3.15).
+    It marks the parameter that it replaces (torch 2.13); Keras goes on reading
+    that one (keras 3.15).
     """
     if hasattr(kernel, "_fsdp_orig_uid"):
         raise NotImplementedError(FULLY_SHARD)
 
 
 def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
-    """Let variables be read where `fully_shard` puts their parameters.
+    """Make variables read their parameters where `fully_shard` puts them.
 
-    It puts the part of this process there, and during a pass the whole.
-    Keras keeps parameters in a dict of each layer, by the paths of variables.
+    It puts the shard of this process there, and the whole parameter during a
+    pass. Keras stores parameters in a dict per layer, by variable path.
 
     Args:
-        variables: Of one model.
+        variables: The variables of one model.
         modules: Its layers.
 
     Returns:
-        The variables that were cut.
+        The variables that are sharded.
 
     Raises:
-        ValueError: If one was cut twice, or is not trainable. Nothing is
-            changed then.
+        ValueError: If a variable is sharded twice, or is not trainable.
+            Nothing is changed then.
     """
     holders = _holders_of_parts(modules)
     cut = [v for v in variables if v.path in holders]
@@ -560,7 +562,7 @@ def group_of(variable: Any) -> Any:
 
 
 def _holders_of_parts(modules: Iterable[Any]) -> dict[str, list[Any]]:
-    """The dicts that have a part of a parameter, by its name."""
+    """Return the dicts that hold shards of a parameter, by its name."""
     # Not at the top: it takes a tenth of a second.
     from torch.distributed.tensor import DTensor
 

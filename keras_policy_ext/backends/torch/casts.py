@@ -31,7 +31,7 @@ from keras_policy_ext.recipes import DelayedScaling, Quantization
 def narrow_cast(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """`casting.quantize`; on a CPU part by part, so with little memory."""
+    """Quantize as `casting.quantize` does; in parts on a CPU, saving memory."""
     narrow = getattr(torch, dtype)
     if scale.numel() > 1 or not _is_on_cpu(x):
         return _clipped(x, scale, dtype, is_factor).to(narrow)
@@ -44,10 +44,10 @@ def narrow_cast(
 def cast(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """`narrow_cast` where a float8 dtype is there, else `quantize_float32`.
+    """Quantize to a float8 dtype if there is one, otherwise to float32 values.
 
-    What is compiled or exported stays in float32, with no cast to float8 and
-    back in its graph.
+    Compiled and exported functions stay in float32: their graphs have no cast
+    to float8 and back.
     """
     if torch.compiler.is_exporting():
         values = _clipped(x, scale, dtype, is_factor)
@@ -60,9 +60,10 @@ def cast(
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
-    """`casting.widen`; in bfloat16 where a CPU multiplies that.
+    """Widen as `casting.widen` does; to bfloat16 if a CPU multiplies in it.
 
-    Part by part then, so that they are never all there in float32.
+    Bfloat16 is written in parts, so that the float32 values of the whole
+    tensor never exist at once.
     """
     narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
     if not (narrow and _is_on_cpu(q) and backend.multiplies_bfloat16()):
@@ -76,10 +77,10 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 
 
 def _widened(q: Tensor) -> Tensor:
-    """Float8 numbers in float32; on a CPU by way of float16.
+    """Convert float8 values to float32; on a CPU by way of float16.
 
-    There it takes a tenth of the time of a cast (2 M numbers on one core:
-    0.4 ms against 5.4 ms, torch 2.13).
+    There it takes a tenth of the time of a cast (2 M values on one core: 0.4
+    ms against 5.4 ms, torch 2.13).
     """
     name = str(q.dtype).removeprefix("torch.")
     if not _is_on_cpu(q) or name not in HALVES or q.numel() <= _FEW:
@@ -100,9 +101,10 @@ _BUT_SIGN_EXTENDED = ~0x4000
 
 
 def _has_nan_of_e4m3fn(q: Tensor) -> bool:
-    """True if a code is one of its two NaN, which are numbers of float16.
+    """Return True if a code is NaN in e4m3fn.
 
-    Reads bytes, in less than a tenth of the time of widening them.
+    Shifted to the bits of a float16, these codes would be finite. The check
+    reads bytes, in less than a tenth of the time of widening them.
     """
     if q.dtype != torch.float8_e4m3fn or q.numel() == 0:
         return False
@@ -111,21 +113,21 @@ def _has_nan_of_e4m3fn(q: Tensor) -> bool:
 
 
 _FEW = 1 << 12
-"""Up to so many numbers one cast takes less time than a few operations."""
+"""Up to this many elements one cast is faster than several operations."""
 
 _PART = 1 << 18
-"""How many numbers fit a cache in float32."""
+"""The number of elements of a part, which fits a cache in float32."""
 
 
 def _in_parts(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of two tensors that lie in memory alike, or both as they are."""
+    """Return parts of two tensors; one part unless both are contiguous."""
     if x.numel() <= _PART or not (x.is_contiguous() and y.is_contiguous()):
         return iter([(x, y)])
     return zip(x.view(-1).split(_PART), y.view(-1).split(_PART), strict=True)
 
 
 def _is_on_cpu(x: Tensor) -> bool:
-    """Return True if there are numbers, in the memory of a CPU."""
+    """Return True if a tensor has data in the memory of a CPU."""
     return x.device.type == "cpu" and is_real(x)
 
 
@@ -141,7 +143,7 @@ def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
-    """The quantized numbers, in float32."""
+    """Quantize a tensor; return the values in float32."""
     values = _clipped(x, scale, dtype, is_factor)
     if _is_castable(dtype, x.device):
         return widen(values.to(getattr(torch, dtype)))
@@ -149,7 +151,7 @@ def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 
 def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
-    """Rounded numbers with the signs of `x`, where a zero may have one."""
+    """Copy the signs of `x` to rounded values, if the format has -0."""
     if not formats.get(dtype).has_negative_zero:
         return rounded
     if torch.compiler.is_exporting():
@@ -161,10 +163,10 @@ def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
 def _rounded_in_graph(
     x: torch.Tensor, scale: torch.Tensor, dtype: str, is_factor: bool
 ) -> torch.Tensor:
-    """`_rounded` as one operation that a compiler cannot look into.
+    """Run `_rounded` as one operation that a compiler cannot look into.
 
-    Inductor computes in float32 throughout and drops a cast to float8 and
-    back (torch 2.13): nothing would be quantized.
+    Inductor computes in float32 throughout and drops a cast to float8 and back
+    (torch 2.13): nothing would be quantized.
     """
     return _rounded(x, scale, dtype, is_factor)
 
@@ -175,9 +177,9 @@ def _(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 
 def _round_to_format(x: Tensor, dtype: str) -> Tensor:
-    """`casting.round_to_format` in place, the signs of zeros left to do.
+    """Round in place as `casting.round_to_format` does, but for zeros' signs.
 
-    Most of the time of a new tensor is that of its memory.
+    Allocating a new tensor would take most of the time.
     """
     lowest, shift = casting.grid_constants(dtype)
     bits = x.view(torch.int32) & casting.EXPONENT_BITS
@@ -192,10 +194,11 @@ if HAS_TRITON:
 
 
 class TritonCasts(BothLayouts):
-    """See `BothLayouts`.
+    """Triton kernels that quantize in both layouts; see `BothLayouts`.
 
     Args:
-        interpreted: For tests: on any device, by Triton's interpreter.
+        interpreted: Whether to run on any device, in Triton's interpreter; for
+            tests.
     """
 
     def __init__(self, interpreted: bool = False):
@@ -236,10 +239,11 @@ class TritonCasts(BothLayouts):
 
 
 class TritonStates(StateKernels):
-    """See `StateKernels`.
+    """Triton kernels for the state arithmetic; see `StateKernels`.
 
     Args:
-        interpreted: For tests: on any device, by Triton's interpreter.
+        interpreted: Whether to run on any device, in Triton's interpreter; for
+            tests.
     """
 
     def __init__(self, interpreted: bool = False):
@@ -282,10 +286,10 @@ def _refusal(x: Tensor, interpreted: bool) -> str | None:
 
 @functools.cache
 def lacking() -> str | None:
-    """Why casts are not by Triton, or None if they are.
+    """Return why Triton does not run the casts, or None if it does.
 
-    Asked once for a process, with numbers: a compiler that is missing, or one
-    that rounds otherwise, is found before it casts anything that counts.
+    It is tested once per process, with real data. So a missing compiler, or
+    one that rounds differently, is found before its first use.
     """
     if not HAS_TRITON:
         return "Triton is not installed"
@@ -301,10 +305,10 @@ def lacking() -> str | None:
 
 
 def _numbers() -> contextlib.AbstractContextManager[Any]:
-    """A block in which tensors have numbers, also while a graph is made.
+    """Return a context in which tensors have data, even while tracing.
 
-    Not public (torch 2.11 to 2.13); where it is gone, Triton is not used if
-    the first call is traced.
+    The function of PyTorch is not public (torch 2.11 to 2.13). Without it,
+    Triton is not used if the first call is traced.
     """
     try:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -315,9 +319,10 @@ def _numbers() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def tells_the_host() -> bool:
-    """Return True if a kernel writes into pinned memory.
+    """Return True if a kernel can write into pinned memory of the host.
 
-    Asked once for a process: where it may not, launching it is an error.
+    It is tested once per process: a kernel that cannot would raise at its
+    launch.
     """
     source = DelayedSource(DelayedScaling())
     try:

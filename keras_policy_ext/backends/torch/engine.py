@@ -1,4 +1,4 @@
-"""PyTorch: its kernels, convolutions and states on a CPU."""
+"""PyTorch: its matmul kernels, convolutions, and states on a CPU."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ Pads = list[tuple[int, int]]
 
 
 class TorchConvolutions(KerasConvolutions):
-    """Keras's convolution, and PyTorch's own backward pass of it.
+    """Keras's convolution with PyTorch's backward pass.
 
-    A transposed one is PyTorch's, cut to the window that Keras has.
+    A transposed convolution is PyTorch's, cropped to the window of Keras.
     """
 
     @override
@@ -78,11 +78,11 @@ class TorchConvolutions(KerasConvolutions):
 def _conv_backward(
     conv: Any, g: Tensor, x: Tensor, w: Tensor, operand: int
 ) -> Tensor:
-    """The gradient of a convolution for inputs (0) or kernel (1).
+    """Return a convolution's gradient of the inputs (0) or the kernel (1).
 
-    All tensors are in Keras's layouts: `(batch, *spatial, channels)` or
-    channels first, kernel `(*spatial, channels / groups, filters)`, or
-    `(*spatial, filters, channels)` of a transposed one.
+    All tensors have Keras's layouts: `(batch, *spatial, channels)` or channels
+    first, and `(*spatial, channels / groups, filters)` for the kernel, or
+    `(*spatial, filters, channels)` for a transposed one.
     """
     x, g = _channels_first(conv, x), _channels_first(conv, g)
     rank = len(conv.strides)
@@ -112,7 +112,7 @@ def _conv_backward(
 
 
 def _how(conv: Any) -> tuple[Any, ...]:
-    """Strides, padding, dilation, whether transposed, padding of outputs."""
+    """Return the arguments of a convolution, from strides to output padding."""
     none = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), none, rates, conv.is_transposed, none
@@ -123,25 +123,25 @@ def _channels_first(conv: Any, x: Tensor) -> Tensor:
 
 
 def _as_lying(conv: Any, x: Tensor) -> Tensor:
-    """The reverse of `_channels_first`."""
+    """Reverse `_channels_first`."""
     return x.movedim(1, -1) if conv.data_format == "channels_last" else x
 
 
 def _outputs_first(w: Tensor) -> Tensor:
-    """A kernel of Keras as PyTorch has it."""
+    """Transpose a kernel from Keras's layout to PyTorch's."""
     rank = w.dim() - 2
     return w.permute(rank + 1, rank, *range(rank))
 
 
 def _flat(pads: Pads) -> list[int]:
-    """Pads of each axis as `F.pad` wants them: the last axis first."""
+    """Flatten pads for `F.pad`, which takes the last axis first."""
     return [pad for pair in reversed(pads) for pad in pair]
 
 
 def _same_padding(
     conv: Any, sizes: torch.Size, kernel_sizes: torch.Size
 ) -> Pads:
-    """Zeros before and after each spatial axis, as TensorFlow pads."""
+    """Return the zeros around each spatial axis, by TensorFlow's rule."""
     pads = []
     for size, kernel, stride, dilation in zip(
         sizes, kernel_sizes, conv.strides, conv.dilation_rate, strict=True
@@ -157,13 +157,13 @@ def _same_padding(
 Array = np.ndarray[Any, Any]
 
 FIRST = 2 + SLOTS
-"""Where the history starts in a row, behind the scale that was used last."""
+"""The first column of the history in a row, after the last used scale."""
 
 _KERNEL = OPERANDS.index("kernel")
 
 
 class CpuStates(StateKernels):
-    """See `StateKernels`."""
+    """The state arithmetic on a CPU in NumPy; see `StateKernels`."""
 
     @override
     def supports(self, source: Any, state: Tensor) -> str | None:
@@ -215,9 +215,9 @@ class CpuStates(StateKernels):
 
 
 def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
-    """Of each row, whether it is intact, and the scale of its operand.
+    """Return for each row whether it is intact, and its operand's scale.
 
-    See `Layout.is_intact` and `DelayedSource.history_scales`.
+    See `StateLayout.is_intact` and `DelayedSource.history_scales`.
     """
     history = state[:, FIRST:]
     largest = history.max(axis=1).tolist()
@@ -240,7 +240,10 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
 
 
 def _is_observation(numbers: list[float]) -> bool:
-    """See `Layout._is_observation`; of a number of uses above 0."""
+    """Return True if a row is an observation; it has uses above 0.
+
+    See `StateLayout._is_observation`.
+    """
     uses = _rounded(numbers[0] / UNIT)
     *slots, scale, newest = numbers[1:]
     seen = math.inf if scale or newest else SLOTS - slots.count(0.0)
@@ -248,7 +251,10 @@ def _is_observation(numbers: list[float]) -> bool:
 
 
 def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
-    """See `Layout._newest`; None for what is not entered."""
+    """Return the amax to enter into the history, or None if it is not finite.
+
+    See `StateLayout._newest`.
+    """
     entries = numbers[1:]
     if not all(map(math.isfinite, entries)):
         return None
@@ -263,12 +269,12 @@ def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
 
 
 def _rounded(number: float) -> float:
-    """A number in float32; infinite where that has none as large."""
+    """Round a float to float32; infinite if it is out of range."""
     return float(np.float32(number))
 
 
 def _give(row: Array, value: Array) -> None:
-    """A state into a settled row: sealed if it is as good as sealed."""
+    """Assign a row of a state; restore a seal that is nearly right."""
     row[:] = value
     if abs(float(value[0]) - VALID_MARK) <= ROUNDING:
         row[0] = VALID_MARK
@@ -277,7 +283,7 @@ def _give(row: Array, value: Array) -> None:
 def _enter(
     row: Array, newest: float | None, intact: bool, scale: float
 ) -> None:
-    """An amax into a settled row: see `Layout._entered`."""
+    """Enter an amax into a settled row; see `StateLayout._entered`."""
     if not intact:
         row[FIRST:] = 0.0
     row[:FIRST] = 0.0
@@ -290,21 +296,21 @@ def _enter(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """(b, m, k) and (b, n, k) to (b, m, n)."""
+    """Multiply (b, m, k) by (b, n, k) transposed, to (b, m, n)."""
     if a.shape[0] == 1:
         return torch.matmul(a.squeeze(0), b.squeeze(0).t()).unsqueeze(0)
     return torch.matmul(a, b.mT)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """`_product`, of operands narrower than float32 in float32."""
+    """Multiply as `_product` does, but narrow operands in float32."""
     if a.dtype == torch.float64:
         return _product(a, b)
     return _product(a.float(), b.float())
 
 
 class Float32Matmul(Emulated):
-    """float32, or bfloat16 where that gives the same and is faster."""
+    """Multiplies in float32, or in bfloat16 if that is as exact and faster."""
 
     @override
     def multiply(
@@ -324,10 +330,10 @@ class Float32Matmul(Emulated):
         return product.to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
-        """The scaled product in bfloat16, where all scales are powers of two.
+        """Multiply in bfloat16, with scales that are all powers of two.
 
-        What is multiplied are then numbers of bfloat16, and those scales that
-        come after the sum do not change how it is rounded.
+        The operands are then exact in bfloat16, and the scales that multiply
+        the output do not change how it is rounded.
         """
         product = self.product(*(unscaled(x).bfloat16() for x in (a, b)))
         product = product.float()
@@ -355,11 +361,11 @@ ENGINE = Engine(
 
 
 def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
-    """Return True if a matmul in bfloat16 gives the same and is the faster one.
+    """Return True if a matmul in bfloat16 is as exact as float32 and faster.
 
-    Numbers of every float8 format are numbers of bfloat16, also times a power
-    of two. 256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in
-    float32; with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
+    Bfloat16 represents every float8 value exactly, also times a power of two.
+    256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in float32;
+    with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
     """
     return (
         dtype == "bfloat16"
@@ -371,9 +377,9 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
 
 
 def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
-    """True if a GPU multiplies 16 bits faster, exactly, and adds in float32.
+    """Return True if a GPU multiplies in 16 bits exactly, with float32 sums.
 
-    Not asked of tensors without data, of which nothing is computed.
+    False for tensors without data, since nothing is computed.
     """
     narrow = backend.here().multiplies_in
     return (
@@ -389,7 +395,7 @@ def _is_cuda(x: Tensor) -> bool:
 
 
 def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
-    """The product of the values in 16 bits, summed and left in float32."""
+    """Multiply the values in 16 bits, with sums in float32."""
     narrow = getattr(torch, backend.here().multiplies_in)
     x, y = unscaled(a).to(narrow), unscaled(b).to(narrow).mT
     if x.shape[0] > 1:
@@ -404,10 +410,10 @@ def _in_one_scale(*operands: Quantized) -> bool:
 
 
 def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:
-    """Like `MatmulKernel.multiply`, with a result in bfloat16.
+    """Multiply as `MatmulKernel.multiply` does, with a bfloat16 result.
 
-    `alpha` multiplies what was accumulated in float32, before it is rounded:
-    a product in bfloat16 that is scaled afterwards is rounded twice.
+    `alpha` multiplies the float32 sums before they are rounded. Scaling a
+    bfloat16 result afterwards would round twice.
     """
     x, y = a.values.bfloat16(), b.values.bfloat16().mT
     if x.shape[0] == 1:

@@ -1,9 +1,9 @@
-"""PyTorch: operations with gradients, and with the gradients of those.
+"""PyTorch: operations with first and second derivatives.
 
-What a backward pass keeps are narrow copies, which autograd does not know to
-come from the operands. Where gradients are differentiated (`create_graph=True`)
-they are therefore a function of links to the operands: tensors of their shape,
-of which only the gradient counts.
+The backward pass reads quantized copies, which autograd does not connect to
+the operands. Where gradients are differentiated (`create_graph=True`), they
+are therefore a function of links to the operands: tensors of the same shapes,
+used for their gradients only.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ FORWARD_MODE = (
 
 
 def are_transforms_active() -> bool:
-    """Return True if this is called inside of a transform of `torch.func`.
+    """Return True inside a transform of `torch.func`.
 
-    `torch.autograd.Function` asks for the same, to refuse those functions that
-    were not made for transforms. There is no public way to ask (torch 2.13).
+    `torch.autograd.Function` makes the same check, to refuse functions that do
+    not support transforms. There is no public way to check (torch 2.13).
     """
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def refuse_compiled_transforms() -> None:
-    """Raise where a transform is being compiled.
+    """Raise if a transform of `torch.func` is being compiled.
 
-    Where it was not asked for one graph, the compiler then runs the function
-    around the transform as it is, if it can.
+    Without `fullgraph=True` the compiler then runs the function around the
+    transform eagerly, if it can.
     """
     if are_transforms_active():
         raise NotImplementedError(
@@ -56,27 +56,27 @@ def refuse_compiled_transforms() -> None:
 
 
 class ReverseMode(torch.autograd.Function):
-    """A function without a derivative in forward mode, which says so."""
+    """An autograd function that raises in forward mode."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """There is none."""
+        """Raise: forward mode is not supported."""
         raise NotImplementedError(FORWARD_MODE)
 
 
 class ByExample(ReverseMode):
-    """A function that `torch.func.vmap` calls for one example after another.
+    """A function that `torch.func.vmap` calls once per example.
 
-    An example is quantized by its own scales then, as JAX's `vmap` does it,
-    and everything may read the numbers in its tensors.
+    So each example is quantized by its own scales, as in JAX's `vmap`, and all
+    code may read the values of its tensors.
 
-    A call outside of transforms takes 16 µs longer than one of a function
+    A call outside of transforms takes 16 µs longer than that of a function
     whose `forward` has a context (torch 2.13, CPU).
     """
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
-        """The outputs of all examples, and the axis that counts them."""
+        """Return the stacked outputs of all examples, and their batch axes."""
         leaves, structure = pytree.tree_flatten(arguments)
         axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
         found = []
@@ -93,7 +93,7 @@ class ByExample(ReverseMode):
 
 
 def _stacked(outputs: tuple[Tensor | None, ...]) -> Tensor | None:
-    """One output of all examples; None if it is None."""
+    """Stack one output over all examples; None if it is None."""
     return None if outputs[0] is None else torch.stack(outputs)
 
 
@@ -101,10 +101,10 @@ Links = tuple[Tensor | None, Tensor | None]
 
 
 def links_of(inputs: Tensor, kernel: Tensor) -> Links:
-    """Return a stand-in for each operand, for second derivatives.
+    """Return a link to each operand, for second derivatives.
 
-    A parameter stands for itself. None for what has no gradient, and for
-    tensors of other types, of which a gradient is taken once.
+    The link of a parameter is the parameter. It is None for a tensor without
+    gradient and for tensors of other types, which are differentiated once.
     """
     return _link_of(inputs), _link_of(kernel)
 
@@ -122,7 +122,7 @@ def _is_parameter(x: Tensor) -> bool:
 
 
 class _Link(ReverseMode):
-    """A tensor of a shape with memory for one number, which nobody reads."""
+    """A tensor of a given shape with one element of memory, never read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class _Link(ReverseMode):
 
 
 class Differentiable(ReverseMode):
-    """An `Operation`, and a bias that is added to its outputs."""
+    """An `Operation` and a bias as an autograd function."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ class Differentiable(ReverseMode):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """The outputs."""
+        """Return the outputs plus the bias; save tensors for the gradient."""
         observe = operation.training is not False
         outputs, residuals = operation.bound.forward(
             inputs, kernel, state, observe, bias
@@ -162,7 +162,7 @@ class Differentiable(ReverseMode):
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        """The gradients of bias, inputs, kernel and state."""
+        """Return the gradients of the bias, inputs, kernel and state."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
@@ -184,11 +184,11 @@ def _with_amax(
 ) -> tuple[Tensor, ...]:
     """Add the amax of the kernel to `saved`, if the kernel is a parameter.
 
-    Found here and not in the forward pass, of which no gradient may be taken.
+    It is computed here, since the forward pass may never be differentiated.
 
     Args:
         how: See `_gradients`.
-        kernel: The link of the kernel.
+        kernel: The link to the kernel.
         saved: See `_gradients`.
     """
     if kernel is None or not _is_parameter(kernel):
@@ -203,12 +203,12 @@ def _with_amax(
 def _gradients(
     how: Any, outputs_grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of inputs, kernel and state.
+    """Return the gradients of the inputs, the kernel and the state.
 
     Args:
-        how: Operation, shapes, which of the first two are needed, and whether
-            there is a state.
-        outputs_grad: That of the outputs.
+        how: The operation, the shapes, which of the first two gradients are
+            needed, and whether there is a state.
+        outputs_grad: The gradient of the outputs.
         saved: The state, if there is one, and the leaves of the residuals.
     """
     operation, shapes, needed, uses_state = how
@@ -226,12 +226,12 @@ def _gradients(
 def linked(
     how: Any, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
-    """The gradients of inputs, kernel and state, to be differentiated again.
+    """Return the gradients of `_gradients`, differentiable once more.
 
     Args:
         how: See `_gradients`.
-        outputs_grad: Likewise.
-        links: What stands for inputs and kernel.
+        outputs_grad: See `_gradients`.
+        links: The links to the inputs and the kernel.
         saved: See `_gradients`.
     """
     pairs = zip(how[2], links, strict=True)
@@ -288,20 +288,20 @@ class _Gradients(ByExample):
 
 
 class Frozen(ReverseMode):
-    """A `FrozenOperation`, whose gradient is a product like any other."""
+    """A `FrozenOperation` as an autograd function; its gradient is a matmul."""
 
     @staticmethod
     def forward(
         ctx: Any, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """The outputs."""
+        """Return the outputs; save the constants for the gradient."""
         ctx.operation, ctx.shape = operation, tuple(inputs.shape)
         ctx.save_for_backward(*constants)
         return _no_view(operation.forward(inputs, constants))
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        """The gradient of the inputs; constants have none."""
+        """Return the gradient of the inputs; constants have none."""
         constants = ctx.saved_tensors
         inputs_grad = ctx.operation.inputs_grad(
             outputs_grad, constants, ctx.shape
@@ -310,7 +310,7 @@ class Frozen(ReverseMode):
 
 
 class _Last(ByExample):
-    """A gradient that cannot be differentiated again by what it is made of."""
+    """A gradient that raises if it is differentiated again."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor | None) -> Tensor:
@@ -328,12 +328,13 @@ class _Last(ByExample):
 def _last(
     gradients: Iterable[Tensor | None], *sources: Tensor | None
 ) -> list[Tensor | None]:
-    """The same gradients, which cannot be differentiated again.
+    """Return the same gradients, which raise if differentiated again.
 
     Args:
-        gradients: What has been computed without a graph.
-        sources: Of what. Where none of them has a gradient, as on the way to
-            what has no link, a derivative is still looked for.
+        gradients: Gradients that were computed without a graph.
+        sources: The tensors that they were computed from. If none of these
+            requires a gradient, as without a link, the result still requires
+            one, so that it raises.
     """
     return [
         x if x is None else _Last.apply(_looked_for(x), *sources)
@@ -342,36 +343,41 @@ def _last(
 
 
 def _looked_for(gradient: Tensor) -> Tensor:
-    """The same numbers, of which a derivative is looked for.
+    """Return the same gradient, made to require a gradient.
 
-    Not so inside of a transform of `torch.func`, which does not let a tensor
-    ask for it: there what has no gradient in a transform has none at all.
+    Inside a transform of `torch.func` it is only detached: there a tensor
+    cannot be made to require a gradient.
     """
     gradient = gradient.detach()
     return gradient if are_transforms_active() else gradient.requires_grad_()
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """The same memory as a tensor of its own.
+    """Return a tensor with the same memory that is not a view.
 
-    Autograd refuses to change a view in place where a custom function made
-    it: `y += 1` on the outputs, or the softmax of Keras 3.12 adding its mask.
+    Autograd refuses to change a view in place if a custom function made it: `y
+    += 1` on the outputs, or the softmax of Keras 3.12, which adds its mask.
     """
     return x.new_empty(0).set_(x) if x._is_view() else x
 
 
 _FIRST_BITS = 0x0102040810204080
-"""Eight bytes of 0 or 1, read as one int64 and multiplied by this, have their
-bits in the highest byte: byte i becomes bit i. Source: Warren, "Hacker's
-Delight", 7-2."""
+"""A factor that packs eight bytes of 0 or 1 into the highest byte.
+
+The eight bytes are read as one int64; byte i becomes bit i. Source: Warren,
+"Hacker's Delight", 7-2.
+"""
 
 
 class Relu(torch.autograd.Function):
-    """`torch.relu`, whose own gradient keeps the outputs."""
+    """`torch.relu`, which saves a mask for its gradient.
+
+    PyTorch's own gradient saves the outputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The outputs."""
+        """Return the outputs; save their mask in the order of memory."""
         outputs = torch.relu(x)
         ctx.axes = _as_in_memory(outputs)
         ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
@@ -379,7 +385,7 @@ class Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
-        """The gradient of `x`."""
+        """Return the gradient of `x`."""
         (kept,) = ctx.saved_tensors
         mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
         # Back to the order in memory of the outputs: the gradient gets the
@@ -390,15 +396,15 @@ class Relu(torch.autograd.Function):
 
 
 def _as_in_memory(x: Tensor) -> list[int]:
-    """The axes of a tensor, in the order in which it lies in memory."""
+    """Return the axes of a tensor in the order of its memory layout."""
     return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
 def _kept(outputs: Tensor) -> Tensor:
-    """Where outputs are not zero: eight numbers in a byte on a CPU.
+    """Return the mask of nonzero outputs; on a CPU 8 elements per byte.
 
-    A byte each on other devices, where memory is fast and each operation is
-    one more kernel; and where numbers do not fill bytes.
+    It has a byte per element on other devices, where memory is fast and each
+    operation is one more kernel, and if the elements do not fill bytes.
     """
     mask = outputs.bool()
     if mask.device.type != "cpu" or mask.numel() % 8:
@@ -409,7 +415,7 @@ def _kept(outputs: Tensor) -> Tensor:
 
 
 def _mask(kept: Tensor, shape: Shape) -> Tensor:
-    """The mask of what `_kept` made of outputs of a shape."""
+    """Unpack what `_kept` returned for outputs of a shape."""
     if kept.dtype == torch.bool:
         return kept
     eights = _EIGHTS.index_select(0, kept.int())
@@ -419,7 +425,7 @@ def _mask(kept: Tensor, shape: Shape) -> Tensor:
 # This module may be loaded while a step is being compiled.
 @torch.compiler.disable
 def _eights() -> Tensor:
-    """The eight bytes that each byte of bits stands for, as one number."""
+    """Return the eight mask bytes of each byte of bits, as one int64."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return bits.bool().view(torch.int64).flatten()
 

@@ -1,16 +1,16 @@
-"""PyTorch: observations are kept apart from `.grad`, so that any loop works.
+"""PyTorch: observations are stored outside of `.grad`, for any training loop.
 
-What is in `.grad` belongs to the author of a training loop: `clip_grad_norm_`
-measures and scales it, `GradScaler` divides it, an optimizer follows it. An
-observation must not go through any of that. So when the gradient of a state
-has been accumulated, the observation in it is moved to the variable. What is
-left in `.grad` is zero, which nothing changes, or NaN where an amax was not
-finite, by which a loss scaler knows that it must skip the step.
+The `.grad` attributes belong to the training loop: `clip_grad_norm_` measures
+and scales them, `GradScaler` divides them, an optimizer reads them. None of
+that may change an observation. So as soon as the gradient of a state has been
+accumulated, its observation is moved to the variable. `.grad` is left with
+zero, or with NaN if an amax was not finite. The NaN tells a loss scaler to
+skip the step.
 
-The observations become state when something is assigned to the variable, as
-Keras's optimizers do, or before an optimizer of `torch.optim` takes a step
-with the kernel: it then finds no gradient for the state and leaves it alone,
-weight decay included.
+The observations are entered into the state when the variable is assigned, as
+by Keras's optimizers, or before an optimizer of `torch.optim` updates the
+kernel. That optimizer then finds no gradient for the state and leaves it
+alone, including its weight decay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.observations import UNIT
 
 _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""State variables in the order of creation, by the id of their parameter."""
+"""The state variables in the order of creation, by id of their parameter."""
 
 
 class Observed:
@@ -39,15 +39,15 @@ class Observed:
     Attributes:
         latest: The sum over the uses since the gradient of the state was last
             cleared, float32 (operands, width); None if there was no use.
-        gradient: What is left of the gradient that `latest` was taken from.
-        earlier: The largest of the sums before that, which a Keras optimizer
-            that accumulates gradients has seen; None if there were none.
-        group: The process group of the replicas that have used the model
-            since, and are going to exchange what they observed; None where
-            there is one replica.
-        shards: All states of a model that `fully_shard` has cut, and the
-            process group of its parts; None for any other model.
-        version: How often the state had changed when it was last looked at.
+        gradient: The gradient that `latest` was moved out of.
+        earlier: The largest of the earlier sums, which a Keras optimizer that
+            accumulates gradients has already read; None if there are none.
+        group: The process group of the replicas that have used the model since
+            and are going to all-reduce their observations; None for a single
+            replica.
+        shards: All states of a model that `fully_shard` has sharded, and the
+            process group of its shards; None for other models.
+        version: The version counter of the state when it was last read.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Observed:
     def take_from(self, parameter: Tensor) -> None:
         """Move the observation out of a gradient that was just accumulated.
 
-        A gradient that was cleared in between takes with it what was
-        observed before: the loop has discarded that backward pass.
+        If the gradient was cleared since, the earlier observation is discarded
+        too: the loop has discarded that backward pass.
         """
         gradient = parameter.grad.detach()
         observation = gradient.clone()
@@ -73,38 +73,42 @@ class Observed:
         self.latest, self.gradient = observation, parameter.grad
 
     def keep(self) -> None:
-        """Keep what there is beyond the next clearing of gradients."""
+        """Keep the observations when the gradients are cleared next."""
         self.earlier = _largest(self.earlier, self.latest)
         self.latest = self.gradient = None
 
     def taken(self) -> Tensor | None:
-        """All that was observed, which is forgotten here."""
+        """Return all observations, and clear them."""
         self.keep()
         found, self.earlier = self.earlier, None
         return found
 
     def replaced(self) -> None:
-        """Forget all: another state was assigned, nothing observed of it."""
+        """Clear all observations, since another state was assigned."""
         self.taken()
         if self in _TOLD:
             _TOLD[self].numpy()[:] = True
 
 
 _TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
-"""What `told` returns. Not an attribute, which copies of a state would share.
+"""The flags that `told` returns.
+
+They are not an attribute, since copies of a state would share it.
 """
 
 _FREE: list[Tensor] = []
-"""The same memory of states that are gone, for the next states. It is never
-freed, since a kernel that is still to run may write into it."""
+"""Flags of deleted states, to be reused.
+
+The memory is never freed, since a pending kernel may still write into it.
+"""
 
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
-    """Keep the observations of a state apart from its gradient, from now on.
+    """Move observations of a state out of its gradient, from now on.
 
     Args:
         variable: A state variable.
-        parameter: The leaf tensor in it.
+        parameter: Its leaf tensor.
     """
     variable.observed = Observed()
     if not (parameter.is_leaf and parameter.requires_grad):
@@ -149,10 +153,10 @@ def with_observed(variable: Any, value: Tensor) -> Tensor:
 
 
 def enter(states: Iterable[Any]) -> None:
-    """Make what was observed part of the states, and clear their gradients.
+    """Enter observations into the states, and clear the states' gradients.
 
-    Where gradients are averaged over replicas, every replica must call this
-    for the same states in the same order.
+    If gradients are averaged over replicas, every replica must call this for
+    the same states in the same order.
 
     Args:
         states: State variables.
@@ -174,7 +178,7 @@ def enter(states: Iterable[Any]) -> None:
 
 
 def changed_value(variable: Any) -> Tensor | None:
-    """The state as an array, if it is new and on a CPU; otherwise None."""
+    """Return a state as an array if it changed and is on a CPU; else None."""
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -188,15 +192,16 @@ def changed_value(variable: Any) -> Tensor | None:
 
 
 def told(parameter: Tensor) -> Tensor | None:
-    """Where a GPU tells the host which operands of a state it has not seen.
+    """Return the flags in which a GPU reports unobserved operands.
 
     Args:
-        parameter: That of a state on a GPU.
+        parameter: The parameter of a state on a GPU.
 
     Returns:
-        Bool (operands,), pinned: a kernel writes into it, and nobody waits.
-        None for a state that no gradient is taken of, and where there is none
-        yet while CUDA captures a graph, which allows no such memory.
+        Bool (operands,), in pinned memory, which a kernel writes
+        asynchronously. None for a state without gradient. Also None if the
+        flags do not exist yet while CUDA captures a graph, since that cannot
+        allocate pinned memory.
     """
     state = _STATES.get(id(parameter))
     if state is None:
@@ -215,29 +220,29 @@ def told(parameter: Tensor) -> Tensor | None:
 
 
 def pinned_flags(count: int, pinned: bool = True) -> Tensor:
-    """Bool (count,), all true, in memory of the host whatever the default."""
+    """Return bool (count,), all true, in host memory."""
     return torch.ones(count, dtype=torch.bool, device="cpu", pin_memory=pinned)
 
 
 def seen_lately(parameter: Tensor) -> bool:
-    """True if a GPU has told that all operands of a state were observed."""
+    """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
     unseen = None if state is None else _TOLD.get(state.observed)
     return unseen is not None and not unseen.numpy().any()
 
 
 def know_replicas(parameter: Tensor) -> None:
-    """Let states know their replicas, inside DistributedDataParallel.
+    """Record the replicas of a state, inside DistributedDataParallel.
 
-    To be called in a forward pass whose gradients are taken. All states of
-    the module take part in the next exchange, on every replica, whichever
-    layers a replica uses. PyTorch keeps the module of that pass for its
-    compiler (1.7 to 2.13), under no public name; were it gone, the amaxes of
-    a replica would be its own. So they are inside `join`, where some replicas
-    have ended and would not answer (`_join_config`, likewise).
+    Call this in a forward pass whose gradients are taken. All states of the
+    module take part in the next all-reduce, on every replica, whichever layers
+    a replica uses. PyTorch keeps the module of that pass for its compiler (1.7
+    to 2.13), under a private name. Without it, each replica would keep its own
+    amaxes. That is also the case inside `join`, where replicas that have ended
+    would not answer (`_join_config`, also private).
 
     Args:
-        parameter: That of a state in use.
+        parameter: The parameter of a state in use.
     """
     module = _active_module()
     state = _STATES.get(id(parameter))
@@ -250,11 +255,11 @@ def know_replicas(parameter: Tensor) -> None:
 
 
 def know_group(variables: Iterable[Any], group: Any) -> None:
-    """Let states exchange what they observe in any forward pass, from now on.
+    """All-reduce observations over a process group, from now on.
 
     Args:
-        variables: Those of a model that `fully_shard` has cut.
-        group: The processes that have its parts.
+        variables: The variables of a model that `fully_shard` has sharded.
+        group: The process group of its shards.
     """
     ids = {id(variable) for variable in variables}
     states = [each for each in _all_states() if id(each) in ids]
@@ -263,7 +268,7 @@ def know_group(variables: Iterable[Any], group: Any) -> None:
 
 
 def know_replicas_in_graph() -> None:
-    """`know_replicas`, where a compiler has put another tensor in its place."""
+    """Call `know_replicas` if a compiler has replaced the parameter."""
     module = _active_module()
     parameters = () if module is None else module.parameters()
     for each in parameters:
@@ -275,16 +280,16 @@ def know_replicas_in_graph() -> None:
 
 
 def _active_module() -> Any:
-    """Return the replica that is called; None for none.
+    """Return the DistributedDataParallel module being called, or None.
 
-    The name is private (torch 2.13). Where it is gone, no replicas are known,
-    and each of them keeps the amaxes that it observed itself.
+    The name is private (torch 2.13). Without it, no replicas are known, and
+    each replica keeps its own amaxes.
     """
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 def _know_replicas(module: Any, state: Any) -> None:
-    """Let the states of a module know its replicas, if one of them does not."""
+    """Record the replicas in all states of a module, unless already done."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
     known = state.observed.group is not None
     if known or joining or module.process_group.size() == 1:
@@ -302,9 +307,9 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _counted(largest: Tensor) -> Tensor:
-    """A maximum of observations, with a use for each slot that has an amax.
+    """Count at least one use for each slot of a maximum that has an amax.
 
-    Those of one may be in other slots than those of the other.
+    The observations may have used different slots.
     """
     slots = (largest[:, 1:] != 0.0).sum(1, keepdim=True).to(largest.dtype)
     uses = torch.maximum(largest[:, :1], UNIT * slots)
@@ -318,9 +323,9 @@ def _is_settled(value: Tensor) -> bool:
 def _over_replicas(
     states: list[Any], found: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """The largest of what the replicas observed, entry by entry.
+    """All-reduce the observations of replicas by maximum, entry by entry.
 
-    In one exchange for each process group, whatever was observed where.
+    There is one all-reduce per process group.
     """
     places: dict[Any, list[int]] = {}
     for place, state in enumerate(states):
@@ -348,10 +353,10 @@ def _filled(observation: Tensor | None, state: Any) -> Tensor:
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Enter what was observed of the kernels that are about to change.
+    """Enter the observations of the kernels that are about to change.
 
-    A closure, which takes the gradients inside of the step, is followed by
-    the same.
+    A closure, which takes gradients inside the step, is wrapped to do the
+    same.
     """
     if not _STATES:
         return None
@@ -369,7 +374,7 @@ def _before_step(
 
 
 def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
-    """A closure that leaves no observation behind."""
+    """Wrap a closure so that observations are entered after it."""
 
     @functools.wraps(closure)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -392,7 +397,7 @@ def _enter_states_of(optimizer: Any) -> None:
 
 
 def _all_states() -> list[Any]:
-    """The states that there are; another thread may be making some."""
+    """Return all states; safe while another thread creates states."""
     references = _STATES.valuerefs()
     found = (reference() for reference in references)
     return [state for state in found if state is not None]

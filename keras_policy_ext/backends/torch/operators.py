@@ -1,8 +1,8 @@
 """PyTorch: operations as operators that its compiler does not look into.
 
 A compiled step of a float8 model is one graph with two operators for each
-contraction. Inductor, let in, takes a third longer on a CPU for a 512-2048-512
-MLP than the operators do, and a minute to compile (torch 2.13, 2 cores).
+contraction. If Inductor compiled their contents, a 512-2048-512 MLP would take
+a third longer on a CPU, and a minute to compile (torch 2.13, 2 cores).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from keras_policy_ext.backends.interface import (
 from keras_policy_ext.backends.torch import observations
 
 _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
-"""By what is written of them in a graph, which may outlive the process."""
+"""The operations by their name in graphs, which may outlive the process."""
 
 
 def run(
     operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
 ) -> Tensor:
-    """The outputs of an operation, in a graph that is being made.
+    """Add an operation to the graph being traced; return its outputs.
 
     Args:
-        operation: Its fields, and those of its first field, are dataclass
-            fields of which the compiler knows the values.
+        operation: The operation. Its fields, and the fields of its first
+            field, are dataclass fields with values known to the compiler.
         inputs: See `Operation.forward`.
-        kernel: Likewise.
-        *state: Likewise, at most one tensor.
+        kernel: See `Operation.forward`.
+        *state: See `Operation.forward`; at most one tensor.
     """
     name = _written(operation)
     matrix = state[0] if state else None
@@ -46,9 +46,9 @@ def run(
 
 
 def _written(operation: Any) -> str:
-    """The name of an operation, asked for with what a compiler knows of it.
+    """Return the name of an operation, from values that a compiler knows.
 
-    An object that was made inside of a graph cannot be handed out of it; its
+    An object that was created inside a graph cannot be passed out of it; its
     fields can.
     """
     first, *rest = [getattr(operation, n) for n in operation.__match_args__]
@@ -57,10 +57,10 @@ def _written(operation: Any) -> str:
 
 
 _KEPT_AS = 3
-"""One more when residuals get other shapes or dtypes.
+"""The version of the residuals; increase it if their shapes or dtypes change.
 
-Inductor finds what it has compiled, in any process, by the names and shapes
-that go into an operator, and takes what comes out to be as it was then.
+Inductor looks up compiled graphs, in any process, by the names and shapes of
+an operator's arguments. It assumes that the results are unchanged.
 """
 
 
@@ -68,7 +68,7 @@ that go into an operator, and takes what comes out to be as it was then.
 def _name_of(
     operation_class: Any, first_class: Any, fields: Any, *rest: Any
 ) -> str:
-    """Keep an operation under a name by which any process would know it."""
+    """Register an operation under a name that is the same in any process."""
     operation = operation_class(first_class(*fields), *rest).resolved()
     name = text = f"{operation!r}, kept as {_KEPT_AS}"
     number = 1
@@ -87,7 +87,7 @@ def _forward(
     state: torch.Tensor | None,
     keep: bool,
 ) -> list[torch.Tensor]:
-    """The outputs and, if they are kept for a gradient, the residuals."""
+    """Return the outputs and, if `keep` is set, the residuals' leaves."""
     operation: Any = _OPERATIONS[name]
     observe = keep and operation.training is not False
     if keep and state is not None:
@@ -129,9 +129,10 @@ def _backward(
     rank: int,
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """The gradients that are needed, and that of the state if there is one.
+    """Return the needed gradients, and that of the state if there is one.
 
-    `shapes` are the sizes of the inputs, `rank` of them, and of the kernel.
+    `shapes` holds the sizes of the inputs, `rank` of them, then those of the
+    kernel.
     """
     operation: Any = _OPERATIONS[name]
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
@@ -206,12 +207,12 @@ _backward.register_autograd(_refuse)
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
-    """The outputs of an operation of constants, in a graph that is being made.
+    """Add a frozen operation to the graph being traced; return its outputs.
 
     Args:
-        operation: As for `run`.
+        operation: See `run`.
         inputs: See `FrozenOperation.forward`.
-        *constants: Likewise.
+        *constants: See `FrozenOperation.forward`.
     """
     return _frozen(_written(operation), inputs, list(constants))
 
@@ -220,7 +221,7 @@ def run_frozen(
 def _frozen(
     name: str, inputs: torch.Tensor, constants: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The outputs."""
+    """Return the outputs of a frozen operation."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
     return apart(outputs.contiguous(), [inputs, *constants])
@@ -240,7 +241,7 @@ def _frozen_grad(
     constants: Sequence[torch.Tensor],
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """The gradient of inputs of this shape."""
+    """Return the gradient of inputs of this shape."""
     operation: Any = _OPERATIONS[name]
     gradient = operation.inputs_grad(
         outputs_grad, tuple(constants), tuple(shape)
@@ -278,16 +279,16 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A tensor that shares no memory with others, as operators want it."""
+    """Return a tensor without shared memory, as custom operators require."""
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)
     return tensor.clone() if shared else tensor
 
 
 def no_autocast(x: Tensor) -> Any:
-    """Keeps `torch.autocast` from narrowing unscaled products.
+    """Keep `torch.autocast` from narrowing unscaled matmuls.
 
-    On the device of shapes alone, "meta", there is none to keep from it.
+    The device "meta" has no autocast to disable.
     """
     if x.device.type == "meta":
         return contextlib.nullcontext()

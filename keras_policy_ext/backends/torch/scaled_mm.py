@@ -1,7 +1,7 @@
 """PyTorch: `scaled_mm`, which multiplies float8 operands with their scales.
 
-A kernel for each kind of scales. Sizes that hardware wants are reached with
-zeros, appended to what is quantized. What a device demands is that of
+There is one kernel for each kind of scales. Quantized operands are padded with
+zeros to sizes that the hardware accepts. The requirements of devices are from
 PyTorch's `aten/src/ATen/native/cuda/ScaledBlas.cpp`.
 """
 
@@ -25,29 +25,29 @@ from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Tile
 
 ALIGNMENT = 16
-"""`scaled_mm` on CUDA wants sizes that are multiples of this."""
+"""Sizes must be multiples of this for `scaled_mm` on CUDA."""
 
 BLOCK = 128
-"""Numbers along an edge of a block of `ScaledMMOfBlocks`."""
+"""The number of elements along an edge of a block of `ScaledMMOfBlocks`."""
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Dtypes of results to which `scaled_mm` adds a bias of that dtype."""
+"""The result dtypes for which `scaled_mm` adds a bias of the same dtype."""
 
 E8M0 = "float8_e8m0fnu"
 
 MX_BLOCK = 32
-"""Numbers of a block of the OCP MX formats."""
+"""The number of elements in a block of the OCP MX formats."""
 
 
 class ScaledMM(MatmulKernel):
     """`scaled_mm` of two float8 matrices with one scale each.
 
-    PyTorch's own tests of it (`test_scaled_matmul_cuda.py`) have results in
-    float32, and a bias in the dtype of the result where that has 16 bits, on
-    every GPU that has it.
+    PyTorch's own tests (`test_scaled_matmul_cuda.py`) cover float32 results,
+    and a bias in the dtype of a 16-bit result, on every GPU that has it.
 
     Args:
-        bias: A number for each column, added before the result is rounded.
+        bias: One value per column, added before the result is rounded; or
+            None.
     """
 
     native = True
@@ -57,16 +57,16 @@ class ScaledMM(MatmulKernel):
 
     @property
     def writes_float32(self) -> bool:
-        """See `MatmulKernel`; on a CPU the numbers stay as they were."""
+        """See `MatmulKernel`; False on a CPU, whose results must not change."""
         return torch_devices.here().maker != "cpu"
 
     def adding(self, bias: Tensor) -> ScaledMM | None:
-        """See `MatmulKernel`; on a CPU the numbers stay as they were."""
+        """See `MatmulKernel`; None on a CPU, whose results must not change."""
         on_cpu = torch_devices.here().maker == "cpu"
         return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
     def supports(self, request: Request) -> str | None:
-        """On CUDA with float8 hardware; on a CPU only if asked for."""
+        """Return None on float8 CUDA devices, or on a CPU if preferred."""
         if not request.of_whole_tensors:
             return OTHER_SCALES
         return _refusal(request) or _slower_on_a_cpu(request)
@@ -91,10 +91,10 @@ class ScaledMM(MatmulKernel):
 
 
 class ScaledMMOfRows(MatmulKernel):
-    """`scaled_mm` with a scale for each row of an operand or of both.
+    """`scaled_mm` with row scales for one operand or both.
 
-    Where PyTorch has no kernel that takes them the scales multiply the
-    product, in float32.
+    If PyTorch has no kernel that takes them, the scales multiply the output in
+    float32.
     """
 
     native = True
@@ -129,10 +129,10 @@ class ScaledMMOfRows(MatmulKernel):
 
 
 class ScaledMMOfBlocks(MatmulKernel):
-    """`scaled_mm` with scales of 1 x 128 blocks, or of 128 x 128 in the second.
+    """`scaled_mm` with scales of 1 x 128 blocks; 128 x 128 for the second one.
 
-    Not run in this release: no Hopper was there. Layouts are those that
-    PyTorch's own test of it passes (`test_scaled_matmul_cuda.py`), and are
+    It was not run in this release, for want of a Hopper GPU. The layouts are
+    those of PyTorch's own test (`test_scaled_matmul_cuda.py`). They are
     checked on tensors without data.
     """
 
@@ -181,11 +181,11 @@ class ScaledMMOfBlocks(MatmulKernel):
 
 
 class ScaledMMOfMX(MatmulKernel):
-    """`scaled_mm` with a power of two for each 32 numbers of a row.
+    """`scaled_mm` with a power of two per 32 elements of a row.
 
-    Not run in this release: no Blackwell was there. What PyTorch checks is
-    checked on tensors without data, and the order of the scales against
-    cuBLAS's formula.
+    It was not run in this release, for want of a Blackwell GPU. PyTorch's
+    argument checks are run on tensors without data, and the order of the
+    scales is checked against cuBLAS's formula.
     """
 
     native = True
@@ -230,11 +230,12 @@ class ScaledMMOfMX(MatmulKernel):
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Scales of MX blocks in the order in which cuBLAS reads them.
+    """Reorder the scales of MX blocks into the layout that cuBLAS reads.
 
-    They lie in tiles of 128 rows by 4 blocks, row after row of tiles. In a
-    tile come row 0 with its 4 scales, then row 32, 64 and 96, then row 1.
-    Source: docs.nvidia.com/cuda/cublas, "1D block scaling factors layout".
+    The scales are stored in tiles of 128 rows by 4 blocks, one row of tiles
+    after another. A tile starts with the 4 scales of row 0, then of rows 32,
+    64 and 96, then of row 1, and so on. Source: docs.nvidia.com/cuda/cublas,
+    "1D block scaling factors layout".
 
     Args:
         scales: uint8 (rows, blocks), padded here with zeros.
@@ -249,7 +250,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def _refusal(request: Request) -> str | None:
-    """Why a matmul cannot be native, or None."""
+    """Return why a matmul cannot be native, or None if it can."""
     if request.prefer == "emulated":
         return "asked for by kernels.prefer"
     if request.batched:
@@ -280,30 +281,30 @@ def _other_than_powers_of_two(request: Request) -> str | None:
 
 
 def _matrices(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """(m, k) and (k, n)."""
+    """Return both operands as matrices (m, k) and (k, n)."""
     return a.values.squeeze(0), b.values.squeeze(0).t()
 
 
 def _row_scales(operand: Quantized) -> Tensor:
-    """A scale for each row, a vector."""
+    """Return a vector with one scale per row."""
     rows = operand.values.shape[1]
     return _contiguous(operand.scale.reshape(-1).expand(rows))
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
-    """Scales of 1 x 128 blocks, (rows, blocks), those of a column together."""
+    """Return scales of 1 x 128 blocks, (rows, blocks), column-major."""
     scale = operand.scale.squeeze(0)
     scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
     return _contiguous(scale.t()).t()
 
 
 def _written(dtype: str) -> torch.dtype:
-    """What a matmul with scales of blocks is to write for a result."""
+    """Return the output dtype of a matmul with block scales."""
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def _cut(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
-    """(1, m, n) of a product of padded operands."""
+    """Crop the output of padded operands to (1, m, n), and cast it."""
     rows, columns = a.values.shape[1], b.values.shape[1]
     product = product.narrow(0, 0, rows).narrow(1, 0, columns)
     return product.to(getattr(torch, dtype)).unsqueeze(0)
@@ -318,9 +319,9 @@ def _scaled_mm(
     fast: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`a @ b` of two float8 matrices, scaled, padded to `ALIGNMENT`.
+    """Compute `a @ b` of float8 matrices with scales, padded to `ALIGNMENT`.
 
-    CUDA wants the first operand row-major and the second column-major, both
+    CUDA requires the first operand row-major and the second column-major, both
     contiguous along the contracted axis.
 
     Args:
@@ -328,7 +329,7 @@ def _scaled_mm(
         b: (k, n).
         scale_a: A scalar, or a vector of m.
         scale_b: A scalar, or a vector of n; a vector if `scale_a` is one.
-        dtype: Of the result.
+        dtype: The dtype of the result.
         fast: Whether a GPU may accumulate with fewer bits.
         bias: A vector of n, to be added; None for none.
     """
@@ -366,7 +367,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
-    """Zeros appended so that both sizes are multiples of this."""
+    """Pad both axes with zeros to multiples of a number."""
     rows, columns = (-size % multiple for size in x.shape)
     if not rows and not columns:
         return x

@@ -1,4 +1,4 @@
-"""PyTorch: the matmuls of a function, and the tensors that autograd saves."""
+"""PyTorch: find the matmuls of a function, and the tensors autograd saves."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ _NOT_COUNTED = frozenset(
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
-    """See `Backend.trace`.
+    """Trace a function; see `Backend.trace`.
 
-    As Keras does: on ones of the real device where an operation is not to be
-    had on the device of shapes alone.
+    Like Keras, it falls back to ones on the real device if an operation does
+    not support the meta device.
     """
     try:
         return _trace(function, inputs, "meta")
@@ -96,9 +96,9 @@ def _described(x: Tensor) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes the products of the functions that are called in it.
+    """Records the matmuls of the functions that are called in it.
 
-    Of recorders in one another, the innermost does.
+    Of nested recorders only the innermost records.
     """
 
     innermost: ClassVar[list[_Recorder]] = []
@@ -175,14 +175,13 @@ except ImportError:
     FakeTensorMode = None
 
 _ORIGIN = "keras_policy_ext_origin"
-"""The attribute by which a memory keeps its `Origin`."""
+"""The attribute of a storage that holds its `Origin`."""
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """What autograd saves in the forward pass, each memory once.
+    """Return the tensors that autograd saves, each memory once.
 
-    Where a layer cannot be called on tensors without numbers, it is called
-    on zeros.
+    If a layer cannot be called on tensors without data, it is called on zeros.
     """
     with _unchanged(step.held):
         return _kept(step)
@@ -203,7 +202,7 @@ def _kept(step: MeasuredStep) -> Measured:
 
 @contextlib.contextmanager
 def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put back numbers that a module of PyTorch writes into its buffers."""
+    """Restore the buffers that a PyTorch module writes in this context."""
     buffers = [x for x in tensors if not isinstance(x, torch.nn.Parameter)]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -216,7 +215,7 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
-    """Call the model on its variables, as `taken` hands them out, and zeros."""
+    """Call the model on zeros, and on its variables as `taken` returns them."""
     for tensor in step.held:
         _given(tensor, "weights")
     values = [
@@ -239,7 +238,7 @@ def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
 
 
 class _SavedByAutograd:
-    """What autograd saves, and in the call of which layer."""
+    """The tensors that autograd saves, with the layer whose call saves them."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
@@ -249,7 +248,7 @@ class _SavedByAutograd:
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """The call of a layer."""
+        """Enter the call of a layer."""
         self._layers.append(number)
         try:
             yield
@@ -257,7 +256,7 @@ class _SavedByAutograd:
             self._layers.pop()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """A block in which autograd tells what it saves."""
+        """Return a context in which saved tensors are recorded."""
         hooks = torch.autograd.graph.saved_tensors_hooks
         return hooks(self._save, lambda saved: saved)
 
@@ -272,7 +271,7 @@ class _SavedByAutograd:
 
 
 class _Sources(TorchDispatchMode):
-    """Notes of each tensor that is computed what it is computed of."""
+    """Records for each computed tensor the tensors it is computed from."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,7 +1,7 @@
 """PyTorch: operations inside of the transforms of `torch.func`.
 
-There a function keeps for its gradient only what it was given and what it
-returns. So what a backward pass needs is among the outputs.
+A function in a transform can save only its arguments and outputs for its
+gradient. So the tensors for the backward pass are among the outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def run(
     kernel: Tensor,
     *state: Tensor,
 ) -> Tensor:
-    """See `Backend.run_and_add`."""
+    """Run an operation in a transform; see `Backend.run_and_add`."""
     # An operand stands for itself: a transform keeps it anyway.
     links = tuple(x if x.requires_grad else None for x in (inputs, kernel))
     outputs, *_ = _Run.apply(operation, links, inputs, kernel, *state)
@@ -32,12 +32,12 @@ def run(
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
-    """See `Backend.run_frozen`."""
+    """Run a frozen operation in a transform; see `Backend.run_frozen`."""
     return _RunFrozen.apply(operation, inputs, *constants)
 
 
 class _Run(ByExample):
-    """An `Operation`; the leaves of its residuals follow the outputs."""
+    """An `Operation`; returns the outputs and the leaves of the residuals."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _Run(ByExample):
 
 
 class _RunFrozen(ByExample):
-    """A `FrozenOperation`, whose gradient is a product like any other."""
+    """A `FrozenOperation` as an autograd function; its gradient is a matmul."""
 
     @staticmethod
     def forward(

@@ -33,12 +33,13 @@ _UNITS = tl.constexpr(1.0 / UNIT)
 def history_scales(
     source: Any, state: Tensor, told: Tensor | None = None
 ) -> HistoryScales:
-    """See `DelayedSource.history_scales`.
+    """Read scales from a state; see `DelayedSource.history_scales`.
 
     Args:
         source: A `DelayedSource`.
         state: (3, width), contiguous.
-        told: Bool (3,), in memory that the host can read: gets `unseen` too.
+        told: Bool (3,), in memory that the host can read; `unseen` is written
+            here too.
     """
     scales = torch.empty(3, dtype=torch.float32, device=state.device)
     unseen = torch.empty(3, dtype=torch.bool, device=state.device)
@@ -55,12 +56,12 @@ def history_scales(
 
 
 def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
-    """See `DelayedSource.observation`.
+    """Write an observation; see `DelayedSource.observation`.
 
     Args:
         source: A `DelayedSource`.
-        amaxes: Three of float32, each a scalar or the amaxes of parts.
-        slot: Which use of the layer in this step this is.
+        amaxes: Three float32 tensors, each a scalar or the amaxes of tiles.
+        slot: The number of this use of the layer in the step.
     """
     width = source.layout.width
     found = amaxes[0].new_empty((3, width))
@@ -78,7 +79,7 @@ def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
 
 
 def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
-    """See `DelayedSource.settle`.
+    """Compute the new state; see `DelayedSource.settle`.
 
     Args:
         source: A `DelayedSource`.
@@ -97,7 +98,7 @@ def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
 
 
 def state_constants(source: Any) -> dict[str, Any]:
-    """The constants of the compiled state kernels."""
+    """Return the constants of the compiled state kernels."""
     width = source.layout.width
     tops = [limit / 2.0**source.rule.margin for limit in source.limits]
     return {
@@ -125,9 +126,11 @@ def scale_of(
     INVERTED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """`scaling.scale_of_multiplier` or `scaling.scale_for_limit`, of scalars.
+    """Compute the scale of an amax; `previous` if it is 0 or not finite.
 
-    `TOP` is the largest value of the format, without the margin.
+    See `scaling.scale_of_multiplier` (if `INVERTED`) and
+    `scaling.scale_for_limit`. `TOP` is the largest value of the format,
+    without the margin.
     """
     normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
     if INVERTED:
@@ -145,7 +148,7 @@ def scale_of(
 
 @triton.jit
 def _is_intact(start, place, FIRST: tl.constexpr):
-    """See `Layout.is_intact`; of the row that starts there."""
+    """Return whether the row at `start` is intact; see `StateLayout`."""
     is_seal = place < FIRST - 1
     seal = tl.where(place == 0, _SEALED, 0.0)
     found = tl.load(start + place, mask=is_seal, other=0.0)
@@ -163,7 +166,7 @@ def _scale_before(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The scale of an operand, the one used last, and whether it was seen."""
+    """Return an operand's scale, its last used scale, and if it was seen."""
     start = state + row * WIDTH
     inside = (place >= FIRST) & (place < WIDTH)
     history = tl.load(start + place, mask=inside, other=-float("inf"))
@@ -194,7 +197,7 @@ def history_kernel(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See `history_scales`; a program for each operand."""
+    """See `history_scales`; one program per operand."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     scale, _stored, seen = _scale_before(
         state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
@@ -206,7 +209,7 @@ def history_kernel(
 
 @triton.jit
 def largest_of(amaxes, count, BLOCK: tl.constexpr):
-    """The largest of magnitudes, of float32 or their bits; NaN if one is."""
+    """Return the largest magnitude of float32 values; NaN if one is NaN."""
     found, place = tl.zeros((BLOCK,), tl.int32), tl.arange(0, BLOCK)
     for start in range(0, count, BLOCK):
         inside = start + place < count
@@ -229,7 +232,7 @@ def observation_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """See `observation`; a program for each operand."""
+    """See `observation`; one program per operand."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     if row == 0:
         amax = largest_of(first, first_count, PARTS)
@@ -252,7 +255,7 @@ def _entered(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The history with the newest amax, where all amaxes are finite."""
+    """Return the history with the newest amax, if all amaxes are finite."""
     start = previous + row * WIDTH
     amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -272,7 +275,7 @@ def _entered(
 
 @triton.jit
 def _is_observation(given, place, FIRST: tl.constexpr):
-    """See `Layout._is_observation`."""
+    """Return whether a row is an observation; see `StateLayout`."""
     uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
     entered = (place > 0) & (place <= FIRST) & (given != 0.0)
     seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
@@ -295,7 +298,7 @@ def settle_kernel(
     BLOCK: tl.constexpr,
     KERNEL_ROW: tl.constexpr,
 ):
-    """See `settle` and `Layout.settle`; a program for each operand."""
+    """See `settle` and `StateLayout.settle`; one program per operand."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside = place < WIDTH
     given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
@@ -337,17 +340,17 @@ def quantize_both_ways(
     observe: bool,
     by_integers: bool = False,
 ) -> Both:
-    """An operand in float8, and its transpose in memory of its own.
+    """Quantize a matrix to float8, and write its transpose too.
 
     Args:
         x: (m, k), bfloat16, float16 or float32.
-        asked: What becomes of it, with one scale.
-        known: What is known of that scale. Only where it may not be known
-            before is the amax found in a pass of its own; a kernel asks for
-            it, so that nobody waits for the device.
-        observe: Whether the amax is wanted.
-        by_integers: Whether codes are made by integer arithmetic, which
-            Triton's interpreter needs: its own conversion is wrong.
+        asked: How to quantize it, with one scale.
+        known: What is known of that scale. If the scale may be unknown, a
+            separate pass computes the amax. A kernel decides this on the
+            device, so that the host does not wait.
+        observe: Whether to return the amax.
+        by_integers: Whether to compute codes by integer arithmetic. Triton's
+            interpreter needs it: its own conversion is wrong.
     """
     m, k = x.shape
     given = known.scale is not None
@@ -392,7 +395,7 @@ def quantize_both_ways(
 
 
 def number_of_tiles(m: Any, k: Any) -> Any:
-    """How many amaxes an (m, k) matrix has, one for each program."""
+    """Return how many amaxes an (m, k) matrix has, one per program."""
     return -(-m // ROWS) * -(-k // COLUMNS)
 
 
@@ -405,7 +408,7 @@ def _zero(x: Tensor) -> Tensor:
 
 
 def cast_constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
-    """The constants of the compiled cast."""
+    """Return the constants of the compiled cast."""
     found = formats.get(asked.format)
     lowest, shift = casting.grid_constants(asked.format)
     return {
@@ -437,7 +440,7 @@ def _tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The numbers of a tile in float32, where they are, and which are."""
+    """Load a tile in float32; return it with its indices and its mask."""
     i = row * ROWS + tl.arange(0, ROWS)
     j = column * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i[:, None] < m) & (j[None, :] < k)
@@ -448,9 +451,9 @@ def _tile(
 
 @triton.jit
 def _largest(numbers):
-    """The bits of an amax, or of NaN where a number is.
+    """Return the bits of the amax of a tile; of NaN if a value is NaN.
 
-    Magnitudes are ordered as their bits are, and NaN is the largest.
+    Magnitudes are ordered like their bits, and NaN is the largest.
     """
     bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.max(bits, 1), 0)
@@ -460,7 +463,7 @@ def _largest(numbers):
 def _amax_of_all(
     x, m, k, by_row, by_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The amax of a matrix, read by one program."""
+    """Return the amax of a whole matrix, read by one program."""
     found = tl.zeros((ROWS, COLUMNS), tl.int32)
     for row in range(0, tl.cdiv(m, ROWS)):
         for column in range(0, tl.cdiv(k, COLUMNS)):
@@ -472,12 +475,12 @@ def _amax_of_all(
 
 @triton.jit
 def _quotient(x, scale):
-    """`x / scale`, correctly rounded, where a code depends on it.
+    """Compute `x / scale`, correctly rounded wherever a code depends on it.
 
-    By the reciprocal and one correction (P. Markstein, "Computation of
-    elementary functions on the IBM RISC System/6000 processor", 1990): half
-    of the instructions of a division. What is not finite stays so, and zeros
-    keep their signs. Where a correction could be subnormal it is a division.
+    It uses the reciprocal and one correction (P. Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000 processor", 1990), half of
+    the instructions of a division. Infinity, NaN and the signs of zeros are
+    preserved. It divides if a correction could be subnormal.
     """
     if scale < 2.0**-60:
         quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
@@ -499,7 +502,7 @@ def _codes_of(
     SHIFT: tl.constexpr,
     SUBNORMALS: tl.constexpr,
 ):
-    """The codes of numbers in range, by integers; see `round_to_format`."""
+    """Compute the codes of values in range; see `round_to_format`."""
     bits = number.to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits & 0x7F800000, LOWEST)
     anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
@@ -523,7 +526,7 @@ def _own_amax(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The amax of what was never observed; see `ScaleHint.seen_lately`."""
+    """Return the amax of an unobserved operand; see `ScaleHint.seen_lately`."""
     if FOUND_BEFORE:
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, ROWS * COLUMNS)
@@ -563,7 +566,7 @@ def cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """See `quantize_both_ways`; the first program writes the scale."""
+    """Quantize a tile in both layouts; the first program writes the scale."""
     if GIVEN:
         chosen = tl.load(scale)
         if MAYBE_UNSEEN:
@@ -619,7 +622,7 @@ def amax_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The amax of a matrix; or of each tile, if a flag says it is wanted."""
+    """Find the amax of a matrix; or of each tile, if a flag asks for it."""
     row, column = tl.program_id(0), tl.program_id(1)
     if ALWAYS:
         tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
