@@ -1,8 +1,8 @@
-"""`python -m keras_policy_ext` is the command `keras-policy-ext`.
+"""Run the command `keras-policy-ext` by `python -m keras_policy_ext`.
 
-Python has imported the package when this module runs, and so Keras, on the
-backend of the environment. The command may choose another one: it runs in a
-process of its own.
+When this module runs, Python has already imported the package and Keras, on
+the backend of the environment. The command may choose another backend, so it
+runs in a separate process.
 """
 
 import subprocess

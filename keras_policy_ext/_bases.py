@@ -1,4 +1,4 @@
-"""The order of mixins and Keras classes."""
+"""Check the order of mixins and Keras classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keras
 if TYPE_CHECKING:
 
     class MixedInto(keras.Layer):
-        """Tells type checkers that a mixin ends up in a layer."""
+        """A base class by which type checkers see that a mixin is a layer."""
 
 else:
     MixedInto = object
@@ -20,14 +20,14 @@ else:
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:
     """Raise if a mixin comes after the class that it is to change.
 
-    Python would then find the methods of that class, and the mixin would do
-    nothing, without a word.
+    In that order Python finds the methods of that class first, and the mixin
+    silently does nothing.
 
     Args:
-        cls: The class that is made.
+        cls: The new class.
         mixin: The mixin among its bases.
-        base: The Keras class that the mixin has to come before.
-        name: How users write `base`.
+        base: The Keras class that must come after the mixin.
+        name: The name of `base` for users.
 
     Raises:
         TypeError: If `base` is found first.

@@ -1,8 +1,7 @@
-"""Checks of what files declare, before anything is read or allocated.
+"""Check what files declare, before anything is read or allocated.
 
-A file of a few bytes can declare an array of terabytes, one that lies in
-another file, or text that nests without an end. All readers of this package
-ask here first.
+A file of a few bytes can declare an array of terabytes, an array in another
+file, or endlessly nested text. All readers of this package check here first.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ import numpy as np
 from keras_policy_ext._keras import calls
 
 MOST_NESTED = 200
-"""Levels of brackets in JSON; Keras needs some calls of Python for each."""
+"""The maximum nesting of JSON; Keras needs several Python calls per level."""
 
 SPARE = 64 * 2**20
-"""Bytes that may be declared by any file, however small it is."""
+"""The bytes that any file may declare, however small it is."""
 
 _MOST_SAVED = 20
-"""How many times its bytes a file may hold, where it is compressed."""
+"""How many times its own size a compressed file may unpack to."""
 
 _MOST_MADE = 16
-"""How many times the numbers of its file a model may have, made anew a few
-times, with the slots of an optimizer."""
+"""How many times the elements of its file may be created: a model may be built
+a few times, with the slots of an optimizer."""
 
 _NUMBERS = "biufcVSO"
 _OPEN, _CLOSE = frozenset("[{"), frozenset("]}")
 
 
 def json_in(text: str | bytes, where: object) -> Any:
-    """Parse JSON that nests no deeper than what reads it can follow.
+    """Parse JSON, and refuse text that nests too deep.
 
     Args:
         text: The text; bytes are UTF-8.
-        where: How errors name it.
+        where: The name of the text in errors.
 
     Raises:
-        ValueError: If it is no JSON, or nests too deep.
+        ValueError: If it is not JSON, or nests too deep.
     """
     try:
         if isinstance(text, bytes):
@@ -58,11 +57,11 @@ def json_in(text: str | bytes, where: object) -> Any:
 
 
 def check_archive(path: object, archive: zipfile.ZipFile) -> None:
-    """Raise if an archive holds more than it should, or elsewhere.
+    """Raise if an archive holds unsafe names or far too much data.
 
     Raises:
-        ValueError: If a name is there twice or leads out of the archive, or
-            what is in it is far larger than the file.
+        ValueError: If a name occurs twice or leads out of the archive, or
+            the content is far larger than the file.
     """
     members = archive.infolist()
     names = [member.filename for member in members]
@@ -79,13 +78,13 @@ def check_archive(path: object, archive: zipfile.ZipFile) -> None:
 
 
 def check_hdf5(path: object, file: h5py.File) -> int:
-    """Raise if what is in an HDF5 file is not in it, or far too large.
+    """Raise if an HDF5 file links to other files or declares too much data.
 
     Raises:
-        ValueError: If so.
+        ValueError: If it does.
 
     Returns:
-        How many numbers its arrays have.
+        The number of elements of all arrays.
     """
     declared = numbers = 0
     seen: set[Any] = set()
@@ -114,14 +113,14 @@ def check_hdf5(path: object, file: h5py.File) -> int:
 
 
 def check_dataset(path: object, dataset: Any) -> None:
-    """Raise if an array of HDF5 is not in its file as a whole.
+    """Raise if an HDF5 array is not completely in its file.
 
     Args:
-        path: How errors name the file.
-        dataset: The array; anything that is none of HDF5 is taken as it is.
+        path: The name of the file in errors.
+        dataset: The array; other objects than HDF5 arrays are accepted.
 
     Raises:
-        ValueError: If so.
+        ValueError: If it is not.
     """
     if not isinstance(dataset, h5py.Dataset):
         return
@@ -149,10 +148,10 @@ def check_dataset(path: object, dataset: Any) -> None:
 
 
 def array_in(path: object, value: Any) -> np.ndarray[Any, Any]:
-    """An array of a file, once it is looked at.
+    """Return an array of a file after `check_dataset`.
 
     Raises:
-        ValueError: As `check_dataset`.
+        ValueError: As for `check_dataset`.
     """
     check_dataset(path, value)
     return np.asarray(value)
@@ -160,17 +159,18 @@ def array_in(path: object, value: Any) -> np.ndarray[Any, Any]:
 
 @contextlib.contextmanager
 def within_memory_of(path: object, numbers: int) -> Iterator[None]:
-    """Let a model that is made in this block be no larger than its file.
+    """Raise if a model that is made in the block is larger than its file.
 
-    A config of a few bytes can ask for a layer of any size.
+    A config of a few bytes can request a layer of any size.
 
     Args:
-        path: How errors name the file.
-        numbers: How many numbers the weights in it have.
+        path: The name of the file in errors.
+        numbers: The number of elements of the weights in the file.
 
     Raises:
-        ValueError: Before memory is taken for what the file cannot fill; or
-            if the memory of this machine, or the stack, does not suffice.
+        ValueError: If a variable is larger than the file can fill, before its
+            memory is allocated; or if the memory of this machine, or the stack,
+            is too small.
     """
     spare = SPARE // 4
     made = 0
@@ -194,10 +194,10 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
 
 
 def check_names(path: object, names: Iterable[object]) -> None:
-    """Raise if an index names files that are not beside it.
+    """Raise if an index names files outside its folder.
 
     Raises:
-        ValueError: If so.
+        ValueError: If it does.
     """
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
@@ -207,7 +207,7 @@ def check_names(path: object, names: Iterable[object]) -> None:
 
 
 def damaged(path: object, found: str) -> ValueError:
-    """The error for a file that is not as it was written."""
+    """Return the error for a damaged file."""
     return ValueError(
         f"This file is damaged or malicious. Received: {str(path)!r}: {found}. "
         "Allowed: the file as it was written, by Keras or by this package. "
@@ -231,7 +231,7 @@ def _check_size(path: object, declared: int, real: int) -> None:
 
 
 def _nests_too_deep(text: str) -> bool:
-    """Return whether brackets outside of strings nest too deep."""
+    """Return True if brackets outside of strings nest too deep."""
     if text.count("[") + text.count("{") <= MOST_NESTED:
         return False
     depth = 0
@@ -249,5 +249,5 @@ def _nests_too_deep(text: str) -> bool:
 
 
 def _split_strings(text: str) -> list[str]:
-    """Split JSON into text outside and inside of strings, in turn."""
+    """Split JSON into text outside and inside of strings, alternating."""
     return text.replace("\\\\", "").replace('\\"', "").split('"')

@@ -1,4 +1,4 @@
-"""Files that the commands write."""
+"""Write the output files of the commands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_output(
     """Raise if a command cannot write its model to this path.
 
     Args:
-        source: What it reads, which is never overwritten.
-        output: A `.keras` file.
-        force: Whether a file that exists is overwritten.
+        source: The input file, which is never overwritten.
+        output: The `.keras` file to write.
+        force: Whether to overwrite an existing file.
 
     Raises:
-        ValueError: If so, with the line that the command prints.
+        ValueError: If it cannot, with the line that the command prints.
     """
     name = str(output)
     if output.suffix != ".keras":
@@ -37,9 +37,9 @@ def check_output(
 
 @contextlib.contextmanager
 def whole(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A path to write a file to, which is moved to `output` at the end.
+    """Yield a temporary path, which is moved to `output` at the end.
 
-    A failure leaves no half of a file, and what was at `output` before.
+    A failure leaves no incomplete file, and does not change `output`.
     """
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         part = pathlib.Path(folder) / output.name

@@ -1,11 +1,10 @@
-"""Scopes over what Keras stores for a whole thread.
+"""Scopes over state that Keras stores per thread.
 
-All asyncio tasks of a thread share that store. A task that is suspended inside
-of a scope leaves its state to the tasks that run meanwhile, and Keras cannot be
-told which task reads. So the second of two tasks is refused a scope while the
-first is inside of one; and a scope that is left while a later one is open hands
-over what it would have restored, so that the last to leave restores what was
-there before the first.
+All asyncio tasks of a thread share that state. If a task is suspended inside a
+scope, other tasks see its state, and Keras cannot know which task reads. So a
+second task cannot open a scope while the first is inside one. If a scope is
+closed while a later one is open, the later one gets the state to restore, so
+that the last scope to close restores the state before the first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class _Scope:
 
 
 class _OfThread(threading.local):
-    """The scopes that are open in a thread, the innermost last."""
+    """The open scopes of a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
@@ -33,9 +32,9 @@ class Scopes:
     """All scopes of one kind.
 
     Args:
-        name: What users call such a scope.
+        name: The name of such a scope for users.
         snapshot: Returns the state of this thread.
-        restore: Sets it.
+        restore: Sets the state of this thread.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class Scopes:
         )
 
     def check(self) -> None:
-        """Raise if another task of this thread is inside of a scope.
+        """Raise if another task of this thread is inside a scope.
 
         Raises:
-            RuntimeError: If so.
+            RuntimeError: If another task is inside a scope.
         """
         scopes = self._of_thread.scopes
         if scopes and scopes[-1] not in self._of_task.get():
@@ -68,7 +67,7 @@ class Scopes:
         """Set a state for a `with` block.
 
         Raises:
-            RuntimeError: If another task of this thread is inside of a scope.
+            RuntimeError: If another task of this thread is inside a scope.
                 At the end of the block, if another scope was opened in it and
                 is still open.
         """

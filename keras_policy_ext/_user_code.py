@@ -1,4 +1,4 @@
-"""Where in the user's program a warning belongs, and that it comes once."""
+"""Warn at the user's line of code, and only once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 
 
 def once(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function give each warning once a call, for however many layers.
+    """Make a function give each warning once per call, for all layers.
 
-    Python does so for one line of a program, and forgets it as soon as a
-    framework changes the filters of warnings.
+    Python does so for one line of a program, but forgets it as soon as a
+    framework changes the warning filters.
 
-    It is no context manager: one would run code of its own after the
-    function, where an interrupt would come too late to undo a change.
+    This is not a context manager, because its code after the function could be
+    interrupted when it is too late to undo a change.
     """
 
     @functools.wraps(function)
@@ -50,7 +50,7 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def warn(text: str) -> None:
-    """Warn at the user's line; not if `once` has seen the same text."""
+    """Warn at the user's line, unless `once` has recorded the same text."""
     told = _told.get()
     if told is not None:
         if text in told:
@@ -60,12 +60,12 @@ def warn(text: str) -> None:
 
 
 def stacklevel() -> int:
-    """The `stacklevel` of the first call outside of Keras and this package.
+    """Return the `stacklevel` of the first call outside of this package.
 
-    And outside of the framework, which calls layers. To be called in the
-    function that warns. Python then shows a warning once for each line of the
-    user's, through however many functions it came. Expires with Python 3.11:
-    later versions take `skip_file_prefixes`.
+    Calls in Keras and in the framework, which calls layers, are skipped too.
+    Call this in the function that warns. Python then shows a warning once for
+    each line of the user, however many functions are between. Expires with
+    Python 3.11: later versions have `skip_file_prefixes`.
     """
     calls = inspect.stack(context=0)[1:]
     for level, call in enumerate(calls, start=1):

@@ -1,3 +1,3 @@
-"""The version: the only place where it is written."""
+"""The version, written only here."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Activation functions that only models of earlier Keras versions have."""
+"""Activation functions that only models of earlier Keras versions use."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from keras import ops
 
 @keras.saving.register_keras_serializable(package="keras_policy_ext")
 def tf_keras_hard_sigmoid(x: Any) -> Any:
-    """The `"hard_sigmoid"` of Keras 1 and 2: 0.2 · x + 0.5, from 0 to 1.
+    """Compute `"hard_sigmoid"` of Keras 1 and 2: 0.2 · x + 0.5, in [0, 1].
 
-    Keras 3 has given the name to x / 6 + 0.5 (`activations.py` of tf_keras
-    2.21 and keras 3.15).
+    In Keras 3 the name means x / 6 + 0.5 (`activations.py` of tf_keras 2.21
+    and keras 3.15).
 
     Args:
         x: Tensor of any shape and floating dtype.

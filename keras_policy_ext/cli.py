@@ -1,6 +1,6 @@
-"""What the command `keras-policy-ext` does, on the backend that is loaded.
+"""The command `keras-policy-ext`, on the backend that is loaded.
 
-The backend is chosen before, in the module `keras_policy_ext_cli`.
+The module `keras_policy_ext_cli` chooses the backend before.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ only read, and code in it is not run.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it.
+    """A parser that prints errors in one line, without the usage.
 
-    In a terminal the line is broken at blanks.
+    In a terminal the line is wrapped at blanks.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; None for those of the process.
 
     Returns:
-        0, the exit status.
+        The exit status: 0, or 130 after an interrupt.
 
     Raises:
-        SystemExit: With status 2 and one line on stderr, if an argument or
-            the machine does not allow what is asked; with 0 after `--help`
-            and `--version`.
+        SystemExit: With status 2 and one line on stderr, if an argument is
+            wrong or the machine does not support the request; with 0 after
+            `--help` and `--version`.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -150,9 +150,10 @@ def _add(
     help: str,
     description: str,
 ) -> argparse.ArgumentParser:
-    """Add a command of the name of the function that prepares it.
+    """Add a command with the name of the function that prepares it.
 
-    What is wrong is a ValueError there; it returns what then runs.
+    That function raises a ValueError if something is wrong, and returns a
+    function that runs the command.
     """
     parser = commands.add_parser(
         prepare.__name__.removeprefix("_"),
@@ -335,7 +336,7 @@ def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _device(text: str) -> str:
-    """An argparse type: what `devices.get` takes."""
+    """Check the text of a device name; for `type=` of argparse."""
     try:
         devices.get(text)
     except ValueError as error:
@@ -344,7 +345,7 @@ def _device(text: str) -> str:
 
 
 def _sizes(text: str) -> int | tuple[int, ...]:
-    """An argparse type: a size, or several with commas between them."""
+    """Parse a size, or several separated by commas; for argparse."""
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(
             f"a size such as 256, or several such as 256,128, not {text!r}"

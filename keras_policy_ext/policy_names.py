@@ -1,4 +1,4 @@
-"""The grammar of float8 policy names: pure parsing, no keras.
+"""Parse float8 policy names by their grammar, without keras.
 
 ```
 full name = "float8" ["/" spec] "_from_" source [";rules=" JSON]
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 MODE = "float8"
-"""A name by itself: the default recipe over the global policy."""
+"""A complete name: the default recipe over the global policy."""
 
 ALIAS = "mixed_float8"
 _ALIAS_MEANS = "float8_from_mixed_bfloat16"
@@ -32,7 +32,7 @@ NamedRules = tuple[tuple[str, str | None], ...]
 
 
 class PolicyName(NamedTuple):
-    """The parts of a full name; the spec is None where it has none."""
+    """The parts of a full name; the spec is None if it has none."""
 
     spec: str | None
     source: str
@@ -40,9 +40,9 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Return True if a string is meant as a float8 policy name.
+    """Return True if a string looks like a float8 policy name.
 
-    `"float8_e4m3fn"` is a dtype and `"float8"` a mode: neither is meant.
+    `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     """
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
@@ -52,9 +52,9 @@ def is_full_name(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Return True if a string is a float8 policy name, and none of Keras's own.
+    """Return True if a string names a float8 policy that Keras does not have.
 
-    `"float8_from_<source>"` is a name in both.
+    `"float8_from_<source>"` is a name in Keras too, so False.
     """
     if re.fullmatch(r"float8_from_\w+", name):
         return False

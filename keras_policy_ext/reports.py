@@ -18,30 +18,30 @@ import rich.text
 from rich.console import Console
 
 LINES = 24
-"""What fits on one screen."""
+"""The number of lines that fit on one screen."""
 
 EVERY = "Every layer: report.table(full=True)"
 
 NARROW = 18
-"""Sentences are not set in columns that are narrower, in characters."""
+"""The minimum width of columns with sentences, in characters."""
 
 COMFORTABLE = 28
-"""Nor in these, where a path may go above its row instead."""
+"""Their minimum width if a path can be put above its row instead."""
 
 Cells = Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """How the cells of a column are set.
+    """The layout of a table column.
 
     Attributes:
         heading: Its heading.
-        right: Whether its cells stand at its right edge.
-        wraps: Whether its cells are broken into lines. Where even that is too
-            wide, those of the last column go below their rows.
-        apart: Whether its cells go above their rows where the columns do not
-            fit side by side; for the first column.
+        right: Whether its cells are aligned to the right.
+        wraps: Whether its cells are wrapped. If even that is too wide, the
+            cells of the last column are put below their rows.
+        apart: Whether its cells are put above their rows if the columns do not
+            fit side by side; for the first column only.
     """
 
     heading: str
@@ -55,11 +55,12 @@ class Table:
     """Rows of cells, one for each column, or of text across all columns.
 
     Attributes:
-        columns: How they are set. Without headings there is no rule either.
-        rows: From top to bottom.
-        title: What stands above the headings.
-        spaced: Whether a blank line stands between rows, where several columns
-            wrap.
+        columns: The layout of the columns. Without headings there is no line
+            below them.
+        rows: The rows from top to bottom.
+        title: The title above the headings.
+        spaced: Whether there is a blank line between rows, for tables with
+            several columns that wrap.
     """
 
     columns: Sequence[Column]
@@ -68,10 +69,10 @@ class Table:
     spaced: bool = False
 
     def text(self, width: int, most: int | None = None) -> list[str]:
-        """The table as lines, of which a cell that wraps has at most so many.
+        """Return the table as lines; wrapped cells have at most `most` lines.
 
         No word is ever cut: a table whose words do not fit is wider. An
-        ellipsis stands for what is left out.
+        ellipsis marks what is left out.
         """
         columns, rows, heads = list(self.columns), list(self.rows), 0
         if self.spaced:
@@ -99,7 +100,7 @@ class Table:
         return lines + _lines(columns, rows[heads:], widths, gap, width, most)
 
     def html(self) -> str:
-        """The table as an HTML element, with nothing left out."""
+        """Return the table as an HTML element, with nothing left out."""
         title = html.escape(printable(self.title))
         caption = f"<caption>{title}</caption>" if title else ""
         heads = self._html("th", [column.heading for column in self.columns])
@@ -118,39 +119,39 @@ class Table:
 
 
 class BaseReport:
-    """The base of all reports.
+    """The base class of all reports.
 
-    `str` and `repr` are its text, a notebook shows its HTML. Dataclasses that
-    derive from it say `repr=False`, or Python would write a `repr` of fields
-    for each.
+    `str` and `repr` return its text, and a notebook shows its HTML.
+    Dataclasses that derive from it need `repr=False`, because Python would
+    otherwise give each a `repr` of its fields.
     """
 
     _every: ClassVar[str] = ""
-    """What the short text says of how to see everything."""
+    """The sentence of the short text on how to see everything."""
 
     def _count(self) -> int:
-        """How many rows of the short text may be left out."""
+        """Return how many rows the short text may leave out."""
         return 0
 
     def _parts(self, full: bool, number: int) -> Iterable[str | Table]:
-        """Sentences and tables, from top to bottom.
+        """Yield sentences and tables, from top to bottom.
 
         Args:
-            full: Whether they are those of the full text.
-            number: How many of the rows that may be left out are there.
+            full: Whether to yield the parts of the full text.
+            number: How many of the rows that may be left out to include.
         """
         raise NotImplementedError
 
     def table(self, full: bool = False, every: str | None = None) -> str:
-        """The report as text, as wide as the terminal.
+        """Return the report as text, as wide as the terminal.
 
         Args:
-            full: Whether it has everything. False: as much as fits on one
+            full: Whether to include everything. False: as much as fits on one
                 screen.
-            every: What the short text says of how to see everything.
+            every: The sentence of the short text on how to see everything.
 
         Returns:
-            Lines; wider than the terminal only where a single word is.
+            Lines; wider than the terminal only if a single word is.
         """
         if full:
             return "\n".join(_text(self._parts(True, self._count())))
@@ -167,7 +168,7 @@ class BaseReport:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON types."""
+        """Return the report as a dict of JSON types."""
         fields: Any = self
         found: dict[str, Any] = _as_json(dataclasses.asdict(fields))
         return found
@@ -179,7 +180,7 @@ class BaseReport:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """The page for a notebook; everything in it is escaped."""
+        """Return the HTML for a notebook; all text in it is escaped."""
         return "".join(
             part.html()
             if isinstance(part, Table)
@@ -189,7 +190,7 @@ class BaseReport:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share as text: "0 %" and "100 %" only where that is exact."""
+    """Format a share: "0 %" and "100 %" only if that is exact."""
     if not whole or not part:
         return "0 %"
     if part == whole:
@@ -201,7 +202,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def amount(number: int) -> str:
-    """A number as text, to three digits."""
+    """Format a number with three significant digits."""
     for factor, sign in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
         if number >= factor:
             return f"{number / factor:.3g}{sign}"
@@ -209,7 +210,7 @@ def amount(number: int) -> str:
 
 
 def readable_bytes(number: int) -> str:
-    """Bytes as text, to three digits."""
+    """Format bytes with three significant digits and a unit."""
     for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"
@@ -217,12 +218,12 @@ def readable_bytes(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun."""
+    """Format a number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def printable(text: str) -> str:
-    """The text on one line, without signs that would steer a terminal."""
+    """Replace characters that are not printable, such as control characters."""
     if text.isprintable():
         return text
     return "".join(
@@ -232,13 +233,13 @@ def printable(text: str) -> str:
 
 
 class _Sentences(textwrap.TextWrapper):
-    """Breaks at blanks, and not before a percent sign."""
+    """Wraps text at blanks, but not before a percent sign."""
 
     wordsep_simple_re = re.compile(r"( +(?!%))")
 
 
 class _Cells(textwrap.TextWrapper):
-    """Breaks also after a `/`, and in names of policies."""
+    """Wraps text also after a `/`, and inside policy names."""
 
     wordsep_simple_re = re.compile(r"( +(?!%))|(?<=/)|(?<=_from_)")
 
@@ -249,7 +250,7 @@ def wrap(
     most: int | None = None,
     how: type[textwrap.TextWrapper] = _Cells,
 ) -> list[str]:
-    """Break a text into lines, and no word in two; at most so many."""
+    """Wrap a text into at most `most` lines, without splitting words."""
     text = printable(text)
     indent = " " * (len(text) - len(text.lstrip()))
     return how(
@@ -263,7 +264,7 @@ def wrap(
 
 
 def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
-    """The lines of a report, with a blank one around each table."""
+    """Return the lines of a report, with a blank line around each table."""
     width = shutil.get_terminal_size((80, 24)).columns
     lines: list[str] = []
     for part in parts:
@@ -276,7 +277,7 @@ def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
 
 
 def _with(parts: Iterable[str | Table], every: str) -> list[str | Table]:
-    """Add how to see everything, where there is a table."""
+    """Append the sentence on how to see everything, if there is a table."""
     found = list(parts)
     is_more = every and any(isinstance(part, Table) for part in found)
     return [*found, every] if is_more else found
@@ -286,7 +287,7 @@ def _in_two(
     rows: Iterable[Cells | str],
     split: Callable[[Cells], tuple[Cells | str, Cells | str]],
 ) -> list[Cells | str]:
-    """Rows of which cells are taken out, to lines of their own."""
+    """Split each row into two, with some cells on a line of their own."""
     return [
         part
         for row in rows
@@ -300,7 +301,7 @@ def _least(
     rows: Iterable[Cells | str],
     narrow: int = NARROW,
 ) -> list[int]:
-    """How narrow each column may get."""
+    """Return the minimum width of each column."""
     cells = [row for row in rows if not isinstance(row, str)]
     return [
         max((_narrowest(column, row[n], narrow) for row in cells), default=0)
@@ -309,7 +310,7 @@ def _least(
 
 
 def _narrowest(column: Column, cell: str, narrow: int) -> int:
-    """How narrow a cell may get; a sentence is hard to read if narrow."""
+    """Return the minimum width of a cell; larger for sentences."""
     length = rich.cells.cell_len(printable(cell))
     if not column.wraps:
         return length
@@ -320,7 +321,7 @@ def _narrowest(column: Column, cell: str, narrow: int) -> int:
 def _widths(
     columns: Sequence[Column], rows: Sequence[Cells | str], width: int
 ) -> list[int]:
-    """Widths of the columns; the widest are cut until all fit."""
+    """Return column widths that fit, by narrowing the widest columns."""
     least = _least(columns, rows)
     widths = _least([Column("")] * len(columns), rows)
     while sum(widths) > width:
@@ -339,7 +340,7 @@ def _lines(
     width: int,
     most: int | None = None,
 ) -> list[str]:
-    """The lines of some rows."""
+    """Return the lines of some rows."""
     lines: list[str] = []
     for are_across, run in itertools.groupby(
         rows, lambda row: isinstance(row, str)

@@ -1,8 +1,8 @@
-"""The one room that touches what Keras's public API does not offer.
+"""Access to Keras internals, where the public API is not enough.
 
-One file a subject. Each function says what it is for, which Keras versions it
-was seen to work on, and when it can go. Internals are feature-detected: where
-they are gone, the public API does as much as it can. `tests/keras_contacts`
-shows for each what stock Keras does that makes it necessary, and fails when
-Keras no longer does so.
+Each file has one subject. Each function says what it is for, with which Keras
+versions it works, and when it can be removed. Internals are feature-detected:
+if they are missing, the public API is used as far as possible. For each use, a
+test in `tests/keras_contacts` shows the behaviour of Keras that makes it
+necessary, and fails when Keras changes it.
 """

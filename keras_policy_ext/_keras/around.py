@@ -1,27 +1,26 @@
-"""Functions of Keras and KerasHub that others are put around."""
+"""Wrap functions of Keras and KerasHub."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 _MARK = "_keras_policy_ext"
-"""An attribute of the functions that this package has put around others: the
-names of those that were given for it."""
+"""An attribute of wrapped functions: the names of their wrappers."""
 
 
 def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
-    """Have a function called in the place of another one.
+    """Replace a function by another one, which gets the original.
 
-    Once for each pair of functions, however often it is asked for. Where there
-    is none of this name, nothing happens.
+    Each pair of functions is combined only once. If `owner` has no function of
+    this name, nothing happens.
 
     Args:
-        owner: The class or module that has the other one.
-        name: Its name there.
-        function: Called with the other one first, and then its arguments.
+        owner: The class or module of the original.
+        name: The name of the original there.
+        function: Called with the original first, then with its arguments.
 
     Returns:
-        Whether there is one of this name.
+        Whether there is a function of this name.
     """
     stock = getattr(owner, name, None)
     if stock is None:

@@ -1,4 +1,4 @@
-"""Attention: what is computed around its two products."""
+"""The parts of attention around its two matmuls."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,15 @@ from keras_policy_ext._types import Tensor
 def has_flash_attention(layer: keras.Layer) -> bool:
     """Return True if a layer was made with `flash_attention=True`.
 
-    Its config does not say it (`_flash_attention`, keras 3.7 to 3.15). Where
-    that is gone, False: scores are then not computed by flash attention.
+    Its config does not have this argument (`_flash_attention`, keras 3.7 to
+    3.15). If the attribute is missing, False: scores are then not computed by
+    flash attention.
     """
     return bool(getattr(layer, "_flash_attention", False))
 
 
 def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
-    """True if a subclass of `mixin` computes attention otherwise than Keras."""
+    """Return True if a subclass of `mixin` overrides the attention of Keras."""
     cls, name = type(layer), "_compute_attention"
     stock = getattr(super(mixin, cls), name, None)
     return getattr(cls, name, None) is not stock
@@ -28,16 +29,16 @@ def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
 def replace_attention(
     layer: keras.Layer, mixin: type, attend: Callable[..., object] | None
 ) -> None:
-    """Let one layer compute attention otherwise; None: as its class does.
+    """Make one layer compute attention by a function; None undoes it.
 
-    A subclass of `mixin` with attention of its own keeps that. The function
-    is put into the instance and not into the class: Keras compares the method
-    of the class (`_compute_attention`, keras 3.12 to 3.15) to see whether
-    attention is overridden, and if it is, does without the causal kernels of
-    the frameworks. Expires with a public method to override.
+    A subclass of `mixin` that overrides attention keeps its own. The function
+    is set on the instance and not on the class: Keras compares the method of
+    the class (`_compute_attention`, keras 3.12 to 3.15) to see whether
+    attention is overridden, and if so, does not use the causal kernels of the
+    frameworks. Expires with a public method to override.
 
     Raises:
-        ImportError: If this Keras computes attention otherwise.
+        ImportError: If Keras has no such method any more.
     """
     name = "_compute_attention"
     vars(layer).pop(name, None)
@@ -53,7 +54,7 @@ def replace_attention(
 
 
 def _check(layer: keras.Layer) -> None:
-    """Raise if a layer lacks what `attend` asks it for."""
+    """Raise if a layer lacks an attribute that `attend` needs."""
     needed = ["_compute_attention", "_compute_causal_mask", "_masked_softmax"]
     if layer.built:
         needed += ["_dot_product_equation", "_combine_equation"]
@@ -78,20 +79,21 @@ def attend(
     """Compute attention as `_compute_attention` does, with given matmuls.
 
     Masks, softmax, dropout and the equations are those of the stock layer,
-    which offers them under private names only (keras 3.12 to 3.15). Expires
-    with public ones.
+    which has them under private names only (keras 3.12 to 3.15). Expires with
+    public names.
 
     Args:
-        layer: A layer of attention.
-        scored: Of the equation of the scores, query and key.
-        contracted: Of the equation of the weighted sum, weights and value.
+        layer: An attention layer.
+        scored: Computes the scores from an equation, query and key.
+        contracted: Computes the weighted sum from an equation, weights and
+            value.
         query: (batch, <queries>, heads, size), projected.
         key: (batch, <keys>, heads, size), projected.
         value: (batch, <keys>, heads, value size), projected.
         attention_mask: Boolean, (batch, <queries>, <keys>).
-        training: Whether probabilities are dropped.
-        return_attention_scores: They are returned in any case.
-        use_causal_mask: Whether Keras left the causal mask to do here.
+        training: Whether dropout is applied to the probabilities.
+        return_attention_scores: Ignored; the scores are always returned.
+        use_causal_mask: Whether to add the causal mask here.
 
     Returns:
         (batch, <queries>, heads, value size), and the probabilities

@@ -1,4 +1,4 @@
-"""Layers that are built: their trackers, variables and classes."""
+"""Change built layers: their trackers, variables and classes."""
 
 import contextlib
 import functools
@@ -14,13 +14,13 @@ from keras_policy_ext._keras.around import put_around
 
 @contextlib.contextmanager
 def unlocked(layer: keras.Layer) -> Iterator[None]:
-    """Let a built layer get or lose variables and sub-layers for a while.
+    """Let a built layer gain or lose variables and sub-layers in a block.
 
-    What `quantize` of Keras's own layers does (keras 3.10 to 3.16). Expires
+    `quantize` of Keras's own layers does the same (keras 3.10 to 3.16). Expires
     with a public way to add a sub-layer to a built layer.
 
     Raises:
-        ImportError: If layers of this Keras are locked otherwise.
+        ImportError: If the layers of this Keras have no such tracker.
     """
     tracker = tracker_of(layer)
     if tracker is None:
@@ -37,8 +37,8 @@ def unlocked(layer: keras.Layer) -> Iterator[None]:
 def tracker_of(thing: Any) -> Any:
     """Return the tracker of the variables of a layer or an optimizer.
 
-    `_tracker` (keras 3.0 to 3.16); under another name, it is found by what it
-    can do. None if there is none.
+    It is `_tracker` (keras 3.0 to 3.16). Under another name, it is found by
+    its methods. None if there is none.
     """
     tracker = getattr(thing, "_tracker", None)
     if tracker is not None:
@@ -48,10 +48,10 @@ def tracker_of(thing: Any) -> Any:
 
 
 def swap_class(layer: keras.Layer, cls: type) -> None:
-    """Give a built layer another class, one of the same attributes.
+    """Give a built layer another class with the same attributes.
 
-    Keras keeps what it found out about `call` when the layer was made, such
-    as whether it takes `training` (keras 3.0 to 3.15): found out again here.
+    Keras stores facts about `call` when a layer is made, such as whether it
+    takes `training` (keras 3.0 to 3.15). They are determined again here.
     """
     object.__setattr__(layer, "__class__", cls)
     signature = inspect.signature(layer.call)
@@ -73,12 +73,12 @@ def swap_class(layer: keras.Layer, cls: type) -> None:
 
 
 def _renew_quantize(layer: keras.Layer) -> None:
-    """Let `layer.quantize` be that of the class that the layer now has.
+    """Make `layer.quantize` call the method of the layer's present class.
 
     Keras gives each layer a function of that name when it is made, which
-    unlocks the layer and goes on to the method that the class had then
-    (keras 3.12 to 3.15). A class with a `quantize_after` is asked first, and
-    goes on to that function; it is put back with the stock class.
+    unlocks the layer and calls the method of the class that it had then
+    (keras 3.12 to 3.15). If the class has a `quantize_after`, that method is
+    called first, with this function. The stock class gets the function back.
     """
     held = vars(layer)
     given = held.pop(_GIVEN_QUANTIZE, None)
@@ -99,24 +99,24 @@ _GIVEN_QUANTIZE = "_quantize_given_by_keras"
 
 
 def put_class_back(layer: keras.Layer, cls: type) -> None:
-    """Undo `swap_class` in a layer whose attributes are put back already."""
+    """Undo `swap_class` in a layer whose attributes are restored already."""
     object.__setattr__(layer, "__class__", cls)
 
 
 def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
-    """Where Keras and a framework keep what a layer or optimizer has.
+    """Return where Keras and a framework store the parts of an object.
 
-    Beside the attributes themselves and the containers among them, that is
-    Keras's tracker, with a list and a set of ids for each kind of thing
-    (`_tracker`, keras 3.0 to 3.15); on torch the dictionary of parameters
-    (`_torch_params`, the same); on TensorFlow the wrappers that it puts
-    around lists (`_storage`, TF 2.21). What is gone is left out: a failed
-    change would then leave traces in it. Expires when Keras can add and
-    remove variables and layers in a transaction.
+    The object is a layer or an optimizer. Besides its attributes and the
+    containers among them, these are Keras's tracker, with a list and a set of
+    ids for each kind of part (`_tracker`, keras 3.0 to 3.15); on torch the
+    dictionary of parameters (`_torch_params`, the same versions); on TensorFlow
+    the wrappers that it puts around lists (`_storage`, TF 2.21). Missing ones
+    are skipped: a failed change could then leave traces in them. Expires when
+    Keras can add and remove variables and layers in a transaction.
 
     Returns:
-        Objects, the thing first, whose attributes say it; and containers that
-        are in no attribute of these.
+        Objects whose attributes store the parts, the argument first; and
+        containers that are in no attribute of these.
     """
     objects, containers = [thing], []
     tracker = tracker_of(thing)
@@ -138,13 +138,13 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 class QuantizedAsLeaf:
-    """A layer that `Model.quantize` visits though it has a state in it.
+    """A layer that `Model.quantize` visits although it contains a state.
 
-    Keras visits the layers that have none in them, and asks each for
-    `_flatten_layers()` to see (keras 3.12 to 3.15). To that question a layer
-    with nothing but `float8_state` in it names itself alone. Where Keras no
-    longer asks, nothing changes: it visits all layers from 3.16 on. Expires
-    with Keras 3.15.
+    Keras visits the layers that contain no layers, and calls
+    `_flatten_layers()` of each to see (keras 3.12 to 3.15). If a layer
+    contains only `float8_state`, it returns only itself there. Where Keras no
+    longer calls it, nothing changes: from 3.16 on it visits all layers.
+    Expires with Keras 3.15.
     """
 
     def _flatten_layers(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,29 +156,30 @@ class QuantizedAsLeaf:
 
 
 def skip_in_quantize(layer: keras.Layer) -> None:
-    """Let `Model.quantize` pass by a layer without a warning.
+    """Make `Model.quantize` skip a layer without a warning.
 
-    It warns of each layer without a `quantize` (keras 3.12 to 3.15), and
-    later reports a layer with one as quantized, unless it was so before
-    (3.16). Expires when a layer can say that it has nothing to quantize.
+    Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
+    Later it reports a layer with one as quantized, unless it was quantized
+    before (3.16). Expires when a layer can say that it has nothing to
+    quantize.
     """
     layer.quantize = _stays
     layer._is_quantized = True
 
 
 def _stays(*args: Any, **kwargs: Any) -> None:
-    """Quantize nothing."""
+    """Do nothing when asked to quantize."""
 
 
 def track(layer: keras.Layer, variable: keras.Variable) -> None:
-    """Let a variable be one of a layer, as `add_weight` does.
+    """Track a variable in a layer, as `add_weight` does.
 
-    That makes its variables itself, and of no other class (`_track_variable`,
-    keras 3.0 to 3.16). Expires with a public way to track a variable that is
-    in no attribute yet.
+    `add_weight` creates its variables itself, and only of one class
+    (`_track_variable`, keras 3.0 to 3.16). Expires with a public way to track a
+    variable that is in no attribute yet.
 
     Raises:
-        ImportError: If layers of this Keras track variables otherwise.
+        ImportError: If the layers of this Keras track variables otherwise.
     """
     if not hasattr(layer, "_track_variable"):
         raise versions.missing("Layer._track_variable", "a frozen layer")
@@ -188,12 +189,12 @@ def track(layer: keras.Layer, variable: keras.Variable) -> None:
 class ToldWhenBuilt:
     """A layer with a method that is called once it has its weights.
 
-    Keras calls `_post_build` then (keras 3.12 to 3.15); where it does not,
-    nothing is called. Expires with a public hook.
+    Keras then calls `_post_build` (keras 3.12 to 3.15). If it does not, nothing
+    is called. Expires with a public hook.
     """
 
     def when_built(self) -> None:
-        """Called once the layer is built."""
+        """Run once the layer is built; for subclasses to override."""
 
     def _post_build(self) -> None:
         parent: Any = super()
@@ -202,13 +203,13 @@ class ToldWhenBuilt:
 
 
 def around_set_weights(function: Callable[..., None]) -> None:
-    """Have a function called in place of `Layer.set_weights`.
+    """Call a function in place of `Layer.set_weights`.
 
-    Keras sets one weight after the other until one does not fit (keras 3.0 to
-    3.15). Expires when it looks at all of them first.
+    Keras sets one weight after another until one does not fit (keras 3.0 to
+    3.15). Expires when it checks all of them first.
 
     Args:
-        function: Of the stock method, the layer and the weights.
+        function: Called with the stock method, the layer and the weights.
     """
     put_around(keras.Layer, "set_weights", function)
 
@@ -219,20 +220,20 @@ def replace_variable(
     new: keras.Variable,
     tracked: keras.Variable | None = None,
 ) -> None:
-    """Let an attribute of an unlocked layer hold another variable.
+    """Replace a variable in an attribute of an unlocked layer.
 
     Args:
         layer: The layer.
         old: The variable that the attribute holds.
-        new: The one that it is to hold.
-        tracked: The variable that Keras tracks for the old one, if it is
-            another one.
+        new: The variable that replaces it.
+        tracked: The variable that Keras tracks in place of the old one, if
+            that is another one.
 
-    Expires when to assign an attribute untracks what it held.
+    Expires when assigning an attribute untracks its old value.
 
     Raises:
-        ImportError: If layers of this Keras let go of variables otherwise.
-        ValueError: If the old variable is in no attribute of its own.
+        ImportError: If the layers of this Keras untrack variables otherwise.
+        ValueError: If no attribute is the old variable itself.
     """
     for name, value in vars(layer).items():
         if value is old:
@@ -249,13 +250,13 @@ def replace_variable(
 
 
 def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
-    """Let a variable be none of an unlocked layer any more.
+    """Stop tracking a variable in an unlocked layer.
 
-    What `quantize` of Keras's own layers does (`_untrack_variable`, keras 3.0
-    to 3.16). Expires as `replace_variable` does.
+    `quantize` of Keras's own layers does the same (`_untrack_variable`, keras
+    3.0 to 3.16). Expires as `replace_variable` does.
 
     Raises:
-        ImportError: If layers of this Keras let go of variables otherwise.
+        ImportError: If the layers of this Keras untrack variables otherwise.
     """
     if not hasattr(layer, "_untrack_variable"):
         raise versions.missing(
@@ -265,14 +266,14 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
 
 
 def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
-    """Let a layer have its own weights in the order of their names.
+    """Sort the own weights of a layer by a list of names.
 
-    By that Keras's default loader pairs them with those of a file
+    Keras's default loader pairs them with those of a file by their order
     (`_trainable_variables`, keras 3.0 to 3.16). Weights of other names come
-    last. Expires when it goes by name.
+    last. Expires when it pairs them by name.
 
     Raises:
-        ImportError: If layers of this Keras keep their weights elsewhere.
+        ImportError: If the layers of this Keras store their weights elsewhere.
     """
     place = {name: number for number, name in enumerate(names)}
     tracked = getattr(layer, "_trainable_variables", None)
@@ -285,24 +286,26 @@ def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
 
 
 def detach(layer: keras.Layer, name: str) -> None:
-    """Take a sub-layer out of an unlocked layer, and its attribute.
+    """Remove a sub-layer and its attribute from an unlocked layer.
 
-    Deleting the attribute leaves the sub-layer tracked (keras 3.0 to 3.15).
+    Deleting the attribute alone leaves the sub-layer tracked (keras 3.0 to
+    3.15).
     """
     tracker_of(layer).untrack(getattr(layer, name))
     delattr(layer, name)
 
 
 def track_again(layers: Iterable[keras.Layer]) -> None:
-    """Let PyTorch see the variables that layers have now.
+    """Register the present variables of layers with PyTorch.
 
     Keras's layers on torch register their variables as parameters when they
-    are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15);
-    nothing to do elsewhere. They are registered last again: copies of a model
-    and checkpoints of optimizers go by the order of `parameters()`, and a
-    model that was loaded has been built anew. A Sequential model keeps a
-    Functional one that is no layer of it, and in its tracker those from when
-    it had fewer layers: they would keep what a layer has let go.
+    are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
+    Nothing is needed on other backends. They are registered last again here:
+    copies of a model and checkpoints of optimizers rely on the order of
+    `parameters()`, and a loaded model has been built anew. A Sequential model
+    holds a Functional one that is not among its layers, and its tracker holds
+    those from when it had fewer layers. These are updated too, or they would
+    keep removed variables alive.
     """
     found: dict[int, Any] = {}
     for layer in layers:

@@ -19,11 +19,11 @@ _REPLACED = threading.RLock()
 
 
 _BUILT = "_post_build"
-"""What Keras calls once a layer has its weights (keras 3.12 to 3.16)."""
+"""The method that Keras calls once a layer has its weights (3.12 to 3.16)."""
 
 
 def tells_what_is_built() -> bool:
-    """Return whether this Keras has what `after_each_build` needs."""
+    """Return True if this Keras has the hook of `after_each_build`."""
     return hasattr(keras.Layer, _BUILT)
 
 
@@ -31,11 +31,11 @@ def tells_what_is_built() -> bool:
 def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
     """Call a function with each layer that this thread builds, inner first.
 
-    A model that is made inside then never holds more than one layer as it was
-    built. There is a private hook only. Expires with a public one.
+    So a model that is created in the block never holds more than one unchanged
+    layer. The hook is private (`_post_build`). Expires with a public one.
 
     Raises:
-        ImportError: If layers of this Keras do not tell that they are built.
+        ImportError: If the layers of this Keras have no such hook.
     """
 
     def post_build(
@@ -52,15 +52,15 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
 def without_initial_values(
     wanted: Callable[[keras.Layer, str | None], bool],
 ) -> Iterator[None]:
-    """Do not compute initial values of weights that this thread adds.
+    """Skip the initial values of weights that this thread adds, in a block.
 
-    They are zeros that on PyTorch take no memory and cannot be assigned to:
-    for weights that are replaced once the layer is built. Memory that is
-    taken and given back for each layer would stay with the process, in holes
-    that the next layer does not fit into.
+    The weights are zeros, which on PyTorch take no memory and cannot be
+    assigned to. This is for weights that are replaced once the layer is built.
+    If memory were allocated and freed for each layer, the process would keep it
+    in fragments that are too small for the next layer.
 
     Args:
-        wanted: Whether it is so for the weight of this name of a layer.
+        wanted: Returns True for a layer and the name of a weight to skip.
     """
 
     def add_weight(
@@ -84,12 +84,12 @@ def before_each_variable(
 ) -> Iterator[None]:
     """Call a function with the shape of each variable that this thread makes.
 
-    Before it takes memory; not of those that are made of an array. Keras has
-    no limit for what a config may ask for (keras 3.0 to 3.15), and expires
-    this when it compares a config with the weights beside it.
+    It is called before memory is allocated, and not for variables made from an
+    array. Keras does not limit what a config may request (keras 3.0 to 3.15).
+    Expires when Keras compares a config with the weights beside it.
 
     Args:
-        check: Of the shape; raises to refuse.
+        check: Gets the shape; raises to refuse it.
     """
 
     def init(
@@ -110,12 +110,12 @@ def before_each_variable(
 def in_place_of(
     name: str, function: Callable[..., Any], cls: Any = keras.Layer
 ) -> Iterator[None]:
-    """Let a method of a class be another one, which gets the stock one.
+    """Replace a method in a block by a function that gets the original.
 
-    By default of all layers.
+    By default it is a method of all layers. Other threads call the original.
 
     Raises:
-        ImportError: If there is none of this name.
+        ImportError: If the class has no method of this name.
     """
     thread = threading.get_ident()
     with _REPLACED:
@@ -167,17 +167,17 @@ PARTS_OF_LSTM_STEPS = (
 )
 """Methods that `LSTMCell.call` consists of (keras 3.0 to 3.15).
 
-A subclass that overrides one computes otherwise, and has no float8 form.
-Where they are gone, none overrides them. Expires when they are public.
+A subclass that overrides one computes something else, and has no float8 form.
+If they are missing, no subclass overrides them. Expires when they are public.
 """
 
 
 def training_of_call() -> bool | None:
-    """The `training` argument of the layer call that is under way, or None.
+    """Return the `training` argument of the current layer call, or None.
 
-    For layers whose `call` has no such argument; Keras keeps it in the call
-    context (keras 3.0 to 3.15) and offers no public way to read it. Where the
-    context is gone, None: amaxes are then observed where a gradient is taken.
+    This is for layers whose `call` has no such argument. Keras stores it in the
+    call context (keras 3.0 to 3.15), without a public way to read it. If the
+    context is missing, None: amaxes are then observed if a gradient is taken.
     """
     if _global_state is None:
         return None
@@ -192,10 +192,10 @@ def training_of_call() -> bool | None:
 def root_of_call() -> Any:
     """Return an object that all layers share in one call of a model.
 
-    The call context, from where `training_of_call` has it, if the user
-    called a model; else the scope of a `stateless_call`, which enters none.
-    One object for each such call; None for a layer that is called alone, or
-    where Keras keeps these elsewhere. Expires with a public way to ask.
+    If the user called a model, it is the call context that `training_of_call`
+    reads. In a `stateless_call`, which enters none, it is the scope of that
+    call. Each such call has its own object. None for a layer that is called
+    alone, or if Keras stores these elsewhere. Expires with a public way to ask.
     """
     if _global_state is None:
         return None
@@ -208,22 +208,22 @@ def root_of_call() -> Any:
 
 
 def are_shapes_alone_wanted() -> bool:
-    """Return True if Keras computes outputs to see their shapes and dtypes.
+    """Return True if Keras computes outputs only for their shapes and dtypes.
 
-    As it does of ones before the first step of `fit` on PyTorch, where a
-    model has attention in 16 bits (keras 3.0 to 3.15). The scope it does so
-    in, `keras.SymbolicScope`, is public; that it is entered, is not. Where
-    nobody says, False, which costs time alone.
+    On PyTorch, for example, it calls a model with ones before the first step of
+    `fit`, if the model has attention in 16 bits (keras 3.0 to 3.15). It does so
+    in a `keras.SymbolicScope`. That class is public, but not whether the scope
+    is entered. If that is unknown, False, which costs only time.
     """
     entered = getattr(_symbolic_scope, "in_symbolic_scope", None)
     return False if entered is None else bool(entered())
 
 
 def is_in_a_call() -> bool:
-    """Return True if the call of a layer is under way on this thread.
+    """Return True if this thread is in the call of a layer.
 
-    From the same context as `training_of_call`; where that is gone, True.
-    Expires with a public way to ask.
+    It is read from the same context as in `training_of_call`. If that is
+    missing, True. Expires with a public way to ask.
     """
     if _global_state is None:
         return True
@@ -235,9 +235,9 @@ def is_in_a_call() -> bool:
 def around_each_call(
     scope: Callable[[keras.Layer], AbstractContextManager[object]],
 ) -> Iterator[None]:
-    """Call each layer that this thread calls in a scope of its own.
+    """Run each layer call of this thread in a scope.
 
-    As for `instead_of_each_call`.
+    The scope is made for each layer. See `instead_of_each_call`.
     """
 
     def call(stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -251,11 +251,10 @@ def around_each_call(
 def instead_of_each_call(
     function: Callable[..., Any],
 ) -> AbstractContextManager[None]:
-    """Call a function where this thread calls a layer.
+    """Call a function instead of each layer call of this thread.
 
-    Not where a layer is asked for its `call` alone, as `TimeDistributed` asks
-    the layer in it. There is no public hook (keras 3.0 to 3.15): expires with
-    one.
+    A direct use of `call`, as in `TimeDistributed`, is not replaced. There is
+    no public hook (keras 3.0 to 3.15). Expires with one.
 
     Args:
         function: Called as `function(stock, layer, *args, **kwargs)`, where
@@ -265,14 +264,14 @@ def instead_of_each_call(
 
 
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
-    """Keras's context manager under which variables are read in a dtype.
+    """Return Keras's context manager that reads variables in a dtype.
 
-    Inside, variables that autocast are handed out in `dtype`; None: in their
-    own. Layers enter it around their `call`; there is no public name for it
-    (keras 3.0 to 3.15). Expires when there is one.
+    In its block, variables that autocast are read in `dtype`; with None, in
+    their own dtype. Layers enter it around their `call`. It has no public name
+    (keras 3.0 to 3.15). Expires when it has one.
 
     Raises:
-        ImportError: If this Keras keeps it elsewhere.
+        ImportError: If this Keras has it elsewhere.
     """
     if _AutocastScope is None:
         raise versions.missing(
@@ -283,11 +282,11 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
 
 
 def stored_autocast_scope() -> object:
-    """The `autocast_scope` that this thread is in, None if in none.
+    """Return the `autocast_scope` that this thread is in, or None.
 
-    Read off Keras's thread-local state, which has no public form (keras 3.0
-    to 3.15). Where that is gone, None: a layer that is not mixed then leaves
-    the scope that it is called in as it is.
+    It is read from Keras's thread-local state, which is not public (keras 3.0
+    to 3.15). If that is missing, None: a layer that is not mixed then leaves
+    the scope of its caller unchanged.
     """
     if _global_state is None:
         return None
@@ -295,10 +294,10 @@ def stored_autocast_scope() -> object:
 
 
 def store_autocast_scope(scope: object) -> None:
-    """Put this thread into an `autocast_scope`; None: into none.
+    """Set the `autocast_scope` of this thread; None for no scope.
 
     Raises:
-        ImportError: If this Keras keeps it elsewhere.
+        ImportError: If this Keras stores it elsewhere.
     """
     if _global_state is None:
         raise versions.missing(
@@ -310,12 +309,12 @@ def store_autocast_scope(scope: object) -> None:
 class OwnArgumentConversion:
     """A layer that converts the arguments of its call itself.
 
-    Keras's `__call__` casts every floating argument unless the layer says
+    Keras's `__call__` casts every floating argument unless the layer sets
     `_convert_input_args = False`, as Keras's preprocessing layers do (keras
-    3.0 to 3.15); per argument there is nothing to say. Whatever a layer
-    says, Keras is told no here, and `converts_arguments` keeps the answer.
-    Where Keras no longer asks, it casts all arguments once more. Expires
-    when a layer can say which arguments are cast.
+    3.0 to 3.15). It cannot be set per argument. Here Keras always reads False,
+    and `converts_arguments` has the value that the layer set. If Keras no
+    longer reads it, all arguments are cast a second time. Expires when a layer
+    can say which arguments are cast.
     """
 
     @property
@@ -334,11 +333,11 @@ class OwnArgumentConversion:
 
 
 def keep_mask(old: Tensor, new: Tensor) -> Tensor:
-    """Give a tensor the Keras mask of the one that it was cast from; return it.
+    """Copy the Keras mask of a tensor to its cast copy; return the copy.
 
-    As Keras does when it casts arguments. Masks are attributes of tensors
-    without public access (`masking`, keras 3.4 to 3.16); where the module is
-    gone, the mask is lost, which a warning says once.
+    Keras does so when it casts arguments. Masks are attributes of tensors
+    without public access (`masking`, keras 3.4 to 3.16). If the module is
+    missing, the mask is lost, with one warning.
     """
     if _masking is None and new is not old:
         versions.warn_of_missing(
@@ -354,12 +353,12 @@ def keep_mask(old: Tensor, new: Tensor) -> Tensor:
 
 
 def rematerialize_with_outer(layer: keras.Layer) -> None:
-    """Let a layer be rematerialized with the one that it is in, not again.
+    """Disable rematerialization of a layer whose outer layer is rematerialized.
 
-    Where all of the outer layer is, to do it again inside saves nothing, and
-    on TensorFlow a stock layer that is called with keyword arguments, such as
-    a softmax with its mask, cannot be (keras 3.8 to 3.15). Expires when Keras
-    rematerializes functions with keyword arguments there.
+    If all of the outer layer is rematerialized, doing it again inside saves
+    nothing. On TensorFlow it also fails for a stock layer that is called with
+    keyword arguments, such as a softmax with its mask (keras 3.8 to 3.15).
+    Expires when Keras rematerializes functions with keyword arguments there.
     """
     mode = getattr(layer, "_remat_mode", None)
     if getattr(mode, "mode", None) == "full":
@@ -367,7 +366,7 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
 
 
 class _WithCell:
-    """An RNN layer as its own `inner_loop` sees it, but for the cell."""
+    """The attributes of an RNN layer for `inner_loop`, with another cell."""
 
     def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
         self._layer = layer
@@ -384,16 +383,16 @@ def run_recurrent_loop(
     initial_state: list[Tensor],
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`keras.layers.RNN.inner_loop` of a layer around another step.
+    """Run `keras.layers.RNN.inner_loop` with another step function.
 
-    There is no public loop over time steps with masks, and the one of `RNN`
-    calls `self.cell`; so it is called with a stand-in for the layer
-    (keras 3.0 to 3.15). Where it comes to need more than attributes, it
-    raises, and float8 RNN layers with it. Expires with a public `ops.rnn`.
+    There is no public loop over time steps with masks, and that of `RNN` calls
+    `self.cell`. So it is called with a substitute for the layer (keras 3.0 to
+    3.15). If it needs more than attributes in a later Keras, it raises, and so
+    do float8 RNN layers. Expires with a public `ops.rnn`.
 
     Args:
         layer: An RNN layer.
-        step: Of (inputs of a step, states) to (outputs, new states).
+        step: Maps (inputs of a step, states) to (outputs, new states).
         inputs: (batch, steps, ...).
         initial_state: A list of states.
         mask: None, or boolean (batch, steps).

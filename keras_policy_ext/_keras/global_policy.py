@@ -11,11 +11,11 @@ except ImportError:  # Keras has moved it: the public API has to do.
 
 
 def stored_global_policy() -> keras.DTypePolicy | None:
-    """The global policy as Keras stores it; None while there is none.
+    """Return the global policy as Keras stores it; None if none is stored.
 
     Public `keras.config.dtype_policy()` stores the floatx policy on its first
     read, after which `set_floatx` is ignored (keras 3.8 to 3.15); reading
-    must not have that effect. Where Keras has moved the store, the public
+    must not have that effect. If Keras has moved the store, the public
     function is used. Expires when `set_dtype_policy(None)` resets in Keras.
     """
     if _global_state is None:
@@ -26,8 +26,8 @@ def stored_global_policy() -> keras.DTypePolicy | None:
 def store_global_policy(policy: keras.DTypePolicy | None) -> None:
     """Store a global policy; None empties the store.
 
-    `keras.config.set_dtype_policy(None)` raises (keras 3.8 to 3.15). Where
-    Keras has moved the store, None stores the policy of today's floatx.
+    `keras.config.set_dtype_policy(None)` raises (keras 3.8 to 3.15). If Keras
+    has moved the store, None stores the policy of the present floatx.
     """
     if _global_state is not None:
         _global_state.set_global_attribute("dtype_policy", policy)
@@ -38,14 +38,14 @@ def store_global_policy(policy: keras.DTypePolicy | None) -> None:
 
 
 def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Let one layer hold another policy, and no longer the map that it has.
+    """Replace the policy of one layer, without changing a shared map.
 
     Public `layer.dtype_policy = …` does not replace a map that a built layer
     holds, but writes into it, although many layers hold the same object
     (keras 3.8 to 3.16). Expires when Keras's setter copies the map.
 
     Raises:
-        ImportError: If layers of this Keras keep their policy elsewhere.
+        ImportError: If the layers of this Keras store their policy elsewhere.
     """
     layer._dtype_policy = policy
     if layer.dtype_policy is not policy:
@@ -55,9 +55,9 @@ def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def name_for_maps(policy: keras.DTypePolicy, name: str) -> None:
-    """Let a map whose default is this policy be named after it.
+    """Set the name of maps whose default is this policy.
 
     `DTypePolicyMap.name` reads an attribute of its default, and not the
-    property (`_name`, keras 3.4 to 3.15). Expires when it reads that.
+    property (`_name`, keras 3.4 to 3.15). Expires when it reads the property.
     """
     policy._name = name

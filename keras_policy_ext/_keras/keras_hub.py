@@ -1,4 +1,4 @@
-"""KerasHub: its presets, its importer and its exporter."""
+"""Use KerasHub: its presets, its importer and its exporter."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def is_hub_model(model: object) -> bool:
 
 
 def is_causal_language_model(model: object) -> bool:
-    """True if a task of KerasHub predicts tokens with its backbone alone."""
+    """Return True if a task of KerasHub is a causal language model."""
     hub = sys.modules["keras_hub"]
     return isinstance(model, hub.models.CausalLM)
 
 
 def families() -> list[str]:
-    """The classes of backbones of which KerasHub knows the names."""
+    """List the backbone classes for which KerasHub has Hugging Face names."""
     exporter = _exporter()
     return sorted(exporter.MODEL_EXPORTERS.keys() & exporter.MODEL_CONFIGS)
 
 
 def family(backbone: keras.Layer) -> str | None:
-    """The one of `families` that a backbone belongs to, or None."""
+    """Return the entry of `families` that a backbone belongs to, or None."""
     names = [cls.__name__ for cls in type(backbone).__mro__]
     return next((name for name in names if name in families()), None)
 
 
 def weight_map(backbone: keras.Layer, symbols: Symbols) -> dict[str, Any]:
-    """Hugging Face's names, and a symbolic tensor for each."""
+    """Return a symbolic tensor for each Hugging Face weight name."""
     write = _exporter().MODEL_EXPORTERS[family(backbone)]
     stand_in = symbols.stand_in(backbone)
     return dict(write(stand_in, include_lm_head=True))
 
 
 def config(backbone: keras.Layer, tokenizer: Any = None) -> dict[str, Any]:
-    """What `config.json` says of a backbone."""
+    """Return the entries of `config.json` for a backbone."""
     write = _exporter().MODEL_CONFIGS[family(backbone)]
     has_head = "include_lm_head" in inspect.signature(write).parameters
     written = write(backbone, **({"include_lm_head": True} if has_head else {}))
@@ -70,7 +70,7 @@ def write_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
 def write_generation_config(
     backbone: keras.Layer, folder: str | os.PathLike[str]
 ) -> None:
-    """Write `generation_config.json`, where KerasHub has one."""
+    """Write `generation_config.json`, if KerasHub can write one."""
     write = getattr(_exporter(), "export_generation_config", None)
     if write is not None:
         write(backbone, str(folder))
@@ -90,14 +90,14 @@ _LOADER = "keras_hub.src.utils.transformers.preset_loader"
 
 
 class Converter:
-    """What KerasHub knows of one kind of model.
+    """The KerasHub converter for one kind of model.
 
     Args:
-        folder: Of the model.
-        config: What its `config.json` says.
+        folder: The folder of the model.
+        config: The content of its `config.json`.
 
     Raises:
-        ImportError: If KerasHub is not installed, or another one.
+        ImportError: If KerasHub is missing, or lacks what is needed.
         ValueError: If KerasHub does not know the kind of model.
     """
 
@@ -115,7 +115,7 @@ class Converter:
         self._loader = module.TransformersPresetLoader(str(folder), config)
 
     def make_backbone(self, dtype: str) -> keras.Model:
-        """A backbone of this kind, with new weights."""
+        """Return a backbone of this kind, with new weights."""
         more: dict[str, Any] = {}
         if self._config.get("n_inner"):
             # GPT-2's, which KerasHub takes to be four times the width.
@@ -128,18 +128,19 @@ class Converter:
         return self._loader.load_backbone(cls, False, dtype=dtype, **more)
 
     def port(self, backbone: Any, loader: Any) -> None:
-        """Have each weight ported with `loader.port_weight`.
+        """Convert all weights, with `loader.port_weight` for each.
 
         Args:
-            backbone: One of these backbones, or a stand-in.
-            loader: With what converters use of KerasHub's `SafetensorLoader`:
-                `port_weight`, `get_tensor` and `safetensor_config`.
+            backbone: A backbone of this kind, or its symbolic substitute.
+            loader: Has the attributes of KerasHub's `SafetensorLoader` that
+                converters use: `port_weight`, `get_tensor` and
+                `safetensor_config`.
         """
         self._loader.converter.convert_weights(backbone, loader, self._config)
 
 
 def language_model_of(backbone: keras.Model) -> keras.Model:
-    """The task that predicts tokens with a backbone; else the backbone."""
+    """Return a task that predicts tokens with a backbone, or the backbone."""
     hub = importlib.import_module("keras_hub")
     name = type(backbone).__name__.removesuffix("Backbone") + "CausalLM"
     task = getattr(hub.models, name, None)
@@ -149,12 +150,12 @@ def language_model_of(backbone: keras.Model) -> keras.Model:
 
 
 def count_adapted_layers_again(model: keras.Model) -> None:
-    """Let a KerasHub backbone find its LoRA layers where they now are.
+    """Update the positions of LoRA layers that a KerasHub backbone stores.
 
-    It remembers them by their number among all layers with weights, for its
-    files of adapters (keras_hub 0.32); a float8 state is one more of those.
-    Nothing happens where LoRA was not enabled, or that list is gone. Expires
-    when KerasHub goes by path.
+    For its adapter files, it stores their indices among all layers with weights
+    (keras_hub 0.32), and a float8 state is one more such layer. Nothing happens
+    if LoRA was not enabled, or the list is missing. Expires when KerasHub
+    stores paths.
     """
     if not writes_map_of_quantized_layers(model):
         return
@@ -174,8 +175,8 @@ def writes_map_of_quantized_layers(model: keras.Model) -> bool:
 
     KerasHub's backbones do (keras_hub 0.32): once a layer reports a
     `quantization_mode`, the config has a map of those layers in place of the
-    backbone's policy, and no word about the others, which come back in the
-    global policy. A policy that is itself a map is written as it is. Expires
+    backbone's policy. It does not list the others, which get the global policy
+    when loaded. A policy that is itself a map is written unchanged. Expires
     when KerasHub gives that map a default.
     """
     hub = sys.modules.get("keras_hub")

@@ -1,4 +1,4 @@
-"""Names of float8 policies where Keras reads a policy from a name."""
+"""Let Keras read the names of float8 policies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +20,19 @@ except ImportError:
 
 
 def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
-    """Have a function asked wherever Keras turns a name into a policy.
+    """Call a function wherever Keras reads a policy from a name.
 
-    That is `keras.dtype_policies.get`, `keras.config.set_dtype_policy`, maps,
-    and `dtype=` of layers. All go to the class `DTypePolicy`, or, for a name
-    that begins with a mode of quantization, to one function of its module
+    That is in `keras.dtype_policies.get`, `keras.config.set_dtype_policy`,
+    maps, and `dtype=` of layers. All use the class `DTypePolicy`, or, for a
+    name that begins with a quantization mode, one function of its module
     (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.16; in 3.16 the
-    package has it too), which are put into others here. Where that is gone,
+    package has it too). These are wrapped here. If the function is missing,
     Keras refuses these names. Expires with a public way to register a policy
     by its name.
 
     Args:
-        read: The policy of a name; None to leave the name to Keras. It may
-            raise a ValueError.
+        read: Returns the policy of a name, or None to leave the name to Keras.
+            It may raise a ValueError.
     """
 
     def by_name(stock: Any, name: Any) -> keras.DTypePolicy:
@@ -59,16 +59,16 @@ _PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 
 
 def call_without_float8(wanted: Callable[[], bool]) -> None:
-    """Let layers that have no float8 compute under Keras's float8 policy.
+    """Let layers without float8 compute under Keras's float8 policy.
 
-    In the dtypes of its source. Keras goes to their `_float8_call`, which
-    raises (keras 3.4 to 3.15), or to the `call` of one object, which asks the
-    layer for the geometry of its kernel (`_quantization_geometry`, 3.16).
-    Where both are gone, Keras raises. Expires when it calls such layers as
-    they are.
+    They compute in the dtypes of its source policy. Keras calls their
+    `_float8_call`, which raises (keras 3.4 to 3.15), or the `call` of one
+    object, which asks the layer for the geometry of its kernel
+    (`_quantization_geometry`, 3.16). If both are missing, Keras raises. Expires
+    when Keras calls such layers normally.
 
     Args:
-        wanted: Whether it is to be so now.
+        wanted: Returns True if this applies now.
     """
 
     def float8_call(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

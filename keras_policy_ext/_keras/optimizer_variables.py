@@ -1,4 +1,4 @@
-"""The variables that an optimizer was built with, and its slots."""
+"""The variables that an optimizer was built with, and their slots."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +17,10 @@ except ImportError:  # Keras has moved it: see `_replace_list`.
 def known_to_optimizer(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable] | None:
-    """The model variables that an optimizer was built with, None if not.
+    """Return the variables that an optimizer was built with, or None.
 
-    `_trainable_variables`, keras 3.0 to 3.16; see `check_can_retarget`.
+    They are in `_trainable_variables` (keras 3.0 to 3.16). See
+    `check_can_retarget`.
     """
     if not getattr(optimizer, "built", False):
         return None
@@ -28,7 +29,7 @@ def known_to_optimizer(
 
 
 def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
-    """An optimizer and the ones that it wraps, outermost first."""
+    """Return an optimizer and those that it wraps, outermost first."""
     found = []
     while isinstance(optimizer, keras.optimizers.Optimizer):
         found.append(optimizer)
@@ -37,11 +38,11 @@ def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
 
 
 def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raise where `retarget_optimizer` could not do its work.
+    """Raise if `retarget_optimizer` would not work.
 
     Raises:
-        ImportError: If a built optimizer of this Keras keeps what it knows
-            elsewhere than in the attributes that are asked for.
+        ImportError: If a built optimizer of this Keras lacks the attributes
+            that are needed.
     """
     if not getattr(optimizer, "built", False):
         return
@@ -64,13 +65,13 @@ def retarget_optimizer(
 ) -> None:
     """Replace the variables of a built optimizer, and keep their slots.
 
-    Slots are moved and none is copied. An optimizer keeps, for each model
-    variable in order, one entry in each of its lists of slots (keras 3.0 to
-    3.15), and variables for the accumulation of gradients. Those that are
-    overwritten with their gradient have no slots; where others are gone or
-    new, or an optimizer of the user's own has slots for these too, the slots
-    are those that `build` makes, so that files have as many. Expires with a
-    public way to add a variable.
+    Slots are moved, not copied. An optimizer has, for each model variable in
+    order, one entry in each of its lists of slots (keras 3.0 to 3.15), and
+    variables for the accumulation of gradients. Variables that are overwritten
+    with their gradient have no slots. If other variables are added or removed,
+    or a custom optimizer has slots for overwritten ones too, slots are created
+    by `build`, so that files have the same number. Expires with a public way
+    to add a variable.
     """
     old = optimizer._trainable_variables
     if _slots_change(old, variables) or _has_slots_for_all(
@@ -95,7 +96,7 @@ def retarget_optimizer(
 
 
 def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
-    """Return True if variables with slots are in one of two lists only."""
+    """Return True if variables with slots are in only one of two lists."""
     ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
     changed = [v for v in old if id(v) not in new_ids]
     changed += [v for v in new if id(v) not in ids]
@@ -105,10 +106,10 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
 def _has_slots_for_all(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> bool:
-    """Return whether `build` makes slots for overwritten variables.
+    """Return True if `build` makes slots for overwritten variables.
 
-    Tried with one such variable. Keras's own optimizers make none, if they
-    are not told to accumulate gradients, whose accumulators are no slots here.
+    This is tried with one such variable. Keras's own optimizers make none,
+    except gradient accumulators, which do not count as slots here.
     """
     overwritten = [
         v for v in variables if getattr(v, "overwrite_with_gradient", False)
@@ -133,10 +134,10 @@ def _has_slots_for_all(
 def _build_again(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Give a built optimizer other variables; slots of known ones stay.
+    """Build a new set of slots, and keep those of known variables.
 
-    Another one is built for them, and what it made for known variables gives
-    way to the slots that are there.
+    Another optimizer is built for the variables. Its slots for known variables
+    are replaced by the existing ones.
     """
     other = type(optimizer).from_config(optimizer.get_config())
     other.build(variables)
@@ -186,7 +187,7 @@ _AVERAGES = "_model_variables_moving_average"
 
 
 def _are_slots(candidate: object, before: dict[int, int]) -> bool:
-    """Return True if this is a list with a slot, or None, for each variable."""
+    """Return True if a list has a slot, or None, for each variable."""
     if not isinstance(candidate, list) or len(candidate) != len(before):
         return False
     return all(
@@ -201,9 +202,9 @@ def _retarget_accumulators(
     variables: list[keras.Variable],
     places: list[int | None],
 ) -> None:
-    """Accumulators for new variables, in the order in which `build` has them.
+    """Add accumulators for new variables, in the order of `build`.
 
-    Files keep the variables of an optimizer by their number.
+    Files store the variables of an optimizer by their index.
     """
     if not optimizer.gradient_accumulation_steps:
         return
@@ -226,10 +227,10 @@ def _retarget_accumulators(
 def _replace_list(
     owner: keras.optimizers.Optimizer, name: str, values: list[keras.Variable]
 ) -> None:
-    """Fill a list attribute of an optimizer anew, without tracking it.
+    """Replace a list attribute of an optimizer, without tracking it.
 
-    As stock `build` does. TensorFlow's checkpoints refuse a list of theirs
-    whose elements were replaced, and take another list.
+    Stock `build` does the same. TensorFlow's checkpoints refuse a tracked list
+    whose elements were replaced, and accept a new list.
     """
     if _tracking is None:
         vars(owner)[name] = values
@@ -242,13 +243,17 @@ def follow_weight_decay_exclusions(
     optimizer: keras.optimizers.Optimizer,
     pairs: Iterable[tuple[keras.Variable, object]],
 ) -> None:
-    """Exclude from weight decay what stands in for an excluded variable.
+    """Exclude substitutes of excluded variables from weight decay.
 
-    `exclude_from_weight_decay(var_list=…)` is kept as the keys of variables,
-    which a stand-in does not have on JAX and torch; there is no way to ask
-    (keras 3.12 to 3.15). Where Keras keeps it otherwise, nothing happens:
-    exclude through the wrapper, or by `var_names`. Expires with a public way
-    to read the exclusions.
+    `exclude_from_weight_decay(var_list=…)` stores the keys of variables, and on
+    JAX and torch a substitute has another key. There is no public way to read
+    them (keras 3.12 to 3.15). If Keras stores them otherwise, nothing happens:
+    exclude through the wrapper, or by `var_names`. Expires with a public way to
+    read the exclusions.
+
+    Args:
+        optimizer: The optimizer.
+        pairs: Variables, each with its substitute.
     """
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     key = getattr(optimizer, "_var_key", None)

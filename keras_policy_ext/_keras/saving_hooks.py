@@ -1,4 +1,4 @@
-"""Functions that Keras calls when it saves, loads, exports or summarizes."""
+"""Hooks where Keras saves, loads, exports or summarizes models."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _printing = contextvars.ContextVar("a summary is printed", default=False)
 
 
 def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
-    """Have the totals of `model.summary()` leave out some variables.
+    """Leave some variables out of the totals of `model.summary()`.
 
-    They are sums over all weights of the model, by two functions of
-    `summary_utils` (keras 3.0 to 3.15), which are put into others here, and
-    do what they did outside of a summary. Where they are gone, all weights
-    are counted. Expires when Keras adds up the rows, or has a mark for
-    variables that are no parameters.
+    The totals are sums over all weights of the model, computed by two functions
+    of `summary_utils` (keras 3.0 to 3.15). These are wrapped here, and are
+    unchanged outside of a summary. If they are missing, all weights are
+    counted. Expires when Keras adds up the rows, or has a mark for variables
+    that are no parameters.
 
     Args:
-        is_left_out: Of a variable.
+        is_left_out: Returns True for a variable to leave out.
     """
 
     def print_summary(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,16 +60,16 @@ except ImportError:  # Keras has moved it: see `after_loading`.
 
 
 def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Have each model that Keras's loader returns shown to a function.
+    """Call a function with each model that Keras's loader returns.
 
-    `keras.saving.load_model` gives `.keras` files and folders to one function
-    of the module `saving_lib` (keras 3.0 to 3.15), which is put into another
-    one here; there is no public way to see a file that was loaded. What is
-    loaded stays as it is. Where that function is gone, a warning says so.
-    Expires when Keras warns of groups in a file that no layer has read.
+    `keras.saving.load_model` reads `.keras` files and folders by one function
+    of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped here. There
+    is no public way to observe loading. The loaded model is unchanged. If the
+    function is missing, a warning says so. Expires when Keras warns of groups
+    in a file that no layer has read.
 
     Args:
-        tell: Of the model and the path that it was loaded from.
+        tell: Gets the model and the path that it was loaded from.
     """
 
     @_user_code.once
@@ -83,15 +83,15 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
 
 
 def before_loading(load: Callable[..., keras.Model | None]) -> None:
-    """Have a function asked before Keras's loader makes a model.
+    """Call a function before Keras's loader makes a model.
 
     Files, folders, and the bytes that `copy.deepcopy` and `pickle` make of a
     model are read by two functions of `saving_lib` (keras 3.0 to 3.15), which
-    are put into others here. Where they are gone, it is not asked, and a
-    warning says so. Expires with a public way to load a kind of file.
+    are wrapped here. If they are missing, `load` is not called, and a warning
+    says so. Expires with a public way to load a kind of file.
 
     Args:
-        load: Of a folder, an open file or bytes, `custom_objects`, `compile`
+        load: Gets a folder, an open file or bytes, `custom_objects`, `compile`
             and `safe_mode`. It returns the model, or None to leave it to
             Keras.
     """
@@ -115,16 +115,16 @@ def _warn_of_files(name: str) -> None:
 
 
 def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
-    """Have a function asked what else the metadata of a model's file says.
+    """Add entries to the metadata in a model's file.
 
     Keras makes the JSON of `config.json` and `metadata.json` in one function
     of `saving_lib` (`_serialize_model_as_json`, keras 3.0 to 3.15), and its
-    loader does not read the second. Where that is gone, or returns something
-    else, files are as Keras writes them. Expires when the config of a model
-    has the policy of the model itself, or can have more.
+    loader does not read the second. If the function is missing, or returns
+    something else, files are as Keras writes them. Expires when the config of
+    a model has the policy of the model itself, or can have additional entries.
 
     Args:
-        describe: Of the model; returns entries, which are JSON types.
+        describe: Gets the model; returns entries, which are JSON types.
     """
 
     def serialized(
@@ -143,11 +143,11 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
 def model_of(
     config: dict[str, Any], custom_objects: Any, safe_mode: bool
 ) -> keras.Model:
-    """The model of a config, as Keras's loader makes it, without weights.
+    """Return the model of a config without weights, as Keras's loader does.
 
-    What layers share is made once inside of a scope that is not public
-    (`ObjectSharingScope`, keras 3.0 to 3.15); where that is gone, each has
-    its own. Expires when Keras can load a model and leave its weights.
+    Shared objects are created once inside a scope that is not public
+    (`ObjectSharingScope`, keras 3.0 to 3.15). If that is missing, each layer
+    has its own. Expires when Keras can load a model without its weights.
     """
     scope: Any = contextlib.nullcontext
     with contextlib.suppress(ImportError):
@@ -161,19 +161,19 @@ def model_of(
 
 
 def load_assets(model: keras.Model, folder: Any) -> None:
-    """Let the layers of a model read their assets, such as vocabularies.
+    """Load the assets of a model's layers, such as vocabularies.
 
-    Keras does so while it loads weights, by `_load_state` of the module
-    `saving_lib` (keras 3.0 to 3.15). It takes None for no weights, but not in
-    3.13, and in all versions a store that is false. Expires with a public
-    function that reads assets.
+    Keras does so while it loads weights, in `_load_state` of the module
+    `saving_lib` (keras 3.0 to 3.15). That function takes None for no weights,
+    except in 3.13, and in all versions a store that is falsy. Expires with a
+    public function that reads assets.
 
     Args:
         model: The model.
-        folder: That of the assets.
+        folder: The folder of the assets.
 
     Raises:
-        ValueError: If those of a layer do not load.
+        ValueError: If the assets of a layer do not load.
     """
     from keras.src.saving import saving_lib
 
@@ -208,15 +208,15 @@ def load_assets(model: keras.Model, folder: Any) -> None:
 
 
 def before_export(check: Callable[[keras.Model, str], None]) -> None:
-    """Have a function asked before `Model.export` writes anything.
+    """Call a function before `Model.export` writes anything.
 
-    All formats but that of PyTorch are made of the same traced call, so that
-    a layer cannot tell for which it is traced; there is no public way to be
-    asked. So the public method is put into another one (keras 3.12 to 3.15).
-    Expires when a layer can say in which formats it can be written.
+    All formats except PyTorch's are made from the same traced call, so a layer
+    cannot tell for which one it is traced. There is no public hook, so the
+    public method is wrapped (keras 3.12 to 3.15). Expires when a layer can say
+    in which formats it can be written.
 
     Args:
-        check: Of the model and the name of the format; raises to refuse.
+        check: Gets the model and the name of the format; raises to refuse.
     """
     signature = inspect.signature(keras.Model.export)
 
@@ -232,11 +232,11 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
 
 
 def serialize_as(cls: type, original: type) -> None:
-    """Let files name a class as they name another.
+    """Make files name a class by the name of another class.
 
-    For a class made while the program runs: a file must name the one that a
-    program which loads it can import. Keras has the names in a table
-    (keras 3.0 to 3.15); where that is gone, the class is found by its module
+    This is for a class that is created at run time: a file must name a class
+    that can be imported where it is loaded. Keras has the names in a table
+    (keras 3.0 to 3.15). If that is missing, the class is found by its module
     and name, which are those of the original.
     """
     try:
@@ -249,22 +249,22 @@ def serialize_as(cls: type, original: type) -> None:
 
 
 def is_default(method: object) -> bool:
-    """Return True if a method is marked as one that Keras's base classes have.
+    """Return True if a method is marked as the default of Keras's base classes.
 
-    `_is_default`, keras 3.0 to 3.15. A marked `get_config` is answered by
-    the arguments of the constructor. Where the mark is gone, False.
+    The mark is `_is_default` (keras 3.0 to 3.15). A marked `get_config` returns
+    the arguments of the constructor. If the mark is missing, False.
     """
     return bool(getattr(method, "_is_default", False))
 
 
 def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
-    """Let a compiled model be saved as compiled with other arguments.
+    """Change the `compile` arguments that are saved with a compiled model.
 
     `get_compile_config` returns what `compile` was given, except for
-    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that
-    was compiled with False would be wrapped when it is loaded. Where it is
-    gone, nothing: files then say what Keras says. Expires when Keras saves
-    the argument, and public classes on torch.
+    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that was
+    compiled with False would get a loss scaler when it is loaded. If the
+    attribute is missing, nothing changes, and files have what Keras saves.
+    Expires when Keras saves the argument, and public classes on torch.
     """
     kept = getattr(model, "_compile_config", None)
     arguments = getattr(kept, "config", None)

@@ -1,4 +1,4 @@
-"""What Keras's own quantization puts into a layer."""
+"""Layers that Keras's own quantization has changed."""
 
 from typing import Any, NoReturn
 
@@ -9,11 +9,11 @@ from keras_policy_ext._keras import built_layers
 
 
 def is_quantized(layer: keras.Layer) -> bool:
-    """Return True if Keras has quantized a layer, in whatever mode.
+    """Return True if Keras has quantized a layer, in any mode.
 
-    `quantization_mode` also says so of a layer that follows a policy with a
+    `quantization_mode` is also set for a layer that follows a policy with a
     mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
-    3.15). Where that is gone, False.
+    3.15). If that is missing, False.
     """
     return bool(getattr(layer, "_is_quantized", False))
 
@@ -23,20 +23,21 @@ _mode_of = keras.layers.Layer.quantization_mode.fget
 
 
 def other_mode(layer: keras.Layer) -> str | None:
-    """The mode of Keras's quantization that a layer has; None for float8.
+    """Return the mode of Keras's quantization of a layer; None for float8.
 
     A policy in a map may be Keras's own float8 for a layer of this package
-    that does not follow it. Not asked of the layer, which may ask here.
+    that does not follow it. The property of the layer is not read, because it
+    may call this function.
     """
     mode: str | None = _mode_of(layer)
     return None if mode == "float8" else mode
 
 
 def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
-    """What Keras's `quantize("float8")` has put into a layer, by attribute.
+    """Return the variables that `quantize("float8")` of Keras added, by name.
 
-    Scales and amax histories of three operands, as trainable weights of the
-    layer itself (keras 3.5 to 3.15); none if this is no such layer.
+    These are scales and amax histories of three operands, as trainable weights
+    of the layer itself (keras 3.5 to 3.15). Empty for other layers.
     """
     if layer.quantization_mode != "float8":
         return {}
@@ -52,9 +53,10 @@ def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
 
 
 def remove_stock_float8(layer: keras.Layer) -> None:
-    """Take that out of an unlocked layer, if it is there.
+    """Remove the variables of Keras's float8 from an unlocked layer, if any.
 
-    Deleting the attributes would collect garbage once for each (3.15).
+    Deleting the attributes would run the garbage collector once for each
+    (3.15).
     """
     for name, variable in stock_float8(layer).items():
         built_layers.untrack(layer, variable)
@@ -63,12 +65,12 @@ def remove_stock_float8(layer: keras.Layer) -> None:
 
 
 class TakesAdapters:
-    """A layer that takes adapters of LoRA, though its mode is "float8".
+    """A layer that accepts LoRA adapters although its mode is "float8".
 
-    Keras refuses them by the mode, since the call of its own float8 layers
-    leaves them out (`_check_lora_supported`, from keras 3.16 on; before, it
-    asks nothing). Float8 layers of this package add them. Expires when a layer
-    can say that its call adds them.
+    Keras refuses adapters in this mode, because the call of its own float8
+    layers ignores them (`_check_lora_supported`, from keras 3.16 on; before,
+    there is no check). Float8 layers of this package use them. Expires when a
+    layer can say that its call uses them.
     """
 
     float8_policy: Any
@@ -80,12 +82,12 @@ class TakesAdapters:
 
 
 def refuse_quantization(text: str) -> NoReturn:
-    """Raise that a layer stays as it is, so that users see why.
+    """Raise that a layer is not quantized, with the reason for users.
 
-    `Model.quantize` goes on after a NotImplementedError. It warns with the
-    text (keras 3.12 to 3.15), or, where it makes a report (3.16), counts the
-    layer only: the text is then a warning of its own. Expires when the report
-    has the text.
+    `Model.quantize` continues after a NotImplementedError. It warns with the
+    text (keras 3.12 to 3.15). If it makes a report (3.16), it only counts the
+    layer, so the text is a warning of its own. Expires when the report has the
+    text.
 
     Raises:
         NotImplementedError: Always.

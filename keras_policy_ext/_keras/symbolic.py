@@ -1,4 +1,4 @@
-"""Symbolic calls, and the classes of operations."""
+"""Call functions with symbolic tensors, and find classes of operations."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def operation_class(
     takes_list: bool = False,
     **options: Any,
 ) -> Any:
-    """The class that Keras puts into a graph for a function of `keras.ops`.
+    """Return the class that Keras uses in graphs for a `keras.ops` function.
 
-    `keras.ops` exports the functions alone, and a saved graph names the
-    classes (keras 3.0 to 3.15). The class is taken from the history of a
-    symbolic result.
+    `keras.ops` exports only the functions, but a saved graph names the classes
+    (keras 3.0 to 3.15). The class is read from the history of a symbolic
+    result.
 
     Args:
-        function: Such as `keras.ops.add`.
+        function: The function, such as `keras.ops.add`.
         operands: How many tensors it takes; they get the shape (3, 3).
         takes_list: Whether it takes them as a list.
-        **options: Other arguments that it cannot be called without.
+        **options: Other arguments that it requires.
 
     Raises:
         ImportError: If symbolic tensors of this Keras have no history.
@@ -55,15 +55,15 @@ class Symbols:
         self._variables: dict[int, keras.Variable] = {}
 
     def stand_in(self, layer: keras.Layer) -> Any:
-        """What has the attributes of a layer, with symbolic weights.
+        """Return a substitute for a layer, with symbolic weights.
 
-        Layers and lists of layers in it are stand-ins too. Kernels and
-        embeddings are those without the adapters of LoRA.
+        It has the attributes of the layer. Layers and lists of layers in it are
+        replaced too. Kernels and embeddings are those without LoRA adapters.
         """
         return _SymbolicStandIn(layer, self)
 
     def tensor(self, variable: keras.Variable) -> Any:
-        """The symbolic tensor for a variable, the same one each time."""
+        """Return the symbolic tensor for a variable, the same each time."""
         if id(variable) not in self._tensors:
             tensor = keras.KerasTensor(variable.shape, variable.dtype)
             self._tensors[id(variable)] = tensor
@@ -71,21 +71,21 @@ class Symbols:
         return self._tensors[id(variable)]
 
     def variables(self, result: Any) -> list[keras.Variable]:
-        """The variables that a result is computed of, in order.
+        """Return the variables that a result is computed from, in order.
 
         Raises:
-            TypeError: If it is no symbolic tensor of these variables.
+            TypeError: If it is not computed from these variables.
         """
         return [self._variable(tensor) for tensor in sources(result)]
 
     def evaluate(
         self, result: Any, value_of: Callable[[keras.Variable], Array]
     ) -> Array:
-        """The array that a result stands for.
+        """Compute the array of a symbolic result.
 
         Args:
-            result: A symbolic tensor that was computed of these variables.
-            value_of: The array to take for a variable, of its shape.
+            result: A symbolic tensor that is computed from these variables.
+            value_of: Returns the array for a variable, in its shape.
         """
         tensors = sources(result)
         values = [value_of(self._variable(tensor)) for tensor in tensors]
@@ -107,10 +107,10 @@ class Symbols:
 
 
 def sources(tensor: Any) -> list[Any]:
-    """The symbolic tensors that one is computed of, each once, in order.
+    """Return the distinct symbolic tensors that one is computed from, in order.
 
-    From `_keras_history` and `_inbound_nodes` (keras 3.0 to 3.15): a public
-    `keras.Function` computes a graph, but has to be told where it begins.
+    They are read from `_keras_history` and `_inbound_nodes` (keras 3.0 to
+    3.15): a public `keras.Function` computes a graph, but needs its inputs.
     Expires with a public way to ask a tensor for its inputs.
     """
     history = getattr(tensor, "_keras_history", None)
@@ -125,7 +125,7 @@ def sources(tensor: Any) -> list[Any]:
 
 
 class _SymbolicStandIn:
-    """See `Symbols.stand_in`. It has no attributes of its own."""
+    """A layer with symbolic weights; see `Symbols.stand_in`."""
 
     __slots__ = ("__layer", "__symbols")
 
@@ -143,7 +143,7 @@ class _SymbolicStandIn:
 
 
 def _attribute(layer: keras.Layer, name: str) -> Any:
-    """An attribute as it is in a float layer without adapters."""
+    """Return an attribute as in a float layer without adapters."""
     if name == "kernel":
         return variable_values.stored_kernel(layer)
     if name == "embeddings":
@@ -154,10 +154,10 @@ def _attribute(layer: keras.Layer, name: str) -> Any:
 
 
 def _float_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """The weights of a layer in the order of a stock one.
+    """Return the weights of a layer in the order of a stock layer.
 
-    The first of a layer with adapters, or whose kernel does not train, is
-    another one.
+    In a layer with adapters, or whose kernel does not train, another weight is
+    first.
     """
     found = [
         variable

@@ -1,8 +1,8 @@
-"""Which outputs a transposed convolution keeps on PyTorch, before Keras 3.15.
+"""Outputs of a transposed convolution on PyTorch before Keras 3.15.
 
-From 3.15 on they are those of JAX and TensorFlow. Before, they were moved by a
-place or two under `padding="same"`, and a model that was trained so has to
-have them in float8 too. Expires with Keras 3.14.
+From 3.15 on they are equal to those of JAX and TensorFlow. Before, they were
+shifted by one or two positions under `padding="same"`. A model that was
+trained with the shift must have it in float8 too. Expires with Keras 3.14.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEW = "compute_conv_transpose_output_crops_for_torch"
 
 
 def are_own() -> bool:
-    """Return True if PyTorch has other outputs than JAX and TensorFlow."""
+    """Return True if outputs on PyTorch differ from JAX and TensorFlow."""
     on_torch = keras.backend.backend() == "torch"
     return on_torch and hasattr(_utils, _OLD) and not hasattr(_utils, _NEW)
 
@@ -29,19 +29,19 @@ def are_own() -> bool:
 def around_axis(
     kernel: int, stride: int, dilation: int, padding: str, more: int | None
 ) -> tuple[int, int]:
-    """Zeros around all outputs along an axis; below 0: outputs to cut off.
+    """Return the zeros to add around the outputs of an axis.
 
-    To be asked where the outputs `are_own`.
+    Negative numbers are outputs to remove. Call it only if `are_own()`.
 
     Args:
         kernel: Size of the kernel.
-        stride: Of the outputs.
-        dilation: Distance of the numbers of the kernel.
+        stride: Stride of the outputs.
+        dilation: Distance of the elements of the kernel.
         padding: `"valid"` or `"same"`.
-        more: `output_padding`; None for what Keras chooses.
+        more: `output_padding`; None for the default of Keras.
 
     Returns:
-        Before and after.
+        The numbers before and after the outputs.
     """
     with warnings.catch_warnings():
         # Where Keras computes the same, it has said that backends differ.

@@ -1,4 +1,4 @@
-"""Values of variables: read, assigned and averaged."""
+"""Read, assign and average the values of variables."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ except ImportError:  # Keras has moved it: the public API has to do.
 
 
 def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
-    """The tensor in a variable, in the variable's own dtype.
+    """Return the tensor of a variable in the variable's own dtype.
 
-    Inside a mixed-precision layer Keras hands out a copy in the compute
-    dtype; float8 is quantized from the variable itself. Tensors are returned
-    as they are. There is no public way (keras 3.0 to 3.16).
+    Inside a mixed-precision layer Keras returns a copy in the compute dtype,
+    but float8 is quantized from the variable itself. Tensors are returned
+    unchanged. There is no public way (keras 3.0 to 3.16).
 
     Raises:
-        ImportError: Inside such a layer, if this Keras keeps its autocast
-            scope elsewhere.
+        ImportError: Inside such a layer, if this Keras has its autocast scope
+            elsewhere.
     """
     if not isinstance(variable, keras.Variable):
         return variable
@@ -48,20 +48,19 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
 
 
 def autocasts(variable: keras.Variable) -> bool:
-    """True if a variable says that it is cast where it is read in a scope.
+    """Return True if a variable is cast when it is read in an autocast scope.
 
     `autocast=` is an argument of `keras.Variable` and cannot be read back
-    publicly (`_autocast`, keras 3.0 to 3.15). Where it is gone, True, which
-    is Keras's default.
+    publicly (`_autocast`, keras 3.0 to 3.15). If it is missing, True, which is
+    Keras's default.
     """
     return bool(getattr(variable, "_autocast", True))
 
 
 def set_autocasts(variable: keras.Variable, value: bool) -> None:
-    """Change what `autocasts` returns, after the variable was made.
+    """Change the value of `autocasts` after the variable was made.
 
-    Where Keras keeps it elsewhere, nothing: the variable stays as it was
-    made.
+    If Keras stores it elsewhere, nothing changes.
     """
     if hasattr(variable, "_autocast"):
         variable._autocast = value
@@ -82,9 +81,9 @@ def has_value(variable: keras.Variable) -> bool:
 
 
 def is_stateless() -> bool:
-    """Return whether assignments here do not reach the variables.
+    """Return True if assignments here do not reach the variables.
 
-    From the same place as `has_value` looks at; where that is gone, False.
+    It is read from the same scope as in `has_value`; if that is missing, False.
     """
     return bool(_stateless_scope())
 
@@ -96,11 +95,11 @@ def _stateless_scope() -> Any:
 
 
 def let_wait_no_longer(variable: keras.Variable) -> None:
-    """Never give a value to a variable that was made without one.
+    """Cancel the deferred initialization of a variable.
 
-    In a scope without state Keras keeps a list of those, to give them memory
-    at its end (`uninitialized_variables`, keras 3.0 to 3.15). Where that is
-    gone, the value is made and dropped. Expires when the list is of weak
+    In a stateless scope Keras lists the variables without a value, to allocate
+    them at its end (`uninitialized_variables`, keras 3.0 to 3.15). If the list
+    is missing, the value is created and dropped. Expires when the list has weak
     references.
     """
     waiting = _global_state and _global_state.get_global_attribute(
@@ -111,10 +110,10 @@ def let_wait_no_longer(variable: keras.Variable) -> None:
 
 
 def _is_deleted(value: Tensor) -> bool:
-    """True if JAX has donated this array, or a part of it, to a computation.
+    """Return True if JAX has donated an array, or a part of it.
 
-    On several devices the array passes for a whole one if NumPy has a view
-    of its first buffer, which then stays; to read it ends the process
+    On several devices, the array looks complete if NumPy has a view of its
+    first buffer, which is then kept. Reading the array would abort the process
     (jaxlib 0.10).
     """
     is_deleted = getattr(value, "is_deleted", None)
@@ -128,11 +127,11 @@ def _is_deleted(value: Tensor) -> bool:
 
 
 class TellsItsValue:
-    """A variable whose `value_made` gets the tensor that holds it.
+    """A variable whose `value_made` is called with the tensor that holds it.
 
-    Keras makes that tensor in `_initialize`, in the constructor or, where a
-    scope without state is open, later (keras 3.0 to 3.16). Where it does so
-    elsewhere, the constructor tells of it. Expires with a public hook.
+    Keras makes that tensor in `_initialize`, in the constructor, or later if a
+    stateless scope is open (keras 3.0 to 3.16). If Keras makes it elsewhere,
+    the constructor calls the method. Expires with a public hook.
     """
 
     value: Any
@@ -147,7 +146,7 @@ class TellsItsValue:
             self._tell()
 
     def value_made(self, value: Tensor) -> None:
-        """Called once with the tensor."""
+        """Run once with the tensor; for subclasses to override."""
 
     def _initialize(self, value: Tensor) -> None:
         parent: Any = super()
@@ -162,11 +161,11 @@ class TellsItsValue:
 
 
 def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
-    """Let a variable read its tensor from a mapping, each time it is read.
+    """Make a variable read its tensor from a mapping on each access.
 
-    Keras keeps the tensor itself (`_value`, keras 3.12 to 3.15), and not the
-    place where others may replace it. Expires when it reads the parameters
-    of its module.
+    Keras stores the tensor itself (`_value`, keras 3.12 to 3.15), and not the
+    place where others may replace it. Expires when it reads the parameters of
+    its module.
     """
     cls = type(variable)
     value = property(lambda self: holder[key])
@@ -174,18 +173,19 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
 
 
 class ComputedVariable:
-    """A variable whose numbers are computed of what another one holds.
+    """A variable whose value is computed from another variable.
 
-    It has the name, path and shape of that one, no memory, and a dtype of its
-    own. Put it before `keras.Variable`, whose constructor would make a tensor;
-    what that keeps in attributes is asked of the other one (`_name`, `_path`,
-    `_shape` and others; `_dtype`, `_autocast` are its own; keras 3.0 to 3.15).
-    Where they have other names, the properties of Keras raise. Expires with
-    variables that have no value of their own.
+    It has the name, path and shape of the other one, no memory, and a dtype of
+    its own. List it before `keras.Variable` among the bases, because the
+    constructor of that class would create a tensor. Attributes of that class
+    are read from the other variable (`_name`, `_path`, `_shape` and others),
+    except `_dtype` and `_autocast` (keras 3.0 to 3.15). If they have other
+    names, the properties of Keras raise. Expires with variables that have no
+    value of their own.
 
     Args:
         held: The other variable.
-        dtype: Of the numbers, outside of an autocast scope.
+        dtype: The dtype of the value outside of an autocast scope.
     """
 
     def __init__(self, held: keras.Variable, dtype: str):
@@ -214,20 +214,20 @@ class ComputedVariable:
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
-    """The kernel variable of Dense, EinsumDense or a convolution.
+    """Return the kernel variable of Dense, EinsumDense or a convolution.
 
     Public `layer.kernel` merges LoRA's adapters into a new tensor
     (`_kernel`, keras 3.0 to 3.16).
 
     Raises:
-        ImportError: If this Keras keeps the kernel of a layer with adapters
+        ImportError: If this Keras has the kernel of a layer with adapters
             elsewhere.
     """
     return _stored(layer, "kernel")
 
 
 def stored_embeddings(layer: keras.Layer) -> keras.Variable:
-    """The embeddings variable of Embedding and ReversibleEmbedding.
+    """Return the embeddings variable of Embedding or ReversibleEmbedding.
 
     Public `layer.embeddings` merges LoRA's adapters into a new tensor
     (`_embeddings`, keras 3.0 to 3.16).
@@ -248,32 +248,32 @@ def _stored(layer: keras.Layer, name: str) -> keras.Variable:
 
 
 class Companion:
-    """Base of an object that is notified when its variable changes.
+    """An object that is notified when its variable changes.
 
     There is no public hook (keras 3.0 to 3.15). Expires with one.
     """
 
     left_out = False
-    """Whether an optimizer was built for the variable, and none for this."""
+    """True if an optimizer was built for the variable, not for this object."""
 
     _optimizers: Any = None
 
     def handed_to(self, optimizer: keras.Optimizer) -> None:
-        """Called when an optimizer is built for this."""
+        """Record an optimizer that is built for this object."""
         self._optimizers = self._optimizers or weakref.WeakSet()
         self._optimizers.add(optimizer)
         self.left_out = False
 
     def assigned_beside(self) -> None:
-        """Called after each assignment that is not `untold`."""
+        """Run after each assignment of the variable outside of `untold`."""
 
     def stepped_beside(self) -> None:
-        """Called when an optimizer has changed the variable and not this."""
+        """Run when an optimizer changed the variable but not this object."""
 
     def memory(self) -> Callable[[], None]:
-        """Remember what this holds now; return what puts it back.
+        """Remember the present values; return a function that restores them.
 
-        To be called once the values of both variables are back.
+        Call that function once the values of both variables are restored.
         """
         raise NotImplementedError
 
@@ -281,32 +281,32 @@ class Companion:
 _COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
     weakref.WeakValueDictionary()
 )
-"""By the id of the variable, which its companion keeps alive."""
+"""Companions by the id of their variable, which they keep alive."""
 
 _thread = threading.local()
 
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
-    """Tell a companion from now on when this variable is assigned.
+    """Notify a companion from now on when a variable is assigned.
 
     Args:
         variable: A variable that the companion holds.
-        companion: Told of it, as long as it lives.
+        companion: The object to notify, as long as it exists.
     """
     _COMPANIONS[id(variable)] = companion
 
 
 def is_untold() -> bool:
-    """Return whether this thread is in a block of `untold`."""
+    """Return True if this thread is in a block of `untold`."""
     return getattr(_thread, "blocks", 0) > 0
 
 
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
-    """A block whose assignments are told to nobody.
+    """Suppress the notification of companions in a block.
 
-    As in a step of an optimizer, which assigns companions too, or while a
-    file is read that has both.
+    This is for a step of an optimizer, which assigns companions too, and for
+    loading a file that has both.
     """
     _thread.blocks = getattr(_thread, "blocks", 0) + 1
     try:
@@ -316,13 +316,13 @@ def untold() -> Iterator[None]:
 
 
 def tell_companions() -> None:
-    """Have assignments to variables, and steps of optimizers, be told.
+    """Wrap methods of Keras so that companions are notified.
 
-    Public methods are put into others: `Variable.assign`, and of optimizers
-    `build`, `apply` and `finalize_variable_values`, which on TensorFlow write
-    into the tensors behind the variables. The variables that an optimizer was
-    built with are in `_trainable_variables` (keras 3.0 to 3.15); where these
-    are gone, `apply` has to be given them.
+    The public methods are `Variable.assign`, and of optimizers `build`,
+    `apply` and `finalize_variable_values`, which on TensorFlow writes into the
+    tensors behind the variables. The variables that an optimizer was built
+    with are in `_trainable_variables` (keras 3.0 to 3.15). If this attribute
+    is missing, pass the variables to `apply`.
     """
     put_around(keras.Variable, "assign", _assign)
     put_around(keras.optimizers.Optimizer, "build", _build)
@@ -392,13 +392,12 @@ def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
 
 
 class _AverageStandIn(keras.Variable):
-    """Stands where an optimizer keeps the moving average of a variable.
+    """Replaces the moving average of a variable in an optimizer.
 
-    It ignores what is assigned. It holds zeros, which leave the variable as it
-    is when Keras assigns them. On TensorFlow Keras writes into the
-    tensors behind the variables: there it holds what the variable holds, so
-    that to overwrite the one with the other, or to swap the two, changes
-    nothing.
+    It ignores assigned values. It holds zeros, which do not change the variable
+    when Keras assigns them to it. On TensorFlow, Keras writes into the tensors
+    behind the variables. There it holds the value of the variable, so that
+    overwriting one with the other, or swapping them, changes nothing.
     """
 
     def __init__(self, variable: keras.Variable):
@@ -426,36 +425,36 @@ class _AverageStandIn(keras.Variable):
         """Ignore the assigned value."""
 
     def follow(self, variable: keras.Variable) -> None:
-        """Hold what the variable holds now, where that is due."""
+        """Copy the value of the variable, if this object holds it."""
         if self._copies:
             super().assign(variable.value)
 
 
 class NotAveraged:
-    """A variable that moving averages leave as it is.
+    """A variable that moving averages do not change.
 
     For a variable that is overwritten with its gradient, optimizers with
-    `use_ema` keep None as the average and then fail on it: on TensorFlow at
+    `use_ema` store None as the average and then fail on it: on TensorFlow at
     the end of `fit`, on TensorFlow and JAX with `ema_overwrite_frequency`, on
     all three with the callback `SwapEMAWeights` (keras 3.12 to 3.15). See
-    `leave_out_of_averages`. Zeros, assigned to such a variable, must leave it
-    as it is.
+    `leave_out_of_averages`. Assigning zeros to such a variable must not change
+    it.
     """
 
     _stand_in: _AverageStandIn | None = None
 
     def stand_in(self) -> keras.Variable:
-        """Return the stand-in that optimizers get for an average."""
+        """Return the object that optimizers use as the average."""
         if self._stand_in is None:
             self._stand_in = _AverageStandIn(self)
         return self._stand_in
 
     def is_stand_in(self, value: Any) -> bool:
-        """True if a value is what this variable gave out for its average."""
+        """Return True if a value is the object that `stand_in` returns."""
         return value is not None and value is self._stand_in
 
     def assign(self, value: Tensor) -> Tensor:
-        """Assign, and let the stand-in follow."""
+        """Assign a value, and update the object that `stand_in` returns."""
         parent: Any = super()
         assigned = parent.assign(value)
         if self._stand_in is not None:
@@ -466,7 +465,7 @@ class NotAveraged:
 def fill_averages(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Put the stand-ins of variables where a built optimizer has None."""
+    """Replace None in a built optimizer's averages by `stand_in()`."""
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     for index, average in enumerate(averages):
         variable = variables[index]
@@ -475,14 +474,13 @@ def fill_averages(
 
 
 def leave_out_of_averages() -> None:
-    """Have all optimizers treat variables as `NotAveraged` says.
+    """Make all optimizers treat variables as `NotAveraged` describes.
 
-    Nothing public tells a variable which optimizer it is given to. So the
-    public method `Optimizer.build`, which is given the variables, is put into
-    another one that fills the list of averages when it has made it
-    (`_model_variables_moving_average`, keras 3.12 to 3.15). Where that list is
-    gone, optimizers fail as Keras's do. Expires when Keras skips None
-    everywhere.
+    No public hook tells a variable which optimizer it is given to. So the
+    public method `Optimizer.build`, which gets the variables, is wrapped to
+    fill the list of averages (`_model_variables_moving_average`, keras 3.12 to
+    3.15). If that list is missing, optimizers fail as Keras's do. Expires when
+    Keras skips None everywhere.
     """
 
     def build(

@@ -1,4 +1,4 @@
-"""Which versions of Keras were tested, and what is said of any other."""
+"""The tested versions of Keras, and messages about other versions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ HUB = "0.32 or 0.33"
 """The minor versions of KerasHub that the tests run on."""
 
 WARNED_OF: set[str] = set()
-"""Warnings that were given, each of which comes once in a process."""
+"""The warnings given so far; each is given once per process."""
 
 
 def tested() -> str:
-    """The versions that were tested, as users write them."""
+    """Return the tested versions as text for users."""
     return f"Keras {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def pin() -> str:
-    """Name what pip has to install to get one of them."""
+    """Return the requirement with which pip installs a tested version."""
     (major, minor), (last_major, last) = OLDEST, NEWEST
     return f"keras>={major}.{minor},<{last_major}.{last + 1}"
 
 
 def to_install(error: ImportError) -> str:
-    """Name the package to install where KerasHub is not imported.
+    """Return the package to install if KerasHub cannot be imported.
 
     Args:
-        error: Why it cannot.
+        error: The error of the import.
 
     Returns:
         The package that is missing: KerasHub, or one that it needs.
@@ -43,7 +43,7 @@ def to_install(error: ImportError) -> str:
 
 
 def warn_of_a_newer_keras() -> None:
-    """Warn where the Keras in use is of a later minor version."""
+    """Warn if the Keras in use is newer than the tested versions."""
     found = re.match(r"(\d+)\.(\d+)", keras.__version__)
     if found is None or (int(found[1]), int(found[2])) <= NEWEST:
         return
@@ -57,19 +57,19 @@ def warn_of_a_newer_keras() -> None:
 
 
 def missing(what: str, feature: str, instead: str = "") -> ImportError:
-    """The error of a feature for which this Keras lacks something private.
+    """Return the error of a feature that needs a missing private name.
 
     Args:
-        what: What is not there, as it is written in the source of Keras.
-        feature: What needs it, a noun.
-        instead: A sentence that says how to do without, if there is a way.
+        what: The missing name, as it is in the source of Keras.
+        feature: The feature that needs it, a noun.
+        instead: A sentence on an alternative, if there is one.
     """
     text = f"{_lacks(what)}, which {feature} needs. {_way_out()} {instead}"
     return ImportError(text.rstrip())
 
 
 def warn_of_missing(what: str, consequence: str) -> None:
-    """Warn once that this Keras lacks something, and of what follows.
+    """Warn once that a private name is missing, and of the consequence.
 
     Args:
         what: As for `missing`.

@@ -23,14 +23,14 @@ STEPS = (
 
 
 class OwnReturnedLogs:
-    """A model that says which logs `train_on_batch` returns as a list.
+    """A model that chooses the logs that `train_on_batch` returns as a list.
 
-    Keras lists whatever `train_step` logs (`_flatten_metrics_in_order`,
-    keras 3.0 to 3.15). Where it no longer asks, all logs are returned.
+    Keras lists all logs of `train_step` (`_flatten_metrics_in_order`, keras 3.0
+    to 3.15). If it no longer calls this, all logs are returned.
     """
 
     def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """The logs to return; all, unless a subclass leaves some out."""
+        """Return the logs to list; all, unless a subclass leaves some out."""
         return logs
 
     def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
@@ -39,14 +39,14 @@ class OwnReturnedLogs:
 
 
 def forget_compiled_functions(model: keras.Model) -> None:
-    """Let a model trace its training, test and prediction steps anew.
+    """Make a model trace its training, test and prediction steps anew.
 
-    As `compile` does, which would also ask for the loss and the metrics
-    again (keras 3.0 to 3.15). KerasHub's models that generate keep one step
-    more, which `compile` sets to None too (keras_hub 0.32). A `fit` that is
-    under way, and has called back, makes no training step by itself.
+    `compile` does this too, but needs the loss and the metrics again (keras 3.0
+    to 3.15). KerasHub's generating models have one more step, which `compile`
+    also sets to None (keras_hub 0.32). The training step is created again here,
+    because a running `fit` that has called a callback does not create it.
 
-    On TensorFlow a model tracks a step as long as the attribute is there, and
+    On TensorFlow a model tracks a step as long as the attribute exists, and
     the step keeps the weights that it reads.
     """
     trains = getattr(model, "train_function", None) is not None
@@ -61,11 +61,12 @@ def forget_compiled_functions(model: keras.Model) -> None:
 
 
 def forget_gone_layers(model: keras.Model) -> None:
-    """Let go the layers that were in a model when it was compiled.
+    """Release the layers that a model had when it was compiled, and lost since.
 
-    It keeps for each whether it was trainable (`_compiled_trainable_state`,
-    keras 3.15), and with a float8 state the kernel. Where that is gone, so are
-    they. Expires when Keras keeps no layers there.
+    Keras stores for each layer whether it was trainable
+    (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
+    kernel alive. If the attribute is missing, there is nothing to release.
+    Expires when Keras stores no layers there.
     """
     kept = getattr(model, "_compiled_trainable_state", None)
     if isinstance(kept, dict):
@@ -76,24 +77,24 @@ def forget_gone_layers(model: keras.Model) -> None:
 def follow_graph(
     model: keras.Model, inputs: list[Any], call: Callable[..., Any]
 ) -> list[Any]:
-    """Call what a Functional model calls, on values of the caller's own.
+    """Call the operations of a Functional model on given values.
 
-    `model.operations` is public and has each operation once, without what it
-    was called on; that is in `_nodes_by_depth` (keras 3.0 to 3.15). Expires
-    with a public way to read the graph.
+    `model.operations` is public and lists each operation once, but without its
+    inputs. These are in `_nodes_by_depth` (keras 3.0 to 3.15). Expires with a
+    public way to read the graph.
 
     Args:
         model: A Functional model.
-        inputs: A value for each of `model.inputs`; of any type that
-            `keras.tree` has as a leaf.
+        inputs: A value for each of `model.inputs`, of any type that is a leaf
+            of `keras.tree`.
         call: Called as `call(operation, *args, **kwargs)`, with values in
-            place of symbolic tensors; returns what the operation does.
+            place of symbolic tensors; returns the results of the operation.
 
     Returns:
         A value for each of `model.outputs`.
 
     Raises:
-        ImportError: If models of this Keras keep their graph elsewhere.
+        ImportError: If the models of this Keras store their graph elsewhere.
     """
     levels = getattr(model, "_nodes_by_depth", None)
     if levels is None:
@@ -113,12 +114,12 @@ def follow_graph(
 
 
 def layers_within(layer: keras.Layer) -> list[keras.Layer]:
-    """A layer and all layers in it, each once, in order, outer ones first.
+    """Return a layer and all layers in it, without repeats, outer ones first.
 
-    `model.layers` has one level only. `_flatten_layers` was seen in keras
-    3.0 to 3.15, and is asked for one level at a time, since it turns the
-    order of the deeper ones around; where it is gone, the layers in the
-    attributes are followed. Expires with a public way to walk a model.
+    `model.layers` has one level only. `_flatten_layers` (keras 3.0 to 3.15) is
+    called for one level at a time, because it reverses the order of the deeper
+    ones. If it is missing, the layers are found in the attributes. Expires with
+    a public way to walk a model.
     """
     found: dict[int, Any] = {}
     waiting = [layer]
@@ -131,7 +132,7 @@ def layers_within(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
-    """The layers of one level below a layer; see `layers_within`."""
+    """Return the layers one level below a layer; see `layers_within`."""
     if hasattr(layer, "_flatten_layers"):
         return list(layer._flatten_layers(include_self=False, recursive=False))
     if isinstance(layer, keras.Model):
@@ -141,7 +142,7 @@ def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def _layers_in(value: Any) -> Iterator[keras.Layer]:
-    """The layers in an attribute: itself, or in lists and dicts."""
+    """Yield the layers in an attribute: itself, or in lists and dicts."""
     if isinstance(value, keras.Layer):
         yield value
     elif isinstance(value, dict):
@@ -152,9 +153,9 @@ def _layers_in(value: Any) -> Iterator[keras.Layer]:
 
 
 def attributes(layer: keras.Layer) -> dict[str, Any]:
-    """The attributes of a layer by name, its layers among them.
+    """Return the attributes of a layer by name, including its layers.
 
-    On torch a layer is a module, which keeps the modules in it apart
+    On torch a layer is a module, which stores the modules in it separately
     (`named_children`, public there; keras 3.0 to 3.15).
     """
     children = getattr(layer, "named_children", dict)
@@ -162,12 +163,12 @@ def attributes(layer: keras.Layer) -> dict[str, Any]:
 
 
 def uses_in_graph(model: keras.Layer) -> dict[int, int]:
-    """How often a Functional model calls each of its layers, by their ids.
+    """Return how often a Functional model calls each layer, by their ids.
 
-    From `_nodes_by_depth` (keras 3.0 to 3.15), since `model.layers` and
-    `model.operations` have each layer once. Empty for other models; where
-    the attribute is gone, every layer counts as called once. Expires with a
-    public way to read the graph.
+    It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
+    `model.layers` and `model.operations` list each layer once. Empty for other
+    models, and if the attribute is missing; such layers count as called once.
+    Expires with a public way to read the graph.
     """
     levels = getattr(model, "_nodes_by_depth", None) or {}
     nodes = itertools.chain.from_iterable(levels.values())
@@ -175,7 +176,7 @@ def uses_in_graph(model: keras.Layer) -> dict[int, int]:
 
 
 def own_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """The weights of a layer that are not those of a layer in it.
+    """Return the weights of a layer, without those of layers in it.
 
     `layer.weights` has both (keras 3.0 to 3.15).
     """
@@ -185,24 +186,24 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """The variables that a layer has outside of the layers in it.
+    """Return the variables that a layer tracks, without those of inner layers.
 
-    However they came into its attributes, lists and dicts. `variables` has
-    those of the inner layers too (`_trainable_variables` and
-    `_non_trainable_variables`, keras 3.0 to 3.15); where these are gone,
-    nothing: variables then count from their assignment to an attribute on.
+    They may be in attributes, lists or dicts. `variables` includes inner
+    layers (`_trainable_variables` and `_non_trainable_variables`, keras 3.0 to
+    3.15). If these are missing, the list is empty: variables then count only
+    from their assignment to an attribute on.
     """
     kept = ("_trainable_variables", "_non_trainable_variables")
     return [v for name in kept for v in getattr(layer, name, ())]
 
 
 def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """The variables that a layer reads, and does not track.
+    """Return the variables that a layer reads but does not track.
 
-    Those that its functions find outside, such as that of a `Lambda`, or have
-    as defaults, and those that the graph of a Functional model has as
-    arguments of operations (`_nodes_by_depth` as for `uses_in_graph`). Expires
-    when Keras tracks them.
+    These are closure variables, globals and defaults of its functions, such as
+    that of a `Lambda`, and arguments of operations in the graph of a Functional
+    model (`_nodes_by_depth` as for `uses_in_graph`). Expires when Keras tracks
+    them.
     """
     found: list[Any] = []
     for function in filter(inspect.isfunction, vars(layer).values()):
@@ -221,10 +222,10 @@ def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """The metrics that a layer has outside of the layers in it.
+    """Return the metrics of a layer, without those of layers in it.
 
-    `metrics` of a model is often a property of its author, which may read
-    what the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
-    Where it is gone, nothing: metrics are then updated as in Keras.
+    `metrics` of a custom model is often a property that may read attributes
+    which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15). If it
+    is missing, the list is empty: metrics are then updated as in Keras.
     """
     return list(getattr(layer, "_metrics", ()))

@@ -1,4 +1,4 @@
-"""Any built Keras model into float8 in place, and back.
+"""Convert any built Keras model to float8 in place, and back.
 
 ```python
 report = kpe.convert(model)

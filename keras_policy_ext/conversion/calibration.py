@@ -1,4 +1,4 @@
-"""Scales of a model that was not trained in float8."""
+"""Fill in the scales of a model that was not trained in float8."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 BATCH = 32
 
 Run = Callable[[Any], object]
-"""What is done with a batch."""
+"""A function that is called with a batch."""
 
 
 def calibrate(
@@ -36,23 +36,22 @@ def calibrate(
 ) -> tuple[str, ...]:
     """Fill the scales of a float8 model without training it.
 
-    The model is called on each batch as for prediction, and the amaxes of
-    the inputs of its float8 layers enter their histories, one entry for each
-    batch, and those of kernels that have changed since they were observed,
-    as where weights were copied into the model. Output gradients are not
-    seen: their scales come with the first step of training.
+    The model is called on each batch as for prediction. The amaxes of the
+    inputs of its float8 layers enter their histories, one entry per batch. So
+    do the amaxes of kernels that changed since they were observed, for example
+    because weights were copied into the model. Output gradients are not
+    observed: their scales come with the first training step.
 
-    A model that is only trained, without a `call`, needs `call=`, or is
-    calibrated part by part:
+    A model without a `call` needs `call=`, or is calibrated part by part:
 
     ```python
     kpe.calibrate(vae, images, call=lambda x: vae.decoder(vae.encoder(x)))
     kpe.calibrate(gan.generator, noise)
     ```
 
-    Under recipes without state there is nothing to fill. Where layers are
-    inside a `tf.function` of the model, functions run eagerly in the whole
-    process meanwhile: TensorFlow has one switch for that.
+    Recipes without state have nothing to fill. If layers are inside a
+    `tf.function` of the model, all functions of the process run eagerly during
+    the call, because TensorFlow has one switch for all.
 
     Args:
         model: A model with float8 layers.
@@ -60,7 +59,8 @@ def calibrate(
             taken in batches of 32; or an iterable of batches, each of inputs
             or of `(inputs, targets)`, such as a list, a
             `keras.utils.PyDataset` or a `tf.data.Dataset`. A list or tuple
-            of arrays is inputs if those of the model have its structure.
+            of arrays counts as inputs if the model's inputs have the same
+            structure.
         steps: The most batches to take; None for all.
         call: What to do with a batch in place of `model(inputs)`. It gets
             arrays cut into batches, and otherwise each batch as `data` has
@@ -72,10 +72,10 @@ def calibrate(
     Raises:
         ValueError: If no layer of the model has float8 state, the model has
             no `call` and none is given, there is no batch, or a list or
-            tuple of arrays may be inputs as well as batches. The state is
+            tuple of arrays could be either inputs or batches. The state is
             then unchanged.
-        TypeError: If `model` is no Keras layer, `steps` no positive int, or
-            `call` no function.
+        TypeError: If `model` is not a Keras layer, `steps` is not a positive
+            int, or `call` is not a function.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -99,7 +99,7 @@ def calibrate(
 
 
 def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
-    """Call the layers, as for prediction."""
+    """Call the model on a batch as for prediction, or call `call` on it."""
     if call is None:
         model(batch, training=False)
     else:
@@ -109,9 +109,9 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
 def _seen(
     run: Run, batches: Iterable[Any], states: list[StateVariable]
 ) -> dict[int, list[np.ndarray]] | None:
-    """The amaxes of the inputs, batch by batch, by the id of their state.
+    """Return the amaxes of the inputs per batch, by the id of their state.
 
-    None if there is no batch.
+    Return None if there is no batch.
     """
     seen: dict[int, list[np.ndarray]] | None = None
     functions_too = False
@@ -128,17 +128,18 @@ def _seen(
 
 
 class _TracedError(Exception):
-    """An amax has no number yet."""
+    """The value of an amax is not known, because a compiler traces."""
 
 
 def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
-    """The largest amax of the inputs of each contraction in a call.
+    """Return the largest amax of the inputs of each contraction in one call.
 
-    With `functions_too` also in functions that layers have compiled
-    themselves. On TensorFlow those of all threads are then run eagerly.
+    With `functions_too`, functions that layers have compiled themselves are
+    included. On TensorFlow the functions of all threads then run eagerly.
 
     Returns:
-        By the id of the state variable; nothing if an amax could not be read.
+        Amaxes by the id of the state variable; empty if an amax could not be
+        read.
     """
     found: dict[int, np.ndarray] = {}
     framework = backends.current()
@@ -186,12 +187,12 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
 
 
 def _as_tensor(x: Any) -> Any:
-    """A tensor of an array, as a model makes it; other things stay."""
+    """Convert an array to a tensor; return other things unchanged."""
     return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 
 def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
-    """Enter what was seen of a layer; whether there was anything."""
+    """Add observed amaxes to a layer's state; return True if there are any."""
     state, filled = layer.float8_state, False
     for kernel in layer.float8_contracted:
         variable = state.of(kernel)
@@ -210,7 +211,8 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
 def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
     """Yield batches of data; without targets if only inputs are wanted.
 
-    What the model takes says nothing of what another function does.
+    With `inputs_only=False` the batches are for another function than the
+    model, so the input structure of the model is not used.
     """
     structure = _input_structure(model) if inputs_only else None
     if _is_inputs(data, structure):
@@ -238,7 +240,7 @@ def _is_inputs(data: object, structure: Any) -> bool:
     """Return True if these are inputs, and not batches.
 
     Raises:
-        ValueError: If that cannot be told.
+        ValueError: If they may be both.
     """
     if not _is_structure_of_arrays(data):
         return False
@@ -262,7 +264,7 @@ def _is_structure_of_arrays(data: object) -> bool:
 
 
 def _alike(data: object, structure: Any) -> bool:
-    """True if data have a structure, where lists are as good as tuples."""
+    """Return True if data have a structure; lists and tuples count as equal."""
     if structure is None:
         return False
     try:
@@ -276,7 +278,7 @@ def _alike(data: object, structure: Any) -> bool:
 
 
 def _input_structure(model: keras.Layer) -> Any:
-    """What a model takes, each array a 0; None where it is not known."""
+    """Return the input structure of a model, with 0 per array, or None."""
     tensors = getattr(model, "inputs", None)
     if isinstance(model, keras.Sequential):
         return None if tensors is None else 0
@@ -287,7 +289,7 @@ def _input_structure(model: keras.Layer) -> Any:
 
 
 def _structure_of_shape(shape: object) -> Any:
-    """A structure of shapes, each shape a 0; None where one is missing."""
+    """Return a structure with 0 per shape, or None if a shape is missing."""
     if isinstance(shape, dict):
         parts = {k: _structure_of_shape(v) for k, v in shape.items()}
         return None if None in parts.values() else parts

@@ -16,7 +16,7 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
 
 NOT_BUILT = "it has no weights yet: it was never called"
-"""Why a layer that could be in float8 is skipped in a model that is built."""
+"""The reason for an unbuilt layer in a built model."""
 
 _NO_KERNEL = "it has no kernel to multiply with"
 
@@ -43,7 +43,7 @@ class Candidate:
 
     Attributes:
         layer: The layer.
-        form: The class that it is going to have.
+        form: The float8 class that conversion gives it.
         kernels: The weights that are contracted.
     """
 
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """For each kernel: how many terms are summed, and to how many sums."""
+        """For each kernel, the sizes (summed, output) of its matmul."""
         form: Any = self.form
         return [
             form.float8_axes(self.layer, kernel).sizes(tuple(kernel.shape))
@@ -90,7 +90,7 @@ class Survey:
 
 
 def survey(model: keras.Layer) -> Survey:
-    """Look at every layer of a model; nothing is changed."""
+    """List the convertible and the other layers of a model, without changes."""
     found = Survey([], [], [])
     for layer in walking.layers_within(model):
         if isinstance(layer, Float8State):
@@ -109,21 +109,21 @@ def survey(model: keras.Layer) -> Survey:
 
 
 def path_of(layer: keras.Layer) -> str:
-    """The path of a layer; its name where it has none yet."""
+    """Return the path of a layer, or its name if it has no path yet."""
     return layer.path or layer.name
 
 
 def quantized_by_keras(layer: keras.Layer) -> bool:
-    """True if a layer is quantized, and not in the float8 of this package."""
+    """Return True if a layer is quantized by Keras, not by this package."""
     return layer.quantization_mode is not None and not isinstance(
         layer, Float8Mixin
     )
 
 
 def replaced_code(layer: keras.Layer) -> str | None:
-    """Why the code of a layer may compute something else than its stock class.
+    """Return why the code of a layer may differ from its stock class, or None.
 
-    None where it does not, or where there is no float8 form of that class.
+    Also None if there is no float8 form of that class.
     """
     cls = type(layer)
     try:
@@ -140,11 +140,15 @@ def replaced_code(layer: keras.Layer) -> str | None:
 
 
 class _CannotConvert(Exception):
-    """Why a layer cannot be converted."""
+    """A layer cannot be converted; the message is the reason."""
 
 
 def _form(layer: keras.Layer) -> type | None:
-    """The float8 form, or None for what has nothing to convert itself."""
+    """Return the float8 form of a layer, or None if it needs no conversion.
+
+    Raises:
+        _CannotConvert: If it has weights and cannot be converted.
+    """
     cls = type(layer)
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
@@ -168,10 +172,10 @@ def _form(layer: keras.Layer) -> type | None:
 
 
 def _quantized_by(layer: keras.Layer) -> str | None:
-    """Why a layer that another library quantizes stays as it is.
+    """Return why a layer that another library quantizes is not converted.
 
-    Such a layer has quantizers: layers or other objects of classes of that
-    name, which are not Keras's.
+    Such a layer holds quantizers: layers or other objects with "quantizer" in
+    the names of their classes, which are not classes of Keras.
     """
     held = walking.attributes(layer).values()
     for each in (*held, *walking.layers_directly_in(layer)):
@@ -202,7 +206,7 @@ def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
 
 
 def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
-    """The weights that a form contracts; none if it is a composite."""
+    """Return the weights that a form contracts; none if it is a composite."""
     own = walking.own_weights(layer)
     found: list[keras.Variable] = []
     if isinstance(layer, Float8Mixin):
@@ -231,8 +235,8 @@ def check(model: keras.Layer) -> None:
 
     Raises:
         TypeError: If it is no Keras model or layer.
-        ValueError: If it has no weights yet, a part of a model that is not
-            built has none, or the weights are not in their variables.
+        ValueError: If the model has no weights yet, a part of an unbuilt model
+            has none, or the variables hold no values.
     """
     check_is_layer(model, "can be converted")
     if not (model.built and has_call(model)):
@@ -261,7 +265,7 @@ def check_is_layer(model: object, purpose: str, also: str = "") -> None:
 
 
 def has_call(model: keras.Layer) -> bool:
-    """True if a model or layer has a `call`, and not only parts that do."""
+    """Return True if a layer defines `call`, and not only its parts do."""
     return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
@@ -285,7 +289,7 @@ def _check_parts(model: keras.Layer) -> None:
 
 
 def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
-    """Parts without weights that would get some, outermost ones, by name."""
+    """List the outermost unbuilt parts that would get weights, with names."""
     found = []
     for name, part in _parts(model):
         if not any(map(_would_get_weights, walking.layers_within(part))):
@@ -299,7 +303,7 @@ def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
 
 
 def _would_get_weights(layer: keras.Layer) -> bool:
-    """True if a layer is going to make weights itself when it is built."""
+    """Return True if building this layer would create weights in it."""
     if layer.built or type(layer) in _WITHOUT_WEIGHTS:
         return False
     if isinstance(layer, keras.Model) and layer.layers:
@@ -308,7 +312,7 @@ def _would_get_weights(layer: keras.Layer) -> bool:
 
 
 def _parts(model: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """The layers directly in a model, each with the attribute that has it."""
+    """Yield the layers directly in a model, with the attributes they are in."""
     names: dict[int, str] = {}
     for name, value in walking.attributes(model).items():
         if not name.startswith("_"):
@@ -321,7 +325,7 @@ def _parts(model: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(value: object) -> Iterator[tuple[str, Any]]:
-    """What is in lists and dicts, with the subscripts that lead there."""
+    """Yield the leaves of nested lists and dicts, with their subscripts."""
     if isinstance(value, dict):
         items = [(repr(key), each) for key, each in value.items()]
     elif isinstance(value, (list, tuple)):

@@ -18,7 +18,7 @@ from keras_policy_ext.conversion.candidates import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class BreakEven:
-    """What is known of one device under one framework.
+    """The size from which float8 gains on one device in one framework.
 
     Attributes:
         backend: The name of the framework, or `"any"`.
@@ -34,7 +34,7 @@ class BreakEven:
     origin: str
 
     def is_for(self, backend: str, device: str) -> bool:
-        """Return True if it is about this framework on this device."""
+        """Return True if this row is for a framework on a device."""
         return self.backend in ("any", backend) and (
             self.device == "any" or self.device.lower() in device.lower()
         )
@@ -42,16 +42,19 @@ class BreakEven:
 
 @functools.cache
 def table() -> tuple[BreakEven, ...]:
-    """All rows; of those that are for a device the first one holds."""
+    """Return all rows of the table.
+
+    If several match a device, the first one applies.
+    """
     package = importlib.resources.files("keras_policy_ext.conversion")
     text = package.joinpath("break_even.json").read_text(encoding="utf-8")
     return tuple(BreakEven(**row) for row in json.loads(text))
 
 
 def here() -> BreakEven:
-    """The row for this machine, or for the device that is pretended.
+    """Return the row for this machine, or for the simulated device.
 
-    Where float8 matmuls are emulated nothing is won, whatever the table says.
+    Where float8 matmuls are emulated, no size gains, whatever the table says.
     """
     framework, pretended = backends.current(), devices.pretended()
     backend = framework.name
@@ -67,9 +70,9 @@ def here() -> BreakEven:
 def choice_for(
     contraction: contractions.Einsum | contractions.Conv,
 ) -> contractions.Choice:
-    """Which kernel a contraction gets in a compiled step of training.
+    """Return the kernel that a contraction gets in a compiled training step.
 
-    Scales are those of whole tensors.
+    Scaling is per tensor.
     """
     recipe = recipes.get("current")
     plan = contractions.make_plan(contraction, recipe, "bfloat16", "float32")
@@ -79,22 +82,22 @@ def choice_for(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Leaves out the layers that float8 would slow down or hurt.
+    """A filter that leaves out layers that float8 would slow down or hurt.
 
-    Hardware multiplies float8 matrices whose sizes are multiples of 16, and a
-    small product is over before the time for amaxes and casts is won back.
-    From which size on float8 gains is a matter of the device: see
-    `keras-policy-ext doctor`. It gains nowhere where its products are
-    emulated, and so on no CPU.
+    Hardware multiplies float8 matrices whose sizes are multiples of 16. In a
+    small matmul the time saved is less than the time of amaxes and casts. The
+    size from which float8 gains depends on the device: see
+    `keras-policy-ext doctor`. Emulated matmuls never gain, so without
+    `smallest` no layer is converted on a CPU.
 
     Attributes:
         multiple: Both the summed and the output size must be multiples of it.
-        smallest: Neither may be below it, on whatever device. None: by the
-            table of the device, and only what is native there.
+        smallest: Neither may be below it, on any device. None: the size comes
+            from the table of the device, and emulated matmuls are left out.
         first: Whether the first layer of the model is converted.
-        last: Whether the last one is, which makes the logits.
+        last: Whether the last layer is converted, which computes the logits.
         rows: How many rows the inputs of a layer have in a step, such as
-            batch times positions; where `smallest` is None.
+            batch times positions. Used if `smallest` is None.
 
     Examples:
         >>> layers = [keras.layers.Dense(64), keras.layers.Dense(8)]
@@ -122,13 +125,13 @@ class Auto:
                 raise ValueError(_wrong(name, value))
 
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """Why layers are left out.
+        """Return why layers are left out.
 
         Args:
             candidates: All that could be converted, in the model's order.
 
         Returns:
-            A reason for each number of a candidate that is left out.
+            A reason by the index of each candidate that is left out.
         """
         known = here() if self.smallest is None else None
         found = {
@@ -166,11 +169,11 @@ class Auto:
         return None
 
     def _too_small(self, here: BreakEven, summed: int, free: int) -> str | None:
-        """Why a product loses on this device, or None.
+        """Return why a matmul is slower in float8 on this device, or None.
 
-        Its time in the matmul goes with the product of its three sizes, and
-        the time around it with the sum of the products of two of them. So it
-        gains what a square one does whose size is their harmonic mean.
+        The time of a matmul grows with the product of its three sizes. The time
+        around it grows with the sum of the products of two of them. So a matmul
+        gains as much as a square one whose size is their harmonic mean.
         """
         size = 3 / (1 / self.rows + 1 / summed + 1 / free)
         if here.size is None or size >= here.size:
@@ -182,7 +185,7 @@ class Auto:
 
 
 def _contraction(layer: Any) -> contractions.Einsum | contractions.Conv:
-    """What a layer contracts, as far as the choice of a kernel asks."""
+    """Return the contraction of a layer, as needed to choose a kernel."""
     if hasattr(layer, "kernel_size"):
         ones = (1,) * len(layer.kernel_size)
         return contractions.Conv(ones, "valid", ones, "channels_last")

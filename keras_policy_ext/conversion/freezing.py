@@ -1,4 +1,4 @@
-"""`freeze` and `thaw`: kernels of one byte a number, and back."""
+"""`freeze` and `thaw`: kernels of one byte per element, and back."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _BEFORE_CALLS = (
 
 
 def has_own_files(layer: keras.Layer) -> str | None:
-    """Why a layer is not frozen that saves or loads its weights itself.
+    """Return why a layer that saves its own weights is not frozen, or None.
 
-    Its files have float kernels, and codes would be loaded as numbers.
+    Its files hold float kernels, so codes would be loaded as values.
     """
     for name in _FILES:
         if name in vars(layer):
@@ -85,11 +85,12 @@ def has_own_files(layer: keras.Layer) -> str | None:
 def kernels_assigned_in(
     layers: Iterable[keras.Layer],
 ) -> dict[int, str]:
-    """Why weights stay in floats that methods of layers assign, by `id`.
+    """Find weights that methods of layers assign, by `id`, with a reason.
 
-    By the source of their classes: `self.inner.kernel.assign(...)`, or a
-    local variable that holds the weight. What makes and builds a layer is not
-    looked at, and neither are classes of Keras.
+    Such weights stay in floats. They are found in the source of the classes:
+    `self.inner.kernel.assign(...)`, or a local variable that holds the weight.
+    Methods that make and build a layer are skipped, and so are classes of
+    Keras.
     """
     found: dict[int, str] = {}
     for layer in layers:
@@ -114,7 +115,7 @@ def _own() -> set[type]:
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
-    """The functions of a class that are no code of Keras or this package."""
+    """Yield the methods of a class that are the user's own code."""
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("keras", "keras_policy_ext"):
             continue
@@ -127,7 +128,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 
 def _assigned_by(function: types.FunctionType, layer: keras.Layer) -> list[Any]:
-    """List what a method assigns, as far as its source tells."""
+    """List the objects that a method assigns to, as found in its source."""
     if not {*_ASSIGNS} & _names(function.__code__):
         return []
     try:
@@ -155,7 +156,8 @@ def _names(code: types.CodeType) -> set[str]:
 class _Meanings:
     """Find the objects that expressions in a method can stand for.
 
-    Attributes, what is in lists and dicts, and local names for these.
+    It follows attributes, entries of lists and dicts, and local names of
+    these.
 
     Args:
         owner: What the method calls its layer.
@@ -166,7 +168,7 @@ class _Meanings:
         self._names: dict[str, list[Any]] = {owner: [layer]}
 
     def read(self, tree: ast.AST) -> None:
-        """Learn what local names stand for."""
+        """Record which objects local names stand for."""
         for _ in range(2):  # A name may be used above the line that sets it.
             for node in ast.walk(tree):
                 if isinstance(node, ast.Assign):
@@ -178,7 +180,7 @@ class _Meanings:
                     self._name(node.target, self.of(node.value))
 
     def of(self, node: ast.AST) -> list[Any]:
-        """All that an expression can stand for, as far as it is known."""
+        """Return all known objects that an expression can stand for."""
         if isinstance(node, ast.Name):
             return self._names.get(node.id, [])
         if isinstance(node, ast.Attribute):
@@ -209,7 +211,7 @@ class _Meanings:
 
 
 def _attributes(values: list[Any], name: str) -> list[Any]:
-    """An attribute of each of some things that has it."""
+    """Return an attribute of all values that have it."""
     found = []
     for value in values:
         with contextlib.suppress(Exception):  # A property may need more.
@@ -239,42 +241,43 @@ def freeze(
     include: PathPatterns | None = None,
     exclude: PathPatterns | None = None,
 ) -> FrozenReport:
-    """Store the kernels of a model in float8, one byte a number, in place.
+    """Store the kernels of a model in float8, one byte per element, in place.
 
-    Kernels of Dense, EinsumDense, convolutions, attention, recurrent cells
-    and embeddings become codes with scales, and the floating-point weights
-    are let go. A frozen layer computes what it was rounded to: its kernel
-    does not train, and gradients pass to its inputs. Adapters of LoRA train
-    beside it. Biases stay as they are, and so does what the report names.
+    Kernels of Dense, EinsumDense, convolutions, attention, recurrent cells and
+    embeddings become codes with scales, and the floating-point weights are
+    released. A frozen layer computes with the rounded kernel: the kernel does
+    not train, and gradients pass to the inputs. LoRA adapters still train.
+    Biases are unchanged, and so are the layers that the report lists as
+    skipped.
 
     Args:
         model: A built model or layer, in float8 or not, trained or not.
         weights: The format: `"float8_e4m3fn"` or `"float8_e5m2"`.
         granularity: What has a scale: `"channel"` (each output of a kernel,
-            each word of an embedding), `"tensor"`, or `"block"` (128 by 128
-            numbers of the kernel as a matrix).
-        activations: None leaves the inputs of products as they are.
-            `"dynamic"` rounds them to e4m3fn too, with a scale for each
-            token, or example of a convolution; `"static"` with one scale for
-            all, from the amaxes that were seen in training or by `calibrate`,
-            under delayed scaling. Embeddings that also compute logits, as
-            `ReversibleEmbedding` does, then stay in floats, as other readers
-            of a language model have them, unless `include` names them.
+            each row of an embedding), `"tensor"`, or `"block"` (128 by 128
+            elements of the kernel as a matrix).
+        activations: None leaves the inputs of matmuls unquantized.
+            `"dynamic"` quantizes them to e4m3fn too, with a scale per token,
+            or per example of a convolution. `"static"` uses one scale for all,
+            from the amaxes that delayed scaling observed in training or in
+            `calibrate`. With either, embeddings that also compute logits, such
+            as `ReversibleEmbedding`, stay in floats unless `include` names
+            them, because other readers of a language model keep them so.
         trained_scales: Whether kernels that were trained under delayed
-            scaling keep the scale that they had, and are not scaled anew;
-            with `granularity="tensor"` only.
+            scaling keep their scale instead of getting a new one; only with
+            `granularity="tensor"`.
         include: As for `convert`.
         exclude: As for `convert`.
 
     Returns:
-        What was stored, in how many bytes, and how near to what it was; and
-        what was not stored and why.
+        What was stored, in how many bytes and with what error; and what was
+        not stored and why.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model is not built, an argument is unknown, a
-            kernel is not finite, or a scale that is asked for was never
-            seen. The model is then unchanged.
+            kernel is not finite, or a requested scale was never observed.
+            The model is then unchanged.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -325,15 +328,15 @@ def freeze(
 def thaw(model: keras.Layer) -> Report:
     """Give a frozen model float weights again, in place.
 
-    Layers are the stock ones again. The weights are those that the kernels
-    were rounded to: what `freeze` has lost does not come back.
+    Layers are stock layers again. The weights have the values that `freeze`
+    rounded them to: the rounding is not undone.
 
     Args:
         model: As for `freeze`.
 
     Returns:
-        The layers that were frozen, and nothing skipped; it says that their
-        weights are rounded.
+        A report of the layers that were frozen. It notes that their weights are
+        rounded.
 
     Raises:
         ValueError: If the model or a part of it is not built.
@@ -357,14 +360,14 @@ def thaw(model: keras.Layer) -> Report:
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
-    """The layers of a model whose kernels are stored."""
+    """List the layers of a model whose kernels are stored in float8."""
     return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
 def freezable(
     model: keras.Layer,
 ) -> tuple[list[Candidate], list[Unconverted]]:
-    """The layers of a model that can be frozen, and why others cannot."""
+    """Return the layers that can be frozen, and why others cannot."""
     survey = candidates.survey(model)
     found = {id(each.layer): each for each in survey.candidates}
     skipped = []
@@ -393,10 +396,10 @@ def freezable(
 
 
 def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
-    """The embeddings in a model that compute logits too, and why they stay.
+    """Find the embeddings that compute logits too, by index, with the reason.
 
-    By number. What reads an exported model computes logits of inputs that are
-    not rounded, and has the table in floats.
+    They stay in floats by default, because the readers of an exported model
+    compute logits in floats, from unquantized inputs.
     """
     return {
         number: "it computes logits, whose inputs other readers do not round; "
@@ -417,7 +420,7 @@ def shares_stored_kernels(model: keras.Layer) -> bool:
 
 
 def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
-    """The layers that hold each variable, by its id."""
+    """Return the layers that hold each variable, by its id."""
     holders: dict[int, list[keras.Layer]] = {}
     for layer in layers:
         tracked = walking.tracked_variables(layer)
@@ -429,10 +432,10 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
 def _shared(
     candidate: Candidate, holders: dict[int, list[keras.Layer]]
 ) -> str | None:
-    """Why a layer is not frozen: another one holds a kernel of it too.
+    """Return why a layer is not frozen if another layer holds its kernel too.
 
-    The other layer would keep the float kernel, and train it alone; in a
-    model that is made anew from a file it would take codes for numbers.
+    The other layer would keep the float kernel and train it alone. In a model
+    that is rebuilt from a file, it would read codes as values.
     """
     for kernel in candidate.kernels:
         for holder in holders.get(id(kernel), ()):
@@ -443,15 +446,15 @@ def _shared(
 
 
 def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:
-    """Why a layer is not frozen: code of the user's assigns a kernel."""
+    """Return why a layer is not frozen if user code assigns its kernel."""
     found = (reasons.get(id(kernel)) for kernel in candidate.kernels)
     return next(filter(None, found), None)
 
 
 def form_to_freeze(layer: keras.Layer) -> Any:
-    """The class that a stock layer has when it is frozen.
+    """Return the class that a stock layer gets when it is frozen, or None.
 
-    None if it has that class, or has no kernels of its own to store.
+    None if it has that class already, or has no kernels of its own to store.
     """
     form = _form(layer)
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
@@ -462,7 +465,7 @@ def form_to_freeze(layer: keras.Layer) -> Any:
 
 
 def _form(layer: keras.Layer) -> Any:
-    """The float8 form of a layer's class, if it computes nothing else."""
+    """Return the float8 form of a layer's class; None if its code differs."""
     try:
         return form_of(type(layer))
     except TypeError:
@@ -471,7 +474,7 @@ def _form(layer: keras.Layer) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The decision about one layer."""
+    """How one layer is frozen."""
 
     candidate: Candidate
     recipe: FrozenKernels
@@ -488,7 +491,7 @@ class _Plan:
         return Float8DTypePolicy(source, recipe=self.recipe)
 
     def kernels(self, stored: list[Stored]) -> Iterator[Frozen]:
-        """What each kernel becomes; and a note of it."""
+        """Yield kernels with their stored form; note each one in `stored`."""
         form: Any = self.candidate.form
         for kernel in stored_weights.kernels_to_store(self.layer, form):
             value = stored_weights.float_value(kernel)
@@ -509,7 +512,7 @@ class _Plan:
 def _plan(
     candidate: Candidate, recipe: FrozenKernels, trained_scales: bool
 ) -> _Plan:
-    """Decide what is done with a layer, once all arguments are checked."""
+    """Decide how a layer is frozen, once all arguments are checked."""
     layer: Any = candidate.layer
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
@@ -529,7 +532,7 @@ def _plan(
 
 
 def _seen(layer: keras.Layer, kernel: keras.Variable) -> Any:
-    """Return the amaxes of a kernel and its inputs; nothing without state."""
+    """Return the amaxes of a kernel and its inputs; empty without state."""
     if not isinstance(layer, Float8Mixin):
         return {}
     variable = layer.float8_state.of(kernel)
@@ -575,23 +578,23 @@ def _check_not_frozen(chosen: list[Candidate]) -> None:
 
 
 def widen(model: keras.Layer) -> tuple[str, ...]:
-    """Hold the kernels of a frozen model in float32 too, for single rows.
+    """Keep a float32 copy of frozen kernels, to speed up calls on single rows.
 
-    Where float8 is emulated each call widens the kernels before it multiplies,
-    which is most of the time of a call with a single row. Here that is done
-    once. Outputs stay what they are, to the bit, with rounded inputs too;
-    the memory is that of float32 and of the codes. Files stay as small: they
-    have the codes alone, and a model that was loaded is widened again. Where
-    other codes are loaded, the widened kernels follow.
+    Where float8 is emulated, each call dequantizes the kernels before its
+    matmuls, which is most of the time of a call on a single row. `widen` does
+    it once. Outputs are equal to the bit, with quantized inputs too. The
+    memory is that of float32 and of the codes. Files do not grow: they have
+    the codes alone, so call `widen` again on a loaded model. If other codes
+    are loaded, the float32 kernels are updated.
 
     Args:
         model: A frozen model or layer.
 
     Returns:
-        Paths of the layers whose kernels are widened. Those that look up rows
-        are not, nor those whose products this device multiplies in float8,
-        nor, with JAX on a CPU, kernels of two million numbers and more: they
-        are widened part by part, in the cache of a core.
+        Paths of the layers whose kernels have a float32 copy. Layers that look
+        up rows have none, nor do layers whose matmuls this device runs in
+        float8, nor, with JAX on a CPU, kernels of two million elements and
+        more: these are dequantized in parts that fit the cache of a core.
 
     Raises:
         TypeError: If it is no Keras model or layer.
@@ -621,7 +624,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
 
 
 def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
-    """The kernels of a layer that each call widens as a whole."""
+    """Return the kernels of a layer that each call dequantizes as a whole."""
     recipe = layer.float8_policy.recipe
     if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []

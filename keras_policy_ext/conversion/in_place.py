@@ -1,12 +1,12 @@
-"""`convert` and `revert`: a built model into float8 in place, and back.
+"""`convert` and `revert`: a built model to float8 in place, and back.
 
-All bad input is found before anything changes: arguments are read and every
-layer is looked at (`candidates.survey`). Then, in this order, each candidate
-gets its float8 class and a state beside its kernels, into which the amaxes of
-these are entered; layers that only make others get their float8 form, so that
-a file of the model makes float8 children again; optimizers get the states, and
-compiled steps are dropped (`training.changing`). If any of it fails, what
-layers and optimizers held before is put back.
+All bad input is found before anything changes: arguments are checked and every
+layer is examined (`candidates.survey`). Then, in this order: each candidate
+gets its float8 class and a state with the amaxes of its kernels; layers that
+only create other layers get their float8 form, so that a model loaded from a
+file has float8 children again; optimizers get the states, and compiled steps
+are dropped (`training.changing`). If any step fails, what layers and
+optimizers held before is restored.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ Followed = list[tuple[str, Float8DTypePolicy | None]]
 
 
 def enter_float8_with_children(layer: keras.Layer) -> bool:
-    """Give a composite its float8 form, if all in it follow one policy.
+    """Give a composite its float8 form, if all layers in it follow one policy.
 
-    It then makes float8 layers. It keeps the policy that it holds if that
-    says what they follow.
+    It then creates float8 layers. It keeps the policy that it holds if that one
+    gives each of these layers the policy that it follows.
 
     Returns:
         Whether it has its float8 form now.
@@ -79,11 +79,12 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
 
 
 def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
-    """Give a composite its stock form, if its last layer has left float8.
+    """Give a composite its stock form if no layer in it is in float8 any more.
 
     Args:
         layer: The composite.
-        left: The layers that have left.
+        left: The layers that have left float8. If none of them is in the
+            composite, it is unchanged.
     """
     within = walking.layers_within(layer)[1:]
     none_stays = not any(float8_policy_of(each) is not None for each in within)
@@ -92,11 +93,11 @@ def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
 
 
 def declare_policies(model: keras.Layer) -> None:
-    """Let the backbones in a model have the policy of their float8 layers.
+    """Set the policies of backbones to those of the float8 layers in them.
 
-    The recipe that most of them follow, and rules for the other layers. A
-    backbone whose policy says so already keeps it, and so does one that
-    Keras has quantized, or without a layer in float8.
+    Such a policy has the recipe that most of the layers follow, and rules for
+    the others. A backbone keeps its policy if that says so already, if Keras
+    has quantized it, or if it has no layer in float8.
     """
     for layer in walking.layers_within(model):
         if keras_hub.writes_map_of_quantized_layers(layer):
@@ -120,13 +121,13 @@ def _declare(backbone: keras.Model) -> None:
 
 
 def _followed(composite: keras.Layer) -> Followed:
-    """What each layer that can follow float8 does follow, with its path."""
+    """Return the path and the policy of each layer that can follow float8."""
     found = [c.layer for c in candidates.survey(composite).candidates]
     return [(path_of(layer), float8_policy_of(layer)) for layer in found]
 
 
 def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
-    """True if a policy says of all these paths what is followed there."""
+    """Return True if a policy gives these paths the policies they follow."""
     for path, wanted in followed:
         said = policies.as_float8(of_path(policy, path))
         if isinstance(said, Float8DTypePolicy):
@@ -166,11 +167,11 @@ def convert(
 ) -> Report:
     """Make the layers of a model compute in float8, in place.
 
-    Each layer keeps its weights, its place in the model, and the dtypes that
-    it had: a policy says here how numbers are scaled and which layers follow
-    it, and not in which precision the rest computes. Amaxes of the kernels
-    are taken at once. A model that is compiled, or has trained, keeps its
-    optimizer with all slots, and goes on training.
+    Each layer keeps its weights, its place in the model and its dtypes: here a
+    policy says how values are scaled and which layers follow it, and not in
+    which precision the others compute. Amaxes of the kernels are computed at
+    once. A compiled or trained model keeps its optimizer with all slots, and
+    can continue training.
 
     Args:
         model: A model, or a layer, whose layers with weights are built. It
@@ -178,22 +179,22 @@ def convert(
         policy: A float8 policy, a recipe, or the name of one; `"float8"` for
             the default recipe; or a map of Keras with float8 policies in it.
             None: layers that were made under a float8 policy follow that one.
-            The others get the policy of the `convert` before, if there was
-            one; else they stay where there are layers with float8 policies,
-            and where there are none they get the global policy, if that is
-            float8, or delayed scaling.
-        recipe: Another name for a `policy` that is a recipe; beside a float8
-            policy, its recipe.
+            The others get the policy of the previous `convert`. If there was
+            none and some layers have float8 policies, the others are left as
+            they are. If no layer has one, all get the global policy if that is
+            float8, else delayed scaling.
+        recipe: Use instead of a `policy` that is a recipe; or give a float8
+            policy and the recipe that it is to have.
         include: A regular expression, or several: only layers with a match
             in their path are converted.
-        exclude: The same for layers that are not.
+        exclude: The same for layers that are not converted.
         filter: `f(layer) -> bool`: whether to convert a layer; or
             `kpe.filters.Auto()`, or `"auto"`, which leaves out layers that
-            lose by it.
-        min_size: Only layers whose kernel has at least so many entries.
-        attention: `"float8"`: where all projections of an attention layer are
+            float8 slows down.
+        min_size: The fewest entries of a kernel whose layer is converted.
+        attention: `"float8"`: if all projections of an attention layer are
             converted, its scores and its weighted sum are computed in float8
-            too, with current scaling. None leaves these two as they are.
+            too, with current scaling. None leaves these two unchanged.
 
     Returns:
         What was converted, and what was not and why.
@@ -201,7 +202,7 @@ def convert(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model or a part of it is not built, the policy is
-            not float8, there is none and earlier conversions gave several,
+            not float8, none is given and earlier conversions gave several,
             `include` matches no layer, or a `MultiOptimizer` has been used.
             The model is then unchanged.
 
@@ -242,19 +243,19 @@ def convert(
 def converted(
     model: keras.Layer, policy: PolicyLike | None = None, **options: Any
 ) -> Iterator[Report]:
-    """A model as `convert` would make it, for the time of a block.
+    """Convert a model as `convert` does, for the duration of a block.
 
-    All that its layers hold is then put back. Optimizers and compiled steps
-    do not get to know of it: nothing is to be trained meanwhile.
+    All that its layers hold is then restored. Optimizers and compiled steps are
+    not updated, so do not train the model in the block.
 
     Args:
         model: As for `convert`.
-        policy: Likewise.
+        policy: As for `convert`.
         **options: The other arguments of `convert`.
 
     Raises:
         TypeError: As for `convert`.
-        ValueError: Likewise.
+        ValueError: As for `convert`.
     """
     attention = options.pop("attention", None)
     survey, decisions, left = _decided(model, policy, attention, **options)
@@ -272,7 +273,7 @@ def _decided(
     filter: LayerFilter | None = None,
     min_size: int | None = None,
 ) -> tuple[candidates.Survey, list[Decision], list[Unconverted]]:
-    """Read the arguments of `convert`; nothing is changed."""
+    """Check the arguments of `convert`, and decide for each layer."""
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
     candidates.check(model)
@@ -289,7 +290,7 @@ def _convert(
     attention: Literal["float8"] | None,
     retraced: Sequence[str] = (),
 ) -> Report:
-    """Change the layers; their states are not known to optimizers yet."""
+    """Convert the layers; optimizers do not know their states yet."""
     for candidate, target in decisions:
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
@@ -322,18 +323,18 @@ def _convert(
 
 @_user_code.once
 def revert(model: keras.Layer) -> Report:
-    """Undo `convert`: stock layers, with the weights they have.
+    """Undo `convert`: give back stock layers, with their present weights.
 
     Every layer gets back the source policy of its float8 policy. Layers of
     this package become the stock layers of the same name; a layer of your own
-    keeps its class. The optimizer keeps its slots. Layers that are
-    frozen stay so: `thaw` gives them float weights.
+    keeps its class. The optimizer keeps its slots. Frozen layers stay frozen:
+    `thaw` gives them float weights.
 
     Args:
         model: As for `convert`.
 
     Returns:
-        The layers that were in float8, and, as skipped, those that are frozen.
+        A report of the layers that were in float8. Frozen layers are skipped.
 
     Raises:
         ValueError: If the model or a part of it is not built, or all its
@@ -365,10 +366,10 @@ def revert(model: keras.Layer) -> Report:
 
 @contextlib.contextmanager
 def reverted(model: keras.Layer) -> Iterator[None]:
-    """A model as `revert` would make it, for the time of a block.
+    """Revert a model as `revert` does, for the duration of a block.
 
-    As for `converted`, all is then put back, and nothing is to be trained
-    meanwhile.
+    All is then restored, as for `converted`, so do not train the model in the
+    block.
     """
     layers = walking.layers_within(model)
     with undone(layers), training.replicas(model):
@@ -378,7 +379,7 @@ def reverted(model: keras.Layer) -> Iterator[None]:
 
 
 def _revert(model: keras.Layer, kept: Container[int]) -> None:
-    """Make all layers stock ones but those with these ids."""
+    """Make all layers stock layers, except those with these ids."""
     for layer in walking.layers_within(model):
         if id(layer) not in kept and (
             original_of(type(layer)) is not None
@@ -390,7 +391,7 @@ def _revert(model: keras.Layer, kept: Container[int]) -> None:
 
 
 def _holds_float8(layer: keras.Layer) -> bool:
-    """Return whether a layer has a float8 policy of this package."""
+    """Return True if a layer has a float8 policy of this package."""
     held = of_path(layer.dtype_policy, layer.path)
     return isinstance(held, Float8DTypePolicy)
 
@@ -398,7 +399,7 @@ def _holds_float8(layer: keras.Layer) -> bool:
 def _decide(
     found: list[Candidate], requested: Requested, selection: Selection
 ) -> tuple[list[Decision], list[Unconverted]]:
-    """Which candidates get which policy, and why others get none."""
+    """Decide which candidates get which policy, and why others get none."""
     reasons = selection.reasons(found)
     decisions, left = [], []
     for number, candidate in enumerate(found):
@@ -414,7 +415,7 @@ def _decide(
 
 
 def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:
-    """Why `revert` leaves a layer in float8; nothing if it does not."""
+    """Yield why `revert` leaves a layer in float8, if it does."""
     if is_frozen(layer):
         yield Unconverted(layer, FROZEN)
     elif original_of(type(layer)) is not None and any(
@@ -444,7 +445,7 @@ def _check_attention(attention: object) -> None:
 
 
 def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
-    """Say why `attention="float8"` has had no effect."""
+    """Return a sentence on why `attention="float8"` had no effect."""
     why = (
         "it has no attention layer of Keras with all projections in float8"
         if not refused
@@ -459,10 +460,10 @@ def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
 
 
 def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
-    """Give a composite its float8 form, and choose its own products.
+    """Give a composite its float8 form, and choose its attention's dtype.
 
     Returns:
-        Why these are not in float8 though that was asked for.
+        Why the attention is not in float8 although that was requested, or None.
     """
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):

@@ -1,4 +1,4 @@
-"""In how many bytes a layer keeps its inputs for the backward pass."""
+"""The size of the inputs that a layer saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_policy_ext.reports import counted
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of a number of a Keras dtype, as frameworks hold it."""
+    """Return the bytes per element of a Keras dtype, as frameworks hold it."""
     name = keras.backend.standardize_dtype(dtype)
     if name == "bool":
         return 1
@@ -23,12 +23,12 @@ def itemsize(dtype: Any) -> int:
 
 
 def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
-    """Bytes of a number of its inputs that is kept, and without float8.
+    """Return the bytes per saved element of the inputs, now and without float8.
 
-    Scales come on top; those of a tensor, or of rows, weigh little.
+    Scales are not counted; those of a tensor or of rows take little.
 
     Returns:
-        None if it contracts no kernel in float8, or does not train.
+        None if the layer contracts no kernel in float8, or does not train.
     """
     policy = float8_policy_of(layer)
     if policy is None or not policy.recipe.trains:
@@ -45,7 +45,7 @@ def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
 
 
 def note(entries: Iterable[Any]) -> list[str]:
-    """What layers keep now and kept before, in a sentence if there are any.
+    """Return a sentence on the size of saved inputs, now and before, if any.
 
     Args:
         entries: With `kept_bytes` and `kept_bytes_before`.

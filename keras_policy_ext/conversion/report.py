@@ -41,20 +41,20 @@ from keras_policy_ext.reports import (
 from keras_policy_ext.stored_kernels import StoredKernel
 
 LITTLE = 0.1
-"""A smaller share of the multiplications in float8 is warned of."""
+"""A warning is given if a smaller share of multiplications is in float8."""
 
 REASONS = 3
-"""How many reasons that warning names: those of the most multiplications."""
+"""The number of reasons in that warning: those with most multiplications."""
 
 
 MULTIPLIES_OTHERS = (
     "its own code multiplies with weights of other layers or with constants, "
     "such as the table of an embedding, and stays as it is"
 )
-"""Why a layer without kernels of its own is not in float8."""
+"""The reason for a layer without kernels of its own."""
 
 _FROZEN = re.compile(r"float8/frozen(?=[(_])")
-"""How names of policies begin that `freeze` gives."""
+"""The start of the policy names that `freeze` gives."""
 
 _CONVOLUTIONS = (
     keras.layers.Conv1D,
@@ -70,18 +70,19 @@ _CONVOLUTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Converted(Work):
-    """A layer that computes in another policy now, and its `Work`.
+    """A layer that now computes in another policy, and its `Work`.
 
     Attributes:
         path: The layer's path, e.g. `"model/block/dense"`.
         class_name: The name of its class.
         policy: The name of its policy: `float8_policy.full_name`, or that of
             a plain policy.
-        per_tensor: Whether it has one scale for a tensor where its recipe has
-            one for a row or a block: a convolution does, and what multiplies
-            activations only.
-        kept_bytes: In how many bytes a number of its inputs is kept for the
-            backward pass, without scales; None if that is not in float8.
+        per_tensor: Whether it has one scale per tensor although its recipe has
+            one per row or block. This holds for convolutions, and for layers
+            that multiply activations only.
+        kept_bytes: Bytes per element of the inputs that are saved for the
+            backward pass, without scales; None if it does not train a kernel
+            in float8.
         kept_bytes_before: The same without float8.
         parameters, multiplications, plain_multiplications, sizes_known: As
             for `work.Work`.
@@ -106,13 +107,13 @@ class Converted(Work):
 
     @property
     def outcome(self) -> str:
-        """The policy."""
+        """The full name of the policy."""
         return self.policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipped(Work):
-    """A layer with weights that stays as it was, and its `Work`.
+    """A layer with weights that was not changed, and its `Work`.
 
     Attributes:
         path: The layer's path.
@@ -153,11 +154,11 @@ class Skipped(Work):
 class Report(LayersReport):
     """What was converted, and what was not and why.
 
-    `str(report)` says how much of the model is in float8, and has a row for
-    the layers of one class with one policy or reason. It fits on a screen of
+    `str(report)` says how much of the model is in float8. It has one row for
+    all layers of one class with one policy or reason, fits on a screen of
     24 lines, and is as wide as the terminal. `table(full=True)` has a row for
-    every layer. Layers without weights are left out. Reasons that differ in
-    numbers or names only are one.
+    every layer. Layers without weights are left out. Reasons that differ only
+    in numbers or names count as one.
 
     Attributes:
         converted: One entry for each layer that was converted.
@@ -166,7 +167,7 @@ class Report(LayersReport):
             state; 0 if that is not known.
         retraced: Compiled functions of the model that are traced anew at
             their next call: paths of layers, with attributes.
-        without_effect: Sentences on arguments that had none.
+        without_effect: Sentences on arguments that had no effect.
     """
 
     converted: tuple[Converted, ...]
@@ -257,7 +258,7 @@ ReportClass = TypeVar("ReportClass", bound=Report)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RevertedReport(Report):
-    """The report of `revert`: `Report`, which says if there was nothing."""
+    """The report of `revert`: a `Report` of layers that left float8."""
 
     def _head(self) -> list[str]:
         if not self.converted and not self.totals.listed_in_float8:
@@ -278,9 +279,9 @@ class Stored:
     """A kernel that was stored.
 
     Attributes:
-        path: Of the kernel.
-        bytes_before: As it was.
-        bytes_after: Of its codes and scales.
+        path: The path of the kernel.
+        bytes_before: Its bytes before, in floats.
+        bytes_after: The bytes of its codes and scales.
         sqnr_db: Signal to quantization noise ratio of the kernel, decibels.
     """
 
@@ -293,12 +294,12 @@ class Stored:
     def of(
         cls, kernel: keras.Variable, value: Any, stored: StoredKernel
     ) -> Stored:
-        """The entry of a kernel.
+        """Return the entry of a kernel.
 
         Args:
             kernel: The variable.
-            value: Its numbers in float32.
-            stored: What became of them.
+            value: Its values in float32.
+            stored: The quantized values.
         """
         width = np.dtype("float32").itemsize
         if "16" in keras.backend.standardize_dtype(kernel.dtype):
@@ -323,16 +324,16 @@ class FrozenReport(Report):
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the stored kernels as they were."""
+        """The bytes of the stored kernels before they were stored."""
         return sum(each.bytes_before for each in self.stored)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of their codes and scales."""
+        """The bytes of their codes and scales."""
         return sum(each.bytes_after for each in self.stored)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """See `Report`; the full text has a row for each kernel too."""
+        """Yield the parts of a `Report`; in full, also a row per kernel."""
         yield from super()._parts(full, number)
         if full and self.stored:
             rows = [
@@ -351,7 +352,7 @@ class FrozenReport(Report):
         return [*notes, *([self.kernels_note()] if self.stored else [])]
 
     def kernels_note(self) -> str:
-        """Bytes before and now, and the kernel that lost most."""
+        """Return a sentence on the bytes before and now, and the worst SQNR."""
         worst = min(self.stored, key=lambda each: each.sqnr_db)
         return (
             f"Kernels: {readable_bytes(self.bytes_before)} before, "
@@ -363,7 +364,7 @@ class FrozenReport(Report):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ThawedReport(Report):
-    """The report of `thaw`: `Report`, and that weights are rounded."""
+    """The report of `thaw`: a `Report` that notes that weights are rounded."""
 
     def _notes(self, full: bool) -> list[str]:
         layers = counted(len(self.converted), "layer")
@@ -384,16 +385,16 @@ def report_of(
     retraced: Sequence[str] = (),
     **more: Any,
 ) -> ReportClass:
-    """The report of a change that was made, with the work of each layer.
+    """Return the report of a change, with the work of each layer.
 
     Args:
-        cls: Of which class it is.
+        cls: The class of the report.
         model: The model or layer that was changed.
         converted: Layers in it that follow another policy now.
         left: Layers in it that do not.
-        names_others: Whether layers without kernels of their own that
-            multiply nevertheless are among those that do not.
-        without_effect: Sentences on arguments that had none.
+        names_others: Whether to list layers that multiply with kernels of
+            other layers as skipped.
+        without_effect: Sentences on arguments that had no effect.
         retraced: Names of compiled functions that are traced anew.
         **more: Fields that the class has in addition.
     """
@@ -441,7 +442,7 @@ def report_of(
 
 
 def warn_of_little(report: Report, model: keras.Layer) -> None:
-    """Warn of a model with less than a tenth of its work in float8."""
+    """Warn if less than a tenth of a model's work is in float8."""
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
     part += totals.multiplications_of_stored
@@ -477,7 +478,7 @@ def warn_of_no_effect(report: Report) -> None:
 
 
 def outcome_of(group: Sequence[Converted | Skipped]) -> str:
-    """What became of a group of layers; an example where they differ."""
+    """Return the outcome of a group of layers; an example if they differ."""
     first = group[0]
     if len({entry.outcome for entry in group}) == 1:
         return first.outcome
@@ -486,14 +487,14 @@ def outcome_of(group: Sequence[Converted | Skipped]) -> str:
 
 
 def _kind(outcome: str) -> str:
-    """What reasons have in common that differ in numbers or names only."""
+    """Return a reason with its numbers and names replaced by `#`."""
     if not outcome.startswith("–"):
         return outcome
     return re.sub(r"'[^']*'|\d[\d,.]*", "#", outcome)
 
 
 def _reasons(report: Report) -> str:
-    """Where the most multiplications are that are not in float8, and why."""
+    """Return where most multiplications outside float8 are, and why."""
     totals = report.totals
     groups = [group for group in report.groups if not group[0].in_float8]
     groups.sort(key=lambda group: -summary.work(group))
@@ -518,7 +519,7 @@ def _float8_policy(layer: keras.Layer) -> str | None:
 
 
 def _per_tensor(layer: keras.Layer) -> bool:
-    """Return True if a layer is scaled per tensor, and its recipe is finer."""
+    """Return True if scaling is per tensor although the recipe is finer."""
     policy = float8_policy_of(layer)
     if policy is None or policy.recipe.granularity == "tensorwise":
         return False

@@ -36,8 +36,8 @@ from keras_policy_ext.recipes.spec import did_you_mean
 class DTypePolicyLike(Protocol):
     """A dtype policy of Keras or of this package.
 
-    A protocol, since type checkers that do not follow imports of Keras take
-    `keras.DTypePolicy` for Any, and then accept everything.
+    This is a protocol because type checkers that do not follow imports of
+    Keras read `keras.DTypePolicy` as Any, and then accept everything.
     """
 
     @property
@@ -70,7 +70,7 @@ Patterns = tuple[re.Pattern[str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What `include`, `exclude`, `filter` and `min_size` say.
+    """The values of `include`, `exclude`, `filter` and `min_size`.
 
     Attributes:
         include: Patterns, one of which must be found in the path; None: any.
@@ -92,7 +92,8 @@ class Selection:
 
         Raises:
             TypeError: If one has the wrong type.
-            ValueError: If a pattern is none, or `min_size` is negative.
+            ValueError: If a pattern is no regular expression, or `min_size` is
+                negative.
         """
         return cls(
             None if include is None else _patterns("include", include),
@@ -102,17 +103,17 @@ class Selection:
         )
 
     def reasons(self, candidates: list[Candidate]) -> dict[int, str]:
-        """Why candidates are left out.
+        """Return why candidates are left out.
 
         Args:
             candidates: All layers that could be converted, in order.
 
         Returns:
-            A reason for each number of a candidate that is left out.
+            A reason by the index of each candidate that is left out.
 
         Raises:
             ValueError: If `include` matches none of them.
-            TypeError: If the filter does not answer with a bool.
+            TypeError: If the filter does not return a bool.
         """
         paths = [path_of(candidate.layer) for candidate in candidates]
         self._check_matches(paths)
@@ -274,7 +275,7 @@ class Requested:
         return cls((Float8DTypePolicy("float32"),), own_first=True)
 
     def target(self, layer: keras.Layer) -> Target:
-        """What becomes of a layer.
+        """Decide which policy a layer gets, or why it gets none.
 
         Raises:
             ValueError: If earlier conversions gave several policies, and this
@@ -293,10 +294,10 @@ class Requested:
 
 
 def warn_of_plain(left: list[Unconverted]) -> None:
-    """Warn where nothing was converted, and layers have plain policies.
+    """Warn if nothing was converted and layers have plain policies.
 
     Args:
-        left: The layers that were left, where no layer was converted.
+        left: The layers that were not converted.
     """
     plain = [x for x in left if x.reason.startswith(_PLAIN)]
     if not plain:
@@ -312,13 +313,13 @@ def warn_of_plain(left: list[Unconverted]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What becomes of a layer.
+    """The decision about a layer.
 
     Attributes:
-        policy: The policy that it is to hold; None if it is left.
+        policy: The policy that it gets; None if it is not converted.
         given: The full name of the policy that `convert` gave; None where the
             layer has its own.
-        reason: Why it is left.
+        reason: Why it is not converted.
     """
 
     policy: Float8DTypePolicy | None = None
@@ -352,9 +353,9 @@ def _target(
 
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
-    """The policies that earlier conversions gave to layers, each once.
+    """Return the distinct policies that earlier conversions gave to layers.
 
-    Those with one recipe and the same rules are the same: the dtypes are
+    Policies with one recipe and the same rules count as one: the dtypes are
     those of the layer.
     """
     found: dict[object, keras.DTypePolicy] = {}
@@ -373,16 +374,17 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
 
 
 def _made_in_float8(layer: keras.Layer) -> bool:
-    """Return whether a layer has a float8 policy to train under.
+    """Return True if a layer has a float8 policy to train under.
 
-    Such a backbone has one for the layers in it that are frozen.
+    The policy of a backbone with frozen layers is float8 too, but does not
+    train.
     """
     held = held_policy(layer)
     return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
 def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
-    """The policy that the arguments mean; None if they say nothing."""
+    """Return the policy that the arguments request, or None."""
     if recipe is None:
         return None if policy is None else _float8(_policy(policy))
     if policy is None:
@@ -398,7 +400,7 @@ def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
 
 
 def _of_recipe(recipe: Any) -> Float8DTypePolicy:
-    """The recipe for layers of any source, whose dtypes they keep."""
+    """Return a policy with a recipe, for layers that keep their dtypes."""
     return Float8DTypePolicy("float32", recipe=recipes.get(recipe))
 
 
@@ -419,7 +421,7 @@ def _policy(policy: Any) -> keras.DTypePolicy:
 
 
 def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """The policy, if it is float8 to train with, or a map with such ones."""
+    """Return a policy if it has float8 to train with; raise otherwise."""
     policy = policies.as_float8(policy)
     found = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
     if not found:
@@ -436,7 +438,7 @@ def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def _within(policy: keras.DTypePolicy) -> list[keras.DTypePolicy]:
-    """A policy; of a map of Keras, all policies in it."""
+    """List a policy; for a map of Keras, list all policies in it."""
     if not is_stock_map(policy):
         return [policies.as_float8(policy)]
     each: Any = policy

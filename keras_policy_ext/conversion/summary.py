@@ -1,8 +1,7 @@
-"""How much of a model is in float8, in a few lines.
+"""A summary of how much of a model is in float8.
 
-What the report of a conversion and `inspect` have in common: layers of one
-class that are treated alike are one row, and layers that multiply with no
-kernel are none.
+The report of a conversion and `inspect` share it. Layers of one class with the
+same treatment share a row, and layers that multiply with no kernel have none.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from keras_policy_ext.reports import (
 )
 
 SHARES = (Column("MACs", right=True), Column("parameters", right=True))
-"""Columns of multiplications, which the head explains, and of parameters."""
+"""The columns of the shares of multiplications and parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Totals:
         in_float8: How many of these are in float8.
         stored: How many of these multiply in floats, with a kernel that is
             stored in float8.
-        multiplications: Of one sample.
+        multiplications: Multiplications of one sample.
         multiplications_in_float8: Those that are in float8.
         multiplications_of_stored: Those in floats, with stored kernels.
         parameters: Entries of all weights.
@@ -58,7 +57,7 @@ class Totals:
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
-        """Add up layers; `parameters` are all of the model, 0 if not known."""
+        """Add up layers; `parameters` counts the whole model, 0 if unknown."""
         entries = list(entries)
         multiplying = [e for e in entries if e.multiplications]
         in_float8 = [e for e in multiplying if e.in_float8]
@@ -87,7 +86,7 @@ class Totals:
         )
 
     def head(self) -> list[str]:
-        """What is in float8, in two sentences; in one if work is not known."""
+        """Return sentences on how much is in float8."""
         if not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]
@@ -121,7 +120,7 @@ class Totals:
         return sentences
 
     def notes(self) -> list[str]:
-        """What to know about the numbers."""
+        """Return notes on how the totals were counted."""
         if self.sizes_known:
             return []
         return [
@@ -132,25 +131,25 @@ class Totals:
 
 
 class LayersReport(BaseReport):
-    """The layers of a model in a short table and in a full one.
+    """A report on the layers of a model, with a short and a full table.
 
-    The base of reports and of what `inspect` returns. `_entries` are layers
-    with the fields that `Totals` adds up.
+    This is the base class of the reports of conversions and of `inspect`.
+    `_entries` are layers with the fields that `Totals` adds up.
     """
 
     parameters: int
 
     _treatment: Callable[[Any], Any]
-    """What the layers of one row have in common beside their class."""
+    """Returns what the layers of one row share, besides their class."""
 
     _cells: Callable[[Any], Sequence[str]]
-    """A row of the short table, of a group of layers, under `_columns`."""
+    """Returns the cells of a group of layers for `_columns`."""
 
     _full_rows: Callable[[Any], Sequence[Sequence[str] | str]]
-    """The rows of a layer in the full table."""
+    """Returns the rows of a layer in the full table."""
 
     _columns: ClassVar[Sequence[Column]]
-    """Columns of the short table, after those of numbers and shares."""
+    """Columns of the short table, after those of counts and shares."""
 
     _full_columns: ClassVar[Sequence[Column]]
     """Columns of the full table."""
@@ -167,7 +166,7 @@ class LayersReport(BaseReport):
 
     @property
     def groups(self) -> list[list[Any]]:
-        """Layers that multiply with a kernel, those treated alike together."""
+        """Layers that multiply with a kernel, by class and treatment."""
         groups: dict[Any, list[Any]] = {}
         for entry in self._entries:
             if entry.multiplications or entry.in_float8:
@@ -179,7 +178,7 @@ class LayersReport(BaseReport):
         return len(self.groups)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """See `BaseReport`; the groups with the most work stay."""
+        """Yield the parts of the report; the short one has the top groups."""
         yield from self._head()
         groups = sorted(self.groups, key=lambda group: -work(group))
         if full:
@@ -193,9 +192,9 @@ class LayersReport(BaseReport):
         yield from self._notes(full)
 
     def _short_table(self, groups: list[list[Any]]) -> Table:
-        """A row for each group, those in float8 first.
+        """Return a table with a row for each group, those in float8 first.
 
-        Columns in which nothing but a dash would stand are left out.
+        Columns that would hold only dashes are left out.
         """
         numbers = (Column("layers", right=True), Column("class"), *SHARES)
         columns, totals = [*numbers, *self._columns], self.totals
@@ -219,19 +218,19 @@ class LayersReport(BaseReport):
         )
 
     def _head(self) -> list[str]:
-        """Sentences above a table."""
+        """Return the sentences above a table."""
         totals = self.totals
         if not totals.layers and not totals.listed_in_float8:
             return ["No layer with a kernel to multiply with"]
         return totals.head()
 
     def _notes(self, full: bool) -> list[str]:
-        """Sentences below a table: what to know about the numbers."""
+        """Return the sentences below a table."""
         return self.totals.notes()
 
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:
-    """The cells of `SHARES` for some layers; dashes without a kernel."""
+    """Return the cells of `SHARES` for some layers; dashes without a kernel."""
     if not work(group):
         return ["–", "–"]
     return [
@@ -241,5 +240,5 @@ def shares(group: Sequence[Any], totals: Totals) -> list[str]:
 
 
 def work(group: Iterable[Any]) -> int:
-    """The multiplications of some layers."""
+    """Return the number of multiplications of some layers."""
     return sum(entry.multiplications for entry in group)

@@ -1,9 +1,9 @@
-"""What a model multiplies in a call, seen on shapes alone.
+"""Find the matmuls of a model's call by tracing it with shapes only.
 
-The framework traces the call of each layer, without those of the layers that
-it calls: of these it gets zeros in the shape of what they return. Layers that
-are alike are traced once. What Keras's own layers multiply with their kernels
-is worked out from the shapes of their inputs.
+The framework traces the call of each layer. The layers that it calls are
+replaced by zeros of their output shapes, and traced on their own. Layers that
+are alike are traced once. The matmuls of Keras's own layers with their kernels
+are computed from the shapes of their inputs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Shape = Sequence[int]
 
 
 class StockProduct(NamedTuple):
-    """A product of a stock layer.
+    """A matmul or convolution of a stock layer.
 
     Attributes:
-        product: What is multiplied.
-        has_float8_form: Whether it is in float8 where the layer is.
-        shape: Of the outputs, where `compute_output_spec` does not say it.
+        product: The sizes of the matmul.
+        has_float8_form: Whether it is in float8 if the layer is.
+        shape: Of the outputs, if `compute_output_spec` does not give it.
     """
 
     product: Product
@@ -67,7 +67,7 @@ OTHERS = frozenset(
 
 
 def keras_class(layer: keras.Layer) -> type[keras.Layer]:
-    """The nearest class of Keras itself."""
+    """Return the nearest base class that Keras defines."""
     return next(
         base
         for base in type(layer).__mro__
@@ -76,7 +76,7 @@ def keras_class(layer: keras.Layer) -> type[keras.Layer]:
 
 
 def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
-    """The products of a call on one tensor, which has this shape.
+    """Return the matmuls of a call on one tensor of this shape.
 
     None for a layer of another class, or with a `call` of its own. Empty for
     a stock layer that multiplies with no kernel.
@@ -104,7 +104,7 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
 
 
 def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
-    """The products of a recurrent cell in one step; None for another cell.
+    """Return the matmuls of a recurrent cell in one step; None if unknown.
 
     Args:
         cell: The cell.
@@ -133,13 +133,13 @@ def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
 def convolution(
     contraction: Any, inputs: Shape, kernel: Shape, outputs: Shape
 ) -> Product:
-    """The product of a convolution, transposed or not."""
+    """Return the product of a convolution, transposed or not."""
     counted = inputs if contraction.is_transposed else outputs
     return tracing.convolution(_positions(contraction, counted), inputs, kernel)
 
 
 def runs_stock_call(layer: keras.Layer) -> bool:
-    """True if the `call` of a layer is Keras's, or the float8 form of it."""
+    """Return True if `call` of a layer is Keras's, or its float8 form."""
     owner = next(base for base in type(layer).__mro__ if "call" in vars(base))
     room = owner.__module__.partition(".")[0]
     return room in ("keras", "keras_policy_ext")
@@ -171,12 +171,12 @@ def _positions(layer: keras.Layer, shape: Shape) -> int:
 
 
 class Counted(NamedTuple):
-    """A product of a call.
+    """A matmul of a call, counted.
 
     Attributes:
         layer: The layer that computes it.
-        product: What is multiplied.
-        in_float8: Whether in float8.
+        product: The sizes of the matmul.
+        in_float8: Whether it is computed in float8.
     """
 
     layer: keras.Layer
@@ -185,13 +185,12 @@ class Counted(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call returns and multiplies.
+    """The outputs and the matmuls of a call.
 
     Attributes:
         outputs: A structure with a `keras.KerasTensor` for each tensor.
-        counted: Its products.
-        unknown: Layers of which these may not be all, or not as often as
-            they are computed.
+        counted: Its matmuls.
+        unknown: Layers that may have more matmuls, or repeat them more often.
     """
 
     outputs: Any
@@ -202,16 +201,15 @@ class Call(NamedTuple):
 def trace(
     layer: keras.Layer, arguments: Iterable[tuple[Any, dict[str, Any]]]
 ) -> list[Call]:
-    """Trace calls; nothing is computed, and nothing changes.
+    """Trace calls with shapes only; nothing is computed or changed.
 
     Args:
         layer: A layer that is built.
-        arguments: For each call the positional ones and those by name, with
-            a `keras.KerasTensor` for each tensor, of which all sizes are
-            known.
+        arguments: For each call the positional and the keyword arguments, with
+            a `keras.KerasTensor` of known shape for each tensor.
 
     Raises:
-        Exception: What a call raises.
+        Exception: If a call raises it.
     """
     tracer = _Tracer()
     with contextlib.ExitStack() as stack:
@@ -237,7 +235,7 @@ class _Frame:
 
 
 class _Tracer:
-    """Traces the calls of layers, those that are alike once."""
+    """Trace the calls of layers; equal layers are traced once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[keras.Layer, Call]] = {}
@@ -252,7 +250,7 @@ class _Tracer:
     def called(
         self, stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand for the call of a layer."""
+        """Handle the call of a layer: trace it, and return zeros."""
         frame, given = self._frames[-1], keras.tree.flatten((args, kwargs))
         if layer is frame.layer and not frame.entered:
             frame.entered = True
@@ -267,14 +265,14 @@ class _Tracer:
         return keras.tree.map_structure(_zeros, found.outputs)
 
     def note(self, layer: keras.Layer, product: Product) -> None:
-        """Count a product of a float8 layer."""
+        """Count a matmul of a float8 layer."""
         in_float8 = multiplies_in_float8(layer)
         self._frames[-1].counted.append(Counted(layer, product, in_float8))
 
     def trace(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
-        """See the function `trace`."""
+        """Trace a call, or return the known result of an equal layer."""
         self._kept.append((args, kwargs))  # No other object gets an id of it.
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
         if key not in self._known:
@@ -329,7 +327,7 @@ class _Tracer:
         return call
 
     def _by_graph(self, model: keras.Model, inputs: Any) -> Call:
-        """A Functional model: what is in its graph, one after the other."""
+        """Trace a Functional model by its graph, one operation at a time."""
         frame = _Frame(model)
 
         def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +353,7 @@ class _Tracer:
         kwargs: dict[str, Any],
         owner: keras.Layer | None = None,
     ) -> Call:
-        """The program of the call of a layer or of an operation of another."""
+        """Trace the call of a layer, or of an operation of `owner`."""
         if owner is None:
             _check_built(layer)
         given = keras.tree.flatten((args, kwargs))
@@ -388,7 +386,7 @@ class _Tracer:
     def _recurrent(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
-        """An RNN layer: what its cell multiplies, for each time step."""
+        """Trace an RNN layer: the matmuls of its cell, times the time steps."""
         batch, steps, *rest = args[0].shape
         outputs = layer.compute_output_spec(*args, **kwargs)
         cells = getattr(layer.cell, "cells", [layer.cell])
@@ -452,7 +450,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    """What a value may say about shapes, to be compared."""
+    """Return a hashable form of a value, as far as shapes depend on it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -469,7 +467,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
-    """What a call is where another layer like it is called."""
+    """Return a traced call of one layer as that of an equal layer."""
     within = zip(
         walking.layers_within(old), walking.layers_within(new), strict=True
     )
@@ -496,7 +494,7 @@ def _zeros(x: Any) -> Any:
 
 
 def multiplies_in_float8(layer: keras.Layer) -> bool:
-    """Return True if inputs are quantized; those of stored kernels may not."""
+    """Return True if a layer quantizes its inputs for the forward matmul."""
     policy = float8_policy_of(layer)
     if policy is None:
         return False
@@ -526,14 +524,14 @@ def _says_its_outputs(layer: keras.Layer) -> bool:
 
 
 def _check_built(layer: keras.Layer) -> None:
-    """Raise where a call would make weights."""
+    """Raise if a call would create weights."""
     if not layer.built and type(layer).build is not keras.Layer.build:
         raise ValueError(f"Layer {layer.name!r} is not built.")
 
 
 @contextlib.contextmanager
 def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
-    """Give layers back what their calls assign to attributes."""
+    """Restore the attributes that calls assign, after a block."""
     held = [(each, dict(vars(each))) for each in walking.layers_within(layer)]
     try:
         yield
@@ -548,7 +546,7 @@ def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
 
 
 def _contractions(tracer: _Tracer) -> Iterator[Any]:
-    """Scopes in which contractions in float8 are counted, not computed."""
+    """Yield scopes in which float8 contractions are counted, not computed."""
 
     def contract(
         stock: Any,

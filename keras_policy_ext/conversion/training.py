@@ -1,4 +1,4 @@
-"""Compiled models go on training after their variables have changed."""
+"""Let compiled models continue training after their variables have changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Compiled(NamedTuple):
     Attributes:
         name: The path of a layer, with the attribute.
         function: The function.
-        layer: For a method the layer that has it, else None.
+        layer: For a method the layer that defines it, else None.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Compiled(NamedTuple):
 
 
 def forget(functions: Iterable[Compiled]) -> None:
-    """Have compiled functions traced anew at their next call."""
+    """Make compiled functions be traced anew at their next call."""
     framework = backends.current()
     for each in functions:
         framework.forget_traces(each.function, each.layer)
@@ -71,9 +71,10 @@ def found_in(model: keras.Layer) -> list[Compiled]:
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield what can be called of the attributes of a layer, then of lists.
+    """Yield the callables among the attributes of a layer, then those in lists.
 
-    Of lists and dicts last: TensorFlow has all attributes in a dict, too.
+    Lists and dicts come last, because TensorFlow keeps all attributes in a
+    dict.
     """
     containers = []
     for name, value in walking.attributes(layer).items():
@@ -88,7 +89,7 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what can be called in a list or dict, without layers."""
+    """Yield the callables in a list or dict, except layers."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in items:
         if isinstance(each, _CONTAINERS):
@@ -98,7 +99,7 @@ def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield what the user's own classes of a layer define."""
+    """Yield the members of the user's own classes of a layer."""
     for cls in type(layer).__mro__:
         if cls.__module__.partition(".")[0] not in (
             *_OF_FRAMEWORKS,
@@ -108,7 +109,7 @@ def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _within(value: Any) -> Any:
-    """The function in a partial one."""
+    """Return the function that a `functools.partial` wraps."""
     while isinstance(value, functools.partial):
         value = value.func
     return value
@@ -116,10 +117,10 @@ def _within(value: Any) -> Any:
 
 @contextlib.contextmanager
 def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
-    """Change a model in place: all of it, or on an error nothing.
+    """Change a model in place; on an error, undo all changes.
 
-    Variables are made where those of the model were, and what trains the
-    model goes on with them.
+    New variables are created in the scope of those of the model, and optimizers
+    and compiled steps are updated.
 
     Yields:
         The names of its compiled functions, which are traced anew.
@@ -134,11 +135,12 @@ def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
-    """Let optimizers and compiled steps follow what the block changes.
+    """Update optimizers and compiled steps after a block changes variables.
 
-    Afterwards each optimizer in the model knows the variables that there
-    are, with its slots and its iteration; steps are traced anew; PyTorch sees
-    the parameters. Not if the block fails: see `layers.transaction`.
+    Afterwards each optimizer in the model knows the present variables, and
+    keeps its slots and its iteration; steps are traced anew; PyTorch sees the
+    parameters. Nothing is updated if the block fails: see
+    `layers.transaction`.
 
     Yields:
         The names of its compiled functions, which are traced anew.
@@ -165,22 +167,23 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
 
 
 def _slots(model: keras.Layer) -> list[keras.Variable]:
-    """What the optimizers in a model hold."""
+    """Return the variables of the optimizers in a model."""
     return [v for each in all_optimizers(model) for v in each.variables]
 
 
 def parts(model: keras.Layer) -> list[Any]:
-    """All layers in a model, and the optimizers of all models in it."""
+    """Return all layers in a model, and the optimizers of all models in it."""
     return [*walking.layers_within(model), *all_optimizers(model)]
 
 
 def check_optimizers(model: keras.Layer) -> None:
-    """Raise if an optimizer could not go on with states that come now.
+    """Raise if an optimizer could not continue after states are added.
 
     Raises:
-        ImportError: If this Keras does not tell what a built optimizer knows.
-        ValueError: If a `keras.optimizers.MultiOptimizer` is built: it asks
-            once, when it is built, which variable goes to which optimizer.
+        ImportError: If this Keras does not tell what variables a built
+            optimizer knows.
+        ValueError: If a `keras.optimizers.MultiOptimizer` is built: it assigns
+            variables to its optimizers only once, when it is built.
     """
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
     for layer in walking.layers_within(model):
@@ -201,7 +204,7 @@ def check_optimizers(model: keras.Layer) -> None:
 
 
 def replicas(model: keras.Layer) -> AbstractContextManager[object]:
-    """The scope in which the variables of a model were made."""
+    """Return the distribution scope in which a model's variables were made."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
@@ -235,7 +238,7 @@ def _update_optimizers(
 
 
 def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers of all models in a model, with those that they wrap."""
+    """Return the optimizers of all models in a model, and those they wrap."""
     return [
         each
         for layer in walking.layers_within(model)
@@ -246,9 +249,9 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizer of `compile`, and those that a model has besides.
+    """Return the optimizer of `compile`, and others that a model holds.
 
-    As attributes, or in lists and dicts that are.
+    These are attributes, or entries of lists and dicts.
     """
     held = (getattr(model, "optimizer", None), *vars(model).values())
     found = {
@@ -275,9 +278,8 @@ def _has_all(
 ) -> bool:
     """Return True if an optimizer has all trainable weights of a model.
 
-    Those that have come since it was built do not count.
-
-    One that is wrapped may have stand-ins, and none of the weights.
+    Weights that were added since it was built do not count. A wrapped optimizer
+    may have substitutes for the weights, and none of the weights themselves.
     """
     if known is None:
         return False
@@ -291,11 +293,11 @@ def _has_all(
 def _states(
     model: keras.Model, known: list[keras.Variable], has_all: bool
 ) -> set[int]:
-    """The states that an optimizer is to know.
+    """Return the ids of the states that an optimizer is to know.
 
-    Those of the layers that it optimizes, trainable still or not. The
-    optimizer of `compile`, where it has all trainable weights, has all
-    trainable states.
+    These are the states of the layers that it optimizes, trainable or not. The
+    optimizer of `compile` gets all trainable states if it has all trainable
+    weights.
     """
     ids = {id(v) for v in known}
     return {
@@ -314,11 +316,11 @@ def _to_optimize(
     new: set[int],
     gone: set[int],
 ) -> list[keras.Variable]:
-    """The variables to optimize: those known, with today's states.
+    """Return the variables to optimize: the known ones and the present states.
 
-    A state comes after what is before it in `model.variables`. So the order
-    is that of `trainable_variables` again, by which the trainers go, and of
-    such lists of several parts as a loop of its own may have put together.
+    A state follows the variable that precedes it in `model.variables`. So the
+    order is again that of `trainable_variables`, which the trainers rely on,
+    and of lists that a custom loop joins from several parts.
     """
     wanted = [v for v in known if id(v) not in gone]
     place = {id(v): i for i, v in enumerate(wanted)}
@@ -338,7 +340,7 @@ _GROUP = "optimizer/inner_optimizer"
 
 
 def may_differ(model: keras.Model) -> bool:
-    """True if Keras may have wrapped the optimizer of one of two models."""
+    """Return True if Keras may have wrapped one optimizer and not the other."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return False
@@ -351,7 +353,7 @@ def may_differ(model: keras.Model) -> bool:
 
 
 def loss_scale_asked(model: keras.Layer) -> LossScale | None:
-    """The one loss scale that the layers of a model ask for; None if none."""
+    """Return the one loss scale that the layers of a model request, or None."""
     if not isinstance(model, keras.Model):
         return None
     try:
@@ -361,11 +363,11 @@ def loss_scale_asked(model: keras.Layer) -> LossScale | None:
 
 
 def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
-    """Warn if layers that were converted had asked for another loss scale.
+    """Warn if conversion removed the loss scale that layers requested.
 
     Args:
-        asked: What they asked for before.
-        model: Their model.
+        asked: The loss scale that they requested before.
+        model: The converted model.
     """
     now = loss_scale_asked(model)
     if asked is None or now == asked:
@@ -379,10 +381,10 @@ def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
 
 
 def restore(model: keras.Model, weights: str) -> bool:
-    """Wrap the optimizer of a model just loaded if the saved one was, or not.
+    """Wrap or unwrap the optimizer of a loaded model, as in its file.
 
     Returns:
-        Whether that changed, and the weights have to be loaded again.
+        Whether that changed, so that the weights must be loaded again.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
@@ -401,7 +403,7 @@ def restore(model: keras.Model, weights: str) -> bool:
 
 
 def _has_scaler(weights: str) -> bool | None:
-    """Return True if a file has a scaler; None if it has no optimizer."""
+    """Return True if a file has a loss scaler; None if it has no optimizer."""
     try:
         with h5py.File(weights, "r") as file:
             return _GROUP in file if "optimizer" in file else None

@@ -1,12 +1,12 @@
-"""How much each layer of a model multiplies.
+"""Count the multiplications of each layer of a model.
 
-Counted are the multiplications (each with its addition) of one sample, that
-is of one row of the batch, in the products with kernels. Products of
-activations, such as the scores of an attention, are not among them.
+The count is of multiplications (each with its addition) with kernels, for one
+sample, which is one row of the batch. Matmuls of two activations, such as the
+scores of an attention, are not counted.
 
-The call of the model is traced for two samples and for three. An operand
-that is larger for three is an activation. A product with one such operand is
-one with a kernel, and what it has more for three is that of one sample.
+The call of the model is traced for two samples and for three. An operand that
+is larger for three is an activation. A matmul with one such operand is one
+with a kernel. The difference of the two counts is that of one sample.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SAMPLES = (2, 3)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a layer multiplies with, and how often.
+    """The size of a layer's kernels, and its multiplications with them.
 
     Attributes:
-        parameters: Entries of the kernels that it multiplies with; if there
-            are none, of its own weights.
+        parameters: Entries of the kernels that it multiplies with; of its own
+            weights if it has no kernel.
         multiplications: Multiplications, each with its addition, in the
             products of one sample with them; 0 without a kernel.
         plain_multiplications: How many of these are not in float8 though the
@@ -52,7 +52,7 @@ class Work:
 
 
 class Works:
-    """The work of the layers of a model; nothing is computed or changed."""
+    """The work of each layer of a model; nothing is computed or changed."""
 
     def __init__(self, model: keras.Layer) -> None:
         self._layers = {id(x): x for x in walking.layers_within(model)}
@@ -75,7 +75,7 @@ class Works:
         return [self._layers[key] for key in self._counted]
 
     def of(self, layer: keras.Layer) -> Work:
-        """The work of a layer."""
+        """Return the work of a layer."""
         own = walking.own_weights(layer)
         if id(layer) in self._unknown and not self._counted.get(id(layer)):
             return _once(layer, own)
@@ -100,12 +100,12 @@ def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
 
 
 def scalars(variables: Iterable[keras.Variable]) -> int:
-    """The number of entries of all these variables."""
+    """Return the number of entries of all these variables."""
     return sum(math.prod(v.shape) for v in variables)
 
 
 class _Counted(NamedTuple):
-    """A product with a kernel: how often, its size, whether in float8."""
+    """A matmul with a kernel: multiplications, kernel size, if in float8."""
 
     number: int
     size: int
@@ -117,7 +117,7 @@ def _entries(
     own: list[keras.Variable],
     counted: Iterable[_Counted],
 ) -> int:
-    """Entries of the kernels of some products: own weights of their sizes."""
+    """Return the entries of the kernels of some matmuls, found by size."""
     mixin = isinstance(layer, Float8Mixin)
     contracted: list[Any] = layer.float8_contracted if mixin else []
     own = [v for v in own if "bias" not in v.name]
@@ -133,7 +133,7 @@ def _entries(
 
 
 class _Pair(NamedTuple):
-    """What two traces of a model have said."""
+    """The results of the two traces of a model."""
 
     products: list[tuple[keras.Layer, _Counted]]
     unknown: list[keras.Layer]
@@ -141,7 +141,7 @@ class _Pair(NamedTuple):
 
 
 def _traced(model: keras.Layer) -> _Pair | None:
-    """Trace a model; None if it cannot be called on shapes alone."""
+    """Trace a model; return None if it cannot be called with shapes only."""
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
             small, large = traced.trace(model, map(inputs.of, SAMPLES))
@@ -154,10 +154,10 @@ def _traced(model: keras.Layer) -> _Pair | None:
 def _with_kernels(
     small: list[traced.Counted], large: list[traced.Counted]
 ) -> Iterator[tuple[keras.Layer, _Counted]]:
-    """The products of an activation and a kernel, for one sample.
+    """Yield the matmuls of an activation and a kernel, for one sample.
 
     Raises:
-        ValueError: If the two traces have different products.
+        ValueError: If the two traces have different matmuls.
     """
     for one, other in zip(small, large, strict=True):
         pairs = zip(one.product.sizes, other.product.sizes, strict=True)
@@ -173,9 +173,9 @@ class _Inputs:
 
     Attributes:
         args: A structure with a `keras.KerasTensor` for each tensor.
-        kwargs: Likewise.
-        dtype: Of tensors that say none; None for what they say.
-        filler: In place of unknown sizes.
+        kwargs: The keyword arguments, in the same form.
+        dtype: The dtype of all tensors; None for that of each tensor.
+        filler: The size that replaces unknown sizes.
     """
 
     args: Any
@@ -184,7 +184,7 @@ class _Inputs:
     filler: int
 
     def of(self, samples: int) -> tuple[Any, Any]:
-        """The arguments for so many samples."""
+        """Return the arguments for this number of samples."""
 
         def filled(x: Any) -> Any:
             if not isinstance(x, keras.KerasTensor):
@@ -197,7 +197,7 @@ class _Inputs:
 
     @property
     def are_sizes_known(self) -> bool:
-        """Return True if no size is unknown but that of the batch."""
+        """Return True if no size but that of the batch is unknown."""
         given = keras.tree.flatten((self.args, self.kwargs))
         return not any(
             None in x.shape[1:]
@@ -212,7 +212,7 @@ _FILLERS = (1, 32, 1024)
 
 
 def _inputs(model: keras.Layer) -> Iterator[_Inputs]:
-    """What a model may be called on, what is likelier first."""
+    """Yield arguments that a model may be called with, likeliest first."""
     if getattr(model, "inputs", None):
         structure = model.inputs
         if isinstance(model, keras.Sequential):
@@ -240,7 +240,7 @@ def _inputs(model: keras.Layer) -> Iterator[_Inputs]:
 
 
 def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
-    """The arguments that a layer was built on, without their dtypes."""
+    """Return the arguments that a layer was built with; dtypes are unknown."""
     config = keras.Layer.get_build_config(layer) or {}
     shapes = config.get("shapes_dict")
     if shapes is None:
@@ -255,7 +255,7 @@ def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
 
 
 def _tensors(layer: keras.Layer, shapes: Any) -> Any:
-    """A tensor for each shape in a structure of them."""
+    """Return a tensor for each shape in a structure of them."""
     if isinstance(shapes, dict):
         return {name: _tensors(layer, each) for name, each in shapes.items()}
     if all(size is None or isinstance(size, int) for size in shapes):
@@ -266,7 +266,7 @@ def _tensors(layer: keras.Layer, shapes: Any) -> Any:
 # What is said of a layer whose calls are not known: by its names and shapes.
 
 _BESIDE = "depthwise_kernel"
-"""The kernel of a layer that is multiplied in its source policy."""
+"""A kernel that is multiplied in the source policy in float8 layers too."""
 
 # In names of weights that are looked up or added, and not multiplied with.
 _NO_KERNEL = ("bias", "embed", "pos_", "position", "table", "token")
@@ -277,7 +277,7 @@ _FIXED_KERNEL = ("kernel", "filter", "matrix")
 
 
 def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
-    """The work of one call on the shape that a layer was built on."""
+    """Return the work of one call with the shape that a layer was built on."""
     kernels = _kernels(layer, own)
     if not kernels:
         return Work(parameters=scalars(own))
@@ -300,7 +300,7 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
 def _kernels(
     layer: keras.Layer, own: list[keras.Variable]
 ) -> list[keras.Variable]:
-    """The weights that a layer multiplies with, in float8 or not."""
+    """Return the weights that a layer multiplies with, in float8 or not."""
     beside = [v for v in own if v.name == _BESIDE]
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         contracted = layer.float8_contracted
@@ -315,7 +315,7 @@ def _kernels(
 
 
 def _looks_up(layer: keras.Layer, kernel: keras.Variable) -> bool:
-    """Return True if a kernel is stored in float8, and not multiplied with."""
+    """Return True if a kernel is stored in float8 and only looked up."""
     stored = layer.is_stored_kernel(layer, kernel)
     return stored and not layer.is_float8_kernel(layer, kernel)
 
@@ -330,7 +330,7 @@ def _looks_like_kernel(layer: keras.Layer, variable: keras.Variable) -> bool:
 
 
 def _first_shape(shapes: Any) -> Any:
-    """The first shape in a structure of them."""
+    """Return the first shape in a structure of them."""
     if isinstance(shapes, dict):
         shapes = list(shapes.values())
     if not isinstance(shapes, (list, tuple)) or not shapes:

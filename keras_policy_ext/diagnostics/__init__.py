@@ -1,1 +1,1 @@
-"""What float8 does in a model: the demo, the doctor, tables and plots."""
+"""Show what float8 does in a model: the demo, the doctor, tables, plots."""

@@ -29,16 +29,16 @@ class DoctorReport(BaseReport):
     """What runs natively in float8 on a device, and what gains.
 
     Attributes:
-        verdict: Whether training in float8 gains there, in a sentence.
-        notes: What else to know, in sentences.
-        machine: What is installed here; empty for a device that is elsewhere.
-        device: What the device can do, and where that is written.
-        backend: The framework that was asked.
+        verdict: A sentence on whether training in float8 is faster there.
+        notes: More sentences.
+        machine: What is installed here; empty for a simulated device.
+        device: What the device can do, and the source of that.
+        backend: The name of the framework.
         contractions: Contractions, recipes, kind of kernel and reason.
         frozen: Granularities of stored kernels, their inputs, kind of kernel
             and reason.
-        break_even: Framework, device, from which size on float8 gains, and
-            where that is from; the device first.
+        break_even: Framework, device, the size from which float8 gains, and
+            the source of that; the row of this device comes first.
     """
 
     verdict: str
@@ -51,7 +51,7 @@ class DoctorReport(BaseReport):
     break_even: tuple[Cells, ...]
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """The verdict, and a table for each of the others."""
+        """Yield the verdict, and a table for each other attribute."""
         yield from (self.verdict, *self.notes)
         facts = (Column(""), Column("", wraps=True))
         if self.machine:
@@ -82,11 +82,11 @@ def _wide(title: str, headings: Cells, rows: tuple[Cells, ...]) -> Table:
 
 
 def report(device: str | None = None) -> DoctorReport:
-    """Look at a device.
+    """Return the report of a device.
 
     Args:
-        device: The name of a device that is elsewhere, as `devices.get`
-            takes it: what would run there. None for this one.
+        device: The name of a device to simulate, as `devices.get` takes it.
+            None for the device of this machine.
 
     Raises:
         ValueError: If a device of this name is not known.
@@ -110,7 +110,7 @@ def report(device: str | None = None) -> DoctorReport:
 
 
 def verdict() -> str:
-    """Whether training in float8 gains on this device, in a sentence."""
+    """Return a sentence on whether training in float8 gains on this device."""
     row = filters.here()
     choice = filters.choice_for(CONTRACTIONS["matmul (Dense)"])
     device = backends.engine().device()
@@ -135,7 +135,7 @@ def verdict() -> str:
 
 
 def bfloat16_note() -> tuple[str, ...]:
-    """A sentence where matmuls in bfloat16 are slow; it times two of them."""
+    """Time two matmuls; return a sentence if bfloat16 is slow."""
     times = machine.slowdown()
     if times < machine.SLOW:
         return ()
@@ -147,11 +147,11 @@ def bfloat16_note() -> tuple[str, ...]:
 
 
 def rows() -> list[Cells]:
-    """Contractions, recipes, kind of kernel and reason.
+    """Return rows of contractions, recipes, kind of kernel and reason.
 
-    Contractions and recipes for which the answer is the same share a row. A
-    recipe has several rows for a contraction where its matmuls differ, and
-    they are named there.
+    Contractions and recipes with the same kernel and reason share a row. If
+    the matmuls of a recipe differ, it has several rows for a contraction,
+    which name the matmuls.
     """
     by_contraction: dict[tuple[str, Choice], list[str]] = {}
     for name, contraction in CONTRACTIONS.items():
@@ -168,7 +168,7 @@ def rows() -> list[Cells]:
 def _choices(
     contraction: contractions.Einsum | contractions.Conv,
 ) -> dict[Choice, list[str]]:
-    """The recipes of each choice, with the matmuls unless it is all three."""
+    """Group recipes by the kernel choice; name the matmuls if they differ."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
         plan = _as_there(
@@ -187,9 +187,10 @@ def _choices(
 
 
 def _as_there(plan: Any) -> Any:
-    """A plan, compiled by XLA on a device that is elsewhere.
+    """Return a plan; for a simulated device, as compiled by XLA.
 
-    As `fit` does on a GPU with TensorFlow, which has no other float8 matmul.
+    `fit` on a GPU with TensorFlow uses XLA, since TensorFlow has no other
+    float8 matmul.
     """
     if devices.pretended() is None:
         return plan
@@ -197,10 +198,10 @@ def _as_there(plan: Any) -> Any:
 
 
 def frozen_rows() -> list[Cells]:
-    """Kernels that are stored and their inputs, kind of kernel and reason.
+    """Return rows of granularities, inputs, kind of kernel and reason.
 
-    Of the product of a Dense layer. Granularities for which the answer is the
-    same share a row.
+    They are for the forward matmul of a Dense layer with a stored kernel.
+    Granularities with the same kernel and reason share a row.
     """
     found: dict[tuple[str, Choice], list[str]] = {}
     contraction = CONTRACTIONS["matmul (Dense)"]
@@ -220,7 +221,7 @@ def frozen_rows() -> list[Cells]:
 
 
 def break_even_rows() -> Iterator[Cells]:
-    """What `filter="auto"` goes by, with the row of this device first."""
+    """Yield the rows that `filter="auto"` reads, this device first."""
     here = filters.here()
     mark = "(asked)" if devices.pretended() else "(here)"
     others = [row for row in filters.table() if row != here]

@@ -1,4 +1,4 @@
-"""The forward pass of a model as a function, for those who look into it."""
+"""The forward pass of a model as a function, to be measured."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _ALLOWED = (
 
 
 def read(model: keras.Layer, batch: Any) -> Any:
-    """The batch, without numbers.
+    """Return the symbolic tensors of a batch.
 
     Args:
-        model: What is called on it.
+        model: The model that is called with it.
         batch: As for `memory`.
 
     Returns:
         Nested `keras.KerasTensor`.
 
     Raises:
-        TypeError: If it is none of what `memory` allows.
+        TypeError: If it is no batch that `memory` allows.
         ValueError: If a size is unknown.
     """
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
@@ -110,7 +110,7 @@ def _known(shape: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def _is_shape(x: Any) -> bool:
-    """A tuple of sizes; a list of numbers is a batch of numbers."""
+    """Return True for a tuple of sizes; a list of numbers is a batch."""
     return isinstance(x, tuple) and all(
         size is None
         or (isinstance(size, (int, np.integer)) and not isinstance(size, bool))
@@ -128,10 +128,10 @@ def _are_shapes(x: Any) -> bool:
 def step_of(
     model: keras.Layer, layers: Sequence[keras.Layer], batch: Any
 ) -> MeasuredStep:
-    """A training step of a model.
+    """Return a training step of a model, to be measured.
 
     Args:
-        model: A model or layer that can be called.
+        model: A model or layer with a `call`.
         layers: The layers in it, in the order of their numbers.
         batch: Nested `keras.KerasTensor`.
     """
@@ -149,14 +149,17 @@ def step_of(
 
 
 def _held(model: keras.Layer) -> list[Tensor]:
-    """What a model holds as a module of PyTorch."""
+    """Return the tensors that a model holds as a PyTorch module."""
     if keras.backend.backend() != "torch":
         return []
     return [*model.parameters(), *model.buffers()]
 
 
 class _Forward:
-    """Calls a model on values for its variables; see `MeasuredStep.call`."""
+    """A call of a model with given values of its variables.
+
+    See `MeasuredStep.call`.
+    """
 
     def __init__(self, model: keras.Layer, layers: Sequence[keras.Layer]):
         self._model = model
@@ -187,7 +190,7 @@ class _Forward:
 
 @contextlib.contextmanager
 def unchanged_counters(layers: list[keras.Layer]) -> Iterator[None]:
-    """Put back what float8 layers count and note in a call."""
+    """Restore the counters and plans that a call changes in float8 layers."""
     states = [
         layer.float8_state
         for layer in layers

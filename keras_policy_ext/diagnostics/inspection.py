@@ -33,12 +33,12 @@ class Operand:
         kernel: The path of the weight that is contracted.
         name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         format: The number format, e.g. `"float8_e4m3fn"`.
-        amax: The newest amax; of a kernel that was not observed the one that
-            it has; None if there is none.
-        scale: The dequantizing scale of the last step that had one from the
-            history; None if there was none.
-        saturation: The newest amax as a fraction of the largest number that
-            this scale represents; above 1 the step cut it off.
+        amax: The newest observed amax; for a kernel that was never observed,
+            its present amax; None if there is none.
+        scale: The dequantizing scale that the last step took from the history;
+            None if there was none.
+        saturation: The newest amax as a fraction of the largest value that
+            this scale represents; above 1 the step clipped it.
     """
 
     kernel: str
@@ -51,18 +51,19 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class StoredOperand:
-    """A kernel that is stored in float8, of a frozen layer.
+    """A kernel of a frozen layer, stored in float8.
 
     Attributes:
-        kernel: Its path.
-        format: Of its numbers, e.g. `"float8_e4m3fn"`.
-        granularity: What has a scale: `"channel"`, `"tensor"` or `"block"`.
-        bytes: Of codes and scales.
-        smallest_scale: Of its scales.
-        largest_scale: Likewise.
-        activations: `"dynamic"` or `"static"`; None where its inputs are not
+        kernel: The path of the kernel.
+        format: The number format, e.g. `"float8_e4m3fn"`.
+        granularity: The unit that has a scale: `"channel"`, `"tensor"` or
+            `"block"`.
+        bytes: The bytes of its codes and scales.
+        smallest_scale: The smallest of its scales.
+        largest_scale: The largest of its scales.
+        activations: `"dynamic"` or `"static"`; None if its inputs are not
             quantized.
-        inputs_scale: That of its inputs, where it is static.
+        inputs_scale: The scale of its inputs, if it is static.
     """
 
     kernel: str
@@ -76,7 +77,7 @@ class StoredOperand:
 
     @classmethod
     def of(cls, kernel: StoredVariable) -> StoredOperand:
-        """The entry of a kernel of a frozen layer."""
+        """Return the entry of a kernel of a frozen layer."""
         stored, given = kernel.stored, kernel.inputs_scale
         return cls(
             kernel.path,
@@ -90,7 +91,7 @@ class StoredOperand:
         )
 
     def rows(self, several: bool) -> list[list[str]]:
-        """Name, amax, scale and saturation of the kernel and its inputs."""
+        """Return cells (name, amax, scale, saturation) of kernel and inputs."""
         size = readable_bytes(self.bytes)
         name = self.kernel.rpartition("/")[2] if several else "kernel"
         scales = f"{self.smallest_scale:.3g}"
@@ -111,13 +112,13 @@ class Inspected(Work):
     Attributes:
         path: The layer's path.
         class_name: The name of its class.
-        policy: The full name of the policy that it really follows.
+        policy: The full name of the policy that it follows in fact.
         recipe: The repr of the float8 recipe, None if it is not in float8.
         kernel: `"native"` or `"emulated"`, None if it is not in float8, or
             was not called in this process yet.
         reason: Why it is native or emulated.
-        operands: What its state says; empty under a recipe without state.
-        stored: Its kernels, if it is frozen.
+        operands: The operands in its state; empty under a recipe without state.
+        stored: Its stored kernels, if it is frozen.
         parameters, multiplications, plain_multiplications, sizes_known: As
             for `work.Work`.
     """
@@ -143,7 +144,7 @@ class Inspected(Work):
 
     @property
     def saturation(self) -> float | None:
-        """The largest of its operands; None if none is known."""
+        """The largest saturation of its operands; None if none is known."""
         known = [o.saturation for o in self.operands]
         return max((s for s in known if s is not None), default=None)
 
@@ -152,15 +153,15 @@ class Inspected(Work):
 class Inspection(LayersReport):
     """The layers of a model that have weights.
 
-    `str` says how much of the model is in float8, and has a row for the
-    layers of one class under one policy. It fits on a screen of 24 lines, and
+    `str` says how much of the model is in float8. It has one row for all
+    layers of one class under one policy, fits on a screen of 24 lines, and
     is as wide as the terminal. `table(full=True)` has rows for every layer,
     one for each operand.
 
     Attributes:
-        layers: One entry for each.
-        parameters: Scalars in the weights, without the float8 state.
-        state: Scalars in the float8 state. `model.count_params()` is the sum
+        layers: One entry for each layer.
+        parameters: Entries of the weights, without the float8 state.
+        state: Entries of the float8 state. `model.count_params()` is the sum
             of the two.
     """
 
@@ -196,7 +197,7 @@ class Inspection(LayersReport):
         ]
 
     def _full_rows(self, entry: Inspected) -> list[list[str] | str]:
-        """The layer on a line of its own, and its operands below."""
+        """Return a line for the layer, and rows for its operands below."""
         about = [entry.path, entry.class_name, entry.policy, entry.kernel]
         several = len(entry.stored) > 1
         rows = [cells for each in entry.stored for cells in each.rows(several)]
@@ -212,7 +213,7 @@ class Inspection(LayersReport):
         return [head, *(["", *row] for row in rows)]
 
     def _notes(self, full: bool) -> list[str]:
-        """The state, and why layers run natively or are emulated."""
+        """Return notes on the state, and on why layers are emulated or not."""
         state = (
             f"{self.parameters:,} parameters, and {self.state:,} numbers of "
             f"float8 state; Keras counts {self.parameters + self.state:,}"
@@ -242,7 +243,7 @@ class Inspection(LayersReport):
 
 @_user_code.once
 def inspect(model: keras.Layer) -> Inspection:
-    """Look at the policy and the float8 state of each layer.
+    """Return the policy and the float8 state of each layer.
 
     Args:
         model: A Keras model or layer.
@@ -252,7 +253,7 @@ def inspect(model: keras.Layer) -> Inspection:
         `print` it for a table.
 
     Raises:
-        TypeError: If `model` is neither.
+        TypeError: If `model` is not a Keras model or layer.
 
     Examples:
         >>> layer = keras.layers.Dense(8)

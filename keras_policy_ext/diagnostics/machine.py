@@ -17,12 +17,12 @@ from keras_policy_ext import backends
 
 
 def backend() -> str:
-    """The backend of Keras."""
+    """Return the name of the backend of Keras."""
     return str(keras.backend.backend())
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None where there is none."""
+    """Return the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -30,16 +30,16 @@ def version_of(distribution: str) -> str | None:
 
 
 def installed(package: str) -> str:
-    """What is installed of a package, by whatever distribution.
+    """Return the installed version of a package, from any distribution.
 
-    TensorFlow comes as `tensorflow`, `tensorflow-cpu`, `tf-nightly` and
-    others. Nothing is imported for that.
+    TensorFlow, for example, is in `tensorflow`, `tensorflow-cpu`, `tf-nightly`
+    and others. The package is not imported.
 
     Args:
         package: The name that is imported.
 
     Returns:
-        The version, with the name of the distribution where that is another.
+        The version, with the name of the distribution if that differs.
     """
     if importlib.util.find_spec(package) is None:
         return "not installed"
@@ -51,7 +51,7 @@ def installed(package: str) -> str:
 
 
 def _distribution_of(package: str) -> str | None:
-    """The distribution that has a package, None if none says so."""
+    """Return the distribution that contains a package, or None if unknown."""
     names = importlib.metadata.packages_distributions().get(package, [])
     # Others may put something beside or into it.
     for name in names:
@@ -65,7 +65,7 @@ def _distribution_of(package: str) -> str | None:
 
 
 def _same_name(distribution: str, package: str) -> bool:
-    """Return True if an index takes the two names for one."""
+    """Return True if a package index treats two names as the same."""
     first, second = (
         re.sub("[-_.]+", "-", name).lower() for name in (distribution, package)
     )
@@ -73,12 +73,12 @@ def _same_name(distribution: str, package: str) -> bool:
 
 
 def device() -> str:
-    """Where the backend puts a tensor, in its own words."""
+    """Return the device where the backend puts a tensor, as it prints it."""
     return str(keras.ops.zeros(()).device)
 
 
 def facts() -> dict[str, str]:
-    """Versions, backend and device, by name."""
+    """Return versions, backend and device, by name."""
     frameworks = {
         name: installed(name) for name in ("tensorflow", "jax", "torch")
     }
@@ -95,17 +95,17 @@ def facts() -> dict[str, str]:
 
 
 SLOW = 4.0
-"""A matmul that takes so many times as long as in float32 is called slow."""
+"""A matmul is slow if it takes this many times as long as in float32."""
 
 SIZE = 256
 ROUNDS = 3
 
 
 def slowdown() -> float:
-    """How many times as long as in float32 a matmul takes in bfloat16.
+    """Return the time of a bfloat16 matmul as a multiple of that in float32.
 
-    CPUs without instructions for bfloat16 take up to 50 times as long on
-    PyTorch. On other devices nothing is measured, and it is 1.
+    CPUs without bfloat16 instructions take up to 50 times as long on PyTorch.
+    On other devices nothing is measured, and the result is 1.
     """
     if backends.engine().device().maker != "cpu":
         return 1.0
@@ -113,13 +113,13 @@ def slowdown() -> float:
 
 
 def _seconds(dtype: str) -> float:
-    """The time of the fastest of some matmuls, after one to warm up."""
+    """Return the time of the fastest of some matmuls, after one to warm up."""
     matrix = ops.ones((SIZE, SIZE), dtype)
     return min([timed(matrix) for _ in range(ROUNDS + 1)][1:])
 
 
 def timed(matrix: Any) -> float:
-    """Return the seconds that the product of a matrix with itself takes."""
+    """Return the seconds of a matmul of a matrix with itself."""
     began = time.perf_counter()
     product = ops.matmul(matrix, matrix)
     # When one number of it is on the host, the product was computed.

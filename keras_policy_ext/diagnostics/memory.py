@@ -47,11 +47,11 @@ from keras_policy_ext.reports import (
 
 
 def bytes_of(model: keras.Layer) -> int | None:
-    """Bytes of the optimizers of a model, each variable once.
+    """Return the bytes of a model's optimizers, each variable once.
 
     Returns:
-        0 without an optimizer; None if one that has not trained does not say
-        which variables it is going to make.
+        0 without an optimizer; None if an untrained optimizer does not tell
+        which variables it will create.
     """
     found: dict[int, Any] = {}
     models = [
@@ -71,17 +71,17 @@ def bytes_of(model: keras.Layer) -> int | None:
 def _variables(
     optimizer: keras.Optimizer, model: keras.Model
 ) -> list[Any] | None:
-    """Variables of an optimizer, with those of one that it wraps."""
+    """Return the variables of an optimizer and of those it wraps, or None."""
     if not optimizer.built:
         optimizer = _built_copy(optimizer, model)
     return None if optimizer is None else list(optimizer.variables)
 
 
 def _built_copy(optimizer: keras.Optimizer, model: keras.Model) -> Any:
-    """An optimizer as it is after the first step, without memory.
+    """Return a copy of an optimizer, built without allocating memory.
 
     Returns:
-        The copy; None if variables of it need values.
+        The copy; None if its variables need values.
     """
     copy = type(optimizer).from_config(optimizer.get_config())
     weights = [v for v in model.trainable_variables if not is_state(v)]
@@ -102,7 +102,7 @@ WITHOUT = "without float8"
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """A layer, in bytes.
+    """The memory of a layer, in bytes.
 
     Attributes:
         path: Its path.
@@ -110,9 +110,9 @@ class LayerMemory:
         policy: The full name of the policy that it follows.
         weights: Its own weights, without those of layers in it.
         state: Its float8 state.
-        activations: What it keeps for the backward pass, of the batch.
-        weight_copies: What it keeps of its weights alone: casts of them, and
-            float8 numbers. As large for any batch.
+        activations: What it saves for the backward pass from the batch.
+        weight_copies: What it saves for the backward pass from its weights
+            alone: casts and float8 copies, for any batch size.
     """
 
     path: str
@@ -125,12 +125,12 @@ class LayerMemory:
 
     @property
     def kept(self) -> int:
-        """All that it keeps for the backward pass."""
+        """All that it saves for the backward pass."""
         return self.activations + self.weight_copies
 
     @property
     def total(self) -> int:
-        """All of the layer."""
+        """All memory of the layer."""
         return self.weights + self.state + self.kept
 
 
@@ -141,9 +141,9 @@ class ModelMemory:
     Attributes:
         name: `"as it is"`, `"without float8"`, or the policy or recipe.
         layers: One entry for each layer that has or keeps something.
-        counted_by: How it was found out what is kept.
-        planned: What XLA plans for both passes, beside weights, batch,
-            outputs and gradients; None if it was not asked.
+        counted_by: How the saved bytes were determined.
+        planned: What XLA plans for both passes, without weights, batch,
+            outputs and gradients; None if it was not requested.
     """
 
     name: str
@@ -158,22 +158,22 @@ class ModelMemory:
 
     @property
     def state(self) -> int:
-        """The float8 state of all layers."""
+        """Bytes of the float8 state of all layers."""
         return sum(layer.state for layer in self.layers)
 
     @property
     def activations(self) -> int:
-        """Bytes that all layers save of the batch."""
+        """Bytes that all layers save from the batch."""
         return sum(layer.activations for layer in self.layers)
 
     @property
     def weight_copies(self) -> int:
-        """Bytes that all layers save of their weights."""
+        """Bytes that all layers save from their weights."""
         return sum(layer.weight_copies for layer in self.layers)
 
     @property
     def kept(self) -> int:
-        """All that is kept for the backward pass."""
+        """All bytes that are saved for the backward pass."""
         return self.activations + self.weight_copies
 
 
@@ -181,16 +181,16 @@ class ModelMemory:
 class MemoryReport(BaseReport):
     """What a training step keeps in memory, by layer.
 
-    `str` has the totals, and a row for the layers of each class; it fits on
-    a screen of 24 lines. `table(full=True)` has a row for each layer.
+    `str` has the totals and a row for each class of layers. It fits on a
+    screen of 24 lines. `table(full=True)` has a row for each layer.
 
     Attributes:
         model: The name of the model.
-        forms: The model as it is, and under each policy that was asked for;
-            where it was converted and no policy was asked for, as it is and
-            without float8.
+        forms: The model as it is, and under each requested policy. If the model
+            is converted and no policy was requested, as it is and without
+            float8.
         batch: Bytes of the batch.
-        optimizer: Bytes of the optimizer; None if that is not known. The same
+        optimizer: Bytes of the optimizer; None if unknown. The same
             in all forms, since float8 states have no slots.
     """
 
@@ -202,10 +202,10 @@ class MemoryReport(BaseReport):
     _every = EVERY
 
     def __getitem__(self, name: str) -> ModelMemory:
-        """A form by its name.
+        """Return a form by its name.
 
         Raises:
-            KeyError: If there is none of this name.
+            KeyError: If no form has this name.
         """
         for form in self.forms:
             if form.name == name:
@@ -216,7 +216,7 @@ class MemoryReport(BaseReport):
         return len(self._short_rows())
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """The totals, and a row for each class or layer."""
+        """Yield the totals, and a table with a row for each class or layer."""
         yield (
             f"A training step of {self.model!r}, on a batch of "
             f"{readable_bytes(self.batch)}"
@@ -237,7 +237,7 @@ class MemoryReport(BaseReport):
 
     @property
     def _shown(self) -> list[ModelMemory]:
-        """The forms as columns, what was before the others first."""
+        """The forms in the order of the columns, without float8 first."""
         return sorted(self.forms, key=lambda form: form.name != WITHOUT)
 
     def _totals(self) -> Table:
@@ -260,7 +260,7 @@ class MemoryReport(BaseReport):
         return [Column(form.name, right=True) for form in self._shown]
 
     def _short_rows(self) -> list[list[str]]:
-        """What the layers of each class keep, the largest first."""
+        """Return the rows of layer classes by what they save, largest first."""
         groups: dict[str, list[tuple[LayerMemory, ...]]] = {}
         for entries in self._layers():
             if any(entry.kept for entry in entries):
@@ -285,7 +285,7 @@ class MemoryReport(BaseReport):
         ]
 
     def _layers(self) -> list[tuple[LayerMemory, ...]]:
-        """The entries of each layer, one for each form."""
+        """Return the entries of each layer, one for each form."""
         known = [{x.path: x for x in form.layers} for form in self._shown]
         paths = dict.fromkeys(path for form in known for path in form)
         found = []
@@ -309,11 +309,11 @@ def memory(
     min_size: int | None = None,
     attention: Literal["float8"] | None = None,
 ) -> MemoryReport:
-    """What a training step of a model keeps in memory, by layer.
+    """Return what a training step of a model keeps in memory, by layer.
 
-    Weights, optimizer, float8 state, and what the forward pass keeps for the
-    backward pass; for the model as it is and as it would be in other
-    policies. Nothing is trained, and the model stays as it is.
+    This is the weights, the optimizer, the float8 state, and what the forward
+    pass saves for the backward pass, for the model as it is and under other
+    policies. Nothing is trained, and the model is unchanged.
 
     ```python
     print(kpe.memory(model, 256))
@@ -321,23 +321,23 @@ def memory(
 
     Args:
         model: A built Keras model, or a layer.
-        batch: What the model is called on: arrays, also nested; or only their
+        batch: What the model is called with: arrays, also nested; or only their
             shapes, as tuples of sizes, `keras.KerasTensor` or
             `keras.InputSpec`; or the size of a batch, for Functional and
             Sequential models.
-        policy: A policy, a recipe, or the name of one; several in a list. A
-            recipe and a float8 policy: as `convert` would make the model. A
-            plain policy, such as `"mixed_bfloat16"`: with it in all layers.
-            None: as `convert(model)` would make it; and where layers are in
-            float8 already, as it would be without, in their source policies.
-            An empty list: only as it is.
-        compile: Whether XLA is asked too what it plans for both passes. That
-            takes as long as compiling a training step, and JAX only.
-        include: As for `convert`, and so are the other arguments.
-        exclude: Likewise.
-        filter: Likewise.
-        min_size: Likewise.
-        attention: Likewise.
+        policy: A policy, a recipe, or the name of one; or a list of several.
+            With a recipe or a float8 policy, the model is measured as
+            `convert` would make it. With a plain policy, such as
+            `"mixed_bfloat16"`, all layers get that policy. None: the model as
+            `convert(model)` would make it; or, if layers are in float8
+            already, with their source policies. An empty list: only as it is.
+        compile: Whether XLA also reports what it plans for both passes. That
+            takes as long as compiling a training step, and needs JAX.
+        include: As for `convert`.
+        exclude: As for `convert`.
+        filter: As for `convert`.
+        min_size: As for `convert`.
+        attention: As for `convert`.
 
     Returns:
         Rows of bytes; `print` it for a table.
@@ -345,8 +345,8 @@ def memory(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model is not built or has no `call`, a size of the
-            batch is not known, a policy means none, or `compile` is asked of
-            a framework that does not say. The model is unchanged in any case.
+            batch is not known, `policy` names no policy, or the framework
+            does not support `compile`. The model is then unchanged.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -398,7 +398,7 @@ def _check(model: keras.Layer) -> None:
 
 
 def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
-    """Policies and recipes that are asked for, by the names of the forms."""
+    """Return the requested policies and recipes, by the names of the forms."""
     if policy is None:
         is_converted = bool(layers_in_float8(model))
         return {} if is_converted else {"converted": None}
@@ -407,7 +407,7 @@ def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
 
 
 def _trains_in_float8(model: keras.Layer) -> bool:
-    """Return True if a layer is in float8 and has a form without it."""
+    """Return True if a layer is in float8 and not frozen."""
     return not all(map(is_frozen, layers_in_float8(model)))
 
 
@@ -439,7 +439,7 @@ def _under(
 
 @contextlib.contextmanager
 def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
-    """A model under a plain policy in all layers, for a block."""
+    """Put a model under a plain policy in all layers, for a block."""
     layers = walking.layers_within(model)
     dtypes = {
         keras.backend.standardize_dtype(v.dtype)
@@ -467,7 +467,7 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
 def _counted(
     model: keras.Layer, name: str, batch: Any, compile: bool
 ) -> ModelMemory:
-    """The memory of a model as it is now."""
+    """Measure the memory of a model as it is now."""
     layers = [
         layer
         for layer in walking.layers_within(model)
@@ -487,7 +487,7 @@ def _counted(
 def _rows(
     layers: list[keras.Layer], measured: Measured
 ) -> Iterator[LayerMemory]:
-    """A row for each layer that has something; the model itself if nobody."""
+    """Yield a row for each layer that uses memory."""
     counted: set[int] = set()
     for number, layer in enumerate(layers):
         variables = [
@@ -520,7 +520,7 @@ def _sums(group: Sequence[tuple[LayerMemory, ...]]) -> list[int]:
 
 
 def _compared(numbers: Sequence[int | None]) -> list[str]:
-    """Cells of bytes, those after the first with their part of it."""
+    """Return cells of bytes; all but the first with their ratio to it."""
     first, *rest = numbers
     cells = ["–" if first is None else readable_bytes(first)]
     for number in rest:

@@ -1,4 +1,4 @@
-"""Plots, by matplotlib, which is an optional dependency."""
+"""Draw plots with matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COLORS = (
 STYLES = ("-", "--", ":", "-.")
 
 Curves = Mapping[str, Sequence[Mapping[int, float]]]
-"""By name, for each seed: a number by step."""
+"""Losses by step, for each seed, by name."""
 
 
 def require_matplotlib() -> None:
-    """Check that there is matplotlib, without importing it.
+    """Raise if matplotlib is missing, without importing it.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
@@ -43,15 +43,15 @@ def loss_curves(
 ) -> None:
     """Draw validation losses and, below, their gaps to a baseline, as PNG.
 
-    Of several seeds it draws the means, and the gaps from the least to the
-    largest as an area. All points are in the picture. The legend has each
-    name with the gap after the last step.
+    With several seeds it draws the mean losses, and the range of the gaps as
+    an area. All points are within the axes. The legend has each name with the
+    gap after the last step.
 
     Args:
         curves: Losses in nats per character.
         baseline: The name of the curves that the gaps are measured from.
-        title: Above the plot.
-        path: Of the file.
+        title: The title above the plot.
+        path: The path of the file.
     """
     from matplotlib.figure import Figure
 
@@ -83,7 +83,7 @@ def loss_curves(
 
 
 def gaps(curves: Curves, baseline: str) -> dict[str, list[dict[int, float]]]:
-    """How much higher losses are than the baseline's of their seeds, in %."""
+    """Return by how many percent losses exceed the baseline's of their seed."""
     return {
         name: [
             {step: 100.0 * (y / base[step] - 1.0) for step, y in points.items()}
@@ -94,7 +94,7 @@ def gaps(curves: Curves, baseline: str) -> dict[str, list[dict[int, float]]]:
 
 
 def _labels(relative: Curves, baseline: str) -> list[str]:
-    """The names, with the mean of the last gaps."""
+    """Return the names, each with the mean of its last gaps."""
     last = {
         name: np.mean([list(points.values())[-1] for points in seeds])
         for name, seeds in relative.items()

@@ -1,11 +1,12 @@
-"""Models with float8 kernels in the forms of other readers, and back.
+"""Export models with float8 kernels for other readers, and load them.
 
 ```python
 kpe.freeze(model)
 kpe.export(model, "folder", format="compressed-tensors")
 ```
 
-`kpe.export` is the function, not this room, which is loaded when it is called.
+`kpe.export` is the function, not this package, which is imported on the first
+call.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ def export(
 ) -> Any:
     """Write a model with float8 kernels, for a reader without Keras.
 
-    A frozen kernel is written with the bytes that it has, and what was left
-    in floats when the model was frozen stays so. The kernels of a model in
-    which none is frozen are quantized while they are written, one at a time.
-    Adapters of LoRA are merged into the kernel, which is then quantized
-    again. The model stays as it is. What is written appears under its name
-    when it is whole.
+    A frozen kernel is written byte for byte, and weights that were left in
+    floats when the model was frozen are written in floats. If no kernel of the
+    model is frozen, the kernels are quantized while they are written, one at a
+    time. LoRA adapters are merged into the kernel, which is then quantized
+    again. The model is unchanged. The output appears at `path` only when it is
+    complete.
 
     Args:
-        model: A built model. For the formats of Hugging Face a language model
-            of KerasHub, or its backbone; for the others any.
+        model: A built model. For the formats of Hugging Face, a language model
+            of KerasHub or its backbone; for the others, any model.
         path: The folder to write, or for `"safetensors"` and `"onnx"` the
             file.
         format: `"compressed-tensors"` (vLLM, transformers), `"fp8"`
@@ -55,28 +56,28 @@ def export(
             `"modelopt"` (TensorRT-LLM, vLLM; per tensor, static),
             `"safetensors"` (one file with the model's own names) or
             `"onnx"`.
-        weights: The format of the numbers. None: that of frozen kernels, else
+        weights: The float8 format. None: that of the frozen kernels, else
             `"float8_e4m3fn"`.
         granularity: `"channel"`, `"tensor"` or `"block"`. None: that of
-            frozen kernels, else what the format is mostly read in.
+            the frozen kernels, else the usual one of the export format.
         activations: None, `"dynamic"` or `"static"`: how a reader quantizes
-            inputs. `"auto"`: as the frozen layers do, else not. Static scales
-            are those of frozen layers.
+            inputs. `"auto"`: as the frozen layers do, else None. Static scales
+            are taken from frozen layers.
         include: Regular expressions, one of which must be found in the path
             of a layer that is quantized; None for any.
-        exclude: Regular expressions of layers that are written in float.
-        tokenizer: Of KerasHub, to be written too; None for that of the task.
+        exclude: Regular expressions for paths of layers to write in float.
+        tokenizer: A KerasHub tokenizer to write too; None for that of the task.
         max_shard_size: The most bytes in one file, such as `"5GB"`.
-        overwrite: Whether an earlier export at `path` is replaced.
-        **options: More arguments of the format `"onnx"`.
+        overwrite: Whether to replace an earlier export at `path`.
+        **options: More arguments for the format `"onnx"`.
 
     Returns:
         An `ExportReport`, or what the writer of ONNX returns.
 
     Raises:
-        ValueError: If the reader of the format cannot take the model, or an
+        ValueError: If the readers of the format cannot read the model, or an
             argument is wrong.
-        TypeError: If the model is none for this format.
+        TypeError: If the format does not support this kind of model.
         OSError: If it cannot be written; FileExistsError if something is at
             `path`.
 
@@ -107,16 +108,16 @@ def export(
 def load_quantized(
     path: str | os.PathLike[str], *, dtype: str | None = None
 ) -> Any:
-    """A model of KerasHub from a folder of Hugging Face with float8 kernels.
+    """Load a Hugging Face folder with float8 kernels as a KerasHub model.
 
-    The kernels are frozen with the bytes that the folder has; no more than
-    one of them is ever held in floats. What is in floats there, such as
-    embeddings and the layers in `ignore`, is in floats here. Inputs are
-    quantized as the folder says; those of the format `fp8` are not, as its
-    reader does it on a CPU.
+    The kernels are frozen with the bytes of the folder; at most one of them is
+    in floats at a time. Weights that are in floats in the folder, such as
+    embeddings and the layers in `ignore`, are in floats in the model. Inputs
+    are quantized as the folder says. For the format `fp8` they are not,
+    because its reader does not quantize them on a CPU either.
 
     Args:
-        path: A folder in the form of compressed-tensors, or of `fp8`.
+        path: A folder in the format `compressed-tensors` or `fp8`.
         dtype: The dtype policy of the model, such as `"bfloat16"`; None for
             that of the folder.
 
@@ -126,7 +127,7 @@ def load_quantized(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If a file is damaged, or the folder is of another form.
+        ValueError: If a file is damaged, or the folder has another format.
         ImportError: If KerasHub is not installed.
     """
     loading = importlib.import_module(f"{__name__}.loading")

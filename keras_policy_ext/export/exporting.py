@@ -1,4 +1,4 @@
-"""The checks of `export`, and the way to the writer of each format."""
+"""Check the arguments of `export`, and call the writer of the format."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ExportRequest:
 
     Attributes:
         path, format, include, exclude, tokenizer, max_shard_size, overwrite:
-            As there.
+            As for `export`.
         asked: `weights`, `granularity` and `activations`.
-        options: More arguments, of one format.
+        options: More arguments for one format.
     """
 
     path: str | os.PathLike[str]
@@ -46,7 +46,7 @@ class ExportRequest:
 
 
 def run(model: Any, request: ExportRequest, formats: Sequence[str]) -> Any:
-    """Do what `export` was asked for; `formats` are those that there are."""
+    """Run an export; `formats` lists the allowed formats."""
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
         return _to_onnx(model, request)
@@ -131,7 +131,7 @@ def _check_format(
 
 
 def _check_static(found: Iterable[ExportedKernel], scheme: Scheme) -> None:
-    """Raise if inputs have no scale that was observed."""
+    """Raise if static activations are requested without observed scales."""
     if scheme.activations != "static":
         return
     lacking = [

@@ -1,4 +1,4 @@
-"""Folders that Hugging Face reads: configs and tensors."""
+"""Write folders that Hugging Face reads: configs and tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "qwen2": "Qwen2ForCausalLM",
 }
-"""Models for which KerasHub names no architecture, or one that is not there."""
+"""Architectures of models for which KerasHub names none, or a wrong one."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     # What KerasHub's own reader asks for.
@@ -40,12 +40,12 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def complete(
     config: dict[str, Any], backbone: Any, dtype: str
 ) -> dict[str, Any]:
-    """A config with the dtype of the weights, which readers load them in.
+    """Complete a config from KerasHub, and add the dtype of the weights.
 
     Args:
-        config: As KerasHub makes it.
-        backbone: What it is of.
-        dtype: Of the weights that are not quantized.
+        config: The config that KerasHub makes.
+        backbone: The backbone of the config.
+        dtype: The dtype of the weights that are not quantized.
     """
     found = {**_DEFAULTS.get(config.get("model_type", ""), {}), **config}
     if found.get("model_type") in ("gemma", "mistral"):
@@ -65,10 +65,10 @@ def complete(
 
 
 def _part(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A config, or that of a part of the model.
+    """Correct dtypes and tokens in a config, or in that of a part.
 
-    KerasHub writes names of policies for dtypes. A token beyond the
-    vocabulary is none: GPT-2's is 50256 however small the vocabulary is.
+    KerasHub writes names of policies for dtypes. A token beyond the vocabulary
+    becomes None: GPT-2's is 50256 even if the vocabulary is smaller.
     """
     found: dict[str, Any] = {
         key: _part(value, dtype) if key.endswith("_config") else value
@@ -94,13 +94,13 @@ _WEIGHT = ".weight"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor under Hugging Face's name.
+    """A tensor under its Hugging Face name.
 
     Attributes:
-        name: That name.
-        result: A symbolic tensor; what it is of the weights of the model.
-        variables: The weights that it is computed of.
-        kernels: Those of them that are quantized kernels: all or none.
+        name: The Hugging Face name.
+        result: A symbolic tensor, computed from the weights of the model.
+        variables: The weights that it is computed from.
+        kernels: The quantized kernels among the weights: all or none.
         reason: Why it is written in float; empty if it is quantized.
     """
 
@@ -112,22 +112,22 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
         return tuple(self.result.shape)
 
     @property
     def module(self) -> str:
-        """The name of the module that has it."""
+        """The name of the module that has the tensor."""
         return self.name.removesuffix(_WEIGHT)
 
 
 class Folder:
-    """What is written of one model.
+    """The tensors and configs to write for one model.
 
     Args:
-        backbone: Of KerasHub.
+        backbone: A KerasHub backbone.
         found: Its kernels, by the id of their variables.
-        reader: Who is to read it.
+        reader: The reader that the folder is for.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Folder:
         return ()
 
     def ignored(self) -> list[str]:
-        """The modules that a reader may take for a Linear, and are float."""
+        """List the modules in floats that a reader may take for a Linear."""
         names = {
             entry.module
             for entry in self.entries
@@ -219,7 +219,7 @@ class Folder:
     def _reason(
         self, result: Any, variables: Sequence[keras.Variable]
     ) -> str | None:
-        """Why a tensor is written in float, or None."""
+        """Return why a tensor is written in float, or None."""
         owners = [self._owners.get(id(v)) for v in variables]
         if any(isinstance(layer, keras.layers.Embedding) for layer in owners):
             return EMBEDDING
@@ -271,10 +271,10 @@ class Folder:
         return make
 
     def _stored(self, entry: Entry) -> StoredKernel:
-        """All kernels of a tensor as one, in the shape of the tensor.
+        """Return all kernels of a tensor as one, in the shape of the tensor.
 
         Raises:
-            ValueError: If KerasHub orders the numbers in another way.
+            ValueError: If KerasHub writes the elements in another order.
         """
         scheme = self._reader.scheme
         parts = {id(k.variable): k.stored(scheme) for k in entry.kernels}
@@ -296,7 +296,7 @@ class Folder:
         return dataclasses.replace(first, codes=mapped, scale=scale)
 
     def _rows_of(self, part: StoredKernel) -> Array:
-        """The scales of a matrix in the granularity of the file."""
+        """Return the scales of a matrix in the granularity of the file."""
         scale = part.matrix_scale
         if self._reader.granularity != "channel":
             return scale
@@ -315,7 +315,7 @@ class Folder:
 
 
 def _quantizes_inputs(layer: keras.Layer) -> bool:
-    """Return True if a layer computes logits of quantized inputs."""
+    """Return True if a layer computes logits from quantized inputs."""
     policy = getattr(layer, "float8_policy", None)
     if policy is None or not isinstance(
         layer, keras.layers.ReversibleEmbedding

@@ -1,4 +1,4 @@
-"""The kernels of a model, as they are going to be written."""
+"""The kernels of a model, as they will be written."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel
 Array = np.ndarray[Any, Any]
 
 NO_KERNEL = "it is not the weight of a matrix multiplication"
-"""Why a weight is written in float that belongs to no kernel."""
+"""The reason for a weight in float that is no kernel."""
 
 NOT_FROZEN = "it is not frozen, and others are"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How kernels are stored, and what is done to their inputs.
+    """The quantization of kernels and of their inputs.
 
     Attributes:
-        weights: The format of the numbers.
+        weights: The float8 format.
         granularity: `"channel"`, `"tensor"` or `"block"`.
         activations: None, `"dynamic"` or `"static"`.
     """
@@ -46,17 +46,17 @@ class Scheme:
 
 
 USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
-"""The default where nothing is frozen and no argument is given."""
+"""The default if nothing is frozen and no argument is given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportedKernel:
-    """A weight that is multiplied, and what becomes of it.
+    """A kernel of a layer, and how it is written.
 
     Attributes:
         layer: The layer that it is in.
-        variable: The weight, without the adapters of LoRA.
-        axes: Which of its axes are summed.
+        variable: The weight, without LoRA adapters.
+        axes: The summed and the kept axes of the kernel.
         left_out: Why it is written in float; None if it is quantized.
     """
 
@@ -72,23 +72,23 @@ class ExportedKernel:
 
     @property
     def frozen(self) -> bool:
-        """Return True if its bytes are in the model already."""
+        """Return True if the model already stores its float8 bytes."""
         return is_frozen(self.variable)
 
     @property
     def adapted(self) -> bool:
-        """Return True if it has adapters, which are merged."""
+        """Return True if it has LoRA adapters, which are merged."""
         return _adapters(self.layer, self.variable) is not None
 
     def float_value(self) -> Array:
-        """The kernel in float32, with its adapters merged in."""
+        """Return the kernel in float32, with its adapters merged in."""
         return float_value(self.layer, self.variable)
 
     def stored(self, scheme: Scheme) -> StoredKernel:
-        """The kernel in float8: the bytes that it has, or new ones.
+        """Return the kernel in float8, with its stored or new bytes.
 
-        A frozen kernel is as it is; what has adapters is quantized again, in
-        the way that it was.
+        A frozen kernel keeps its bytes. A frozen kernel with adapters is
+        quantized again, in the same format.
         """
         if self.frozen and not self.adapted:
             stored: StoredKernel = self.variable.stored
@@ -100,7 +100,7 @@ class ExportedKernel:
 
     @property
     def is_looked_up(self) -> bool:
-        """True if it is frozen, and rows are taken of it and nothing else."""
+        """True if it is frozen and only used to look up rows."""
         form: Any = type(self.layer)
         return self.frozen and not form.is_float8_kernel(
             self.layer, self.variable
@@ -117,9 +117,9 @@ class ExportedKernel:
 def of_model(
     model: keras.Layer, include: object, exclude: object
 ) -> dict[int, ExportedKernel]:
-    """All kernels of a model, by the `id` of their variables.
+    """Return all kernels of a model, by the `id` of their variables.
 
-    Where some are frozen, the others were left in floats, and stay so.
+    If some kernels are frozen, the others are written in floats.
     """
     candidates, _ = freezing.freezable(model)
     selection = Selection.read(include, exclude, None, None)
@@ -151,11 +151,11 @@ def scheme_of(
     activations: str | None,
     usual: Scheme,
 ) -> Scheme:
-    """Choose the argument, else that of the frozen kernels, else the default.
+    """Return the scheme from arguments, frozen kernels or defaults.
 
     Raises:
-        ValueError: If frozen kernels have something else than is asked, or
-            are not all alike.
+        ValueError: If frozen kernels differ from the arguments or from each
+            other.
     """
     frozen = [k for k in kernels if k.frozen and k.left_out is None]
     known = activations in (None, "dynamic", "static", "auto")
@@ -181,7 +181,7 @@ def scheme_of(
 
 
 def _check_names(scheme: Scheme) -> None:
-    """The errors of `quantize`, before anything is written."""
+    """Raise the errors of `quantize` before anything is written."""
     empty = np.zeros((1, 1), "float32")
     axes = Axes((0,), (1,))
     stored_kernels.quantize(empty, axes, scheme.granularity, scheme.weights)
@@ -205,9 +205,9 @@ def is_frozen(variable: keras.Variable) -> bool:
 
 
 def float_value(layer: keras.Layer, variable: keras.Variable) -> Array:
-    """A weight as floats, dequantized, with its adapters merged in.
+    """Return a weight in floats, dequantized, with its adapters merged in.
 
-    A weight of whole numbers or bools stays one.
+    A weight of integers or bools keeps its dtype.
     """
     if is_frozen(variable):
         value: Array = variable.stored.dequantized()
@@ -224,7 +224,7 @@ def float_value(layer: keras.Layer, variable: keras.Variable) -> Array:
 
 
 def host_value(variable: keras.Variable) -> Array:
-    """A weight in NumPy; 16 bits become float32, without loss."""
+    """Return a weight as a NumPy array; 16-bit floats become float32."""
     value = variable_values.value_without_autocast(variable)
     if keras.backend.standardize_dtype(variable.dtype) in (
         "bfloat16",
@@ -237,7 +237,7 @@ def host_value(variable: keras.Variable) -> Array:
 def _adapters(
     layer: keras.Layer, variable: keras.Variable
 ) -> tuple[Array, Array, float] | None:
-    """The two factors and their scale, where LoRA is on for this weight."""
+    """Return the LoRA factors of a weight and their scale, or None."""
     made: Any = layer
     if not getattr(layer, "lora_enabled", False):
         return None
@@ -253,7 +253,7 @@ def _adapters(
 
 
 def adapters_within(model: keras.Layer) -> set[int]:
-    """The ids of the variables of LoRA's factors, which are merged."""
+    """Return the ids of the LoRA factors, which are merged into kernels."""
     return {
         id(variable)
         for layer in walking.layers_within(model)
@@ -266,7 +266,7 @@ def adapters_within(model: keras.Layer) -> set[int]:
 def merged_notes(
     model: keras.Layer, include: object, exclude: object
 ) -> tuple[str, ...]:
-    """What became of the adapters of LoRA in a model, in sentences."""
+    """Return sentences on the LoRA adapters that were merged."""
     adapted = [
         layer
         for layer in walking.layers_within(model)
@@ -295,7 +295,7 @@ def merged_notes(
 
 
 def owners(model: keras.Layer) -> dict[int, keras.Layer]:
-    """The layer of each weight, by the id of the weight."""
+    """Return the layer of each weight, by the id of the weight."""
     return {
         id(variable): layer
         for layer in reversed(walking.layers_within(model))

@@ -1,4 +1,4 @@
-"""Language models: which part computes logits, and what is exported."""
+"""Language models: their parts, checks, and the output path."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _REPLACED = "replaced"
 def whole(
     path: PathLike, *, folder: bool, overwrite: bool
 ) -> Iterator[pathlib.Path]:
-    """A place to write to, which is moved to `path` at the end.
+    """Yield a temporary path, and move it to `path` at the end.
 
-    It lies beside `path`, on the same disk. After an error it is removed; if
-    the process is killed it stays, under a name that begins with a dot and
-    ends with `.partial`. What was at `path` stays until then.
+    It is beside `path`, on the same disk. After an error it is removed. If the
+    process is killed, it remains, under a name that begins with a dot and ends
+    with `.partial`. Anything at `path` is kept until the move.
 
     Args:
-        path: Where the output belongs.
+        path: The final path of the output.
         folder: Whether it is a folder.
-        overwrite: Whether something may be at `path`.
+        overwrite: Whether to replace something at `path`.
 
     Yields:
-        The path to write to: an empty folder, or a file that is not there.
+        The path to write to: an empty folder, or a file that does not exist.
 
     Raises:
         FileExistsError: If something is at `path` and may not be replaced.
@@ -102,7 +102,7 @@ def _is_export(target: pathlib.Path) -> bool:
 def _move(
     made: pathlib.Path, target: pathlib.Path, aside: pathlib.Path
 ) -> None:
-    """Put the output in place; a folder cannot replace one with files."""
+    """Move the output to its path, and replace an existing folder."""
     if not (made.is_dir() and target.exists()):
         os.replace(made, target)
         return
@@ -142,11 +142,11 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 def parts(model: keras.Layer, format: str) -> tuple[keras.Layer, Any]:
-    """The backbone of a language model, and the tokenizer if it has one.
+    """Return the backbone and the tokenizer (or None) of a language model.
 
     Raises:
         TypeError: If it is no model of KerasHub, or another task.
-        ValueError: If KerasHub cannot write it, or would write it wrong.
+        ValueError: If KerasHub cannot write it correctly.
     """
     if not hub.is_hub_model(model):
         raise _not_one(model, format, type(model).__name__)
@@ -164,7 +164,7 @@ def parts(model: keras.Layer, format: str) -> tuple[keras.Layer, Any]:
 
 
 def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
-    """Raise where Hugging Face's model would be another one."""
+    """Raise if the Hugging Face model would compute something else."""
     for name, value in {**_TEXT, **_FIXED.get(family, {})}.items():
         has = getattr(backbone, name, value)
         if has != value:
@@ -185,7 +185,7 @@ def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
 
 
 def _why_not(name: str) -> str:
-    """Why the model of Hugging Face would compute something else."""
+    """Return why the Hugging Face model would compute something else."""
     if name == "num_key_value_heads":
         return "KerasHub writes only the first head of keys and values"
     if name in _TEXT:

@@ -44,9 +44,9 @@ class QuantizedFolder:
     """The config of a model, and how its kernels are stored.
 
     Attributes:
-        config: `config.json`.
-        recipe: What its kernels are frozen as.
-        dtype: Of its other weights.
+        config: The content of `config.json`.
+        recipe: The recipe that its kernels are frozen with.
+        dtype: The dtype of its other weights.
     """
 
     config: dict[str, Any]
@@ -59,7 +59,7 @@ class QuantizedFolder:
 
         Raises:
             FileNotFoundError: If there is no `config.json`.
-            ValueError: If it is damaged, or says something else.
+            ValueError: If it is damaged, or has another quantization.
         """
         place = folder / "config.json"
         if not place.is_file():
@@ -84,10 +84,10 @@ class QuantizedFolder:
 
 
 def scales(slots: Mapping[str, Slot], name: str) -> tuple[Array, float | None]:
-    """The scales of a weight, and of its inputs if they are static.
+    """Return the scales of a weight, and of its inputs if they are static.
 
     Raises:
-        ValueError: If they are missing, or no float32.
+        ValueError: If they are missing, or are not floats.
     """
     module = name.removesuffix("weight")
     found = [slots[module + s] for s in _SCALES if module + s in slots]
@@ -171,7 +171,7 @@ Hook = Callable[[Array, list[int]], Array]
 
 
 def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
-    """Do what `load_quantized` is asked for."""
+    """Load a folder; see `load_quantized`."""
     place = pathlib.Path(path)
     folder = QuantizedFolder.read(place)
     slots = safetensors_files.read_folder(place)
@@ -201,9 +201,9 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
 
 
 def _form(layer: keras.Layer) -> Any:
-    """Return the recipe that a layer is frozen with; None if it is not.
+    """Return the class that a layer gets when it is frozen, or None.
 
-    Not embeddings, which folders have in floats.
+    Embeddings are not frozen, because folders have them in floats.
     """
     if isinstance(layer, keras.layers.Embedding):
         return None
@@ -211,15 +211,15 @@ def _form(layer: keras.Layer) -> Any:
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Return True if a weight that a layer adds is frozen once it is built."""
+    """Return True if a weight that a layer adds will be frozen."""
     return name in (getattr(_form(layer), "float8_kernels", None) or ())
 
 
 def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
-    """Thaw the layers that the folder has in floats.
+    """Thaw the layers whose kernels are in floats in the folder.
 
     Returns:
-        What has taken the place of their kernels, by the ids of those.
+        Their new kernels, by the ids of the old ones.
     """
     wide = {id(port.variable) for port in asked.ports if not port.is_float8}
     found: dict[int, Any] = {}
@@ -238,13 +238,13 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Port:
-    """A tensor for a variable.
+    """A tensor of the folder and the variable that it belongs to.
 
     Attributes:
-        variable: Of the model as it was made.
-        name: Of the tensor.
-        hook: Makes the shape of the variable of that of the tensor.
-        is_float8: Whether the tensor is.
+        variable: The variable of the new model.
+        name: The name of the tensor.
+        hook: Converts the tensor to the shape of the variable.
+        is_float8: Whether the tensor is in float8.
     """
 
     variable: keras.Variable
@@ -254,15 +254,15 @@ class _Port:
 
 
 class _Asked:
-    """What KerasHub's converters ask for; nothing is read but what they see.
+    """Record which tensors KerasHub's converters request, without reading.
 
     Args:
-        backbone: The model that they are for.
+        backbone: The model that the tensors are for.
         slots: The tensors of the folder.
     """
 
     safetensor_config = None
-    """No list of tensors to count against those that are ported."""
+    """None, so that KerasHub does not compare ported tensors with a list."""
 
     def __init__(
         self, backbone: keras.Model, slots: Mapping[str, Slot]
@@ -273,18 +273,18 @@ class _Asked:
         self.ports: list[_Port] = []
 
     def get_tensor(self, name: str) -> Array:
-        """A tensor as it is in its file."""
+        """Return a tensor as it is in its file."""
         return self._slots[self._name(name)].read()
 
     def port_weight(
         self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None
     ) -> None:
-        """Note which tensor belongs to which variable.
+        """Record which tensor belongs to which variable.
 
         Args:
-            keras_variable: A symbol of it.
+            keras_variable: The symbolic tensor of the variable.
             hf_weight_key: The name of the tensor, or the end of it.
-            hook_fn: Makes the shape of the variable of that of the tensor.
+            hook_fn: Converts the tensor to the shape of the variable.
         """
         (variable,) = self._symbols.variables(keras_variable)
         name = self._name(hf_weight_key)
@@ -313,7 +313,7 @@ class _Asked:
             )
 
     def _name(self, wanted: str) -> str:
-        """The name in the files, which may have more in front."""
+        """Return the name of a tensor in the files, which may have a prefix."""
         if wanted in self._slots:
             return wanted
         ends = [n for n in self._slots if n.endswith(f".{wanted}")]
@@ -330,7 +330,7 @@ class _Asked:
 def _fill(
     variable: keras.Variable, port: _Port, slots: Mapping[str, Slot]
 ) -> None:
-    """Give a variable the numbers of its tensor, or the codes."""
+    """Assign the values or the codes of a tensor to its variable."""
     value = slots[port.name].read()
     shape = list(variable.shape)
     if not port.is_float8:
@@ -356,7 +356,7 @@ def _fill(
 
 
 def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
-    """A tensor in the shape of its variable."""
+    """Return a tensor in the shape of its variable."""
     try:
         made = np.asarray(port.hook(value.view(_Kept), shape), order="C")
     except (IndexError, ValueError) as error:
@@ -367,13 +367,13 @@ def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
 
 
 class _Kept(np.ndarray[Any, Any]):
-    """An array that stays as it is.
+    """An array whose `astype` does nothing.
 
     KerasHub's converter for Mistral casts each tensor to float16.
     """
 
     def astype(self, *args: Any, **kwargs: Any) -> Any:
-        """The array itself."""
+        """Return the array itself."""
         return self
 
 
@@ -384,11 +384,11 @@ def _scale_of(
     scale: Array,
     hook: Hook,
 ) -> Array:
-    """The scales in the shape of those of the kernel.
+    """Return the scales of a tensor in the shape of the kernel's scales.
 
-    Where the tensor is the matrix of the kernel they are in the same order;
-    else, as in GPT-2, each number is given its scale, and they follow the
-    numbers.
+    If the tensor is the matrix of the kernel, its scales have the same order.
+    Otherwise, as in GPT-2, each element is given its scale, and the scales are
+    reordered like the elements.
 
     Raises:
         ValueError: If they do not fit the kernel.
@@ -421,7 +421,7 @@ def _scale_of(
 
 
 def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
-    """The scale of each number of a tensor; blocks have one for 128x128."""
+    """Return the scale of each element; a block of 128x128 has one scale."""
     try:
         return np.broadcast_to(scale, shape)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The plain form: one file with a model's own names.
+"""The plain format: one file with the model's own weight names.
 
-A weight has the name of its path. A quantized one has the codes of its
-numbers in the shape of the kernel, and beside it `<name>_scale`; the metadata
-says of each what a product sums over, which blocks of 128x128 go by.
+The name of a weight is its path. A quantized weight has its codes in the shape
+of the kernel, and its scales in `<name>_scale`. The metadata list the summed
+axes of each, which define the blocks of 128x128.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write(
     found: dict[int, ExportedKernel],
     scheme: Scheme,
 ) -> list[Written]:
-    """Write a file, and say what is in it."""
+    """Write a file, and return a `Written` for each weight."""
     tensors: list[Tensor] = []
     written: list[Written] = []
     about: dict[str, Any] = {}
@@ -70,16 +70,16 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
-    """The weights in a file of the plain form.
+    """Return the weights in a file of the plain format.
 
     Returns:
-        By their names arrays, which are views of the file, and for quantized
-        ones a `StoredKernel`, with `dequantized()`. Scales of inputs are
-        arrays named `<name>_input_scale`.
+        Weights by name: arrays, which are views of the file, and for
+        quantized weights a `StoredKernel`, with `dequantized()`. Scales of
+        inputs are arrays named `<name>_input_scale`.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or not of this form.
+        ValueError: If it is damaged, or has another format.
     """
     slots, metadata = safetensors_files.read(path)
     if metadata.get("format") != FORMAT or metadata.get("version") != "1":
@@ -105,7 +105,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
 
 
 def _weights(model: keras.Layer) -> dict[str, Any]:
-    """The weights by their names: paths, with a number where two are alike."""
+    """Return the weights by name: paths, numbered where two are equal."""
     merged = kernels.adapters_within(model)
     of_kernels = {
         id(part)
@@ -167,7 +167,11 @@ def _about(kernel: ExportedKernel, scheme: Scheme) -> dict[str, Any]:
 
 
 def _stored(values: Array, scale: Array, about: Any) -> StoredKernel:
-    """Raises where what is said of a kernel does not fit it."""
+    """Return a kernel from its tensors and metadata.
+
+    Raises:
+        ValueError: If the metadata do not fit the tensors.
+    """
     axes = Axes(tuple(about["summed"]), tuple(about["free"]))
     if sorted(axes.summed + axes.free) != list(range(values.ndim)):
         raise ValueError(f"axes {axes} of {values.ndim}")

@@ -1,7 +1,7 @@
-"""What the readers of Hugging Face folders take, by format.
+"""What the readers of Hugging Face folders accept, by format.
 
-Read off the sources of transformers 5.23 and compressed-tensors 0.20, and run
-with both.
+Taken from the sources of transformers 5.23 and compressed-tensors 0.20, and
+tested with both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keras_policy_ext.stored_kernels import BLOCK
 COMPRESSED_TENSORS, FP8, MODELOPT = "compressed-tensors", "fp8", "modelopt"
 
 CONV1D = frozenset({"GPT2Backbone"})
-"""Families whose matrices are of transformers' `Conv1D`: no `Linear`, and
+"""Families whose matrices are `Conv1D` of transformers, not `Linear`, and
 transposed."""
 
 USUAL = {
@@ -29,15 +29,15 @@ USUAL = {
         weights="float8_e4m3fn", granularity="tensor", activations="static"
     ),
 }
-"""What is written where nothing is said, and no kernel is frozen."""
+"""The defaults of each format, if no kernel is frozen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """One format, for one family of models.
+    """A format for one family of models.
 
     Attributes:
-        format: Its name.
+        format: The name of the format.
         family: The class of the backbone in KerasHub.
         scheme: How kernels are stored.
     """
@@ -53,17 +53,17 @@ class Reader:
 
     @property
     def granularity(self) -> str:
-        """Return what one scale in the file belongs to."""
+        """Return the unit that has one scale in the file."""
         return "channel" if self.transposed else self.scheme.granularity
 
     @property
     def scale_name(self) -> str:
-        """What stands behind the name of a module for the scales."""
+        """The suffix of a module's name for its scales."""
         return "weight_scale_inv" if self.format == FP8 else "weight_scale"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Hints for whoever reads the folder."""
+        """Notes for users who read the folder."""
         if self.format == FP8:
             return (
                 "fp8 has no form without quantized inputs: on a GPU the "
@@ -77,7 +77,7 @@ class Reader:
         return ()
 
     def check(self) -> None:
-        """Raise if the reader does not take the scheme."""
+        """Raise if the reader does not support the scheme."""
         scheme = self.scheme
         if self.transposed:
             self._check_transposed()
@@ -124,7 +124,7 @@ class Reader:
             )
 
     def why_float(self, rows: int, columns: int) -> str | None:
-        """Why a matrix cannot be quantized, or None."""
+        """Return why a matrix cannot be quantized, or None."""
         if self.format != FP8 or self.scheme.granularity != "block":
             return None
         wrong = [s for s in (rows, columns) if s > BLOCK and s % BLOCK]
@@ -133,7 +133,7 @@ class Reader:
         return f"the reader would misread blocks of {wrong[0]} numbers"
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` in `config.json`."""
+        """Return the `quantization_config` of `config.json`."""
         if self.format == FP8:
             return self._fp8(list(ignore))
         return self._compressed_tensors(list(ignore))
@@ -175,7 +175,7 @@ class Reader:
         return {**found, "dequantize": True} if self.transposed else found
 
     def further_files(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """JSON files beside `config.json`."""
+        """Return JSON files to write beside `config.json`, by name."""
         if self.format != MODELOPT:
             return {}
         quantization = {

@@ -1,4 +1,4 @@
-"""What an export wrote, and why some of it in float."""
+"""The report of an export: what was written, and what in float."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Written:
     """One weight of a model in an export.
 
     Attributes:
-        name: Its name there.
-        path: The path of the weight in the model; several if they are one
-            tensor there.
-        shape: Its shape there.
-        dtype: Of its numbers, e.g. `"float8_e4m3fn"` or `"bfloat16"`.
+        name: Its name in the export.
+        path: The path of the weight in the model; several if one tensor
+            holds several weights.
+        shape: Its shape in the export.
+        dtype: Its dtype, e.g. `"float8_e4m3fn"` or `"bfloat16"`.
         reason: Why it is in float; empty if it is quantized.
-        nbytes: Bytes there, scales included.
+        nbytes: Its bytes in the export, scales included.
     """
 
     name: str
@@ -40,18 +40,18 @@ class Written:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ExportReport(BaseReport):
-    """What was written where.
+    """The weights that were written, and where.
 
-    `str(report)` is a table with a row for the weights that are treated
-    alike; `table(full=True)` has a row for each.
+    `str(report)` is a table with a row for each group of weights that are
+    treated alike; `table(full=True)` has a row for each weight.
 
     Attributes:
         path: The file or folder.
-        format: What `export` was asked for.
-        scheme: In words, such as `"float8_e4m3fn per channel, inputs
+        format: The format of the export.
+        scheme: A description, such as `"float8_e4m3fn per channel, inputs
             dynamic"`.
         weights: One entry for each weight.
-        notes: What to know about reading it.
+        notes: Sentences on how to read it.
     """
 
     path: str
@@ -69,7 +69,7 @@ class ExportReport(BaseReport):
         written: Iterable[Written],
         notes: tuple[str, ...] = (),
     ) -> ExportReport:
-        """The report of an export whose kernels are stored in one way."""
+        """Return the report of an export with one scheme for all kernels."""
         inputs = scheme.activations or "not quantized"
         return cls(
             os.fspath(path),
@@ -85,7 +85,7 @@ class ExportReport(BaseReport):
         return sum(written.nbytes for written in self.weights)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """The table and the notes."""
+        """Yield the table and the notes."""
         first = (
             Column("weight", apart=True)
             if full

@@ -1,4 +1,4 @@
-"""Safetensors files and folders of shards, written one tensor at a time."""
+"""Read and write safetensors files and shards, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Array = np.ndarray[Any, Any]
 
 
 class OneAtATime:
-    """Hands out codes once, and keeps the scales, which are asked for next.
+    """A kernel that is made for writing its codes, and then released.
+
+    Its scales are kept, because they are written next.
 
     Args:
         make: Makes the kernel.
@@ -32,13 +34,13 @@ class OneAtATime:
         self._kept: Array | None = None
 
     def kernel(self) -> StoredKernel:
-        """The kernel, made anew."""
+        """Make the kernel."""
         stored = self._make()
         self._kept = np.array(stored.scale)
         return stored
 
     def scales(self) -> Array:
-        """Its scales."""
+        """Return its scales."""
         if self._kept is None:
             self.kernel()
         kept, self._kept = self._kept, None
@@ -54,10 +56,10 @@ _OF_TORCH = {"format": "pt"}
 
 
 def size_of(given: object) -> int:
-    """The bytes that `max_shard_size` means.
+    """Return the bytes of a `max_shard_size`.
 
     Raises:
-        ValueError: If it means none.
+        ValueError: If it is not a size.
     """
     text = str(given).strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text)
@@ -102,7 +104,7 @@ def _parts(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def read_folder(folder: pathlib.Path) -> dict[str, Slot]:
-    """List the tensors in the files of a folder, by name.
+    """Return the tensors in the files of a folder, by name.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -154,19 +156,19 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-"""The names of dtypes in a header, and what they mean in NumPy."""
+"""NumPy dtypes by their names in a header."""
 
 _LENGTH = 8
 _LARGEST_HEADER = 100_000_000  # bytes, as in the library
 _METADATA = "__metadata__"
 
 OF_DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading JSON raises that is damaged, or of another kind."""
+"""The errors from reading JSON that is damaged or of another kind."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that is still to be computed.
+    """A tensor that is computed when it is written.
 
     Attributes:
         name: Its name in the file.
@@ -182,7 +184,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """The bytes of the tensor in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -193,7 +195,7 @@ def write(
 
     Raises:
         OSError: If it cannot be written, such as on a full disk.
-        ValueError: If a tensor is not what was said of it.
+        ValueError: If a tensor has another dtype or shape than declared.
     """
     with open(path, "wb") as file:
         file.write(_header(tensors, metadata))
@@ -234,7 +236,7 @@ def _bytes(tensor: Tensor) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a tensor is in a file, and how it is read.
+    """The position of a tensor in a file.
 
     Attributes:
         path: The file.
@@ -249,7 +251,7 @@ class Slot:
     start: int
 
     def read(self) -> Array:
-        """The tensor as a read-only view of the file."""
+        """Return the tensor as a read-only view of the file."""
         dtype = DTYPES[self.dtype]
         if not math.prod(self.shape):
             return np.zeros(self.shape, dtype)
@@ -264,11 +266,11 @@ class Slot:
 
 
 def read(path: PathLike) -> tuple[dict[str, Slot], dict[str, str]]:
-    """What is in a file: its tensors by name, and its metadata.
+    """Return the tensors in a file by name, and its metadata.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged, truncated or something else.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, truncated or of another format.
     """
     place = pathlib.Path(path)
     size = place.stat().st_size
@@ -306,7 +308,7 @@ def _slot(place: pathlib.Path, start: int, entry: Any) -> Slot:
 def _check_places(
     place: pathlib.Path, slots: Iterable[Slot], start: int, size: int
 ) -> None:
-    """Raise unless the tensors fill the file, one after the other."""
+    """Raise unless the tensors fill the file without gaps."""
     for slot in sorted(slots, key=lambda slot: (slot.start, slot.shape)):
         if slot.start != start:
             raise _damaged(place, "its tensors overlap or leave gaps")

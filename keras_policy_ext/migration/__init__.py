@@ -1,8 +1,8 @@
-"""Models and configs that tf_keras (Keras 2) wrote, for Keras 3.
+"""Convert models and configs that tf_keras (Keras 2) wrote to Keras 3.
 
 `migrate_config` rewrites a config; `load_legacy_model` reads a whole file.
-Nothing here needs TensorFlow or tf_keras, and nothing in a file is executed
-unless that is asked for.
+Nothing here needs TensorFlow or tf_keras, and no code in a file is executed
+unless you allow it.
 """
 
 from keras_policy_ext.migration.configs import migrate_config

@@ -1,4 +1,4 @@
-"""Classes of tf_keras and what became of them; problems of a config."""
+"""Classes of tf_keras with their Keras 3 names, and problems of a config."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any, NamedTuple, Protocol
 import keras
 
 Config = Mapping[str, Any]
-"""JSON of tf_keras as `json.loads` gives it; it is only read."""
+"""A tf_keras config as from `json.loads`; it is not changed."""
 
 
 @dataclasses.dataclass
 class Problems:
-    """Collected over a whole config, so that one error names everything."""
+    """The problems of a whole config, collected for one error message."""
 
     unknown: list[str] = dataclasses.field(default_factory=list)
-    """Classes and functions that neither Keras nor the caller knows."""
+    """Classes and functions that neither Keras nor the caller provides."""
     unsupported: list[str] = dataclasses.field(default_factory=list)
-    """Known things that Keras 3 has no counterpart of."""
+    """Known parts without a counterpart in Keras 3."""
     loss_scales: list[str] = dataclasses.field(default_factory=list)
     """Loss scales, and where they are."""
     code: list[str] = dataclasses.field(default_factory=list)
     """Bytecode of Python functions, and where it is."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What Keras 3 takes, but computes otherwise."""
+    """Notes on what Keras 3 accepts but computes differently."""
 
     def check(self) -> None:
         """Raise one ValueError that names all that cannot be migrated."""
@@ -62,7 +62,9 @@ class Problems:
             )
 
     def report(self, on_loss_scale: str) -> None:
-        """Warn the caller's caller of what was met and is no obstacle.
+        """Warn about notes and dropped loss scales.
+
+        The warnings point to the caller of the migration function.
 
         Raises:
             ValueError: If `on_loss_scale` is `"error"` and there is a loss
@@ -89,7 +91,7 @@ class Problems:
 
 
 class Rewriting(Protocol):
-    """What the parts of a rewriting use of `configs.Rewriter`."""
+    """The methods of `configs.Rewriter` that its parts use."""
 
     keeps_loss_scale: bool
     custom_objects: Config
@@ -99,11 +101,11 @@ class Rewriting(Protocol):
         """Rewrite any part of a config."""
 
     def rewrite_function(self, name: str, where: str) -> object:
-        """A function by its name, or by that of the caller's."""
+        """Return the config of a function by name, from Keras or the caller."""
 
 
 def named(config: Config) -> str:
-    """How problems name an object: `Dense 'head'`."""
+    """Return how messages name an object, such as `Dense 'head'`."""
     fields = config["config"]
     name = fields.get("name") if isinstance(fields, Mapping) else None
     kind = str(config["class_name"])
@@ -115,7 +117,7 @@ def _listed(entries: list[str]) -> str:
 
 
 ANY = object()
-"""Whatever the value."""
+"""Any value."""
 
 
 def _each(names: str, values: object) -> dict[str, Any]:
@@ -152,9 +154,9 @@ DROPPED: dict[str, dict[str, Any]] = {
     "metrics": _each("fn", ANY),
     "optimizers": _each("is_legacy_optimizer jit_compile", ANY),
 }
-"""By kind of object: argument and values that may go without a trace.
+"""Arguments and values that are dropped without a note, by kind of object.
 
-Looked at only where the Keras 3 class has no such argument.
+Used only if the Keras 3 class has no such argument.
 """
 
 NOTES: dict[str, str] = {
@@ -165,7 +167,7 @@ NOTES: dict[str, str] = {
         "build anew."
     )
 }
-"""What Keras 3 computes otherwise in layers that it takes."""
+"""Layers that Keras 3 accepts but computes differently, with a note."""
 
 RENAMED: dict[str, dict[str, str]] = {
     "LeakyReLU": {"alpha": "negative_slope"},
@@ -182,7 +184,7 @@ def revise(
         kind: A key of `classes.MODULES`.
         name: The class name in the legacy config.
         config: Its arguments; a copy that belongs to the caller.
-        known: What a class of the caller's takes and need not be renamed.
+        known: Arguments of a custom class, which are not renamed.
     """
     for old, new in RENAMED.get(name, {}).items():
         if old in config and new not in config and old not in known:
@@ -193,14 +195,14 @@ def revise(
 
 
 def safe_name(name: str) -> str:
-    """A layer name as Keras 3 takes it: it allows no slash."""
+    """Replace the slashes in a layer name, which Keras 3 does not allow."""
     return name.replace("/", "_")
 
 
 def safe_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of the layers of one model as Keras 3 takes them.
+    """Return the Keras 3 names of the layers of one model, by old name.
 
-    It takes no name twice: `a/b` next to `a_b` gets a count.
+    Keras 3 takes no name twice: `a/b` next to `a_b` gets a number.
     """
     names = list(names)
     safe = {name: name for name in names if "/" not in name}
@@ -214,18 +216,18 @@ def safe_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def inner_layers(fields: Config | list[Config]) -> list[Config] | None:
-    """The configs of the layers of a model, by its config; None without any.
+    """Return the layer configs in the config of a model, or None.
 
-    Before Keras 2.2 that of a sequential model was the list of its layers.
+    Before Keras 2.2 the config of a sequential model was a list of layers.
     """
     return fields.get("layers") if isinstance(fields, Mapping) else fields
 
 
 def bytecode(value: object) -> list[Any] | None:
-    """Code, defaults and closure of a function that has no name.
+    """Return code, defaults and closure of a function saved as bytecode.
 
-    As tf_keras writes one, but for the defaults, of which Python wants a
-    tuple; None for anything else.
+    This is the form of tf_keras, except that the defaults are a tuple, as
+    Python needs. None for any other value.
     """
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         return None
@@ -344,15 +346,15 @@ class Found(NamedTuple):
 
 
 def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
-    """Find the class that a config means; None if it is unknown.
+    """Return the class that a config names, or None if it is unknown.
 
     The module that the config names is never imported: it only helps to
     choose between public modules of Keras.
 
     Args:
-        config: With `class_name`, maybe `registered_name` and `module`.
+        config: Has `class_name`, and maybe `registered_name` and `module`.
         hint: A key of `MODULES` to look into first.
-        custom_objects: Classes by name; the caller's.
+        custom_objects: The caller's classes by name.
     """
     found = _custom(config, custom_objects)
     if found is not None:
@@ -372,13 +374,13 @@ def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
 
 
 def is_custom(name: str, custom_objects: Config) -> bool:
-    """Return True if a name is one of the caller's, or registered."""
+    """Return True if a name is in `custom_objects` or registered."""
     found = keras.saving.get_registered_object(name, custom_objects)
     return found is not None
 
 
 def find_function(name: str, custom_objects: Config) -> object:
-    """The config of a function by name; None if it is unknown."""
+    """Return the config of a function by name, or None if it is unknown."""
     if is_custom(name, custom_objects):
         return {
             "module": "builtins",
@@ -397,11 +399,10 @@ def find_function(name: str, custom_objects: Config) -> object:
 
 
 def base(found: Found, name: str) -> tuple[str, str]:
-    """Kind and name of the class of Keras that a class is, or inherits from.
+    """Return kind and name of the Keras class that a class inherits from.
 
-    A class of the caller's inherits the arguments of its base too, and its
-    config has those of the base in tf_keras. A built-in class keeps the
-    legacy name.
+    A custom class also inherits the arguments of its base, and its tf_keras
+    config has them. A built-in class keeps the legacy name.
     """
     if found.kind == "custom" and inspect.isclass(found.cls):
         for cls in found.cls.__mro__:
@@ -413,7 +414,7 @@ def base(found: Found, name: str) -> tuple[str, str]:
 
 @functools.cache
 def arguments(cls: type) -> frozenset[str]:
-    """Names of the arguments of a Keras class, its bases' included."""
+    """Return the argument names of a Keras class and its base classes."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base is object or "__init__" not in base.__dict__:

@@ -1,4 +1,4 @@
-"""What `keras-policy-ext migrate` does."""
+"""The command `keras-policy-ext migrate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Migration:
     source: pathlib.Path
     output: pathlib.Path
     notes: list[str]
-    """Warnings of the loading."""
+    """The warnings of loading."""
 
     def run(self) -> None:
         """Write the file and print what was done."""
@@ -43,7 +43,7 @@ def prepare(
     """Check the output path, then load the file to migrate.
 
     Raises:
-        ValueError: If the file cannot be loaded or the other not written.
+        ValueError: If the source cannot be loaded or the output not written.
     """
     read, written = pathlib.Path(source), pathlib.Path(output)
     check_output(read, written, force)

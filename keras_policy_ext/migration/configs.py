@@ -1,4 +1,4 @@
-"""Configs of tf_keras, rewritten for Keras 3."""
+"""Rewrite configs of tf_keras for Keras 3."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def migrate_config(
 
     Args:
         config: A dict with `class_name` and `config`. It is not changed.
-        on_loss_scale: What becomes of the loss scale of a policy or of a
-            `LossScaleOptimizer`. `"keep"`: the classes of this package take
-            it on. `"drop"`: the plain policy and the inner optimizer stay,
-            with a warning. `"error"`: a `ValueError` says where it is.
+        on_loss_scale: What to do with the loss scale of a policy or of a
+            `LossScaleOptimizer`. `"keep"`: use the classes of this package
+            that have it. `"drop"`: warn, and keep only the plain policy and
+            the inner optimizer. `"error"`: raise a `ValueError` that names the
+            place.
         custom_objects: The caller's classes and functions by name.
 
     Returns:
@@ -62,9 +63,9 @@ def migrate_config(
 
     Raises:
         TypeError: If the config is no dict.
-        ValueError: If it is none of these or damaged, or naming all at once
-            the classes that are unknown and the parts that Keras 3 has no
-            counterpart of.
+        ValueError: If the config is of another kind or damaged, or has unknown
+            classes or parts without a counterpart in Keras 3. The error names
+            all of these.
     """
     rewriter = Rewriter(on_loss_scale, custom_objects)
     try:
@@ -83,10 +84,10 @@ def migrate_config(
 
 
 class Rewriter:
-    """One rewriting: its options, and what it met on the way.
+    """Rewrite one config, with its options, and collect problems.
 
     Raises:
-        ValueError: If `on_loss_scale` is none of the three words.
+        ValueError: If `on_loss_scale` is not `"keep"`, `"drop"` or `"error"`.
     """
 
     def __init__(self, on_loss_scale: str, custom_objects: Config | None):
@@ -101,7 +102,7 @@ class Rewriter:
         self.problems = Problems()
 
     def rewrite_object(self, config: object) -> dict[str, Any]:
-        """Rewrite a config that must be one object.
+        """Rewrite a config that must be a single object.
 
         Raises:
             TypeError: If it is no dict.
@@ -127,12 +128,12 @@ class Rewriter:
     def rewrite(
         self, value: object, hint: str = "layers", where: str = "the config"
     ) -> Any:
-        """Rewrite any part of a config, a JSON value, which is not changed.
+        """Rewrite any part of a config, a JSON value; the input is unchanged.
 
         Args:
             value: The part.
             hint: The key of `classes.MODULES` where its class is likely.
-            where: How problems name the place.
+            where: The name of the place in messages about problems.
         """
         if isinstance(value, (list, tuple)):
             return [self.rewrite(v, hint, where) for v in value]
@@ -181,7 +182,7 @@ class Rewriter:
         return self.rewrite_function(renamed, where)
 
     def rewrite_function(self, name: str, where: str) -> object:
-        """A function by its name, or by that of the caller's."""
+        """Return the config of a function by name; unknown ones are noted."""
         found = classes.find_function(name, self.custom_objects)
         if found is None:
             self.problems.unknown.append(f"function {name!r} ({where})")
@@ -262,7 +263,7 @@ class Rewriter:
     def _accepted(
         self, found: classes.Found, fields: dict[str, Any], where: str
     ) -> dict[str, Any]:
-        """The arguments that the class takes; others become problems."""
+        """Return the arguments that a class accepts; the others are noted."""
         base, name = classes.base(found, "")
         dropped = classes.DROPPED.get("layers" if found.is_layer else base, {})
         if found.kind == "custom":
@@ -301,9 +302,9 @@ _BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
 def rewrite(
     rewriter: Rewriting, config: Config, model: object
 ) -> dict[str, Any]:
-    """The arguments of `compile` for Keras 3; defaults are left out.
+    """Return the arguments of `compile` for Keras 3, without defaults.
 
-    The legacy config of the model says which outputs there are.
+    The outputs are read from the legacy config of the model.
     """
     arguments = {key: v for key, v in config.items() if v is not None}
     outputs = _outputs(model)
@@ -318,9 +319,10 @@ def rewrite(
 
 
 def plain_metric(config: Config, custom_objects: Config) -> Config:
-    """The config of a metric without a wrapper that Keras 3 reads otherwise.
+    """Return the config of a metric without its `MeanMetricWrapper`.
 
-    That is `MeanMetricWrapper`, which HDF5 has for every function.
+    HDF5 files wrap every function so, and Keras 3 reads the wrapper
+    differently. Other configs are returned unchanged.
     """
     fields = config["config"]
     name = fields.get("fn") if isinstance(fields, Mapping) else None
@@ -359,7 +361,7 @@ def _argument(
 def _each(
     value: object, safe: Mapping[str, str], change: Callable[[Any], object]
 ) -> object:
-    """Change every loss or metric; names of outputs follow their layers."""
+    """Change each loss or metric, and rename outputs as their layers."""
     if isinstance(value, (list, tuple)):
         return [_each(x, safe, change) for x in value]
     if isinstance(value, Mapping) and not _is_object(value):
@@ -390,7 +392,7 @@ def _metric(rewriter: Rewriting, metric: object, where: str) -> object:
 
 
 def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
-    """A loss or metric by name; an unknown one becomes a problem."""
+    """Return a loss or metric by name; an unknown one is noted as a problem."""
     if not is_custom(name, rewriter.custom_objects):
         with contextlib.suppress(ValueError):
             getattr(keras, kind).get(name)
@@ -399,9 +401,9 @@ def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
 
 
 def _by_output(metrics: object, outputs: Any) -> object:
-    """Metrics as Keras 3 takes them: what a flat list has is of each output.
+    """Return metrics as Keras 3 takes them; a flat list applies to each output.
 
-    Keras 3.12 does not take a list in a list for a model with one output.
+    Keras 3.12 does not accept a nested list for a model with one output.
     """
     if isinstance(metrics, str) or _is_object(metrics):
         metrics = [metrics]
@@ -417,7 +419,7 @@ def _by_output(metrics: object, outputs: Any) -> object:
 
 
 def _like(outputs: Any, metrics: list[Any]) -> object:
-    """The same metrics for each output, in the structure of the outputs."""
+    """Repeat metrics for each output, in the structure of the outputs."""
     if _is_tensor(outputs):
         return metrics
     if isinstance(outputs, Mapping):
@@ -428,7 +430,7 @@ def _like(outputs: Any, metrics: list[Any]) -> object:
 
 
 def _outputs(model: object) -> Any:
-    """The structure of outputs of a model, of its config; None if unknown."""
+    """Return the output structure in the config of a model, or None."""
     if isinstance(model, Mapping) and "output_layers" in model:
         return model["output_layers"]
     if isinstance(model, Mapping) and "layers" not in model:
@@ -437,14 +439,14 @@ def _outputs(model: object) -> Any:
 
 
 def _names(outputs: Any) -> list[str]:
-    """Names of the outputs, as arguments of `compile` have them."""
+    """Return the names of the outputs, as arguments of `compile` use them."""
     if isinstance(outputs, Mapping):
         return list(outputs)
     return [x[0] for x in outputs or () if _is_tensor(x)]
 
 
 def _is_tensor(output: object) -> bool:
-    """True if it is one output: name of a layer, its node, which tensor."""
+    """Return True for one output: layer name, node index, tensor index."""
     return (
         isinstance(output, (list, tuple))
         and len(output) == 3
@@ -465,10 +467,10 @@ OPTIMIZERS = frozenset(
 
 
 def policy(rewriter: Rewriting, config: Config, where: str) -> dict[str, Any]:
-    """The Keras 3 config of a tf_keras policy.
+    """Return the Keras 3 config of a tf_keras policy.
 
     Raises:
-        ValueError: If the config means no policy.
+        ValueError: If the config has no policy name.
     """
     fields = config["config"]
     if not isinstance(fields, Mapping) or "name" not in fields:
@@ -492,7 +494,7 @@ def policy(rewriter: Rewriting, config: Config, where: str) -> dict[str, Any]:
 
 
 def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
-    """The Keras 3 config of an optimizer with its loss scale, or without it.
+    """Return the Keras 3 config of an optimizer, with or without loss scale.
 
     Raises:
         ValueError: If the loss scale cannot be read.
@@ -513,9 +515,9 @@ def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    """The arguments of a `LossScaleOptimizer` without the inner optimizer.
+    """Return the arguments of a `LossScaleOptimizer`, except the optimizer.
 
-    TensorFlow 2.3 and before have a loss scale object, later ones numbers.
+    TensorFlow 2.3 and before save a loss scale object, later versions numbers.
     """
     if "loss_scale" in config:
         scale = loss_scales.get(config["loss_scale"])

@@ -1,8 +1,8 @@
 """The two file formats of tf_keras: HDF5, and the `.keras` archive.
 
-Files are opened for reading only. What is in them is data: the names of
-classes in a config are never imported, and arrays must be numbers that lie
-in the file itself.
+Files are opened for reading only, and their content is treated as data: class
+names in a config are never imported, and arrays must be numbers that are
+stored in the file itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OF_DAMAGE = (
     UnicodeError,
     zlib.error,
 )
-"""What a damaged file raises in h5py, in Keras and here. Nobody checks all of
-a file: of 90 HDF5 files with flipped bytes, 29 met one of these."""
+"""The errors that a damaged file raises in h5py, in Keras and here. Nothing
+checks a whole file: of 90 HDF5 files with flipped bytes, 29 raised one."""
 
 _ZIP = b"PK\x03\x04"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -60,23 +60,23 @@ class LegacyFile:
     """Its variables, the number of iterations first; empty if unsaved."""
     is_archive: bool = False
     scaled_by_default: bool = False
-    """Whether `compile` wrapped the optimizer, which an archive only shows
-    by the place of its variables."""
+    """Whether `compile` wrapped the optimizer. An archive shows this only by
+    the place of its variables."""
 
 
 class _WrongFileError(Exception):
-    """Say what is wrong with a file, as the end of a sentence."""
+    """A file is not a readable model; the text ends a sentence about it."""
 
 
 @contextlib.contextmanager
 def open_legacy(path: str | os.PathLike[str]) -> Iterator[LegacyFile]:
     """Open a `.h5` or `.keras` file that tf_keras wrote.
 
-    The format is told by the content and not by the name.
+    The format is detected from the content, not from the name.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is none, damaged, or has weights only.
+        ValueError: If it is no such file, is damaged, or has weights only.
     """
     path = pathlib.Path(path)
     start = None
@@ -95,7 +95,7 @@ def open_legacy(path: str | os.PathLike[str]) -> Iterator[LegacyFile]:
 
 
 def cause(error: BaseException) -> str:
-    """An error as a part of a message: its kind and its words, shortened."""
+    """Return the type and the text of an error, shortened, for a message."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
 
 
@@ -105,12 +105,12 @@ def array(
     """Read one array of numbers.
 
     Args:
-        dataset: What an HDF5 group gave.
+        dataset: An entry of an HDF5 group.
         shape: The shape that it must have; None for any.
-        where: How errors name it.
+        where: The name of the array in errors.
 
     Raises:
-        ValueError: If it has another shape, lies outside of the file, or
+        ValueError: If it has another shape, is stored outside of the file, or
             holds anything but numbers.
     """
     # Before the data: a shape alone may stand for more than the memory has.
@@ -131,9 +131,9 @@ def array(
 
 
 def member(group: h5py.Group | None, name: str) -> Any:
-    """What a group holds under a name, which may have slashes.
+    """Return the entry of a group at a name, which may have slashes.
 
-    None if nothing; no step on the way may be a link.
+    None if there is none, or if a soft or external link leads to it.
     """
     for part in name.split("/"):
         if group is None or part not in group:
@@ -144,7 +144,7 @@ def member(group: h5py.Group | None, name: str) -> Any:
 
 
 def saved_weights(group: h5py.Group | None) -> list[tuple[str, Any]]:
-    """Names and arrays of one layer of an HDF5 file, in their order."""
+    """Return the names and arrays of one layer of an HDF5 file, in order."""
     if group is None:
         return []
     # A long list of names is split over several attributes.
@@ -275,7 +275,7 @@ def _check_version(path: pathlib.Path, version: object) -> None:
 def _wrong_dataset(
     dataset: object, shape: tuple[int, ...] | None
 ) -> str | None:
-    """Say what is wrong with an array, before it is read."""
+    """Return what is wrong with an array, without reading it, or None."""
     if not isinstance(dataset, h5py.Dataset):
         return "is missing. The file is damaged."
     if shape is not None and tuple(dataset.shape) != tuple(shape):

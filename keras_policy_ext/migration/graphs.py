@@ -1,4 +1,4 @@
-"""Graphs of Functional models of tf_keras, their masks and operations."""
+"""Rewrite graphs of Functional tf_keras models: masks and operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Masks:
 
     Args:
         layers: Legacy configs of the layers, by name.
-        calls: For each layer the names of the layers that each call takes.
+        calls: For each layer and call, the names of its input layers.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Masks:
         self._calls = calls
 
     def origins(self, name: str) -> set[str]:
-        """Layers whose masks may come with the outputs of a layer."""
+        """Return the layers whose masks may reach the outputs of a layer."""
         return {
             found
             for found in self._back(name, masked_only=True)
@@ -94,7 +94,7 @@ class Masks:
         )
 
     def _back(self, name: str, masked_only: bool = False) -> set[str]:
-        """A layer and all before it, or those that its mask may be of."""
+        """Return a layer and its predecessors, or those its mask may be of."""
         found: set[str] = set()
         open_ends = [name]
         while open_ends:
@@ -109,7 +109,7 @@ class Masks:
 
 
 def _inner(layer: Config) -> list[Config]:
-    """The layers of a nested model."""
+    """Return the layer configs of a nested model."""
     inner = inner_layers(layer["config"])
     return inner if isinstance(inner, list) else []
 
@@ -125,7 +125,7 @@ def _makes_mask(layer: object) -> bool:
 
 
 def _ends_mask(layer: Config) -> bool:
-    """Return True if the outputs of a layer have no steps left to mask."""
+    """Return True if the outputs of a layer have no time axis left to mask."""
     fields = layer["config"]
     if not isinstance(fields, Mapping):
         return False
@@ -149,13 +149,13 @@ LAYERS = frozenset(_LAYERS.split())
 
 @dataclasses.dataclass(frozen=True)
 class Counterpart:
-    """An operation of `keras.ops`, and where its arguments come from."""
+    """An operation of `keras.ops`, and the source of its arguments."""
 
     name: str
     tensors: tuple[str, ...] = ()
     """Keyword arguments that are operands after the first one."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """From TensorFlow's keyword arguments to those of Keras."""
+    """Keras's keyword arguments by those of TensorFlow."""
     example: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Options with which it can be called on a tensor of shape (3, 3)."""
     takes_list: bool = False
@@ -170,7 +170,10 @@ _OTHER_NAMES = {"abs": "absolute", "pow": "power", "truediv": "true_divide"}
 
 
 def _named_alike(functions: str, *fields: Any) -> dict[str, Counterpart]:
-    """Functions whose last part is, but for `reduce_`, the name in Keras."""
+    """Map TensorFlow functions to `keras.ops` functions of the same name.
+
+    The names are compared without module and `reduce_`.
+    """
     return {
         function: Counterpart(_OTHER_NAMES.get(name, name), *fields)
         for function in functions.split()
@@ -224,7 +227,7 @@ COUNTERPARTS = {
     "transpose": Counterpart("transpose", (), {"perm": "axes"}),
     "where": Counterpart("where", ("x", "y")),
 }
-"""By the name that TensorFlow exports the function under."""
+"""Counterparts by the exported name of the TensorFlow function."""
 
 _SLICE = "__operators__.getitem"
 
@@ -232,7 +235,7 @@ _SLICE = "__operators__.getitem"
 def rewrite(
     layer: Config, calls: list[dict[str, Any]], name: str
 ) -> Operation | str:
-    """The operation that a layer stands for, or what has no counterpart.
+    """Return the operation that replaces a layer, or what has no counterpart.
 
     Args:
         layer: Legacy config of the layer.
@@ -251,7 +254,7 @@ def rewrite(
 
 
 def described(layer: Config) -> str:
-    """Name an operation: `TFOpLambda 'tf.fft' (tf.signal.fft)`."""
+    """Describe an operation, such as `TFOpLambda 'tf.fft' (tf.signal.fft)`."""
     fields = layer["config"]
     function = fields.get("function") or fields.get("node_def") or "?"
     if isinstance(function, Mapping):
@@ -341,7 +344,7 @@ def is_functional(fields: object) -> bool:
 
 
 def functional(rewriter: Rewriting, fields: Config) -> dict[str, Any]:
-    """The Keras 3 config of a functional model."""
+    """Return the Keras 3 config of a functional model."""
     graph = SavedGraph(rewriter, fields["layers"])
     rewriter.problems.notes.extend(graph.masks.notes())
     others = {
@@ -362,7 +365,7 @@ def functional(rewriter: Rewriting, fields: Config) -> dict[str, Any]:
 def sequential(
     rewriter: Rewriting, fields: Config | list[Config]
 ) -> dict[str, Any]:
-    """The Keras 3 config of a sequential model."""
+    """Return the Keras 3 config of a sequential model."""
     if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
         fields = {"layers": fields}
     layers = [rewriter.rewrite(layer) for layer in fields["layers"]]
@@ -384,7 +387,7 @@ def sequential(
 
 
 class SavedGraph:
-    """The graph of these layers, being rewritten."""
+    """The graph of a model's layers, while it is rewritten."""
 
     def __init__(self, rewriter: Rewriting, layers: list[Config]):
         self._rewriter = rewriter
@@ -397,7 +400,7 @@ class SavedGraph:
         self.masks = Masks(self._layers, sources)
 
     def layer(self, layer: Config) -> dict[str, Any]:
-        """One layer with its calls."""
+        """Return the Keras 3 config of one layer with its calls."""
         name = self._names[layer["name"]]
         calls = [self._call(layer, node) for node in layer["inbound_nodes"]]
         if layer["class_name"] in LAYERS:
@@ -414,10 +417,10 @@ class SavedGraph:
         return {**migrated, "name": name, "inbound_nodes": calls}
 
     def ends(self, ends: object) -> object:
-        """The inputs or outputs of the graph.
+        """Return the inputs or outputs of the graph.
 
-        tf_keras wrote one tensor as a list of one, and made no other lists
-        of one; for Keras 3 those are different models.
+        tf_keras wrote one tensor as a list of one, and made no other lists of
+        one. Keras 3 treats a tensor and a list of one as different structures.
         """
         if isinstance(ends, list) and len(ends) == 1:
             (end,) = ends
@@ -425,7 +428,7 @@ class SavedGraph:
         return self._map(ends, self._end)
 
     def _call(self, layer: Config, node: Any) -> dict[str, Any]:
-        """The arguments of one call of a layer."""
+        """Return the arguments of one call of a layer."""
         kwargs: dict[str, Any] = {}
 
         def tensor(leaf: Tensor) -> object:
@@ -459,14 +462,14 @@ class SavedGraph:
         return {"args": [first], "kwargs": arguments}
 
     def _class(self, layer: Config) -> Any:
-        """The class of a layer; None if it is unknown or none of Keras."""
+        """Return the class of a layer; None if unknown or no Keras layer."""
         found = classes.find(layer, "layers", self._rewriter.custom_objects)
         return found.cls if found is not None and found.is_layer else None
 
     def _give_name(
         self, layer: Config, migrated: dict[str, Any], name: str
     ) -> None:
-        """A caller's class may leave its name out of its config."""
+        """Set the name in a layer's config, unless its class takes no name."""
         fields = migrated.get("config")
         if isinstance(fields, dict):
             cls = self._class(layer)
@@ -474,7 +477,7 @@ class SavedGraph:
                 fields["name"] = name
 
     def _takes(self, layer: Config, key: str) -> bool:
-        """True if a layer can be called with an argument of this name."""
+        """Return True if `call` of a layer takes an argument of this name."""
         cls = self._class(layer)
         return cls is None or _accepts(cls.call, key)
 
@@ -489,7 +492,7 @@ class SavedGraph:
         return self._rewriter.rewrite(value)
 
     def _sources(self, value: Any) -> list[str]:
-        """Names of the layers whose outputs are in nested calls."""
+        """Return the names of the layers whose outputs are in nested calls."""
         if self._is_tensor(value):
             own = [] if value[0] == _CONSTANT else [value[0]]
             return own + self._sources(value[3:])  # keyword arguments
@@ -558,7 +561,10 @@ def _counts_its_making(layer: Config) -> bool:
 
 
 def _input_layer(fields: Config, shape: object) -> dict[str, Any]:
-    """What Keras before 2.5 left to the first layer of a sequential model."""
+    """Return the config of an input layer for a sequential model.
+
+    Keras before 2.5 saved the input shape in the first layer instead.
+    """
     name = classes.safe_name(f"{fields.get('name', 'layer')}_input")
     return {
         "module": "keras.layers",

@@ -1,4 +1,4 @@
-"""Loading whole files of tf_keras."""
+"""Load whole model files of tf_keras."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keras_policy_ext.migration.classes import Config
 from keras_policy_ext.migration.configs import Rewriter
 
 _FAR = 10_000
-"""More operations than Keras names while it builds a model."""
+"""A limit above the number of operations that Keras names in one model."""
 
 
 def load_legacy_model(
@@ -28,39 +28,39 @@ def load_legacy_model(
 ) -> keras.Model:
     """Load a model that tf_keras (Keras 2) saved as `.h5` or `.keras`.
 
-    The file is only read. The model has the same weights, layer policies
-    and layer names (a slash in a name becomes an underscore). What it
-    predicts is what it predicted, to the accuracy of the compute dtype.
+    The file is not changed. The model has the same weights, layer policies and
+    layer names (a slash in a name becomes an underscore). Its predictions are
+    the same, up to the accuracy of the compute dtype.
 
-    A compiled model is compiled again with its loss, metrics and optimizer;
-    the number of iterations and the slots of the optimizer are restored, and
-    a warning says what of it the file lacks. A `.keras` file has no state of
-    an optimizer of `tf_keras.optimizers.legacy`, and no file has the current
-    loss scale or its counter: scaling starts at the initial scale.
+    A compiled model is compiled again with its loss, metrics and optimizer.
+    The number of iterations and the slots of the optimizer are restored. A
+    warning says which of these the file lacks. A `.keras` file has no state of
+    an optimizer of `tf_keras.optimizers.legacy`. No file has the current loss
+    scale or its counter, so scaling starts at the initial scale.
 
     Args:
-        path: The file. Its content tells its format.
-        on_loss_scale: What becomes of the loss scale of the optimizer or of
-            policies. `"drop"`: a warning says it; the model then needs
-            nothing but Keras. `"keep"`: the optimizer is this package's
+        path: The file. Its format is detected from the content.
+        on_loss_scale: What to do with the loss scale of the optimizer or of
+            policies. `"drop"`: drop it and warn; the model then needs only
+            Keras. `"keep"`: the optimizer is this package's
             `LossScaleOptimizer`, and a policy with a loss scale a
-            `LossScaleDTypePolicy`. `"error"`: `ValueError` if there is one.
-            Keras adds none of its own, whatever the global policy.
+            `LossScaleDTypePolicy`. `"error"`: raise a `ValueError` if there is
+            one. Keras adds no loss scale of its own under any global policy.
         custom_objects: The caller's classes and functions by name, for
             Keras 3.
         compile: Whether to compile the model if it was compiled.
-        safe_mode: Whether to refuse the bytecode of Python functions (as
-            Lambda layers have it), which loading would otherwise run.
+        safe_mode: Whether to refuse the bytecode of Python functions, such as
+            those of Lambda layers, which loading would otherwise run.
 
     Returns:
         A `keras.Model` on the backend in use.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no such file, damaged, has a loss scale under
-            `"error"` or bytecode under `safe_mode`; or naming all at once
-            the classes that are unknown and the parts that Keras 3 has no
-            counterpart of.
+        ValueError: If it is no such file, is damaged, has a loss scale under
+            `"error"` or bytecode under `safe_mode`; or has unknown classes or
+            parts without a counterpart in Keras 3. The error names all of
+            these.
     """
     custom_objects = dict(custom_objects or {})
     rewriter = Rewriter(on_loss_scale, custom_objects)
@@ -93,7 +93,7 @@ def load_legacy_model(
 def _training(
     rewriter: Rewriter, file: files.LegacyFile, legacy: Config
 ) -> dict[str, Any]:
-    """The arguments of `compile` for Keras 3."""
+    """Return the arguments of `compile` for Keras 3."""
     if file.scaled_by_default and not _is_scaled(legacy.get("optimizer")):
         # What `compile` of tf_keras did under mixed_float16.
         inner = legacy["optimizer"]
@@ -134,7 +134,7 @@ def _is_scaled(optimizer: object) -> bool:
 def _inner_config(
     optimizer: keras.Optimizer, built: keras.optimizers.Optimizer
 ) -> Config:
-    """The legacy config of the optimizer within loss scalers."""
+    """Return the legacy config of the optimizer that loss scalers wrap."""
     if isinstance(optimizer, str):
         # By name, with the arguments of the class's defaults: of the second
         # generation, as an archive of an optimizer of the first has no state.
@@ -147,7 +147,7 @@ def _inner_config(
 
 
 def _layer_names(config: object) -> Iterator[str]:
-    """The names of all layers of the models in a Keras 3 config."""
+    """Yield the names of all layers of the models in a Keras 3 config."""
     if isinstance(config, Mapping):
         layers = config.get("layers")
         for layer in layers if isinstance(layers, list) else ():
@@ -164,12 +164,13 @@ def _layer_names(config: object) -> Iterator[str]:
 
 
 def _reserve(names: Iterable[str]) -> None:
-    """Let Keras not give these names by itself from now on.
+    """Reserve names, so that Keras does not generate them from now on.
 
     A mask is computed by operations, which Keras names by their class with a
-    count and puts into the graph of a functional model. That of a layer
-    `Concatenate` is a `Concatenate` too, and gets the name that the layer
-    has in the file: a graph takes no name twice (keras 3.12 to 3.15).
+    count and puts into the graph of a functional model. The mask of a
+    `Concatenate` layer is computed by an operation `Concatenate`, which would
+    get the name that the layer has in the file. A graph takes no name twice
+    (keras 3.12 to 3.15).
     """
     taken: dict[str, set[int]] = {}
     for name in names:

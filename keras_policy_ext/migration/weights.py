@@ -1,4 +1,4 @@
-"""Weights and optimizer states of tf_keras."""
+"""Load weights and optimizer states of tf_keras."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Variables = list[keras.Variable]
 
 
 def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
-    """Give a fresh model the weights of a file.
+    """Assign the weights of a file to a new model.
 
     Raises:
-        ValueError: If arrays and weights do not correspond one to one.
+        ValueError: If the file does not have one array for each weight.
     """
     if file.is_archive:
         loaded = _load_tree(model, config, file.weights, "the model")
@@ -36,9 +36,9 @@ def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
 def legacy_order(
     layer: keras.Layer, config: Config
 ) -> tuple[Variables, Variables]:
-    """Trainable and other weights, in the order that tf_keras had.
+    """Return trainable and other weights in the order of tf_keras.
 
-    The legacy config of the layer has the order of nested layers.
+    The order of nested layers is that of the legacy config.
     """
     inner = _nested(layer, config)
     if inner is None:
@@ -52,7 +52,7 @@ def legacy_order(
 
 
 def _own_weights(layer: keras.Layer) -> tuple[Variables, Variables]:
-    """Trainable and other weights that a wrapper has itself."""
+    """Return the trainable and other weights of a wrapper itself."""
     if not isinstance(layer, keras.layers.Wrapper):
         return [], []
     inner = {id(x) for x in layer.layer.weights}
@@ -71,7 +71,7 @@ def _unique(variables: Variables) -> Variables:
 def _nested(
     layer: keras.Layer, config: Config
 ) -> list[tuple[keras.Layer, Config]] | None:
-    """The layers within, in legacy order; None for a layer of its own."""
+    """Return the layers within, in legacy order; None if not nested."""
     fields = config["config"]
     if isinstance(layer, keras.layers.Wrapper) and "layer" in fields:
         # Bidirectional has two copies of it, and Keras has their order.
@@ -92,12 +92,16 @@ def _nested(
 
 
 def _name(config: Config) -> str:
-    """The name in a config of a layer, as a model or the layer has it."""
+    """Return the name in the config of a layer, or of a layer in a model."""
     return str((config if "name" in config else config["config"])["name"])
 
 
 def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
-    """From HDF5: each layer of the model has one list of arrays."""
+    """Load weights from HDF5, which has one list of arrays per layer.
+
+    Returns:
+        The number of arrays.
+    """
     children = _nested(model, config)
     if children is None:
         raise ValueError(
@@ -120,7 +124,7 @@ def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
 def _paired(
     layer: keras.Layer, config: Config, group: h5py.Group
 ) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
-    """The weights of a layer, and what the file has for each, in one order."""
+    """Return the weights of a layer and their arrays, in the same order."""
     name = _name(config)
     trainable, others = legacy_order(layer, config)
     weights = _unique([*trainable, *others])
@@ -142,10 +146,10 @@ def _forward_first(
     weights: Variables,
     saved: list[tuple[str, h5py.Dataset]],
 ) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
-    """Weights and arrays of one direction, then those of the other.
+    """Sort weights and arrays: the forward direction first.
 
-    A direction that was not trainable comes last in the file. No config says
-    so, only the names do.
+    A direction that was not trainable comes last in the file. This is seen from
+    the names only, not from a config.
     """
     own = {id(x) for x in layer.forward_layer.weights}
     forward = f"forward_{_name(config['config']['layer'])}"
@@ -160,7 +164,13 @@ def _forward_first(
 def _load_tree(
     layer: keras.Layer, config: Config, group: h5py.Group | None, where: str
 ) -> int:
-    """From an archive: groups named by attributes, or by class in a list."""
+    """Load weights from an archive.
+
+    Its groups are named by attributes, or by class for layers in a list.
+
+    Returns:
+        The number of arrays.
+    """
     if group is None:
         return 0  # the number of arrays will tell
     count = _load_own(layer, files.member(group, "vars"), where)
@@ -184,7 +194,7 @@ def _load_tree(
 def _load_attribute(
     layer: keras.Layer, name: str, group: h5py.Group, where: str
 ) -> int:
-    """A layer, or a list of layers, that another layer holds."""
+    """Load a layer, or a list of layers, that is an attribute of a layer."""
     value = None if name.startswith("__") else getattr(layer, name, None)
     no_config: Config = {"config": {}}
     if isinstance(value, keras.Layer):
@@ -202,7 +212,7 @@ def _load_attribute(
 
 
 def _load_own(layer: keras.Layer, group: h5py.Group | None, where: str) -> int:
-    """The variables that belong to a layer itself."""
+    """Load the variables of a layer itself; return their number."""
     if group is None or not len(group):
         return 0
     store = {
@@ -214,7 +224,7 @@ def _load_own(layer: keras.Layer, group: h5py.Group | None, where: str) -> int:
 
 
 def _group_names(class_names: Iterable[str]) -> Iterator[str]:
-    """Groups of a list of layers: class names in snake case, counted."""
+    """Yield the group names of layers: class names in snake case, numbered."""
     counts: dict[str, int] = {}
     for class_name in class_names:
         # In snake case as tf_keras has it: ConvLSTM2D is conv_lstm2d.
@@ -227,15 +237,15 @@ def _group_names(class_names: Iterable[str]) -> Iterator[str]:
 
 
 class SlotLayout(NamedTuple):
-    """Slots in the order of the file.
+    """The order of an optimizer's slots in a file.
 
-    Slots of one tuple take turns variable by variable; the next tuple comes
+    The slots of one tuple alternate for each variable. The next tuple comes
     after all variables. The names are those of Keras 3.
     """
 
     blocks: tuple[tuple[str, ...], ...]
     optional: Mapping[str, str] = {}
-    """Slots that are there only if an argument of the optimizer is on."""
+    """Slots that exist only if an argument of the optimizer is on, by slot."""
 
 
 _AMSGRAD = {"velocity_hat": "amsgrad"}
@@ -278,18 +288,18 @@ def load_optimizer_state(
     variables: list[keras.Variable],
     saved: list[object],
 ) -> str | None:
-    """Give a built optimizer the state of a file.
+    """Restore the state of a built optimizer from a file.
 
     Args:
-        optimizer: Of Keras 3, not a loss scaler.
+        optimizer: An optimizer of Keras 3, not a loss scaler.
         trained: The variables it was built for, in that order.
         config: Its legacy config.
         variables: The same variables in the order of the file.
-        saved: What the file has, the number of iterations first.
+        saved: The arrays of the file, the number of iterations first.
 
     Returns:
-        None; or what is missing, as a sentence for a warning. The state is
-        then as it was, except for the number of iterations.
+        None; or a sentence on what is missing, for a warning. In that case
+        only the number of iterations is restored, if the file has it.
     """
     if not saved:
         return "The file holds no state of the optimizer."
@@ -322,7 +332,7 @@ def load_optimizer_state(
 def _order(
     config: Config, variables: list[keras.Variable]
 ) -> list[tuple[str, keras.Variable]] | None:
-    """Slot and variable of each array; None if unknown."""
+    """Return slot and variable of each array; None if unknown."""
     fields = config["config"]
     layouts = LEGACY_LAYOUTS
     if not fields.get("is_legacy_optimizer", True):
@@ -347,10 +357,10 @@ def _targets(
     trained: list[keras.Variable],
     slot: str,
 ) -> dict[int, keras.Variable]:
-    """The slot variables by the variable they belong to.
+    """Return the slot variables by the id of their variable.
 
-    Keras names them `<path of the variable>_<slot>` and keeps the order of
-    the variables; two variables of one path are told apart by the order.
+    Keras names them `<path of the variable>_<slot>` and keeps the order of the
+    variables. Two variables of one path are distinguished by the order.
     """
     ending = f"_{slot}"
     found = [v for v in optimizer.variables if v.name.endswith(ending)]

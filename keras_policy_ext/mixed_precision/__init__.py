@@ -1,7 +1,7 @@
 """Mixed precision: loss scaling, under the names of tf_keras and new ones.
 
 `Policy`, `global_policy`, `set_global_policy` and `LossScaleOptimizer` are
-those of `tf.keras.mixed_precision`; `experimental` has those of TensorFlow
+names of `tf.keras.mixed_precision`; `experimental` has names of TensorFlow
 2.3. `wrap_optimizer`, `compile` and `LossScaleMixin` scale the loss of every
 model that has a layer in float16.
 """

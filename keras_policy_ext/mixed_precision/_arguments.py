@@ -1,4 +1,4 @@
-"""Arguments of loss scaling, checked; configs, and public class names."""
+"""Check arguments of loss scaling; read configs and public class names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from keras_policy_ext.policies.loss_scales import (
 
 
 def public_class(optimizer: object) -> type | None:
-    """The class of keras.optimizers that a private one stands for.
+    """Return the public optimizer class in place of a private one, or None.
 
-    None for public classes and for a user's own.
+    None for public classes and custom ones.
     """
     cls, *bases = type(optimizer).__mro__
     named: Any = getattr(keras.optimizers, cls.__name__, None)
@@ -34,14 +34,14 @@ def public_class(optimizer: object) -> type | None:
 
 
 def for_private_names(config: object) -> AbstractContextManager[None]:
-    """Lets a file that names a private class be read as of the public one.
+    """Return a scope in which private optimizer names mean the public classes.
 
-    Only the names of private classes that are in the file: Keras reads each
-    string that is a name in such a scope as the class, also the "SGD" that a
-    `compile_from_config` reads.
+    Only the private class names in the file are included: in such a scope,
+    Keras reads every string that is one of these names as the class, also the
+    "SGD" that a `compile_from_config` reads.
 
     Args:
-        config: What the file has, of JSON types; None for all names.
+        config: The content of the file, of JSON types; None for all names.
     """
     names = None if config is None else set(_names_of_private(config))
     found = {
@@ -55,7 +55,7 @@ def for_private_names(config: object) -> AbstractContextManager[None]:
 
 
 def _names_of_private(config: object) -> Iterator[str]:
-    """The names of classes that are in no public module of Keras."""
+    """Yield the names of classes that are in private modules of Keras."""
     if isinstance(config, dict):
         if str(config.get("module")).startswith("keras.src."):
             yield str(config.get("class_name"))
@@ -68,10 +68,10 @@ def _names_of_private(config: object) -> Iterator[str]:
 def with_public_class(
     config: dict[str, Any], optimizer: object
 ) -> dict[str, Any]:
-    """The serialized form of an optimizer, under its public class.
+    """Return the serialized form of an optimizer, under its public class.
 
-    That of an optimizer in it, too: Keras's own scaler names the private
-    class of the one that it wraps.
+    The optimizer that it wraps is treated alike: Keras's own scaler writes the
+    private class of the wrapped one.
     """
     fields = config.get("config") or {}
     inner = fields.get("inner_optimizer")
@@ -93,7 +93,7 @@ def with_public_class(
 def read_inner(
     config: object, custom_objects: Mapping[str, object] | None = None
 ) -> keras.optimizers.Optimizer:
-    """The wrapped optimizer from its place in a config."""
+    """Return the wrapped optimizer from its entry in a config."""
     if not isinstance(config, Mapping):
         return config
     return keras.optimizers.deserialize(
@@ -106,7 +106,7 @@ SMALLEST = 2.0**-126
 
 
 class ScalerSettings(NamedTuple):
-    """All arguments of a `LossScaleOptimizer` but the wrapped optimizer."""
+    """All arguments of a `LossScaleOptimizer` except the wrapped optimizer."""
 
     dynamic: bool = True
     initial_scale: float | None = None
@@ -122,10 +122,11 @@ def variables_of(
     given: Iterable[keras.Variable] | None,
     gradients: int,
 ) -> list[keras.Variable]:
-    """The variables that so many gradients are for, as `apply` was told.
+    """Return the variables that belong to the gradients given to `apply`.
 
     Raises:
-        ValueError: If there are none, or another number of them.
+        ValueError: If there are no variables, or their number differs from
+            that of the gradients.
     """
     if given is None and not optimizer.built:
         raise ValueError(
@@ -147,7 +148,7 @@ def variables_of(
 
 
 def checked(given: ScalerSettings) -> ScalerSettings:
-    """The settings with defaults filled in.
+    """Check settings, and return them with defaults filled in.
 
     Raises:
         TypeError: If one has the wrong type.
@@ -176,7 +177,7 @@ def checked(given: ScalerSettings) -> ScalerSettings:
 
 
 def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
-    """The keyword arguments that mean a loss scale."""
+    """Return the keyword arguments that give a loss scale."""
     if isinstance(loss_scale, FixedLossScale):
         return {"dynamic": False, "initial_scale": loss_scale.loss_scale_value}
     if isinstance(loss_scale, DynamicLossScale):
@@ -194,7 +195,7 @@ def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
 
 
 def of_legacy_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with tf_keras's older keys, `optimizer` and `loss_scale`."""
+    """Convert the older tf_keras keys `optimizer` and `loss_scale`."""
     if "loss_scale" not in config:
         return config
     config = dict(config)
@@ -218,7 +219,7 @@ _wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def wrapper_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer | None:
-    """The living wrapper of an optimizer, or None."""
+    """Return the wrapper of an optimizer if it still exists, or None."""
     reference = _wrappers.get(optimizer)
     return None if reference is None else reference()
 
@@ -226,12 +227,12 @@ def wrapper_of(
 def register_wrapper(
     optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
 ) -> None:
-    """Remember who wraps an optimizer, as long as both live."""
+    """Record the wrapper of an optimizer, as long as both exist."""
     _wrappers[optimizer] = weakref.ref(wrapper)
 
 
 def check_inner(optimizer: object) -> None:
-    """Raise if this is no optimizer to be wrapped.
+    """Raise if an object is not an optimizer that can be wrapped.
 
     Raises:
         TypeError: If it is no optimizer, or a loss scaler itself.
@@ -263,10 +264,10 @@ def check_inner(optimizer: object) -> None:
 
 
 def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
-    """Raise if an optimizer that a class is to wrap is wrapped already.
+    """Raise if an optimizer is already wrapped.
 
     Raises:
-        ValueError: If so.
+        ValueError: If it is wrapped.
     """
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:

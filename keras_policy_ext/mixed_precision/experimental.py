@@ -1,6 +1,6 @@
-"""The names of `tf.keras.mixed_precision.experimental`, of TensorFlow 2.3.
+"""Names of `tf.keras.mixed_precision.experimental` of TensorFlow 2.3.
 
-There a policy had a loss scale, and a loss scaler took one.
+In that version, a policy has a loss scale, and a loss scaler takes one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ set_policy = set_global_policy
 
 
 def get_layer_policy(layer: object) -> keras.DTypePolicy:
-    """The dtype policy of a layer; out of a map of Keras, that of its path.
+    """Return the dtype policy of a layer; from a map, that of its path.
 
     Raises:
-        TypeError: If it is no layer.
+        TypeError: If it is not a layer.
     """
     if not isinstance(layer, keras.Layer):
         raise TypeError(
@@ -49,19 +49,19 @@ def get_layer_policy(layer: object) -> keras.DTypePolicy:
     "keras_policy_ext", "ExperimentalLossScaleOptimizer"
 )
 class LossScaleOptimizer(optimizer.LossScaleOptimizer):
-    """`mixed_precision.LossScaleOptimizer`, made from a loss scale.
+    """`mixed_precision.LossScaleOptimizer`, created from a loss scale.
 
     Args:
         inner_optimizer: The optimizer to wrap.
         loss_scale: `"dynamic"`, a number >= 1, a `FixedLossScale` or a
             `DynamicLossScale`.
-        optimizer: TensorFlow 2.3's name of `inner_optimizer`, instead of it.
+        optimizer: The name of `inner_optimizer` in TensorFlow 2.3.
         **kwargs: `minimum_scale`, `maximum_scale`, `max_skipped_steps` and
             `name` of `mixed_precision.LossScaleOptimizer`.
 
     Raises:
-        TypeError: If the optimizer or the loss scale is none, or the
-            optimizer is given by both names.
+        TypeError: If the optimizer or the loss scale has the wrong type, or
+            the optimizer is given by both names.
         ValueError: If the loss scale is None or out of range; and as
             `mixed_precision.LossScaleOptimizer`.
     """
@@ -95,7 +95,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
         )
 
     def get_config(self) -> dict[str, Any]:
-        """All arguments, as JSON types."""
+        """Return all arguments, as JSON types."""
         config = super().get_config()
         value = config.pop("initial_scale")
         steps = config.pop("dynamic_growth_steps")

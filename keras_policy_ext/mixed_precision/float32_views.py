@@ -1,4 +1,4 @@
-"""Views of gradients and variables in float32."""
+"""Float32 views of narrow variables, and casts of gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from keras_policy_ext.numerics.stochastic import ROUNDABLE
 def as_accumulated(
     grads: list[Tensor | None], variables: list[keras.Variable]
 ) -> list[Tensor | None]:
-    """Gradients in the dtypes of the variables: Keras accumulates in those."""
+    """Cast gradients to the dtypes of the variables.
+
+    Keras accumulates in these dtypes.
+    """
     return [
         grad if grad is None else ops.cast(grad, variable.dtype)
         for grad, variable in zip(grads, variables, strict=True)
@@ -37,14 +40,17 @@ def may_belong(
 
 
 def is_overwritten(variable: keras.Variable) -> bool:
-    """Return True if an optimizer assigns the gradient of a variable to it."""
+    """Return True if an optimizer assigns a variable its gradient."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def with_scaled_states(
     grads: list[Tensor | None], variables: list[keras.Variable], scale: Any
 ) -> list[Tensor | None]:
-    """Undo the division of the observations of float8 state by a scale."""
+    """Multiply the amax observations among gradients by the loss scale.
+
+    This undoes their division.
+    """
     scale = ops.convert_to_tensor(scale)
     return [
         ops.multiply(grad, ops.cast(scale, grad.dtype))
@@ -55,7 +61,7 @@ def with_scaled_states(
 
 
 def _operators(operation: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
-    """The methods for `view + other` and `other + view`, for instance."""
+    """Return the two methods of an operator, such as `__add__`, `__radd__`."""
     return [
         lambda self, other: operation(self.value, other),
         lambda self, other: operation(other, self.value),
@@ -63,7 +69,7 @@ def _operators(operation: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
 
 
 class _Arithmetic:
-    """The operators of a variable, on its value."""
+    """The arithmetic operators of a variable."""
 
     value: Tensor
 
@@ -89,13 +95,13 @@ def _of_the_variable(name: str) -> property:
 
 
 class Float32View(_Base):
-    """Stands for a bfloat16 or float16 variable and reads as float32.
+    """A view of a bfloat16 or float16 variable that reads as float32.
 
-    What is assigned to it is rounded stochastically into the variable. While
-    it is held, as during one `apply`, the float32 value is kept instead, and
-    rounded once, by `settle`. On TensorFlow every assignment is rounded at
-    once: it may be made in a branch of a graph, which a value that is kept
-    here would have to leave. The random bits come from the seed generator.
+    Assigned values are rounded stochastically into the variable. While the view
+    is held, as during one `apply`, it stores the float32 value, and `settle`
+    rounds it once. On TensorFlow every assignment is rounded at once: it may be
+    in a branch of a graph, and a stored value could not leave the branch. The
+    random bits come from the seed generator.
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class Float32View(_Base):
 
     @property
     def value(self) -> Tensor:
-        """The value in float32: what is kept, or that of the variable."""
+        """The value in float32: the stored one, or that of the variable."""
         if self._kept is not None:
             return self._kept
         value = ops.stop_gradient(ops.cast(self._variable.value, "float32"))
@@ -123,7 +129,7 @@ class Float32View(_Base):
         return value
 
     def assign(self, value: Tensor) -> Tensor:
-        """Round into the variable, or keep until `settle`."""
+        """Round a value into the variable, or store it until `settle`."""
         value = ops.convert_to_tensor(value, dtype="float32")
         if self._held:
             self._kept = value
@@ -132,24 +138,24 @@ class Float32View(_Base):
         return value
 
     def assign_add(self, value: Tensor) -> Tensor:
-        """`assign` the sum of the float32 value and this one."""
+        """Add a value to the float32 value, and assign the sum."""
         return self.assign(ops.add(self.value, value))
 
     def assign_sub(self, value: Tensor) -> Tensor:
-        """`assign` the difference of the float32 value and this one."""
+        """Subtract a value from the float32 value, and assign the result."""
         return self.assign(ops.subtract(self.value, value))
 
     def hold(self) -> None:
-        """Keep what is assigned, where that can be."""
+        """Store assigned values from now on, except on TensorFlow."""
         self._held = not _ON_TENSORFLOW
 
     def settle(self) -> None:
-        """Round what was kept into the variable."""
+        """Round the stored value into the variable."""
         if self._kept is not None:
             self._round(self._kept)
 
     def release(self) -> None:
-        """Keep nothing any more."""
+        """Stop storing values, and drop the stored one."""
         self._held, self._kept = False, None
 
     def _round(self, value: Tensor) -> None:
@@ -194,19 +200,19 @@ class Float32View(_Base):
 
 
 class Float32Views:
-    """The views of the narrow variables of one optimizer."""
+    """The float32 views of the narrow variables of one optimizer."""
 
     def __init__(self, seed_generator: keras.random.SeedGenerator):
         self._seed_generator = seed_generator
         self._views: dict[int, Float32View] = {}
 
     def of(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-        """Each variable, a view in place of each narrow one."""
+        """Return the variables, with views in place of narrow ones."""
         return [self._of(variable) for variable in variables]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what is assigned in the block; round it once at its end."""
+        """Store the values assigned in the block; round them at its end."""
         views = list(self._views.values())
         for view in views:
             view.hold()
@@ -232,8 +238,8 @@ class Float32Views:
 def _check_replicas(variable: keras.Variable) -> None:
     """Raise for a variable with replicas of `tf.distribute`.
 
-    TensorFlow updates those through an interface of its own, which takes
-    nothing that stands for a variable.
+    TensorFlow updates those through an interface of its own, which does not
+    accept views.
     """
     if hasattr(variable.value, "distribute_strategy"):
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""The loss scale in the logs of `fit`."""
+"""Log the loss scale in `fit`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ NAMES = ("loss_scale", "skipped_steps")
 
 
 def log_values(optimizer: LossScaleOptimizer) -> dict[str, Any]:
-    """What the logs say of a loss scaler: tensors of shape ()."""
+    """Return the log entries of a loss scaler: tensors of shape ()."""
     return {name: getattr(optimizer, name) for name in NAMES}
 
 
 def without_log_values(logs: dict[str, Any]) -> dict[str, Any]:
-    """Logs without what `log_values` adds."""
+    """Return logs without the entries of `log_values`."""
     return {name: logs[name] for name in logs if name not in NAMES}
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
-    """Logs the loss scale, and ends a `fit` that takes no steps any more.
+    """A callback that logs the loss scale and limits skipped steps.
 
-    For models without `LossScaleMixin`, which does the same. Adds to the
-    logs of each batch and epoch `loss_scale`, and `skipped_steps`, the steps
-    in a row that were skipped up to then. Put it before callbacks that read
-    them. Does nothing where the optimizer is no `LossScaleOptimizer`.
+    It is for models without `LossScaleMixin`, which does the same. It adds
+    `loss_scale` and `skipped_steps` (the number of consecutive skipped steps)
+    to the logs of each batch and epoch. List it before callbacks that read
+    these. It does nothing if the optimizer is no `LossScaleOptimizer`.
 
-    On JAX it reads the optimizer after each batch, for which Keras copies
-    the state of the training step into the variables: some time for models
-    of many layers.
+    On JAX it reads the optimizer after each batch. For that, Keras copies the
+    state of the training step into the variables, which takes some time for
+    models with many layers.
 
     Raises:
-        FloatingPointError: After a batch, if `max_skipped_steps` of the
-            optimizer were skipped in a row.
+        FloatingPointError: After a batch, if `max_skipped_steps` consecutive
+            steps were skipped.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Note that this callback checks `max_skipped_steps`."""
+        """Record that this callback checks `max_skipped_steps`."""
         optimizer = self.model.optimizer
         if isinstance(optimizer, LossScaleOptimizer):
             skip_limits.mark_checked(optimizer)
@@ -48,7 +48,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Log, and raise if no step is taken any more."""
+        """Log the loss scale, and raise if too many steps were skipped."""
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             return
@@ -65,7 +65,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Log the state after the last batch."""
+        """Log the loss scale after the last batch."""
         optimizer = self.model.optimizer
         if isinstance(optimizer, LossScaleOptimizer) and logs is not None:
             _sync(self.model)
@@ -73,7 +73,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
 
 def _sync(model: keras.Model) -> None:
-    """Bring the variables up to date, which JAX's trainer does seldom."""
+    """Update the variables, which JAX's trainer rarely does."""
     if keras.backend.backend() == "jax":
         model.jax_state_sync()
 

@@ -29,10 +29,10 @@ from keras_policy_ext.policies.loss_scales import LARGEST
 
 
 class Growth(NamedTuple):
-    """How a dynamic loss scale moves.
+    """The settings by which a dynamic loss scale changes.
 
-    After so many steps with finite gradients it is multiplied, after a skipped
-    step divided; it stays between minimum and maximum.
+    It is multiplied after `steps` steps with finite gradients, and divided
+    after a skipped step. It stays between minimum and maximum.
     """
 
     steps: int
@@ -42,7 +42,7 @@ class Growth(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """What a loss scaler knows: tensors of shape ().
+    """The state of a loss scaler: tensors of shape ().
 
     Attributes:
         scale: Float32, the loss scale.
@@ -56,7 +56,7 @@ class ScaleState(NamedTuple):
 
 
 def scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
-    """`loss * scale`, in float32 or wider: float16 would overflow."""
+    """Return `loss * scale`, in float32 or wider: float16 would overflow."""
     loss = ops.convert_to_tensor(loss)
     wide = _wide(loss)
     return ops.multiply(ops.cast(loss, wide), ops.cast(scale, wide))
@@ -65,15 +65,15 @@ def scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
 def unscaled(
     gradients: Iterable[Tensor | None], scale: Tensor, left: Iterable[bool]
 ) -> list[Tensor | None]:
-    """Gradients divided by the scale; exact for scales that are powers of 2.
+    """Divide gradients by the scale; exact for powers of 2.
 
     Args:
-        gradients: Floating tensors; None is passed on.
+        gradients: Floating tensors; None is returned as None.
         scale: Float32 scalar.
-        left: For each gradient, whether to leave it as it is.
+        left: For each gradient, whether to leave it unchanged.
 
     Returns:
-        Tensors in float32, or float64 where a gradient was that.
+        Tensors in float32, or in float64 for float64 gradients.
     """
     # 1 / 2**127 is subnormal and compilers divide by multiplying with it,
     # where JAX and TensorFlow flush it to 0: a large scale goes in two steps.
@@ -87,7 +87,7 @@ def unscaled(
 
 
 def all_finite(gradients: Iterable[Tensor | None]) -> Tensor:
-    """Whether every number in every gradient is finite: bool scalar."""
+    """Return whether all elements of all gradients are finite: bool scalar."""
     flags = [
         ops.all(ops.isfinite(gradient))
         for gradient in gradients
@@ -101,7 +101,7 @@ def all_finite(gradients: Iterable[Tensor | None]) -> Tensor:
 def following(
     state: ScaleState, finite: Tensor, growth: Growth | None
 ) -> ScaleState:
-    """The state after a step; without growth the scale is fixed."""
+    """Return the state after a step; without `growth` the scale is fixed."""
     skipped = ops.where(finite, 0, ops.add(state.skipped_steps, 1))
     if growth is None:
         return state._replace(skipped_steps=skipped)
@@ -130,20 +130,21 @@ def _wide(x: Tensor) -> str:
 
 
 class Unscaling:
-    """Who unscales: the caller, by `get_unscaled_gradients`, or `apply`.
+    """Keeps track of who unscales: the caller, or `apply`.
 
-    tf_keras lets the caller unscale gradients and change them, by clipping
-    for instance, before they are applied; Keras applies scaled ones. Nothing
-    in a tensor tells the two apart, so the calls do: once the caller has
-    unscaled, `apply` does not, until the loss is scaled again or one of the
-    scaled gradients themselves is applied. That outlasts a step, because of
-    steps whose first part is compiled: its calls are seen once only.
+    tf_keras lets the caller unscale gradients by `get_unscaled_gradients`, and
+    change them, by clipping for instance, before they are applied. Keras
+    applies scaled gradients. A tensor does not show which it is, so the calls
+    decide: once the caller has unscaled, `apply` does not, until the loss is
+    scaled again or one of the scaled gradients themselves is applied. This
+    lasts longer than a step, because the first part of a step may be compiled,
+    and its calls are then seen only once.
     """
 
     def __init__(self) -> None:
         self.states_too = False
-        """Whether the caller unscaled observations of float8 state too, since
-        it was not known which they were."""
+        """Whether the caller also unscaled amax observations, because the
+        variables of its gradients were unknown."""
         self._scale_used = False
         self._used_in_trace = False
         self._updated: set[int] = set()
@@ -151,16 +152,16 @@ class Unscaling:
         self.start_step()
 
     def start_step(self) -> None:
-        """The loss is scaled, and no gradient is unscaled yet."""
+        """Record that the loss is scaled, and no gradient is unscaled yet."""
         self._by_caller = False
         self._scaled: list[Tensor | None] = []
 
     def use_scale(self, traced: bool) -> None:
-        """The loss is multiplied by the scale, or the scale is read for that.
+        """Record that the scale is used, or read, to scale the loss.
 
         Args:
-            traced: Whether a compiler records this call, which it then does
-                not make again in each step.
+            traced: Whether a compiler traces this call, so that it is not made
+                again in each step.
         """
         self._scale_used = True
         self._used_in_trace = self._used_in_trace or traced
@@ -171,13 +172,14 @@ class Unscaling:
     ) -> None:
         """Warn once if gradients are divided by a scale that was not used.
 
-        Where no compiler is at work the scale is to be used in each step:
-        between two updates of the same variable. Otherwise, once.
+        Without a compiler, the scale must be used in each step, that is
+        between two updates of the same variable. With a compiler, it must be
+        used once.
 
         Args:
             variable: The first variable that is updated.
-            traced: Whether a compiler records this call.
-            name: That of the optimizer.
+            traced: Whether a compiler traces this call.
+            name: The name of the optimizer.
         """
         if self._by_caller or self._used_in_trace:
             return
@@ -198,7 +200,7 @@ class Unscaling:
         )
 
     def warn_of_constant(self, name: str) -> None:
-        """Warn once that a compiled function reads a scale that moves."""
+        """Warn once that a compiled function has the scale as a constant."""
         self._warn(
             "The loss scale is a constant in this compiled function, and does "
             "not follow when the optimizer changes it. Received: a call of "
@@ -220,14 +222,14 @@ class Unscaling:
         unscaled: list[Tensor | None],
         states_too: bool,
     ) -> None:
-        """The caller has made the second of the first of these gradients."""
+        """Record that the caller unscaled gradients: before and after."""
         self.states_too = states_too
         self._by_caller = True
         pairs = zip(scaled, unscaled, strict=True)
         self._scaled = [a for a, b in pairs if a is not b]
 
     def is_done(self, gradients: list[Tensor | None]) -> bool:
-        """True if these gradients, which are applied now, are unscaled ones."""
+        """Return True if the gradients given to `apply` are unscaled."""
         scaled = {id(x) for x in self._scaled}
         if any(id(x) in scaled for x in gradients):
             self.start_step()
@@ -247,23 +249,23 @@ STOCK_STATE = 4
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """An optimizer that scales the loss, and skips steps that overflowed.
+    """An optimizer that scales the loss, and skips steps with overflow.
 
-    Small gradients are 0 in float16. The loss is multiplied by a scale
-    before gradients are taken, and the gradients are divided by it before
-    the wrapped optimizer sees them. A step whose gradients are not all
-    finite is skipped: weights, float8 state, slots, accumulators and
-    iterations stay as they were.
+    Small gradients are 0 in float16. So the loss is multiplied by a scale
+    before gradients are computed, and the gradients are divided by it before
+    the wrapped optimizer gets them. A step whose gradients are not all finite
+    is skipped: weights, float8 state, slots, accumulators and iterations are
+    unchanged.
 
-    Trainers of Keras call `scale_loss` and `apply`. In a loop of your own
-    either do the same, with scaled gradients,
+    Keras's trainers call `scale_loss` and `apply`. In a custom loop, either do
+    the same, with scaled gradients,
 
     ```python
     loss = optimizer.scale_loss(loss)      # before gradients are taken
     optimizer.apply(gradients, variables)  # divides them
     ```
 
-    or do as in tf_keras, and change gradients between the two:
+    or unscale as in tf_keras, to change gradients before they are applied:
 
     ```python
     loss = optimizer.get_scaled_loss(loss)
@@ -275,27 +277,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner_optimizer: The optimizer to wrap.
         dynamic: Whether the scale adapts: it is multiplied after
             `dynamic_growth_steps` finite steps in a row, and divided after
-            each skipped one. False: it stays `initial_scale`.
+            each skipped step. False: it is always `initial_scale`.
         initial_scale: The first scale. None: 2**15, or the nearest number
-            that minimum and maximum allow; with `dynamic=False` it must be
-            given.
+            that minimum and maximum allow. Required with `dynamic=False`.
         dynamic_growth_steps: Integer >= 1; None: 2000. Not with
             `dynamic=False`.
         multiplier: Number > 1.
-        minimum_scale: The scale is never below: number >= 2**-126. With
-            less than 1 gradients would be more likely to be 0 than without.
-        maximum_scale: The scale is never above: number <= 2**127, which is
-            the largest power of two in float32. Where gradients are 0, or
-            nothing is in float16, the scale would grow until infinity.
-        max_skipped_steps: Raise when so many steps were skipped in a row;
+        minimum_scale: The lower limit of the scale: number >= 2**-126. A
+            scale below 1 makes gradients more likely to be 0 than no scale.
+        maximum_scale: The upper limit of the scale: number <= 2**127, which is
+            the largest power of two in float32. If gradients are 0, or nothing
+            is in float16, the scale would otherwise grow to infinity.
+        max_skipped_steps: Raise after so many consecutive skipped steps;
             None: never. See `check_skipped_steps`.
         name: Name of the optimizer.
 
     Attributes:
         inner_optimizer: The wrapped optimizer.
-        dynamic, initial_scale, multiplier: As given, defaults filled in.
-        minimum_scale, maximum_scale, max_skipped_steps: Likewise.
-        dynamic_growth_steps: Likewise; None for a fixed scale.
+        dynamic, initial_scale, multiplier: The arguments, with defaults
+            filled in.
+        minimum_scale, maximum_scale, max_skipped_steps: The arguments.
+        dynamic_growth_steps: The argument; None for a fixed scale.
 
     Raises:
         TypeError: If an argument has the wrong type, `inner_optimizer` is no
@@ -347,7 +349,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, var_list: list[keras.Variable]) -> None:
-        """Make the variables of this optimizer and of the wrapped one.
+        """Create the variables of this optimizer and of the wrapped one.
 
         Args:
             var_list: The trainable variables.
@@ -371,18 +373,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_counter(self) -> Tensor | None:
-        """Finite steps since the scale last moved; None if it is fixed."""
+        """Finite steps since the scale last changed; None if it is fixed."""
         if not self.dynamic:
             return None
         return self._read("step_counter", 0, "int32")
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps were skipped in a row, up to now: int scalar."""
+        """The number of consecutive skipped steps: int scalar."""
         return self._read("skipped_counter", 0, "int32")
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale.
+        """Return the loss times the scale.
 
         Args:
             loss: Floating tensor.
@@ -401,7 +403,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_scaled_loss(
         self, loss: Tensor | Callable[[], Tensor]
     ) -> Tensor | Callable[[], Tensor]:
-        """`scale_loss`, under tf_keras's name.
+        """Scale the loss; the tf_keras name of `scale_loss`.
 
         Args:
             loss: Floating tensor, or a function that returns one.
@@ -416,18 +418,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_unscaled_gradients(
         self, grads: Iterable[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients divided by the scale.
+        """Return the gradients divided by the scale.
 
-        `apply` then takes what it gets as unscaled already, until it gets
-        one of `grads` itself or the loss is scaled again.
+        `apply` then treats its gradients as unscaled, until it gets one of
+        `grads` itself or the loss is scaled again.
 
         Args:
             grads: Gradients of the scaled loss, one for each trainable
-                variable; None is passed on.
+                variable; None is returned as None.
 
         Returns:
-            Gradients of the loss, float32 or wider. The observations of
-            float8 state, which are not scaled, stay as they are.
+            Gradients of the loss, float32 or wider. The amax observations
+                of float8 state, which are not scaled, are unchanged.
         """
         grads = list(grads)
         known = self._known()
@@ -448,15 +450,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
             grads: Gradients of the scaled loss, one for each variable, or
                 those of `get_unscaled_gradients`.
-            trainable_variables: The variables; None: those that the
+            trainable_variables: The variables; None for those that the
                 optimizer was built with.
 
         Raises:
-            FloatingPointError: If `max_skipped_steps` steps in a row were
-                skipped; where the step is compiled see
-                `check_skipped_steps`.
-            ValueError: If there are no variables to build the optimizer on,
-                or another number of them than of gradients.
+            FloatingPointError: If `max_skipped_steps` consecutive steps were
+                skipped. For a compiled step see `check_skipped_steps`.
+            ValueError: If there are no variables to build the optimizer with,
+                or their number differs from that of the gradients.
         """
         grads = list(grads)
         if not grads:
@@ -485,7 +486,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: list[Tensor | None],
         trainable_variables: list[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """`apply` as a function of the variables' values; not on TensorFlow.
+        """Apply gradients as a function of values; not on TensorFlow.
 
         Args:
             optimizer_variables: Values of `variables`.
@@ -496,8 +497,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             The new values of the trainable variables and of `variables`.
 
         Raises:
-            ValueError: On TensorFlow, whose optimizers have none; if the
-                optimizer is not built, or lengths differ.
+            ValueError: On TensorFlow, whose optimizers lack this method; if
+                the optimizer is not built; or if lengths differ.
         """
         # Keras's scaler has one of its own; the one of all others is `apply`
         # with given values.
@@ -507,20 +508,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
-        """Whether all gradients are finite: bool scalar."""
+        """Return whether all gradients are finite: bool scalar."""
         return all_finite(grads)
 
     def check_skipped_steps(self) -> None:
-        """Raise if too many steps in a row were skipped.
+        """Raise if too many consecutive steps were skipped.
 
-        `apply` does this itself where it is not compiled. A compiled step
-        cannot raise: `LossScaleMonitor`, which `LossScaleMixin` adds to
-        `fit`, does it after each batch. In a compiled loop of your own call
-        this before the first step and then now and again; without either,
-        the compiled step warns once that nothing checks the limit.
+        `apply` does this itself if it is not compiled. A compiled step cannot
+        raise: there, `LossScaleMonitor`, which `LossScaleMixin` adds to `fit`,
+        does it after each batch. In a compiled custom loop, call this before
+        the first step and then from time to time. Without either, the compiled
+        step warns once that nothing checks the limit.
 
         Raises:
-            FloatingPointError: If `max_skipped_steps` are reached.
+            FloatingPointError: If `max_skipped_steps` steps were skipped.
         """
         skip_limits.mark_checked(self)
         self._end_if_skipping()
@@ -556,11 +557,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Read what `save_own_variables` wrote.
 
-        Also what Keras's `LossScaleOptimizer` wrote, or an optimizer without
-        a scaler: the scale then starts anew. A fixed scale stays as it is.
+        It also reads the files of Keras's `LossScaleOptimizer`, and of an
+        optimizer without a scaler: the scale then starts anew. A fixed scale
+        is not changed.
 
         Raises:
-            ValueError: If the scale in the file is none; nothing is changed.
+            ValueError: If the scale in the file is invalid; nothing is changed.
         """
         keys, inner = len(store.keys()), self.inner_optimizer.variables
         if self.built and set(STATE) <= set(store.keys()):
@@ -577,7 +579,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().load_own_variables(store)  # which warns
 
     def get_config(self) -> dict[str, Any]:
-        """All arguments, as JSON types."""
+        """Return all arguments, as JSON types."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {
             "name": self.name,
@@ -593,8 +595,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> LossScaleOptimizer:
         """Build the optimizer from `get_config()`.
 
-        Also from the config of tf_keras's `LossScaleOptimizer`, where its
-        optimizer is one that Keras can read.
+        It also reads the config of tf_keras's `LossScaleOptimizer`, if Keras
+        can read the optimizer in it.
         """
         config = _arguments.of_legacy_config(dict(config))
         inner = read_inner(config.pop("inner_optimizer"), custom_objects)
@@ -624,7 +626,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _check_scaled(
         self, grads: list[Tensor | None], variables: list[keras.Variable]
     ) -> None:
-        """Warn if these gradients cannot be those of a scaled loss."""
+        """Warn if these gradients cannot be gradients of a scaled loss."""
         if not self.dynamic and self.initial_scale == 1.0:
             return
         known = next((g for g in grads if g is not None), None)
@@ -642,7 +644,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _to_apply(
         self, grads: list[Tensor | None], variables: list[keras.Variable]
     ) -> list[Tensor | None]:
-        """Gradients of the loss as the wrapped optimizer takes them."""
+        """Return gradients of the loss, for the wrapped optimizer."""
         if not self._unscaling.is_done(grads):
             grads = self._unscaled(grads, variables)
         elif self._unscaling.states_too:
@@ -654,7 +656,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _updated_with(
         self, variables: list[keras.Variable]
     ) -> list[keras.Variable]:
-        """All that a step on these variables may assign."""
+        """Return all variables that a step on these variables may assign."""
         own = self.inner_optimizer.variables
         every = (*variables, *self._known(), *own)
         return list({id(v): v for v in every}.values())

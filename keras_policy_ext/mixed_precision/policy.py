@@ -1,4 +1,4 @@
-"""tf_keras's names for policies."""
+"""Policies under the names of tf_keras."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from keras_policy_ext import _user_code, policies
 
 
 class _PlainPolicies(type):
-    """`Policy(name)` is a policy of Keras, and every policy is a `Policy`."""
+    """A metaclass: `Policy(name)` returns a policy of Keras.
+
+    Every policy is an instance of `Policy`.
+    """
 
     def __call__(cls, name: str) -> keras.DTypePolicy:
         if not isinstance(name, str):
@@ -28,7 +31,7 @@ class _PlainPolicies(type):
 
 
 class Policy(metaclass=_PlainPolicies):
-    """`keras.DTypePolicy`, under tf_keras's name.
+    """`keras.DTypePolicy` under the name of tf_keras.
 
     `Policy(name)` returns a `keras.DTypePolicy`, and every policy of Keras
     or of this package is an instance of `Policy`.
@@ -38,7 +41,7 @@ class Policy(metaclass=_PlainPolicies):
             `"float32"`, or any other name that `kpe.get` takes.
 
     Raises:
-        TypeError: If it is no string.
+        TypeError: If it is not a string.
         ValueError: If it names no policy.
     """
 
@@ -48,10 +51,10 @@ class Policy(metaclass=_PlainPolicies):
         config: Mapping[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> keras.DTypePolicy:
-        """The plain policy of a config; a loss scale in it is dropped.
+        """Return the plain policy of a config, without its loss scale.
 
-        With a warning: a plain policy has no place for it. `kpe.get` and
-        `LossScaleDTypePolicy.from_config` keep it.
+        A dropped loss scale causes a warning, because a plain policy cannot
+        store it. `kpe.get` and `LossScaleDTypePolicy.from_config` keep it.
         """
         fields = dict(config)
         loss_scale = fields.pop("loss_scale", "auto")
@@ -66,7 +69,7 @@ class Policy(metaclass=_PlainPolicies):
 
 
 global_policy = policies.dtype_policy
-"""The global policy of this thread, under tf_keras's name."""
+"""Return the global policy of this thread; the tf_keras name."""
 
 set_global_policy = policies.set_dtype_policy
-"""Set the global policy of this thread, under tf_keras's name."""
+"""Set the global policy of this thread; the tf_keras name."""

@@ -1,4 +1,4 @@
-"""Warns of a limit of skipped steps that nothing looks at."""
+"""Warn about a limit of skipped steps that nothing checks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SETTLED: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
 
 def mark_checked(optimizer: keras.optimizers.Optimizer) -> None:
-    """Note that something outside the compiled step looks at the limit."""
+    """Record that something outside the compiled step checks the limit."""
     _SETTLED.add(optimizer)
 
 
 def warn_unless_checked(
     optimizer: keras.optimizers.Optimizer, limit: int
 ) -> None:
-    """Warn once for each optimizer, in a step that is being compiled.
+    """Warn once per optimizer that a compiled step cannot raise.
 
-    Such a step cannot raise. Without `LossScaleMonitor` or calls of
-    `check_skipped_steps` a training would skip every step to its end.
+    Without `LossScaleMonitor` or calls of `check_skipped_steps`, training would
+    continue to its end even if it skips every step.
     """
     if optimizer in _SETTLED:
         return

@@ -1,4 +1,4 @@
-"""Training bfloat16 variables without losing small updates."""
+"""Train bfloat16 variables without losing small updates."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from keras_policy_ext.mixed_precision.float32_views import (
 )
 
 SEED_KEY = "seed_generator_state"
-"""Name of the state of the seed in a file."""
+"""The name of the seed state in a file."""
 
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
 class StochasticRounding(keras.optimizers.Optimizer):
-    """Any Keras optimizer, for variables that are bfloat16 or float16.
+    """A wrapper of optimizers, for variables in bfloat16 or float16.
 
     bfloat16 has 8 significant bits: an update smaller than about 1/512 of a
-    weight rounds back to the old weight, at every step, and training stands
-    still. Under this wrapper the inner optimizer computes a step in float32,
-    and each new weight is rounded to one of its two neighbours in the
-    variable's dtype at random, so that its expected value is the float32
-    weight. Small updates then arrive some of the time, and on average whole.
+    weight rounds back to the old weight, at every step, and training makes no
+    progress. Under this wrapper the inner optimizer computes a step in
+    float32, and each new weight is rounded at random to one of its two
+    neighbours in the variable's dtype, so that its expected value is the
+    float32 weight. A small update then takes effect in some steps, and in full
+    on average.
 
-    Between steps only the narrow weights are kept, no float32 copy. The
+    Between steps only the narrow weights are stored, no float32 copy. The
     optimizer's own state (momenta, second moments, averages, accumulated
-    gradients) is float32, where bfloat16 would lose it as it loses weights.
-    Variables of other dtypes, and float8 state, are updated as without the
-    wrapper.
+    gradients) is in float32, because bfloat16 would lose its small updates
+    too. Variables of other dtypes, and float8 state, are updated as without
+    the wrapper.
 
     ```python
     model.compile(
@@ -50,16 +51,16 @@ class StochasticRounding(keras.optimizers.Optimizer):
     ```
 
     Weight decay, clipping, a learning-rate schedule, moving averages and
-    gradient accumulation belong to the inner optimizer. A loss scaler goes
-    around this one: `LossScaleOptimizer(StochasticRounding(Adam()))`.
+    gradient accumulation belong to the inner optimizer. A loss scaler wraps
+    this one: `LossScaleOptimizer(StochasticRounding(Adam()))`.
 
     Args:
-        inner_optimizer: A `keras.optimizers.Optimizer` that is not built yet
-            and wraps no other one, nor is wrapped.
+        inner_optimizer: A `keras.optimizers.Optimizer` that is not built, wraps
+            no other optimizer and is not wrapped.
         seed: Integer from 0 to 2^31 - 1. The same seed gives the same run.
-            None draws one. Processes that train replicas of one model need
-            the same integer.
-        name: Of the optimizer.
+            None draws a seed. Processes that train replicas of one model
+            need the same integer.
+        name: The name of the optimizer.
 
     Raises:
         TypeError: If `inner_optimizer` is no Keras optimizer, or `seed` no
@@ -122,8 +123,8 @@ class StochasticRounding(keras.optimizers.Optimizer):
             trainable_variables: The variables; None for those of `build`.
 
         Raises:
-            ValueError: If there are no variables to build the optimizer on,
-                or another number of them than of gradients.
+            ValueError: If there are no variables to build the optimizer with,
+                or their number differs from that of the gradients.
         """
         variables = _arguments.variables_of(
             self, trainable_variables, len(grads)
@@ -139,7 +140,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         """Overwrite the variables by their moving averages, if any.
 
         Args:
-            var_list: The variables that the optimizer was built on.
+            var_list: The variables that the optimizer was built with.
         """
         inner = self.inner_optimizer
         # In the order of its averages, which conversion may have changed.
@@ -162,12 +163,12 @@ class StochasticRounding(keras.optimizers.Optimizer):
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The inner optimizer's `scale_loss`."""
+        """Scale the loss by `scale_loss` of the inner optimizer."""
         return self.inner_optimizer.scale_loss(loss)
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Own variables, the state of the seed, and the inner optimizer's."""
+        """Its own variables, the seed, and those of the inner optimizer."""
         return [
             *super().variables,
             self.seed_generator.state,
@@ -176,12 +177,12 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> keras.Variable:
-        """The inner optimizer's."""
+        """The iterations of the inner optimizer."""
         return self.inner_optimizer.iterations
 
     @property
     def learning_rate(self) -> Any:
-        """The inner optimizer's, to read and to set."""
+        """The learning rate of the inner optimizer, to read and to set."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -190,7 +191,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> float | None:
-        """The inner optimizer's, to read and to set."""
+        """The loss scale factor of the inner optimizer, to read and to set."""
         return self.inner_optimizer.loss_scale_factor
 
     @loss_scale_factor.setter
@@ -209,15 +210,15 @@ class StochasticRounding(keras.optimizers.Optimizer):
         store[SEED_KEY] = ops.convert_to_numpy(self.seed_generator.state)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
-        """Read the state of the seed, so that training goes on as it was.
+        """Read the state of the seed, so that training continues as saved.
 
-        Where the file has none the seed is that of the constructor.
+        If the file has none, the seed is that of the constructor.
         """
         if SEED_KEY in store.keys():  # noqa: SIM118 (Keras's store)
             self.seed_generator.state.assign(store[SEED_KEY])
 
     def get_config(self) -> dict[str, Any]:
-        """The name, the seed, and the inner optimizer's config."""
+        """Return the name, the seed, and the inner optimizer's config."""
         inner = self.inner_optimizer
         config = keras.saving.serialize_keras_object(inner)
         return {
@@ -232,10 +233,10 @@ class StochasticRounding(keras.optimizers.Optimizer):
         config: dict[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> StochasticRounding:
-        """The optimizer of a config, not built.
+        """Return the optimizer of a config, not built.
 
         Args:
-            config: What `get_config` gave.
+            config: A config from `get_config`.
             custom_objects: Classes that the inner config names.
         """
         inner = keras.saving.deserialize_keras_object(
@@ -245,7 +246,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
 
 def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
-    """A gradient as the update of this variable takes it."""
+    """Convert a gradient of a view to float32, and from sparse to dense."""
     if gradient is None or not isinstance(variable, Float32View):
         return gradient
     if hasattr(gradient, "dense_shape"):
@@ -299,9 +300,10 @@ def _checked_seed(seed: object) -> int | None:
 
 
 def _spread(seed: int | None) -> int | None:
-    """Another seed from 0 to 2^31 - 1, far from that of a neighbour.
+    """Map a seed to another one, far from that of a neighbouring seed.
 
-    On torch Keras adds the number of draws to the seed (3.12 to 3.15): runs
-    with the seeds 1 and 2 would use the same bits, one draw apart.
+    Both are from 0 to 2^31 - 1. On torch Keras adds the number of draws to the
+    seed (3.12 to 3.15): runs with the seeds 1 and 2 would use the same bits,
+    one draw apart.
     """
     return None if seed is None else seed * 0x9E3779B1 % 2**31

@@ -32,30 +32,30 @@ NAME = "loss_scale_optimizer"
 def wrap_optimizer(
     optimizer: object, policy: object = None
 ) -> keras.optimizers.Optimizer:
-    """The optimizer for models under a policy: wrapped if that needs it.
+    """Return the optimizer for a policy, wrapped if it needs loss scaling.
 
     Args:
         optimizer: An optimizer, or anything `keras.optimizers.get` takes.
         policy: Anything `kpe.get` takes; None for the global policy. A
-            `LossScaleDTypePolicy` says the loss scale; under any other one
-            whose layers compute in float16, a float8 policy from
-            `"mixed_float16"` or a map for instance, it is dynamic.
+            `LossScaleDTypePolicy` gives the loss scale. Under any other policy
+            with layers in float16, such as a float8 policy from
+            `"mixed_float16"` or a map, it is dynamic.
 
     Returns:
-        A `LossScaleOptimizer`, or the optimizer itself where the policy
-        wants no scaling, or where the optimizer scales the loss already: it
-        is a loss scaler, or has a `loss_scale_factor`. An optimizer that is
-        wrapped already comes back in its wrapper.
+        A `LossScaleOptimizer`. The optimizer itself, if the policy needs no
+        scaling or the optimizer already scales the loss: it is a loss scaler,
+        or has a `loss_scale_factor`. For an optimizer that is already wrapped,
+        its wrapper.
 
     Raises:
-        ValueError: If the policy means none, or the optimizer is wrapped
+        ValueError: If the policy is invalid, or the optimizer is wrapped
             with another loss scale.
     """
     return _wrapped(optimizer, loss_scale_of(policies.get(policy)))
 
 
 def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
-    """The loss scale that a policy asks for, None for no scaling."""
+    """Return the loss scale that a policy requests, or None."""
     requested = _the_one(_requested(policy), "The policies in this map")
     if requested != AUTO:
         return requested
@@ -63,12 +63,12 @@ def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
 
 
 def loss_scale_of_model(model: keras.Model) -> LossScale | None:
-    """The loss scale that the layers of a model ask for.
+    """Return the loss scale that the layers of a model request, or None.
 
-    The policy of the model decides, if it says a loss scale; else those of
-    its layers, where they agree; else it is dynamic if any layer computes in
+    If the policy of the model gives a loss scale, that is used; else the one
+    that its layers agree on. Otherwise it is dynamic if any layer computes in
     float16, or may do so once it is built. Layers that do not exist yet are
-    not seen.
+    not considered.
 
     Raises:
         ValueError: If the layers disagree.
@@ -97,24 +97,24 @@ def compile(
     auto_scale_loss: bool = True,
     **kwargs: Any,
 ) -> None:
-    """`model.compile`, with loss scaling wherever a layer is in float16.
+    """Compile a model, with loss scaling if a layer is in float16.
 
-    For models whose class is not yours; for your own see `LossScaleMixin`.
-    The file of the model then names the optimizer as it is: wrapped, and on
-    torch by its public class. Loaded under any global policy it has the same
-    class, scale, counters, iterations and slots.
+    Use it for models whose class is not yours; for your own see
+    `LossScaleMixin`. A saved file then has the optimizer as it is: wrapped,
+    and on torch with its public class. Loaded under any global policy, it has
+    the same class, scale, counters, iterations and slots.
 
     Args:
         model: A Keras model.
-        optimizer: As for `keras.Model.compile`. One that scales the loss
-            already stays as it is.
+        optimizer: As for `keras.Model.compile`. One that already
+            scales the loss is unchanged.
         *args: As for `keras.Model.compile`.
-        auto_scale_loss: Whether to wrap the optimizer, where `wrap_optimizer`
-            would. False: never.
+        auto_scale_loss: Whether to wrap the optimizer as `wrap_optimizer`
+            does. False: never.
         **kwargs: As for `keras.Model.compile`.
 
     Raises:
-        ValueError: If layers ask for different loss scales.
+        ValueError: If layers request different loss scales.
 
     Examples:
         >>> layer = keras.layers.Dense(1, dtype="mixed_float16")
@@ -134,9 +134,10 @@ def compile_by(
     auto_scale_loss: bool,
     kwargs: dict[str, Any],
 ) -> None:
-    """Compile a model by Keras's method, which is not to wrap by itself.
+    """Compile a model by Keras's method, and do the wrapping here.
 
-    It would wrap what is not wrapped, and erase a fixed factor.
+    Keras would wrap any optimizer without a wrapper, and erase a fixed
+    `loss_scale_factor`.
     """
     optimizer = keras.optimizers.get(optimizer)
     name, takes = "auto_scale_loss", inspect.signature(method)
@@ -154,7 +155,7 @@ def compile_by(
 
 
 def remember_compiled(model: keras.Model) -> None:
-    """Let files say how a model was compiled, wrapped or not."""
+    """Record how a model was compiled, wrapped or not, for its files."""
     changes: dict[str, Any] = {"auto_scale_loss": False}
     optimizer = model.optimizer
     inner = optimizer_variables.optimizers_within(optimizer)
@@ -197,7 +198,7 @@ def _scales_itself(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def _requested(policy: keras.DTypePolicy) -> set[Any]:
-    """The loss scales that a policy, or the policies in a map, ask for."""
+    """Return the loss scales that a policy, or policies in a map, request."""
     if isinstance(policy, LossScaleDTypePolicy):
         return {policy.requested_loss_scale} - {AUTO}
     if not is_stock_map(policy):
@@ -209,9 +210,9 @@ def _requested(policy: keras.DTypePolicy) -> set[Any]:
 
 
 def _requested_by(layer: keras.Layer) -> set[Any]:
-    """The loss scales that a layer asks for.
+    """Return the loss scales that a layer requests.
 
-    A map says it by path, which a layer gets when it is built.
+    A map is read by path, which a layer gets when it is built.
     """
     if not layer.built:
         return _requested(layer.dtype_policy)
@@ -219,7 +220,7 @@ def _requested_by(layer: keras.Layer) -> set[Any]:
 
 
 def _the_one(scales: set[Any], those_who_ask: str = "") -> Any:
-    """The loss scale that is asked for; AUTO if there is none.
+    """Return the one requested loss scale; AUTO if there is none.
 
     Raises:
         ValueError: If there are several.
@@ -253,7 +254,7 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
 
 
 class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
-    """Makes a model's `compile` scale the loss wherever float16 needs it.
+    """A model class whose `compile` scales the loss if float16 needs it.
 
     ```python
     class MyModel(kpe.mixed_precision.LossScaleMixin, keras.Model):
@@ -261,15 +262,15 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
     ```
 
     Put it before the Keras class. `compile` wraps the optimizer if any layer
-    computes in float16, as `wrap_optimizer` does, and honours the loss scale
-    of a `LossScaleDTypePolicy`. An optimizer that scales the loss itself
-    stays as it is, and `auto_scale_loss=False` leaves any as it is.
+    computes in float16, as `wrap_optimizer` does, with the loss scale of a
+    `LossScaleDTypePolicy` if there is one. An optimizer that scales the loss
+    itself is unchanged, and with `auto_scale_loss=False` so is any other.
 
-    While a `LossScaleOptimizer` is at work, the logs of `fit` have
-    `loss_scale` and `skipped_steps`: the scale after the last step, and how
-    many steps in a row were skipped up to it. A `train_step` of your own has
-    them too if it calls this one. With `max_skipped_steps` of the optimizer,
-    `fit` ends with an error when so many were skipped.
+    With a `LossScaleOptimizer`, the logs of `fit` have `loss_scale` and
+    `skipped_steps`: the scale after the last step, and the number of
+    consecutive skipped steps up to it. A custom `train_step` has them too if
+    it calls this one. If `max_skipped_steps` of the optimizer is reached,
+    `fit` ends with an error.
 
     Raises:
         TypeError: By the `class` statement, if the Keras class comes first.
@@ -286,7 +287,7 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
         auto_scale_loss: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`keras.Model.compile`, which wraps by all layers' policies.
+        """Compile the model, and wrap the optimizer if float16 needs it.
 
         Args:
             optimizer: As for `keras.Model.compile`.
@@ -295,17 +296,17 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
             **kwargs: As for `keras.Model.compile`.
 
         Raises:
-            ValueError: If layers ask for different loss scales.
+            ValueError: If layers request different loss scales.
         """
         compile_by(
             super().compile, self, optimizer, args, auto_scale_loss, kwargs
         )
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compile as a file says; also one that Keras alone has written.
+        """Compile by the config in a file, also one that Keras alone wrote.
 
-        Where a subclass compiles in its own way, that is Keras's business,
-        which says what to do.
+        If a subclass overrides `compile`, the method of Keras is used instead,
+        which only warns that the model is not compiled.
         """
         if type(self).compile is not LossScaleMixin.compile:
             super().compile_from_config(config)
@@ -325,11 +326,11 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
         *args: Any,
         **kwargs: Any,
     ) -> keras.callbacks.History:
-        """`keras.Model.fit`, which ends when too many steps were skipped.
+        """Train as `keras.Model.fit`; raise if too many steps were skipped.
 
         Raises:
-            FloatingPointError: If `max_skipped_steps` of the
-                `LossScaleOptimizer` were skipped in a row.
+            FloatingPointError: If `max_skipped_steps` consecutive steps of
+                the `LossScaleOptimizer` were skipped.
         """
         optimizer = getattr(self, "optimizer", None)
         if getattr(optimizer, "max_skipped_steps", None) is not None:
@@ -339,7 +340,7 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
         )
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.train_step`, with the loss scale in the logs."""
+        """Run `keras.Model.train_step`, and add the loss scale to the logs."""
         result = super().train_step(*args, **kwargs)
         if not isinstance(self.optimizer, LossScaleOptimizer):
             return result

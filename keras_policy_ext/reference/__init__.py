@@ -1,6 +1,6 @@
-"""NumPy truth: slow, obvious, the judge of every kernel.
+"""A slow and simple NumPy implementation, to test every kernel against.
 
-Imports NumPy and ml_dtypes only. Everything is float32 unless it says
+It imports only NumPy and ml_dtypes. Everything is float32 unless stated
 otherwise; `scale` is the dequantizing multiplier, `x ≈ q * scale`. `dtype` is
 the name of a narrow format (`formats.names()`).
 """

@@ -1,4 +1,4 @@
-"""Blocks with a scale each: plain, MX and NVFP4, in NumPy."""
+"""Quantize blocks with a scale each: plain, MX and NVFP4, in NumPy."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class BlockQuantized(NamedTuple):
     """Codes with one scale per block.
 
     Attributes:
-        codes: Of x's shape.
+        codes: The codes, of x's shape.
         scales: `(rows / tile[0], columns / tile[1])`, rounded up.
     """
 
@@ -55,11 +55,11 @@ def quantize_block(
     tile: tuple[int, int] = (1, 128),
     power_of_two: bool = True,
 ) -> BlockQuantized:
-    """One scale per tile of a matrix, as in DeepSeek-V3 (arXiv 2412.19437).
+    """Quantize with one scale per tile, as DeepSeek-V3 (arXiv 2412.19437).
 
     The last tile of a row or column may be smaller; padding never changes a
     scale. A tile of zeros has scale 1. Scales that are not rounded are
-    `scale_of_multiplier`'s, as in Transformer Engine.
+    computed by `scale_of_multiplier`, as in Transformer Engine.
 
     Args:
         x: `(rows, columns)`.
@@ -86,7 +86,7 @@ def quantize_mx(
     block: int = 32,
     rounding: str = "round_up",
 ) -> BlockQuantized:
-    """OCP MX: one E8M0 scale per block along the last axis.
+    """Quantize to OCP MX: one E8M0 scale per block along the last axis.
 
     Args:
         x: `(rows, columns)`.
@@ -100,7 +100,7 @@ def quantize_mx(
         means 2^(E − 127).
 
     Raises:
-        ValueError: If there is no such rounding.
+        ValueError: If the rounding is unknown.
     """
     rules = {"round_up": e8m0_up, "floor": e8m0_floor}
     if rounding not in rules:
@@ -119,9 +119,10 @@ def quantize_mx(
 def quantize_nvfp4(
     x: ArrayLike, tile: tuple[int, int] = (1, 16)
 ) -> NVFP4Quantized:
-    """NVFP4: e2m1 elements, e4m3 block scales, one float32 tensor scale.
+    """Quantize to NVFP4: e2m1 elements, e4m3 block scales, a tensor scale.
 
-    Bit for bit Transformer Engine's reference quantizer, rounding to nearest.
+    The result equals that of Transformer Engine's reference quantizer bit for
+    bit, with rounding to nearest. The tensor scale is float32.
 
     Args:
         x: `(rows, columns)`.

@@ -1,4 +1,4 @@
-"""Cast and quantize in NumPy, to the nearest number or at random."""
+"""Cast and quantize in NumPy, to the nearest value or stochastically."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MATMULS = ("forward", "inputs_grad", "kernel_grad")
 
 
 def stochastic_cast(x: ArrayLike, bits: ArrayLike, dtype: str) -> Array:
-    """Saturating change of dtype to one of the two neighbours.
+    """Cast to one of the two neighbours, by random bits; saturate.
 
     `floor(|x| / spacing + bits * 2^-16) * spacing` in float32 with the sign
-    of x, where spacing is that of the format at |x|. Numbers of the format
-    stay as they are; values beyond ±max and ±inf become ±max; NaN stays NaN.
+    of x, where spacing is that of the format at |x|. Values of the format
+    are unchanged; values beyond ±max and ±inf become ±max; NaN stays NaN.
 
     Args:
         x: Array of any shape, read as float32.
@@ -50,13 +50,13 @@ def stochastic_cast(x: ArrayLike, bits: ArrayLike, dtype: str) -> Array:
 
 
 def random_bits(shape: int | tuple[int, ...], key: int) -> Array:
-    """16 bits for each element: a hash of its index and of the key.
+    """Return 16 bits for each element: a hash of its index and of the key.
 
-    `mix(mix(i + key) ^ key * 0x9E3779B9) >> 16` in 32 bits that wrap, i
-    being the index in row-major order.
+    `mix(mix(i + key) ^ key * 0x9E3779B9) >> 16` in 32 bits that wrap,
+    where i is the index in row-major order.
 
     Args:
-        shape: Of the result, all axes counted in one row.
+        shape: The shape of the result.
         key: An int32, or the same 32 bits without a sign.
 
     Returns:
@@ -69,14 +69,14 @@ def random_bits(shape: int | tuple[int, ...], key: int) -> Array:
 
 
 def matmul_key(key: int, amax: ArrayLike, matmul: str) -> int:
-    """The key by which an operand is rounded in a matmul.
+    """Return the key for the stochastic rounding of an operand in a matmul.
 
-    `mix((key ^ mix(bits of amax)) + number of the matmul)`: steps with other
-    keys, other tensors and other matmuls have other bits.
+    `mix((key ^ mix(bits of amax)) + number of the matmul)`: different
+    steps, tensors and matmuls have different bits.
 
     Args:
-        key: Of the step, an int32.
-        amax: Of the operand as it was given, read as float32.
+        key: The key of the step, an int32.
+        amax: The amax of the operand as given, read as float32.
         matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
 
     Returns:
@@ -93,7 +93,7 @@ def _unsigned(key: int) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """The hash lowbias32 of unsigned numbers.
+    """Compute the hash lowbias32 of unsigned integers.
 
     Source: https://github.com/skeeto/hash-prospector
     """
@@ -105,7 +105,7 @@ def _mix(x: Array) -> Array:
 
 
 def cast(x: ArrayLike, dtype: str) -> Array:
-    """Saturating change of dtype.
+    """Cast to a narrow format, with saturation.
 
     Values beyond ±max and ±inf become ±max, NaN stays NaN, subnormals are
     kept, and rounding is to nearest, ties to even. The clip comes first:
@@ -113,9 +113,9 @@ def cast(x: ArrayLike, dtype: str) -> Array:
 
     Args:
         x: Array of any shape, read as float32.
-        dtype: A signed narrow format. Those without a negative zero make 0
-            of what rounds to it; `float4_e2m1fn` has no NaN and makes a 0
-            of it.
+        dtype: A signed narrow format. In formats without a negative zero,
+            values that round to it become 0. `float4_e2m1fn` has no NaN, and
+            NaN becomes 0.
 
     Returns:
         Array of that dtype and of x's shape.
@@ -142,8 +142,8 @@ def round_scalar(x: float, dtype: str) -> float:
         dtype: A signed narrow format.
 
     Returns:
-        The nearest number of the format, ties to even, saturating; NaN of
-        NaN, though e2m1fn has none.
+        The nearest value of the format, ties to even, saturating. NaN for
+        NaN, although e2m1fn has none.
 
     Raises:
         ValueError: As for `cast`.
@@ -166,11 +166,12 @@ def round_scalar(x: float, dtype: str) -> float:
 def stochastic_round(
     x: ArrayLike, bits: ArrayLike, dtype: str = "bfloat16"
 ) -> Array:
-    """Round to one of the two neighbours, as 16 random bits say.
+    """Round to one of the two neighbours, by 16 random bits.
 
-    A number at the fraction p between its neighbours, p rounded down to a
-    multiple of 2^-16, becomes the one further from 0 where p + bits * 2^-16
-    reaches 1: for a share p of all bits. Finite numbers stay finite.
+    Let p be the position of a value between its neighbours, as a fraction that
+    is rounded down to a multiple of 2^-16. The value becomes the neighbour
+    further from 0 if p + bits * 2^-16 >= 1, which holds for a fraction p of
+    all values of `bits`. Finite values stay finite.
 
     Args:
         x: Array of any shape, read as float32.
@@ -197,7 +198,7 @@ def stochastic_round(
 
 
 def quantize(x: ArrayLike, scale: ArrayLike, dtype: str) -> Array:
-    """`cast(float32(x) / scale)`: divide first, then saturate.
+    """Return `cast(float32(x) / scale)`: divide first, then saturate.
 
     Args:
         x: Array of any shape.
@@ -214,7 +215,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, dtype: str) -> Array:
 def dequantize(
     q: ArrayLike, scale: ArrayLike, dtype: DTypeLike = "float32"
 ) -> Array:
-    """`float32(q) * scale`, then a cast to dtype.
+    """Return `float32(q) * scale`, cast to `dtype`.
 
     Args:
         q: Codes of any shape.
@@ -230,7 +231,7 @@ def dequantize(
 def quantize_dequantize(
     x: ArrayLike, scale: ArrayLike, dtype: str, out_dtype: DTypeLike = "float32"
 ) -> Array:
-    """`dequantize(quantize(x))`: what a matmul in that format sees of x."""
+    """Return `dequantize(quantize(x))`: the x that a matmul reads."""
     return dequantize(quantize(x, scale, dtype), scale, out_dtype)
 
 
@@ -252,5 +253,5 @@ def signed_format(dtype: str) -> formats.Format:
 
 
 def float32(x: ArrayLike) -> Array:
-    """Anything that NumPy takes, as float32."""
+    """Convert an array-like to float32."""
     return np.asarray(x).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The three matmuls of a contraction, in NumPy."""
+"""Compute the three matmuls of a contraction, in NumPy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class AxisGroups(NamedTuple):
     """The letters of an equation, by operand and by group.
 
     Rows and contracted letters are in the order of the inputs, batch and
-    columns in that of the result. So merged axes count as one in all three
-    matmuls, and in the same order.
+    columns in the order of the result. So the axes of a group are flattened in
+    the same order in all three matmuls.
     """
 
     inputs: str
@@ -36,10 +36,10 @@ class AxisGroups(NamedTuple):
     contracted: str
 
     def letters(self, operand: str) -> tuple[str, str, str]:
-        """Batch, rows and columns of the home matrix of an operand.
+        """Return the letters of an operand's home matrix: batch, rows, columns.
 
-        That is what its first matmul reads; its second one reads the
-        transpose.
+        The home matrix is the one that the first matmul of the operand reads.
+        The second matmul reads its transpose.
         """
         two = {
             "inputs": (self.rows, self.contracted),
@@ -50,11 +50,11 @@ class AxisGroups(NamedTuple):
 
 
 def form_of(equation: str) -> AxisGroups:
-    """The form of an equation such as `"abc,cd->abd"`.
+    """Return the axis groups of an equation such as `"abc,cd->abd"`.
 
     Raises:
-        ValueError: If it is not one of two operands and a result, in letters
-            that each of them has once.
+        ValueError: If it does not have two operands and a result, or one of
+            them repeats a letter.
     """
     parts = equation.replace(" ", "").replace("->", ",").split(",")
     if equation.count("->") != 1 or len(parts) != 3 or _odd(*parts):
@@ -78,10 +78,10 @@ def form_of(equation: str) -> AxisGroups:
 def sizes_of(
     form: AxisGroups, operands: dict[str, ArrayLike]
 ) -> dict[str, int]:
-    """The size of each letter.
+    """Return the size of each letter.
 
     Raises:
-        ValueError: If the shapes of the operands are not those of the form.
+        ValueError: If the shapes of the operands do not fit the equation.
     """
     sizes: dict[str, int] = {}
     for operand, value in operands.items():
@@ -99,9 +99,9 @@ def sizes_of(
 
 
 def home_matrices(form: AxisGroups, operand: str, value: ArrayLike) -> Array:
-    """`(batch, rows, columns)` of an operand, as its first matmul reads it.
+    """Return an operand as `(batch, rows, columns)` for its first matmul.
 
-    An axis that no other operand has is summed, exactly, and the sum is
+    An axis that no other operand has is summed in float64, and the sum is
     rounded to float32.
     """
     have, groups = getattr(form, operand), form.letters(operand)
@@ -119,7 +119,7 @@ def home_matrices(form: AxisGroups, operand: str, value: ArrayLike) -> Array:
 def from_matrices(
     form: AxisGroups, operand: str, matrices: Array, sizes: dict[str, int]
 ) -> Array:
-    """An operand, or its gradient, of its home matrices.
+    """Return an operand, or its gradient, from its home matrices.
 
     The gradient of an axis that was summed is broadcast along it.
     """
@@ -134,7 +134,7 @@ def from_matrices(
 
 
 def _odd(first: str, second: str, result: str) -> bool:
-    """Return True if letters are something else, twice, or from nowhere."""
+    """Return True if letters are invalid, repeated or missing in operands."""
     twice = any(len(set(p)) != len(p) for p in (first, second, result))
     others = not (first + second + result).isalpha()
     return twice or others or bool(set(result) - set(first + second))
@@ -151,33 +151,33 @@ _MATMULS = {
     "inputs_grad": ("inputs", "outputs_grad", "kernel"),
     "kernel_grad": ("kernel", "outputs_grad", "inputs"),
 }
-"""Whose home matrices a matmul makes, and of which two operands."""
+"""The operand that each matmul computes, and the two that it reads."""
 
 
 class Scaling(Protocol):
-    """What the reference asks of a recipe (`recipes.Recipe` has it)."""
+    """The part of `recipes.Recipe` that the reference uses."""
 
     @property
     def history_length(self) -> int:
-        """Length of the amax history; 0 for recipes without one."""
+        """The length of the amax history; 0 for recipes without one."""
 
     def quantization(self, operand: str, matmul: str) -> Asked | None:
-        """What becomes of an operand in a matmul; None for nothing."""
+        """Return the quantization of an operand in a matmul, or None."""
 
 
 class Linear(NamedTuple):
-    """One linear layer or contraction, forward and backward.
+    """The results of one linear layer or contraction, forward and backward.
 
     Attributes:
         y: The output, of the shape of `outputs_grad`.
-        inputs_grad: Of the shape of the inputs.
-        kernel_grad: Of the shape of the kernel.
+        inputs_grad: The gradient of the inputs, of their shape.
+        kernel_grad: The gradient of the kernel, of its shape.
         quantized: Codes by operand, in its shape, for operands that have one
-            scale for the tensor in both their matmuls.
+            scale per tensor in both of their matmuls.
         scales: Their dequantizing scales, float32 scalars.
         matrices: By operand and matmul, such as `"inputs", "forward"`: the
-            `Quantized` that this matmul reads, its last axis being summed.
-            Without matmuls that are not quantized.
+            `Quantized` that this matmul reads and whose last axis it sums.
+            Matmuls that are not quantized are left out.
     """
 
     y: Array
@@ -195,24 +195,24 @@ def linear(
     recipe: Scaling,
     key: int | None = None,
 ) -> Linear:
-    """A linear layer under a recipe whose scales come from the tensors.
+    """Compute a linear layer under a recipe without a history.
 
     `y = x·w`, `inputs_grad = g·wᵀ`, `kernel_grad = xᵀ·g`: the `einsum` of
-    `"ab,bc->ac"` after all axes of x but the last are merged.
+    `"ab,bc->ac"` after all axes of x but the last are flattened.
 
     Args:
         x: `(..., in)`.
         kernel: `(in, out)`.
         g: `(..., out)`, the gradient of the output.
         recipe: A recipe without a history.
-        key: The int32 key of the step, if the recipe rounds at random.
+        key: The int32 key of the step, if the recipe rounds stochastically.
 
     Returns:
         A `Linear`.
 
     Raises:
-        ValueError: If the recipe keeps a history (see `DelayedLinear`), or
-            rounds at random and there is no key.
+        ValueError: If the recipe has a history (see `DelayedLinear`), or
+            rounds stochastically and there is no key.
     """
     x, g = np.asarray(x), np.asarray(g)
     rows = einsum("ab,bc->ac", _rows(x), kernel, _rows(g), recipe, key)
@@ -235,14 +235,14 @@ def einsum(
     recipe: Scaling,
     key: int | None = None,
 ) -> Linear:
-    """A contraction and its gradients under a recipe without a history.
+    """Compute a contraction and its gradients under a recipe without history.
 
-    Each matmul reads what `recipe.quantization` says of its two operands, as
-    matrices whose last axis it sums, each quantized from the operand's own
-    numbers; where the second matmul of an operand asks for the transpose of
-    what the first one does, it reads that. Values are dequantized, multiplied
-    in float64, and rounded once to float32. Without a quantization operands
-    are multiplied as they are.
+    Each matmul reads its two operands as matrices whose last axis it sums.
+    They are quantized from the original values as `recipe.quantization` says.
+    If the second matmul of an operand needs the transpose of what the first
+    one reads, it reads that. Values are dequantized, multiplied in float64,
+    and rounded once to float32. Operands without a quantization are multiplied
+    unquantized.
 
     Args:
         equation: Two operands and a result, such as `"abc,cd->abd"`.
@@ -250,15 +250,15 @@ def einsum(
         kernel: The second operand.
         g: The gradient of the result.
         recipe: A recipe without a history.
-        key: The int32 key of the step, if the recipe rounds at random.
+        key: The int32 key of the step, if the recipe rounds stochastically.
 
     Returns:
         A `Linear`.
 
     Raises:
-        ValueError: If the equation or a shape is wrong, the recipe keeps a
-            history (see `DelayedLinear`), or rounds at random and there is
-            no key.
+        ValueError: If the equation or a shape is wrong, the recipe has a
+            history (see `DelayedLinear`), or rounds stochastically and there
+            is no key.
     """
     if recipe.history_length:
         raise ValueError(
@@ -290,7 +290,7 @@ def einsum(
 
 
 def _readers(operand: str) -> tuple[str, str]:
-    """The matmuls that read an operand: its home matrix, and the transpose."""
+    """Return the two matmuls that read an operand: home, then transposed."""
     first, second = (m for m, (_, *two) in _MATMULS.items() if operand in two)
     return first, second
 
@@ -302,7 +302,7 @@ def _read(
     observed: np.float32,
     key: int | None,
 ) -> Read:
-    """What the two matmuls of an operand read."""
+    """Return an operand as its two matmuls read it."""
 
     def of(matmul: str, matrices: Array) -> Array | Quantized:
         asked = recipe.quantization(operand, matmul)
@@ -322,7 +322,7 @@ def _read(
 
 
 def _once(operand: str, recipe: Scaling) -> bool:
-    """True if the second matmul reads the transpose of what the first did."""
+    """Return True if the second matmul reads the first one's transpose."""
     first, second = (recipe.quantization(operand, m) for m in _readers(operand))
     if first is None or second is None or first.hadamard is not None:
         return False
@@ -330,14 +330,14 @@ def _once(operand: str, recipe: Scaling) -> bool:
 
 
 def _marked(matmul: str, each: Array | Quantized) -> Array | Quantized:
-    """An operand of a gradient with NaN for what was not finite."""
+    """Set scales of non-finite tiles to NaN in matmuls of gradients."""
     if isinstance(each, Quantized) and matmul != "forward":
         return each.marked
     return each
 
 
 def _multiply(read: Read, matmul: str) -> Array:
-    """The home matrices that a matmul makes, rounded once to float32."""
+    """Multiply home matrices in float64, and round once to float32."""
     left, right = (_float64(read[o, matmul]) for o in _MATMULS[matmul][1:])
     with np.errstate(over="ignore", invalid="ignore"):
         return (left @ right.swapaxes(1, 2)).astype(np.float32)
@@ -352,7 +352,7 @@ def _float64(each: Array | Quantized) -> Array:
 def _of_tensors(
     read: Read, form: AxisGroups, sizes: dict[str, int]
 ) -> dict[str, tuple[Array, Array]]:
-    """Codes and scale of the operands that have one scale for the tensor."""
+    """Return codes and scale of the operands with one scale per tensor."""
     found: dict[str, tuple[Array, Array]] = {}
     for operand in ("inputs", "kernel", "outputs_grad"):
         first, second = _readers(operand)

@@ -18,17 +18,17 @@ Array = np.ndarray[Any, Any]
 class DelayedLinear:
     """A linear layer under delayed scaling, step by step.
 
-    `forward` and `backward` of one step use the scales that follow from the
-    histories before it, then observe. Products accumulate in
-    float64; the scales are `scale_of_multiplier`'s, so that a free-running
-    trace of steps has the amaxes and scales of Flax.
+    `forward` and `backward` of one step use the scales from the histories
+    before the step, and then observe amaxes. Matmuls accumulate in float64.
+    Scales are computed by `scale_of_multiplier`, so that over many steps amaxes
+    and scales equal those of Flax.
 
     Args:
         recipe: A `recipes.DelayedScaling`.
 
     Attributes:
         histories: float32 `(length,)` by operand.
-        scales: float32 scalar by operand: the ones last used.
+        scales: The last used scales: a float32 scalar by operand.
     """
 
     def __init__(self, recipe: Any) -> None:
@@ -45,17 +45,17 @@ class DelayedLinear:
     def forward(
         self, x: ArrayLike, kernel: ArrayLike, observe: bool = True
     ) -> Array:
-        """The output `(..., out)` of x `(..., in)` and kernel `(in, out)`.
+        """Return the output `(..., out)` for x `(..., in)`, kernel `(in, out)`.
 
         With `observe=False` (a pass that is not training) the histories and
-        scales stay as they are.
+        scales are unchanged.
         """
         a, scale_a = self._quantize("inputs", x, observe)
         b, scale_b = self._quantize("kernel", kernel, observe)
         return _product(a, b, scale_a, scale_b)
 
     def backward(self, g: ArrayLike) -> tuple[Array, Array]:
-        """inputs_grad `(..., in)` and kernel_grad of g `(..., out)`."""
+        """Return inputs_grad `(..., in)` and kernel_grad for g `(..., out)`."""
         c, scale = self._quantize("outputs_grad", g, True)
         x, kernel = self.quantized["inputs"], self.quantized["kernel"]
         inputs_grad = _product(c, kernel.T, scale, self.scales["kernel"])
@@ -90,7 +90,7 @@ class DelayedLinear:
 
 
 def _product(a: Array, b: Array, scale_a: Any, scale_b: Any) -> Array:
-    """`(a·b) * scale_a * scale_b` in float64, rounded once to float32."""
+    """Return `(a·b) * scale_a * scale_b` in float64, rounded to float32."""
     product = a.astype(np.float64) @ b.astype(np.float64)
     return (product * np.float64(scale_a) * np.float64(scale_b)).astype(
         np.float32

@@ -1,4 +1,4 @@
-"""Errors of an approximation; codes of 4 bits, packed."""
+"""Measure errors of an approximation; pack 4-bit codes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Array = np.ndarray[Any, Any]
 
 
 def pack(codes: ArrayLike) -> Array:
-    """The bytes of codes; of four bits each, two in a byte along the last axis.
+    """Return the bytes of codes; 4-bit codes are packed, two per byte.
 
-    The first of two numbers is in the low four bits. The last byte of an odd
-    axis has 0 in the high ones.
+    Packing is along the last axis. The first of two codes is in the low four
+    bits. If the axis is odd, the high bits of the last byte are 0.
 
     Args:
-        codes: `(..., n)`, of the dtype of a format of `formats.names()`.
+        codes: `(..., n)`, with the dtype of a format of `formats.names()`.
 
     Returns:
         uint8 `(..., n)`, or `(..., n / 2)`, rounded up, for four bits.
@@ -36,12 +36,12 @@ def pack(codes: ArrayLike) -> Array:
 
 
 def unpack(packed: ArrayLike, dtype: str, size: int | None = None) -> Array:
-    """The codes of bytes: the inverse of `pack`.
+    """Return the codes of bytes: the inverse of `pack`.
 
     Args:
         packed: uint8 `(..., m)`.
         dtype: The name of the format.
-        size: The length of the last axis, where it was odd; all by default.
+        size: The length of the last axis, needed if it was odd.
 
     Returns:
         Codes of that format, `(..., size)`.
@@ -54,10 +54,11 @@ def unpack(packed: ArrayLike, dtype: str, size: int | None = None) -> Array:
 
 
 def sqnr_db(reference: ArrayLike, approximation: ArrayLike) -> float:
-    """Signal to quantization noise in dB: 10·log10(Σ r² / Σ (r − a)²).
+    """Return the SQNR in dB: 10·log10(Σ r² / Σ (r − a)²).
 
-    Computed in float64. `inf` if the two are equal, `-inf` if the reference
-    is all zero and the approximation is not.
+    SQNR is the signal to quantization noise ratio, computed in float64. `inf`
+    if the two are equal, `-inf` if the reference is all zero and the
+    approximation is not.
     """
     exact = np.asarray(reference).astype(np.float64)
     noise = exact - np.asarray(approximation).astype(np.float64)
@@ -71,7 +72,7 @@ def sqnr_db(reference: ArrayLike, approximation: ArrayLike) -> float:
 
 
 def underflow_fraction(x: ArrayLike, scale: ArrayLike, dtype: str) -> float:
-    """Fraction (0 to 1) of the nonzero values that become 0.
+    """Return the fraction (0 to 1) of the nonzero values that become 0.
 
     0.0 if there are no nonzero values.
     """

@@ -1,4 +1,4 @@
-"""The transform that evens out 16 numbers, in NumPy."""
+"""The Hadamard transform of 16 values, in NumPy."""
 
 from typing import Any
 
@@ -19,19 +19,19 @@ SIGNS = np.array(
 
 
 def hadamard(x: ArrayLike) -> Array:
-    """Each run of 16 along the last axis, `x · diag(s) · H / 4`.
+    """Transform each block of 16 along the last axis: `x · diag(s) · H / 4`.
 
-    H is the matrix of Sylvester, `H[i][j] = (-1)^popcount(i & j)`, so that
-    what multiplies x is orthogonal: a product of two operands that are both
-    transformed along the axis that it sums is what it was. Computed as four
-    stages of float32 additions and subtractions over the distances 1, 2, 4
-    and 8, and then times 1/4: the same bits wherever it is computed.
+    H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`, so that x is
+    multiplied by an orthogonal matrix: a matmul is unchanged if both operands
+    are transformed along the summed axis. It is computed in four stages of
+    float32 additions and subtractions over the distances 1, 2, 4 and 8, and
+    then times 1/4. So the result is the same to the bit on every backend.
 
     Args:
         x: `(..., n)`.
 
     Returns:
-        float32 `(..., m)`, m being n rounded up to a multiple of 16: zeros
+        float32 `(..., m)`, where m is n rounded up to a multiple of 16. Zeros
         are appended before the transform and take part in it.
     """
     values = float32(x)

@@ -1,4 +1,4 @@
-"""What a matmul reads of an operand: matrices of codes and scales, in NumPy."""
+"""Quantize operands to the matrices that matmuls read, in NumPy."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Asked(Protocol):
-    """What becomes of an operand (`recipes.Quantization` says it)."""
+    """The quantization of an operand, as in `recipes.Quantization`."""
 
     @property
     def format(self) -> str:
@@ -42,27 +42,30 @@ class Asked(Protocol):
 
     @property
     def tile(self) -> Tile:
-        """How far one scale reaches: rows, and columns, which are summed."""
+        """The rows and columns of a tile with one scale; columns are summed."""
 
     @property
     def scale_format(self) -> str:
-        """`"float32"`, `"float8_e8m0fnu"` or `"float8_e4m3fn"`."""
+        """The scale format: float32, float8_e8m0fnu or float8_e4m3fn."""
 
     @property
     def scale_rounding(self) -> str:
-        """`"nearest"`, or to powers of two `"up"` or `"floor"`."""
+        """The rounding of scales.
+
+        `"nearest"`, or to powers of two `"up"` or `"floor"`.
+        """
 
     @property
     def rounding(self) -> str:
-        """How values are rounded: `"nearest"` or `"stochastic"`."""
+        """The rounding of values: `"nearest"` or `"stochastic"`."""
 
     @property
     def hadamard(self) -> int | None:
-        """The size of a transform along the columns, or None."""
+        """The size of a Hadamard transform along the columns, or None."""
 
     @property
     def transposed(self) -> "Asked":
-        """The same with its tile transposed."""
+        """The same quantization with its tile transposed."""
 
 
 class Quantized(NamedTuple):
@@ -74,10 +77,11 @@ class Quantized(NamedTuple):
         scales: One per tile, in the format of scales: `(batch, rows /
             tile[0], columns / tile[1])`, rounded up; `(1, 1, 1)` for one
             scale of the whole tensor.
-        tensor_scale: float32 scalar above e4m3fn scales; None above others.
+        tensor_scale: float32 scalar that multiplies e4m3fn scales; None for
+            other scales.
         tile: Rows and columns of a tile; None is all of an axis.
-        finite: Whether the amax of each tile was finite, of scales' shape.
-        nan: Where x was NaN, of codes' shape: e2m1fn has no code for it.
+        finite: Whether the amax of each tile is finite, of scales' shape.
+        nan: Where x is NaN, of codes' shape: e2m1fn has no code for it.
     """
 
     codes: Array
@@ -89,7 +93,7 @@ class Quantized(NamedTuple):
 
     @property
     def transposed(self) -> "Quantized":
-        """What a matmul reads that sums over the other axis."""
+        """The transpose, for a matmul that sums over the other axis."""
         return self._replace(
             codes=self.codes.swapaxes(1, 2),
             scales=self.scales.swapaxes(1, 2),
@@ -100,13 +104,13 @@ class Quantized(NamedTuple):
 
     @property
     def marked(self) -> "Quantized":
-        """This for a gradient: scales are NaN where the amax was not finite."""
+        """The same for gradients: NaN scales where the amax is not finite."""
         dtype = self.scales.dtype
         marked = np.where(self.finite, float32(self.scales), np.nan)
         return self._replace(scales=marked.astype(dtype))
 
     def dequantize(self) -> Array:
-        """The values, float64 `(batch, rows, columns)`, without rounding."""
+        """Return the values, float64 `(batch, rows, columns)`, unrounded."""
         scales = self.scales.astype(np.float64)
         values = self.codes.astype(np.float64)
         values = np.where(self.nan, np.nan, values)
@@ -121,22 +125,22 @@ def quantize_matrices(
 ) -> Quantized:
     """Quantize the matrices that a matmul reads.
 
-    Where the amax of a tile is not finite, its scale is that of an amax of 0
-    and its values saturate (`Quantized.marked` is what gradients read).
+    If the amax of a tile is not finite, its scale is that of an amax of 0, and
+    its values saturate. Matmuls of gradients read `Quantized.marked` instead.
 
     Args:
-        x: `(batch, rows, columns)`, where the columns are summed. Tiles lie
-            within one matrix, but `(None, None)` is the whole tensor.
+        x: `(batch, rows, columns)`, where the columns are summed. A tile is
+            within one matrix; `(None, None)` is the whole tensor.
         asked: A `recipes.Quantization`.
-        key: Of the random bits, where values are rounded at random: an int32
-            (see `matmul_key`).
+        key: The key of the random bits for stochastic rounding: an int32 (see
+            `matmul_key`).
 
     Returns:
         A `Quantized`.
 
     Raises:
-        ValueError: If the transform is of another size than 16, or values
-            are to be rounded at random without a key.
+        ValueError: If the transform has another size than 16, or stochastic
+            rounding has no key.
     """
     _check(asked, key)
     values = hadamard(x) if asked.hadamard else float32(x)
@@ -156,7 +160,7 @@ def quantize_matrices(
 def _scaled(
     x: Array, usable: Array, finite: Array, asked: Asked
 ) -> tuple[Array, Array, np.float32 | None]:
-    """What is cast, the scales, and the scale of the tensor above them."""
+    """Return the values to cast, their scales, and the tensor scale or None."""
     tile, shape = asked.tile, x.shape
     if asked.scale_format == E8M0:
         rules = {"up": e8m0_up, "floor": e8m0_floor}

@@ -1,4 +1,7 @@
-"""Scales of tensors and tiles, in NumPy: powers of two, and two levels."""
+"""Compute scales of tensors and tiles, in NumPy.
+
+There are float32 scales, powers of two (E8M0), and two levels (NVFP4).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ E8M0 = "float8_e8m0fnu"
 
 
 def e8m0_up(amax: Array, dtype: str) -> Array:
-    """Bytes of the smallest powers of two not below amax / max(dtype).
+    """Return E8M0 codes: the least powers of two >= amax / max(dtype).
 
-    Not below but at both ends of the range: an amax / max of up to 2^-127
-    has byte 0, and the largest byte is 254. Infinity has 254, NaN 255.
+    This holds except at the ends of the range: an amax / max of up to 2^-127
+    has code 0, and the largest code is 254. Infinity has 254, NaN 255.
     """
     v = amax * (np.float32(1) / np.float32(formats.get(dtype).max))
     bits = v.view(np.uint32)
@@ -32,17 +35,17 @@ def e8m0_up(amax: Array, dtype: str) -> Array:
 
 
 def e8m0_floor(amax: Array, dtype: str) -> Array:
-    """Bytes by the rule of OCP MX 1.0, which lets the largest saturate.
+    """Return E8M0 codes by the rule of OCP MX 1.0: largest values saturate.
 
-    The exponent of the amax less that of the largest number of the format.
-    Infinity has 254, NaN 255.
+    The exponent is that of the amax minus that of the largest value of the
+    format. Infinity has code 254, NaN 255.
     """
     exponent = _exponent_above_largest(amax, dtype)
     return _special(np.clip(exponent, -127, 127) + 127, amax)
 
 
 def floor_scale(amax: Array, dtype: str) -> Array:
-    """The power of two of `e8m0_floor` as a float32, 1 where amax is 0."""
+    """Return the power of two of `e8m0_floor` as float32; 1 if amax is 0."""
     usable = np.isfinite(amax) & (amax > 0)
     exponent = _exponent_above_largest(np.where(usable, amax, 1), dtype)
     scale = np.ldexp(np.float32(1), np.clip(exponent, -126, 127))
@@ -51,10 +54,10 @@ def floor_scale(amax: Array, dtype: str) -> Array:
 
 
 def multiplier(exponents: Array) -> Array:
-    """`2^(127 - E)`, what a number is multiplied by under the byte E.
+    """Return `2^(127 - E)`, the multiplier for values under the E8M0 code E.
 
-    Dividing by 2^-127 fails where denormals are flushed. The power itself is
-    a normal number but for E = 254.
+    Dividing by 2^-127 fails where denormals are flushed to zero. The multiplier
+    is a normal number except for E = 254.
     """
     return np.ldexp(np.float32(1), 127 - exponents.astype(np.int32))
 
@@ -80,16 +83,16 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 def two_level_scales(
     block_amax: Array, tensor_amax: np.float32, dtype: str
 ) -> tuple[Array, Array]:
-    """The scales of blocks, and what their values are multiplied by.
+    """Return the scales of blocks, and the multipliers of their values.
 
-    With `S = min(448 * 6 / tensor_amax, FLT_MAX)` (448 and 6 being the
-    largest e4m3fn and e2m1fn), a scale is `e4m3fn(block_amax * (S / 6))` and
-    the multiplier `min(1 / (scale * (1 / S)), FLT_MAX)`, so that a block
-    whose scale rounds to 0 has the largest multiplier and the value 0.
+    With `S = min(448 * 6 / tensor_amax, FLT_MAX)` (448 and 6 are the largest
+    values of e4m3fn and e2m1fn), a scale is `e4m3fn(block_amax * (S / 6))` and
+    the multiplier `min(1 / (scale * (1 / S)), FLT_MAX)`, so that a block whose
+    scale rounds to 0 has the largest multiplier and the value 0.
 
     Args:
         block_amax: float32 of any shape.
-        tensor_amax: float32 scalar; S is 1 where it is 0.
+        tensor_amax: float32 scalar; S is 1 if it is 0.
         dtype: The format of the elements.
 
     Returns:
@@ -106,7 +109,7 @@ def two_level_scales(
 
 
 def tensor_scale(tensor_amax: np.float32, dtype: str) -> np.float32:
-    """`tensor_amax / 2688` (448 · 6) in float32, and 1 for an amax of 0."""
+    """Return `tensor_amax / 2688` (448 · 6) in float32; 1 for an amax of 0."""
     if not tensor_amax:
         return np.float32(1)
     return np.float32(tensor_amax) / np.float32(_largest_value(dtype))
@@ -121,10 +124,10 @@ Tile = tuple[int | None, int | None]
 
 
 def tile_amax(x: ArrayLike, tile: Tile) -> Array:
-    """The largest magnitude of each tile, NaN where it has one.
+    """Return the largest magnitude of each tile; NaN if the tile has one.
 
-    The last tile of an axis may be smaller. `(None, None)` is the whole
-    array with all its axes; every other tile lies within one matrix.
+    The last tile of an axis may be smaller. `(None, None)` is the whole array
+    with all its axes; every other tile is within one matrix.
 
     Args:
         x: `(..., rows, columns)`.
@@ -160,7 +163,7 @@ LARGEST_SCALE = np.float32(2.0**127)
 
 
 def amax(x: ArrayLike) -> np.float32:
-    """The largest magnitude, 0 for an empty array, NaN if x has one."""
+    """Return the largest magnitude; 0 for an empty array, NaN if x has one."""
     return np.float32(np.max(np.abs(float32(x)), initial=0.0))
 
 
@@ -171,7 +174,7 @@ def scale_from_amax(
     power_of_two: bool = False,
     previous: ArrayLike = 1.0,
 ) -> Array:
-    """The dequantizing scale that maps amax onto the largest number.
+    """Return the dequantizing scale that maps amax to the largest value.
 
     `scale = amax / max(dtype) * 2**margin` in float32, between 2^-126 (the
     smallest normal float32, whose reciprocal is finite) and 2^127. An amax
@@ -181,9 +184,10 @@ def scale_from_amax(
     Args:
         amax: Array of any shape.
         dtype: The narrow format.
-        margin: Head-room in powers of two; more than 127 act as 127.
+        margin: Headroom in powers of two; more than 127 acts as 127.
         power_of_two: Round the scale up to a power of two, on the bits.
-        previous: Kept where amax is 0 or not finite; broadcastable to amax.
+        previous: The scale to keep if amax is 0 or not finite; broadcastable
+            to amax.
 
     Returns:
         float32 array of amax's shape.
@@ -200,11 +204,11 @@ def scale_from_amax(
 def scale_of_multiplier(
     amax: ArrayLike, dtype: str, margin: int = 0, previous: ArrayLike = 1.0
 ) -> Array:
-    """`1 / (max(dtype) / 2**margin / amax)`: the scale of delayed scaling.
+    """Return `1 / (max(dtype) / 2**margin / amax)`, as in delayed scaling.
 
     Flax and Transformer Engine compute the quantizing multiplier and invert
-    it. This differs from `scale_from_amax` by one ulp at most, but delayed
-    scaling feeds its own rounding back through the weights: after some steps
+    it. This differs from `scale_from_amax` by at most one ulp. But delayed
+    scaling feeds its own rounding back through the weights: after some steps,
     only the same order of operations gives the same amaxes as theirs.
     Element-wise over arrays of amax.
 
@@ -213,8 +217,9 @@ def scale_of_multiplier(
     Args:
         amax: Array of any shape.
         dtype: The narrow format.
-        margin: Head-room in powers of two; more than 127 act as 127.
-        previous: Kept where amax is 0 or not finite; broadcastable to amax.
+        margin: Headroom in powers of two; more than 127 acts as 127.
+        previous: The scale to keep if amax is 0 or not finite; broadcastable
+            to amax.
 
     Returns:
         float32 array of amax's shape, between 2^-126 and 2^126.
@@ -227,7 +232,7 @@ def scale_of_multiplier(
 
 
 def _usable(amax: ArrayLike) -> tuple[Array, Array]:
-    """Normal amaxes, 1 where there is none, and where there is one."""
+    """Return usable amaxes (1 for others), and a mask of the usable ones."""
     observed = float32(amax)
     usable = np.isfinite(observed) & (observed > 0)
     normal = np.maximum(observed, SMALLEST_SCALE)
@@ -235,12 +240,12 @@ def _usable(amax: ArrayLike) -> tuple[Array, Array]:
 
 
 def limit_with_margin(dtype: str, margin: int) -> np.float32:
-    """The largest value of a format, less powers of two of head-room."""
+    """Return the largest value of a format, divided by `2**margin`."""
     return np.float32(formats.get(dtype).max * 2.0 ** -min(margin, 127))
 
 
 def round_up_to_power_of_two(scale: Array) -> Array:
-    """The smallest power of two that is not below a scale."""
+    """Return the smallest power of two that is not below a scale."""
     bits = float32(scale).view(np.uint32)
     exponent = bits & np.uint32(0x7F800000)
     up = np.where(bits == exponent, np.uint32(0), np.uint32(0x00800000))
@@ -248,7 +253,7 @@ def round_up_to_power_of_two(scale: Array) -> Array:
 
 
 def update_history(history: ArrayLike, amax: ArrayLike) -> Array:
-    """Insert an amax: the history rolls by one, the newest is at index 0.
+    """Insert an amax into a history, with the newest entry at index 0.
 
     The order is that of Keras and Flax: the history is rotated to the left
     and index 0 overwritten, so that index 1 holds the oldest entry and the
@@ -278,18 +283,18 @@ def delayed_scale(
     amax_compute: str = "max",
     initial_scale: str | float = "current",
 ) -> np.float32:
-    """The scale that delayed scaling uses in this step.
+    """Return the scale that delayed scaling uses in this step.
 
     It is the `scale_of_multiplier` of the reduced history.
 
     Args:
-        history: `(length,)`, as it is **before** this step's amax enters.
+        history: `(length,)`, **before** the amax of this step is inserted.
         dtype: The narrow format.
-        current_amax: This tensor's own amax, used by
-            `initial_scale="current"` while there is nothing else.
+        current_amax: The amax of this tensor, used by
+            `initial_scale="current"` while the history is all zero.
         previous: The scale of the last step, kept while the history is all
-            zero; None while only zeros were ever observed.
-        margin: Head-room in powers of two.
+            zero; None while only zeros were observed.
+        margin: Headroom in powers of two.
         amax_compute: `"max"` or `"most_recent"`.
         initial_scale: `"current"` or 1.0.
 

@@ -1,4 +1,4 @@
-"""Read and write models: what a file says of a layer, in one place."""
+"""Read and write models, including what a file says about each layer."""
 
 from keras_policy_ext.saving.loading import (
     load_model,

@@ -34,24 +34,24 @@ OF_DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What h5py and zipfile raise for a damaged file. To say what is wrong with
-it is left to those that load it."""
+"""The errors that h5py and zipfile raise for a damaged file. The loaders say
+what is wrong with it."""
 
 _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 
 @contextlib.contextmanager
 def opened(path: Source) -> Iterator[h5py.File | None]:
-    """The HDF5 file of weights in a `.keras` file, or folder, or by itself.
+    """Open the HDF5 weights of a `.keras` file, a folder or a weights file.
 
     Args:
-        path: Of one of them; or the bytes of a `.keras` file.
+        path: The path of one of them; or the bytes of a `.keras` file.
 
     Yields:
-        The file; None if there is none in this format at this path.
+        The file; None if there is no HDF5 file at this path.
 
     Raises:
-        Exception: One of `OF_DAMAGE`, if it cannot be read.
+        Exception: If the file cannot be read; one of `OF_DAMAGE`.
     """
     place = pathlib.Path(str(path))
     if place.is_dir():
@@ -70,10 +70,10 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
 
 
 def parts_of(path: str) -> list[str]:
-    """The file of weights, or those that an index names, beside it.
+    """Return a file of weights, or the files that an index beside them names.
 
     Raises:
-        ValueError: If the index is damaged, or names other places.
+        ValueError: If the index is damaged, or names files outside its folder.
     """
     place = pathlib.Path(path)
     if place.suffix != ".json":
@@ -91,9 +91,9 @@ def parts_of(path: str) -> list[str]:
 
 
 def groups(file: h5py.File) -> list[h5py.Group]:
-    """The groups that hold the variables of one layer each, by path.
+    """Return the groups that hold the variables of one layer each, by path.
 
-    The optimizer's is none of them. A link out of the file is not followed.
+    The optimizer's group is left out. Links to other files are not followed.
     """
     found: list[h5py.Group] = []
 
@@ -107,7 +107,7 @@ def groups(file: h5py.File) -> list[h5py.Group]:
 
 
 def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
-    """How many `groups` of a file are wanted; 0 if it cannot be read."""
+    """Count the `groups` of a file that are wanted; 0 if it cannot be read."""
     try:
         with opened(path) as file:
             found = [] if file is None else groups(file)
@@ -118,10 +118,10 @@ def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
 
 @contextlib.contextmanager
 def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
-    """The weights in an archive, as a file that can be read here and there.
+    """Yield the weights in an archive as a seekable file, or None.
 
-    Keras stores them as they are. Where they are compressed they are
-    unpacked into memory: each step back would start from the beginning.
+    Keras stores them uncompressed. Compressed ones are unpacked into memory,
+    because each seek backwards would unpack them from the beginning.
     """
     with zipfile.ZipFile(file) as archive:
         if WEIGHTS not in archive.namelist():
@@ -142,7 +142,7 @@ def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
 
 
 class _Section(io.RawIOBase):
-    """A part of an open file, in bytes, as a file of its own."""
+    """A range of bytes of an open file, read as a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, size: int):
         super().__init__()
@@ -181,10 +181,10 @@ _WARNING_FILTERS = threading.RLock()
 
 
 def check_exists(path: PathLike) -> None:
-    """Raise if there is nothing at a path that is local.
+    """Raise if a local path does not exist.
 
     Raises:
-        FileNotFoundError: If so.
+        FileNotFoundError: If there is no such file.
     """
     text = str(path)
     if "://" not in text and not pathlib.Path(text).exists():
@@ -196,18 +196,17 @@ def check_exists(path: PathLike) -> None:
 
 
 def check_model(path: PathLike) -> int:
-    """Raise if a file or folder of a model is not whole, or made to do harm.
+    """Raise if the file or folder of a model is damaged or malicious.
 
-    Keras reads a damaged one as it can: it falls back to a way of reading
-    that compares no checksums, and says of a truncated one that there is no
-    such file (keras 3.12 to 3.15).
+    Keras does not detect all damage: it falls back to reading without
+    checksums, and reports a truncated file as missing (keras 3.12 to 3.15).
 
     Returns:
-        How many numbers its weights have.
+        The number of elements of its weights.
 
     Raises:
-        ValueError: If so.
-        FileNotFoundError: If there is nothing at a path that is local.
+        ValueError: If it is damaged or malicious.
+        FileNotFoundError: If a local path does not exist.
     """
     text = str(path)
     if text.startswith("hf://"):
@@ -224,13 +223,13 @@ def check_model(path: PathLike) -> int:
 
 
 def check_weights(path: PathLike) -> int:
-    """Raise if there is no file of weights, or it is not whole.
+    """Raise if there is no file of weights, or it is damaged.
 
     Returns:
-        How many numbers the weights have.
+        The number of elements of the weights.
 
     Raises:
-        ValueError: If the file is not whole.
+        ValueError: If the file is damaged.
         FileNotFoundError: If there is no such file.
     """
     check_exists(path)
@@ -243,7 +242,11 @@ def check_weights(path: PathLike) -> int:
 
 
 def _check_content(path: PathLike) -> int:
-    """Raise if arrays link to other files or declare more than is there."""
+    """Raise if arrays link to other files or declare more data than is there.
+
+    Returns:
+        The number of elements of all arrays.
+    """
     try:
         return sum(_numbers_in(part) for part in parts_of(str(path)))
     except (KeyError, RuntimeError, TypeError, zlib.error) as error:
@@ -258,10 +261,10 @@ def _numbers_in(path: PathLike) -> int:
 
 @contextlib.contextmanager
 def weights_of(path: PathLike) -> Iterator[str]:
-    """The file of weights in a file or folder of a model.
+    """Yield the path of the weights in a file or folder of a model.
 
-    Out of an archive it is unpacked: Keras reads it here and there, and each
-    step back in an archive starts from the beginning.
+    Those in an archive are extracted first: Keras reads them in any order, and
+    each seek backwards in an archive starts from the beginning.
     """
     text = str(path)
     if pathlib.Path(text).is_dir():
@@ -277,10 +280,10 @@ def weights_of(path: PathLike) -> Iterator[str]:
 
 @contextlib.contextmanager
 def on_disk(source: Any) -> Iterator[str]:
-    """The path of a folder, of an open `.keras` file, or of a copy of bytes.
+    """Yield the path of a folder, an open `.keras` file or a copy of bytes.
 
     Args:
-        source: One of them.
+        source: A folder, an open file, or the bytes of a `.keras` file.
     """
     if not isinstance(source, io.BytesIO):
         yield str(getattr(source, "name", source))
@@ -295,10 +298,10 @@ def on_disk(source: Any) -> Iterator[str]:
 def without_skip_warnings() -> Iterator[Warnings]:
     """Hold back warnings that the optimizer's variables were not loaded.
 
-    To be shown with `warn_again`, if they are not loaded later either.
+    Show them with `warn_again` if the variables are not loaded later either.
 
     Yields:
-        A list that has them once the block has ended.
+        A list that holds the warnings once the block has ended.
     """
     held: Warnings = []
     with _WARNING_FILTERS, warnings.catch_warnings(record=True) as caught:
@@ -311,10 +314,10 @@ def without_skip_warnings() -> Iterator[Warnings]:
 
 
 def load(model: keras.Layer, weights: PathLike) -> None:
-    """`model.load_weights`, whether the model says that it is built or not.
+    """Load weights as `model.load_weights` does, even if `built` is False.
 
-    Keras refuses one that is not, though all its parts may be. A layer, which
-    has no such method, loads as a model does.
+    Keras refuses a model that does not say it is built, even if all its parts
+    are. Layers without this method load as models do.
     """
     own = getattr(model, "load_weights", None)
     load_weights = own or functools.partial(keras.Model.load_weights, model)
@@ -327,7 +330,7 @@ def load(model: keras.Layer, weights: PathLike) -> None:
 
 
 def warn_again(held: Warnings) -> None:
-    """Warn of what was held back, as if now."""
+    """Show warnings that were held back."""
     for each in held:
         warnings.warn_explicit(
             each.message, each.category, each.filename, each.lineno
@@ -364,7 +367,7 @@ def _check_archive(path: PathLike) -> None:
 
 
 def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
-    """The error for an archive that holds too much, or elsewhere."""
+    """Return the error for an archive that is too large or unsafe, or None."""
     try:
         _input_files.check_archive(path, archive)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Frozen layers in files, and layers of Keras's own float8."""
+"""Load files with frozen layers, and with layers of Keras's own float8."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 def rewritten_model(
     path: PathLike,
 ) -> Iterator[PathLike]:
-    """A file or folder of a model, in the form of this package.
+    """Yield a model's file or folder in the form of this package.
 
     Yields:
-        `path`, or a folder with the same model where it was in Keras's own
-        float8.
+        `path`; or, if the model is in Keras's own float8, a temporary folder
+        with the converted model.
 
     Raises:
         ValueError: If the history length of a policy in it is < 1.
@@ -71,10 +71,13 @@ def rewritten_model(
 def rewritten_weights(
     path: PathLike,
 ) -> Iterator[PathLike]:
-    """A file of weights, or the weights of a model, in the same way.
+    """Yield a file of weights in the form of this package.
+
+    The argument is a file of weights or of a model.
 
     Yields:
-        `path`, or the path of a `.weights.h5` file.
+        `path`; or, if the weights are in Keras's own float8, the path of a
+        temporary `.weights.h5` file.
     """
     if not files.count(path, _own_count):
         yield path
@@ -89,7 +92,10 @@ def rewritten_weights(
 
 
 def config_in(path: PathLike) -> bytes:
-    """Read from where the user has it, which errors then name."""
+    """Read the config of a model from the user's file or folder.
+
+    Errors then name this path.
+    """
     place = pathlib.Path(str(path))
     if place.is_dir():
         return (place / _CONFIG).read_bytes()
@@ -106,10 +112,10 @@ def _rewrite(path: pathlib.Path) -> None:
 
 
 def _own_count(group: h5py.Group) -> int:
-    """How many weights a layer in Keras's own float8 has beside the state.
+    """Count the weights of a layer in Keras's own float8, without its state.
 
     Returns:
-        1 or 2; 0 where the variables in the group are not those of one.
+        1 or 2; 0 if the variables in the group are not those of such a layer.
     """
     own = len(group) - len(stock_state.NAMES)
     if own not in (1, 2) or "float8_state" in group.parent:
@@ -145,7 +151,7 @@ def _move_state(group: h5py.Group, own: int) -> None:
 
 
 def _own_policies(config: Any) -> Any:
-    """A config with policies of this package in place of Keras's float8."""
+    """Replace Keras's float8 policies in a config by those of this package."""
     if isinstance(config, list):
         return [_own_policies(item) for item in config]
     if not isinstance(config, dict):
@@ -159,7 +165,7 @@ _ASSETS = "assets"
 
 
 def has_frozen_layers(path: Source) -> bool:
-    """True if layers of a file are frozen; False if it cannot be read."""
+    """Return True if a file has frozen layers; False if it cannot be read."""
     return bool(files.count(path, _is_frozen))
 
 
@@ -169,7 +175,7 @@ def load_model(
     compile: bool,
     safe_mode: bool,
 ) -> keras.Model:
-    """`keras.saving.load_model` of a file with frozen layers."""
+    """Load a file with frozen layers as `keras.saving.load_model` would."""
     text = config_in(path)
     compiled = _input_files.json_in(text, path).get("compile_config")
 
@@ -195,11 +201,12 @@ def load_model(
 
 @contextlib.contextmanager
 def frozen_when_built(weights: PathLike) -> Iterator[None]:
-    """A block in which layers are frozen as soon as they are built.
+    """Freeze layers as soon as they are built, for the duration of a block.
 
-    With zeros, and in the way of the first frozen layer in a file; which of
-    them were frozen, and how, `freeze_as_saved` finds out. Where Keras does not
-    tell which layers are built, all are, in floats, before they are frozen.
+    Their kernels are zeros, and the recipe is that of the first frozen layer in
+    the file. `freeze_as_saved` later corrects which layers are frozen, and how.
+    If Keras does not tell when a layer is built, all layers are built in floats
+    before they are frozen.
     """
     recipe = _first_recipe(weights)
     if recipe is None or not calls.tells_what_is_built():
@@ -222,9 +229,9 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
 
 
 def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
-    """Freeze the layers that were so when the weights were saved, no others.
+    """Freeze the layers that were frozen when saved, and thaw all others.
 
-    Their kernels are zeros then, for the weights to be loaded.
+    Their kernels are then zeros, and the weights are still to be loaded.
 
     Raises:
         ValueError: If the file is damaged, or a layer can't be frozen.
@@ -240,10 +247,12 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 
 @contextlib.contextmanager
 def dequantized(path: PathLike) -> Iterator[PathLike]:
-    """A file of weights, as that of the model that `thaw` gives.
+    """Yield a file of weights with frozen kernels dequantized.
+
+    These are the weights of the model that `thaw` returns.
 
     Yields:
-        `path`, or the path of a copy, where layers in it are frozen.
+        `path`; or the path of a temporary copy, if the file has frozen layers.
     """
     if not has_frozen_layers(path):
         yield path
@@ -266,7 +275,7 @@ def _is_frozen(group: h5py.Group) -> bool:
 
 
 def _dequantize(group: h5py.Group) -> None:
-    """Write float weights as a stock layer has them: numbered, merged."""
+    """Write float weights as a stock layer stores them, with LoRA merged."""
     found = stored_files.stored_kernels_in(group, group.name)
     lora = stored_files.header_in(group, group.name)["lora"]
     values: list[Any] = []
@@ -288,7 +297,7 @@ def _dequantize(group: h5py.Group) -> None:
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Return True if a weight that a layer adds is frozen once it is built."""
+    """Return True if a weight that a layer adds will be frozen."""
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
         return False
@@ -297,9 +306,9 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
 
 
 def _enter_composite(layer: keras.Layer) -> None:
-    """Give a layer such as LSTM the form that asks its frozen cell.
+    """Give a composite such as LSTM the float8 form, if its cell is frozen.
 
-    The stock layer would read the codes of the cell as numbers.
+    The stock layer would read the codes of the cell as values.
     """
     survey = candidates.survey(layer)
     if any(each is layer for each in survey.composites):
@@ -307,7 +316,7 @@ def _enter_composite(layer: keras.Layer) -> None:
 
 
 def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
-    """Freeze a layer in this way, or thaw it, if it is not so already."""
+    """Freeze a layer by a recipe, or thaw it if the recipe is None."""
     policy = float8_policy_of(layer)
     held = None if policy is None or policy.recipe.trains else policy.recipe
     if held == recipe:
@@ -321,7 +330,7 @@ def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
 
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
-    """The recipe of the first frozen layer in a file of weights."""
+    """Return the recipe of the first frozen layer in a file, or None."""
     for part in files.parts_of(str(weights)):
         with files.opened(part) as file:
             for group in [] if file is None else files.groups(file):
@@ -334,10 +343,10 @@ def _first_recipe(weights: PathLike) -> FrozenKernels | None:
 def _recipes_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenKernels]:
-    """How layers are frozen in a file, by their ids.
+    """Return the recipes of the frozen layers in a file, by id of the layer.
 
-    Keras's own loader, which knows where in the file a layer is, is asked;
-    meanwhile no layer loads.
+    Keras's own loader finds the place of each layer in the file. No weights are
+    loaded.
     """
     found: dict[int, FrozenKernels] = {}
     layers = walking.layers_within(model)
@@ -353,7 +362,7 @@ def _recipes_in(
 def _noting(
     layer: keras.Layer, found: dict[int, FrozenKernels]
 ) -> Iterator[None]:
-    """Have a layer note how it was frozen, in place of loading."""
+    """Make a layer record its recipe instead of loading, within a block."""
 
     def note(store: Any) -> None:
         if stored_files.STORED not in store:
@@ -369,7 +378,7 @@ def _noting(
 
 
 def _load_assets(model: keras.Model, path: PathLike) -> None:
-    """Load vocabularies and the like, where a saved model has them."""
+    """Load assets such as vocabularies, if a saved model has them."""
     place = pathlib.Path(str(path))
     if place.is_dir():
         if (place / _ASSETS).is_dir():

@@ -1,4 +1,4 @@
-"""What this package does where Keras itself saves, loads and exports models."""
+"""Functions that run when Keras saves, loads or exports a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
 
 @contextlib.contextmanager
 def without_warning_of_lost_float8() -> Iterator[None]:
-    """No warning in this block, whose loader brings the layers back."""
+    """Suppress `warn_of_lost_float8`, for a loader that restores the layers."""
     token = _silent.set(True)
     try:
         yield
@@ -39,7 +39,7 @@ def without_warning_of_lost_float8() -> Iterator[None]:
 def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
     """Warn if fewer layers are in float8 than when the model was saved.
 
-    Of files other than `.keras` and folders nothing is known, and nothing said.
+    Only `.keras` files and folders are checked.
     """
     if _silent.get():
         return
@@ -59,15 +59,15 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 
 
 def states_in_file(source: Source) -> int:
-    """How many layers were in float8 when a model was saved."""
+    """Return how many layers were in float8 when a model was saved."""
     return files.count(source, _is_state)
 
 
 def _is_state(group: h5py.Group) -> bool:
-    """Return True if this is the state of a layer that has weights itself.
+    """Return True if a group is the state of a layer with weights of its own.
 
-    A composite, such as attention, has a state too, to say what it is; and
-    where it is frozen, a header that names no weight.
+    A composite such as attention has a state too, which records its float8
+    form. If it is frozen, it also has a header that names no weight.
     """
     if not group.name.endswith(_STATE) or VERSION_KEY not in group:
         return False
@@ -80,23 +80,23 @@ FORMATS = {
     "tensorflow": ("tf_saved_model",),
     "torch": ("torch",),
 }
-"""Formats of `Model.export` whose files were run and gave the same numbers.
+"""Formats of `Model.export` whose files were tested and give the same outputs.
 
-On TensorFlow, an ONNX file names an operation that ONNX lacks (tf2onnx 1.17),
-and a LiteRT file needs operations that its runtime has not (2.3): both round
-by the bits of a number.
+On TensorFlow, an ONNX file needs an operation that ONNX lacks (tf2onnx 1.17),
+and a LiteRT file needs operations that its runtime lacks (2.3), because values
+are rounded by operations on their bits.
 """
 
 KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
-"""Formats of Keras 3.15; of any other Keras says that there is none."""
+"""Formats of Keras 3.15; for any other, Keras raises."""
 
 
 def check_export(model: keras.Model, format: str) -> None:
-    """Raise if a file of a format would not compute what the model computes.
+    """Raise if an exported file would not compute what the model computes.
 
     Raises:
         NotImplementedError: If the model has layers in float8, and files of
-            this format are not known to compute the same numbers.
+            this format are not known to give the same outputs.
     """
     allowed = FORMATS.get(keras.backend.backend(), ())
     if format in allowed or format not in KNOWN:
@@ -125,7 +125,7 @@ _POLICIES = "dtype_policies"
 
 
 def policies_of_models(model: keras.Layer) -> dict[str, Any]:
-    """Return the entries for the metadata of a file."""
+    """Return the dtype policies of models, as entries of a file's metadata."""
     found = [
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)
@@ -134,13 +134,13 @@ def policies_of_models(model: keras.Layer) -> dict[str, Any]:
 
 
 def restore_policies(model: keras.Layer, path: PathLike) -> None:
-    """Give the models of a file the policies that they had when saved.
+    """Restore the policies that the models of a file had when saved.
 
-    Nothing where the file says nothing, or has other models than were made
-    of it.
+    Nothing changes if the file has no policies, or lists other models than the
+    loaded ones.
 
     Raises:
-        ValueError: If what it says is no list of policies.
+        ValueError: If the entry in the file is not a list of policies.
     """
     said = _read(path)
     models = _models(model)
@@ -157,7 +157,7 @@ def _models(model: keras.Layer) -> list[Any]:
 
 
 def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
-    """Names and policies that a file says."""
+    """Return the names and policies of models in a file's metadata."""
     try:
         metadata = _input_files.json_in(_bytes(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
@@ -174,7 +174,7 @@ def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
 
 
 def _bytes(path: PathLike) -> bytes:
-    """The metadata of a file or folder; those of none, if it has none."""
+    """Return the metadata of a file or folder; `{}` if it has none."""
     place = pathlib.Path(str(path))
     try:
         if place.is_dir():

@@ -1,10 +1,10 @@
 """`load_model` and `load_weights`.
 
-A block that makes its layers itself makes stock ones when it is loaded. What
-the file has for the state of such a layer says which policy it followed; so
-each layer has a state that hands on what it is given, while Keras's own loader,
-which knows where in the file a layer is, reads it; the layers are then
-converted as they were.
+A block that creates its own layers creates stock layers when it is loaded. The
+file records the policy of each layer in the layer's float8 state. So each
+layer gets a state that captures its entries while Keras's own loader, which
+finds them in the file, reads it. The layers are then converted to their saved
+policies.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ def load_model(
     compile: bool = True,
     safe_mode: bool = True,
 ) -> keras.Model:
-    """`keras.saving.load_model`, and every layer as it was in float8.
+    """Load a model as Keras does, with every layer in float8 as it was saved.
 
-    Layers that their model makes anew as stock layers follow the policy that
-    they were saved under, with the state that they had. Models themselves
-    have the policies that they had, whatever the global policy is. A compiled
-    model has its optimizer, and goes on training where it was saved; one from
-    PyTorch has it on any backend. Where the loss was scaled it is so again,
-    with the scale it had, under any global policy. Layers that Keras had
-    quantized with `quantize("float8")` come back as layers of this package,
-    with the scales and histories that they had.
+    Layers that their model recreates as stock layers get the policy and the
+    state that they were saved with. Models get their saved policies, whatever
+    the global policy is. A compiled model keeps its optimizer and can continue
+    training, also on another backend than PyTorch if it was saved under
+    PyTorch. If the loss was scaled, it is scaled again, with the saved loss
+    scale, under any global policy. Layers that Keras quantized with
+    `quantize("float8")` become layers of this package, with their saved scales
+    and histories.
 
     Args:
         path: A `.keras` file, or the folder of `save(..., zipped=False)`.
-            From an older `.h5` file comes what Keras makes of it.
+            An older `.h5` file is loaded as Keras loads it.
         custom_objects: As for `keras.saving.load_model`.
         compile: As for `keras.saving.load_model`.
         safe_mode: As for `keras.saving.load_model`.
@@ -76,7 +76,7 @@ def load_model(
 
     Raises:
         ValueError: If the file is damaged, is no Keras model, or was written
-            by a newer version of this package, or as Keras does.
+            by a newer version of this package; and where Keras raises it.
         OSError: If there is no such file, or the weights in a folder cannot
             be read.
 
@@ -105,17 +105,16 @@ def load_whole(
     compile: bool,
     safe_mode: bool,
 ) -> keras.Model | None:
-    """`load_model` of a model that Keras's loader would bring back in part.
+    """Load a model that Keras's loader would not restore completely.
 
-    Of files these are those with frozen layers: it fails at them. Of one that
-    lost its float8 it leaves a warning, as Keras's own loader was asked for.
+    Files with frozen layers are loaded here, because Keras's loader fails on
+    them. For a file whose layers lose float8, Keras's loader is used and warns.
 
     Args:
-        source: A folder, an open `.keras` file, or the bytes that a copy is
-            made of.
+        source: A folder, an open `.keras` file, or the bytes of such a file.
         custom_objects: As for `load_model`.
-        compile: Likewise.
-        safe_mode: Likewise.
+        compile: As for `load_model`.
+        safe_mode: As for `load_model`.
 
     Returns:
         The model; None to leave it to Keras.
@@ -135,7 +134,7 @@ def _load_model(
     custom_objects: dict[str, object] | None,
     **options: Any,
 ) -> keras.Model:
-    """`load_model` of a file that is whole, and no stock float8."""
+    """Load a model from a checked file in the form of this package."""
     legacy = str(path).endswith((".h5", ".hdf5"))
     config = None
     if not legacy:
@@ -173,21 +172,20 @@ def load_weights(
     as_saved: bool = False,
     dequantize: bool = False,
 ) -> None:
-    """`model.load_weights`, all or nothing.
+    """Load weights as `model.load_weights` does, but all or nothing.
 
-    Where Keras finds something wrong after it has loaded the weights of some
-    layers, those are put back, and so are the optimizer's variables. That
-    takes a copy of all of them in the memory of the host.
+    If Keras fails after it has loaded the weights of some layers, these
+    weights and the optimizer's variables are restored. This needs a copy of
+    all of them in host memory.
 
     Args:
         model: A model whose layers with weights are built.
         path: A `.weights.h5`, `.weights.json` or `.keras` file.
-        as_saved: Whether layers that were in float8 in the saved model are
-            to be so in this one, under the policies that they had. False:
-            layers keep the policies that they have. Layers that were frozen
-            are frozen so.
-        dequantize: Whether weights that were stored in float8 are loaded as
-            what they stand for, into layers that are not frozen.
+        as_saved: Whether layers get the float8 policies that they had in the
+            saved model, and frozen layers are frozen again. False: layers keep
+            their present policies.
+        dequantize: Whether to dequantize weights that are stored in float8,
+            and load them into layers that are not frozen.
 
     Raises:
         ValueError: If the weights do not load, or the model or a part of it
@@ -234,11 +232,11 @@ def load_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What a file has for the state of a layer.
+    """The entries of a file for the state of a layer.
 
     Attributes:
         layer: The layer.
-        policy: The policy it was saved under; None where the file has none.
+        policy: The policy it was saved under; None if the file has none.
         entries: The entries of its state.
         attention: As for `convert`.
     """
@@ -252,15 +250,15 @@ class _Found:
 def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
-    """Load weights, and let layers be what they were when saved.
+    """Load weights, and give layers the policies that they were saved under.
 
     Returns:
-        Whether the optimizer has other variables for that, and so was loaded
-        with them.
+        Whether this changed the variables of the optimizer, so that the
+        weights were loaded again with them.
 
     Raises:
-        ValueError: If something is wrong with the file. No layer was then
-            converted, while weights may have been loaded.
+        ValueError: If the file is invalid. No layer is then converted, but
+            weights may have been loaded.
     """
     found = _read(model, weights, places)
     before = _optimizer_sizes(model)
@@ -279,9 +277,9 @@ def _load_as_saved(
 def _for_layers_of(
     model: keras.Layer, path: PathLike
 ) -> AbstractContextManager[PathLike]:
-    """The file as the layers of a model read it.
+    """Yield a file in the form that the layers of a model read.
 
-    Layers in Keras's own float8 read it as Keras has written it.
+    Layers in Keras's own float8 read the file as Keras wrote it.
     """
     layers = walking.layers_within(model)
     if any(stock_float8.stock_float8(layer) for layer in layers):
@@ -292,7 +290,7 @@ def _for_layers_of(
 def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[_Found]:
-    """Load weights, and all that is said in the file about layers' states."""
+    """Load weights, and return the file's entries for the states of layers."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
@@ -306,7 +304,7 @@ def _read(
 def _handing_on(
     layer: keras.Layer, take: Callable[[dict[str, np.ndarray]], None]
 ) -> Iterator[None]:
-    """Have the state of a layer hand on its entries; make one if need be."""
+    """Capture the state entries that a layer loads; add a state if needed."""
     if isinstance(layer, Float8Mixin):
         with layer.float8_state.capture_entries(take):
             yield
@@ -322,7 +320,7 @@ def _handing_on(
 
 
 def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
-    """What was found, if it can be used."""
+    """Check the entries of a layer's state, and return its policy with them."""
     layer = place.layer
     path = f"{path_of(layer)}/float8_state"
     name = text_in(entries, POLICY_KEY, path)
@@ -367,7 +365,7 @@ def _unknown(path: str, what: str, value: str, allowed: str) -> str:
 
 
 def _restore_float8(found: _Found) -> None:
-    """Let a layer follow the policy it was saved under, with its state."""
+    """Give a layer the policy and the state that it was saved with."""
     layer, policy = found.layer, found.policy
     if policy is not None and policy_of(layer) != policy:
         to_float8_class(layer, policy)
@@ -392,7 +390,7 @@ def _restore_float8(found: _Found) -> None:
 
 
 def _places(model: keras.Layer) -> list[Candidate]:
-    """The layers that can be in float8, or make layers that are."""
+    """Return the layers that can be in float8, and their composites."""
     found = candidates.survey(model)
     return [
         *found.candidates,
@@ -401,7 +399,7 @@ def _places(model: keras.Layer) -> list[Candidate]:
 
 
 def _is_as_in_file(layer: keras.Layer) -> bool:
-    """True if a layer of a model just loaded is what it was when saved."""
+    """Return True if a loaded layer has the policy that it was saved with."""
     if not isinstance(layer, Float8Mixin):
         return False
     state, policy = layer.float8_state, policy_of(layer)
@@ -419,7 +417,7 @@ def _optimizer_sizes(model: keras.Layer) -> list[int]:
 
 
 def _variables(model: keras.Layer) -> list[keras.Variable]:
-    """All that a file may have a value for."""
+    """Return all variables that a file may have a value for."""
     return [
         *model.variables,
         *getattr(model, "metrics_variables", ()),
@@ -434,9 +432,10 @@ _OF_TASK = "task.weights.h5"
 
 @_user_code.once
 def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
-    """`cls.from_preset(preset)`, with every layer frozen as it was saved.
+    """Load a KerasHub preset with every layer frozen as it was saved.
 
-    There is never more than one of the float kernels that KerasHub makes.
+    It calls `cls.from_preset(preset)`. At most one of the float kernels that
+    KerasHub creates is in memory at a time.
 
     Args:
         cls: A class of KerasHub, such as `keras_hub.models.CausalLM` or

@@ -1,4 +1,4 @@
-"""What `keras-policy-ext shrink` does: load, freeze, save."""
+"""The command `keras-policy-ext shrink`: load, freeze, save."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from keras_policy_ext.saving.loading import load_model
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShrunkReport(BaseReport):
-    """What became of the layers.
+    """The report of `shrink` on the layers of a model.
 
     Attributes:
         frozen: The report of `freeze`.
-        stored_as: How kernels are stored, in words.
+        stored_as: A description of how kernels are stored.
     """
 
     frozen: FrozenReport
@@ -70,10 +70,10 @@ class Shrunk:
     """A frozen model, and the file to write.
 
     Attributes:
-        model: It.
+        model: The frozen model.
         source: The file that it was loaded from.
         output: The file to write.
-        report: What became of its layers.
+        report: The report on its layers.
     """
 
     model: keras.Model
@@ -94,17 +94,17 @@ class Shrunk:
 
 
 def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
-    """Load a file and freeze it, after a look at where the result is to go.
+    """Check the output path, then load a file and freeze its model.
 
     Args:
         source: A `.keras` file.
-        output: Likewise; the one to write.
-        force: Whether to overwrite it, if it exists.
+        output: The `.keras` file to write.
+        force: Whether to overwrite the output if it exists.
         **options: As for `freeze`.
 
     Raises:
-        ValueError: If the file cannot be loaded or the other not written, or
-            the model not frozen.
+        ValueError: If the source cannot be loaded, the output cannot be
+            written, or the model cannot be frozen.
     """
     read, written = pathlib.Path(source), pathlib.Path(output)
     check_output(read, written, force)
@@ -125,7 +125,7 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
 
 
 def _in_a_shell(error: ValueError, options: dict[str, Any]) -> str:
-    """The fault alone, with what to do on the command line."""
+    """Return only the fault of an error, with advice for the command line."""
     fault = str(error).partition(" Received: ")[0]
     if options["activations"] != "static":
         return fault

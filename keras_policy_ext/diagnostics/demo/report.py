@@ -1,4 +1,4 @@
-"""What the demo prints, and the files of numbers that it writes."""
+"""Print the results of the demo, and write its files of numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CSV_COLUMNS = (
 
 
 def by_precision(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The runs of each precision, one for each seed."""
+    """Group runs by precision, one run for each seed."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.precision, []).append(run)
@@ -35,13 +35,13 @@ def by_precision(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def gaps(runs: Sequence[Run], baselines: Sequence[Run]) -> list[float]:
-    """The gaps in percent of runs to those of the baseline with their seeds."""
+    """Return the gaps, in percent, of runs to the baselines of their seeds."""
     of_seed = {run.seed: run for run in baselines}
     return [run.gap_percent(of_seed[run.seed]) for run in runs]
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """One row for each precision."""
+    """Return a table with a row for each precision."""
     columns = (
         Column("precision"),
         Column("loss", right=True),
@@ -55,7 +55,7 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def caption(runs: Sequence[Run]) -> str:
-    """What the numbers of `results` are."""
+    """Return a sentence that explains the numbers of `results`."""
     seeds = {run.seed for run in runs}
     means = f"means of {len(seeds)} seeds, and the least and largest gap. "
     return (means if len(seeds) > 1 else "") + (
@@ -65,7 +65,7 @@ def caption(runs: Sequence[Run]) -> str:
 
 
 def result_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """The cells of `results`."""
+    """Return the cells of `results`."""
     found = by_precision(runs)
     return [
         (
@@ -93,7 +93,7 @@ def _steps_per_second(runs: list[Run]) -> str:
 
 
 def conclusion(runs: Sequence[Run]) -> str:
-    """What was seen, in words."""
+    """Return sentences on how the losses compare."""
     found = by_precision(runs)
     bases = found[BASELINE]
     means = {
@@ -129,7 +129,7 @@ def _compared(gap: float) -> str:
 
 
 def matmuls(runs: Sequence[Run]) -> Table:
-    """Which matmuls of the model ran native or emulated, and why."""
+    """Return a table of the matmuls, native or emulated, with the reason."""
     found = by_precision(run for run in runs if run.matmuls)
     title = "Matmuls in the forward pass"
     if len(found) == 1:
@@ -146,7 +146,7 @@ def matmuls(runs: Sequence[Run]) -> Table:
 def matmul_rows(
     found: dict[str, tuple[Matmul, ...]],
 ) -> list[tuple[str, ...]]:
-    """The cells of `matmuls`: rows and recipes that are alike share one."""
+    """Return the cells of `matmuls`; equal rows share one, with all recipes."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for precision, own in found.items():
         for row in _rows_of_layers(own):
@@ -186,7 +186,7 @@ def write_csv(runs: Sequence[Run], path: pathlib.Path) -> None:
 def write_json(
     runs: Sequence[Run], settings: Settings, path: pathlib.Path
 ) -> None:
-    """Write what the tables say, and the machine and settings with it."""
+    """Write the results of the tables, the machine and the settings as JSON."""
     baselines = by_precision(runs)[BASELINE]
     content = {
         "machine": machine.facts(),

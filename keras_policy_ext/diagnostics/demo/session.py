@@ -1,4 +1,4 @@
-"""The demo from the first step to the last line."""
+"""Run the whole demo: check, train, print and write files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from keras_policy_ext.diagnostics.demo.settings import Settings
 from keras_policy_ext.diagnostics.demo.text import Corpus, load
 
 LINES = 10
-"""How many lines of progress a precision has where there is no terminal."""
+"""The number of progress lines per precision without a terminal."""
 
 
 class Prepared(NamedTuple):
-    """All that the demo needs, checked; the folder exists."""
+    """The checked inputs of the demo; the output folder exists."""
 
     settings: Settings
     corpus: Corpus
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the demo leaves behind: runs by precision and seed, and files."""
+    """The results of the demo: runs by precision and seed, and files."""
 
     runs: list[train.Run]
     plot: pathlib.Path
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Check what can be checked before training; make the output folder.
+    """Check the settings before training, and make the output folder.
 
     Raises:
         ValueError: If matplotlib is missing, the text cannot be read or is
@@ -106,7 +106,7 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
 
 
 def in_time(settings: Settings, corpus: Corpus, console: Console) -> Settings:
-    """Return the settings, with fewer steps where the runs would take long."""
+    """Return the settings, with fewer steps if the runs would take long."""
     compared = train.policies_compared(*settings.recipes)
     start = train.draw(corpus, settings, settings.seeds[0])
     found = train.forecast(compared, corpus, settings, start)
@@ -159,14 +159,14 @@ def _train_all(
 
 
 Advance = Callable[[str, float], None]
-"""Tells that a step of a precision was taken, with this loss."""
+"""Called after each step with the name of the precision and the loss."""
 
 
 @contextlib.contextmanager
 def show_progress(
     console: Console, names: Iterable[str], total: int
 ) -> Iterator[Advance]:
-    """Bars in a terminal, and lines elsewhere."""
+    """Show progress bars in a terminal, and lines elsewhere."""
     if not console.is_terminal:
         yield _lines(console, total)
         return
@@ -185,7 +185,7 @@ def show_progress(
 
 
 def _lines(console: Console, total: int) -> Advance:
-    """A line for each tenth of the steps."""
+    """Return a function that prints a line for each tenth of the steps."""
     taken: Counter[str] = Counter()
     began: dict[str, float] = {}
 

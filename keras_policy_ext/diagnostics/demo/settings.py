@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """What the demo is asked to do, of what a parser has read."""
+    """Return the settings of the demo from parsed arguments."""
     compare = getattr(arguments, "compare", False)
     steps = getattr(arguments, "steps", None)
     return Settings(
@@ -88,7 +88,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """An argparse type: an int that is not smaller."""
+    """Return an argparse type for integers of at least `least`."""
 
     def integer(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -101,12 +101,12 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    """An argparse type: integers with commas between them, each once."""
+    """Parse integers separated by commas, without repeats; for argparse."""
     return tuple(dict.fromkeys(map(_at_least(0), text.split(","))))
 
 
 def _recipe(text: str) -> str:
-    """An argparse type: what `recipes.parse` reads, to train with."""
+    """Check the text of a recipe to train with; for `type=` of argparse."""
     try:
         recipe = recipes.parse(text)
     except (TypeError, ValueError) as error:
@@ -124,11 +124,11 @@ class Size:
     """The size of a decoder.
 
     Attributes:
-        context: Characters it sees at once.
-        width: Of the residual stream.
-        heads: Of each attention.
-        hidden: Of each feed-forward part.
-        blocks: Attention and feed-forward pairs.
+        context: The number of characters of its input.
+        width: The width of the residual stream.
+        heads: The number of heads of each attention.
+        hidden: The hidden width of each feed-forward part.
+        blocks: The number of attention and feed-forward pairs.
     """
 
     context: int = 64
@@ -144,18 +144,18 @@ class Settings:
 
     Attributes:
         steps: Training steps of each run.
-        may_shorten: Whether there may be fewer steps where a precision takes
-            many times as long as float32.
-        seeds: Of the weights and the batches; each precision has a run for
-            each of them.
+        may_shorten: Whether to take fewer steps if a precision takes many times
+            as long as float32.
+        seeds: Random seeds of the weights and the batches; each precision has
+            a run for each seed.
         recipes: Float8 recipes, as `recipes.parse` reads them.
         text: UTF-8 file to learn from; None: the topics of `pydoc`.
         out: Folder for the plot and the CSV file.
-        json: A file for the numbers; None for none.
-        size: Of the model.
+        json: A file to write the numbers to, or None.
+        size: The size of the model.
         windows: Windows of text in a batch.
-        learning_rate: The highest; it rises and falls again.
-        validations: How often the validation loss is taken on the way.
+        learning_rate: The highest learning rate of the schedule.
+        validations: How often the validation loss is computed during training.
         validation_windows: Windows of text in the validation batch.
     """
 

@@ -1,4 +1,4 @@
-"""The text of the demo, as numbers: NumPy only."""
+"""The text of the demo as token numbers; needs NumPy only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 VOCABULARY_LIMIT = 256
-"""At most so many tokens; rarer characters share token 0."""
+"""The maximum number of tokens; rarer characters share token 0."""
 
 VALIDATION_FRACTION = 0.1
 
@@ -28,9 +28,9 @@ class Corpus:
     """A text split for training and validation, as int32 tokens.
 
     Attributes:
-        source: Where it comes from, for people.
+        source: Where the text comes from, in words.
         vocabulary: The characters, one for each token; token 0 stands for
-            all that are not among them.
+            all other characters.
         train: The first nine tenths.
         validation: The rest.
     """
@@ -46,13 +46,13 @@ class Corpus:
         return len(self.vocabulary) + 1
 
     def batch(self, step: int, seed: int, windows: int, context: int) -> Batch:
-        """The training batch of a step: the same for every precision."""
+        """Return the training batch of a step, equal for all precisions."""
         random = np.random.default_rng((seed, step))
         starts = random.integers(len(self.train) - context, size=windows)
         return _windows(self.train, starts, context)
 
     def validation_batch(self, windows: int, context: int) -> Batch:
-        """At most so many windows, evenly over the validation text."""
+        """Return at most `windows` windows, spread over the validation text."""
         last = len(self.validation) - context - 1
         count = min(windows, last // context + 1)
         starts = np.linspace(0, last, count).astype(int)
@@ -80,7 +80,7 @@ def load(path: str | None, context: int) -> Corpus:
 
 
 def encode(source: str, text: str) -> Corpus:
-    """Number the characters of a text and split it."""
+    """Convert a text to tokens, one per character, and split it."""
     common = Counter(text).most_common(VOCABULARY_LIMIT - 1)
     vocabulary = "".join(sorted(character for character, _ in common))
     number = {character: i + 1 for i, character in enumerate(vocabulary)}

@@ -25,37 +25,37 @@ register = keras.saving.register_keras_serializable("keras_policy_ext.demo")
 
 @register
 class PositionEmbedding(keras.layers.Layer):
-    """Adds a learned vector for each position."""
+    """A layer that adds a learned vector for each position."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        """Make one vector for each position of `(batch, time, width)`."""
+        """Create one vector for each position of `(batch, time, width)`."""
         self.embeddings = self.add_weight(
             shape=input_shape[1:], initializer="uniform", name="embeddings"
         )
 
     def call(self, inputs: Tensor) -> Tensor:
-        """`inputs + embeddings`, both (batch, time, width)."""
+        """Return `inputs + embeddings`, both (batch, time, width)."""
         return inputs + ops.convert_to_tensor(self.embeddings)
 
 
 @register
 class CausalAttention(keras.layers.Layer):
-    """Softmax attention to the positions so far; it has no weights."""
+    """Causal softmax attention, without weights."""
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend; all are (batch, time, heads, width)."""
+        """Compute attention; all tensors are (batch, time, heads, width)."""
         return ops.nn.dot_product_attention(query, key, value, is_causal=True)
 
     def compute_output_shape(self, query_shape: Any, *_: Any) -> Any:
-        """The shape of the query."""
+        """Return the shape of the query."""
         return query_shape
 
 
 def decoder(tokens: int, size: Size, policy: object) -> keras.Model:
-    """Build the model: characters in, logits of the next ones out.
+    """Build the model, from characters to logits of the next characters.
 
-    The layers that multiply with a matrix come from this package and follow
-    a float8 policy; all others take the source policy from it.
+    Layers with a kernel come from this package and follow a float8 policy. All
+    others follow its source policy.
 
     Returns:
         A model from (batch, context) int32 to (batch, context, tokens)
@@ -102,13 +102,13 @@ def _feed_forward(x: Tensor, size: Size, block: str) -> Tensor:
 
 
 MANY = 4.0
-"""A run that takes so many times as long as in float32 is slow."""
+"""A run is slow if it takes this many times as long as in float32."""
 
 PATIENCE = 150.0
-"""Seconds that the demo is to take where steps are left out."""
+"""The target duration of the demo in seconds when it reduces the steps."""
 
 FEWEST = 20
-"""The fewest steps: in fewer nothing is learned."""
+"""The fewest steps; with fewer the model learns nothing."""
 
 
 class Forecast(NamedTuple):
@@ -123,16 +123,16 @@ class Forecast(NamedTuple):
 
     @property
     def times(self) -> float:
-        """How many times as long as in float32 its steps take."""
+        """The time of its steps as a multiple of those in float32."""
         return self.seconds[self.slowest] / self.seconds["float32"]
 
     def total(self, settings: Settings) -> float:
-        """Seconds of all runs."""
+        """Return the seconds of all runs."""
         runs = len(settings.seeds)
         return settings.steps * runs * sum(self.seconds.values())
 
     def steps(self, settings: Settings) -> int:
-        """How many steps take no longer than `PATIENCE`."""
+        """Return the number of steps that take no longer than `PATIENCE`."""
         share = PATIENCE / self.total(settings)
         return min(settings.steps, max(FEWEST, int(settings.steps * share)))
 
@@ -145,11 +145,11 @@ def forecast(
 ) -> Forecast | None:
     """Time the first steps of each precision.
 
-    That compiles them once more, so it is only done where a matmul in
-    bfloat16 is slow.
+    This compiles each of them once more, so it is done only where a bfloat16
+    matmul is slow.
 
     Returns:
-        None where no precision is slow.
+        None if no precision is slow.
     """
     if machine.slowdown() < machine.SLOW:
         return None
@@ -163,7 +163,7 @@ def forecast(
 
 
 def told(found: Forecast, settings: Settings, steps: int) -> str:
-    """What is slow, how long all takes, and how many steps are taken."""
+    """Return a sentence on what is slow, and how many steps are taken."""
     slow = (
         f"A step in {found.slowest} takes {found.times:.0f} times as long as "
         f"in float32 on this machine: {settings.steps} steps in every "
@@ -178,7 +178,7 @@ def told(found: Forecast, settings: Settings, steps: int) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """A duration as text."""
+    """Return a duration in words."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes"
@@ -191,7 +191,7 @@ COMPILATION_STEPS = 2
 """The first steps compile; they are left out of steps/s."""
 
 TIMED_STEPS = 2
-"""So many more are timed where a run may take long."""
+"""The steps after these that are timed where a run may take long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +200,9 @@ class Matmul:
 
     Attributes:
         layer: Name of the layer.
-        equation: What it contracts, inputs first and kernel second.
+        equation: Its einsum equation, with the inputs first.
         kind: `"native"` or `"emulated"`.
-        reason: Why.
+        reason: Why it is native or emulated.
     """
 
     layer: str
@@ -213,16 +213,16 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What was seen of one training.
+    """The measurements of one training run.
 
     Attributes:
         precision: Short name.
         policy: Full name of the dtype policy.
         losses: Training loss of each step, in nats per character.
-        validation: Validation loss after so many steps, likewise.
+        validation: Validation loss by number of steps, in nats per character.
         seconds: Duration of each step.
-        matmuls: Those that ran in float8.
-        seed: Of the weights and the batches.
+        matmuls: The matmuls that ran in float8.
+        seed: The random seed of the weights and the batches.
         state_bytes: Size of the float8 state.
     """
 
@@ -237,22 +237,22 @@ class Run:
 
     @property
     def validation_loss(self) -> float:
-        """After the last step."""
+        """The validation loss after the last step."""
         return self.validation[len(self.losses)]
 
     @property
     def steps_per_second(self) -> float | None:
-        """From the median step; None if there was nothing but compilation."""
+        """Steps per second, from the median step; None if all compiled."""
         timed = self.seconds[COMPILATION_STEPS:]
         return 1.0 / statistics.median(timed) if timed else None
 
     def gap_percent(self, baseline: Run) -> float:
-        """How much higher the validation loss is than that of another run."""
+        """Return by how many percent the loss is above that of another run."""
         return 100.0 * (self.validation_loss / baseline.validation_loss - 1.0)
 
 
 def policies_compared(*specs: str) -> dict[str, keras.DTypePolicy]:
-    """The policies that are compared, by short name.
+    """Return the policies that are compared, by short name.
 
     Args:
         specs: Recipes, as `recipes.parse` reads them. One alone is called
@@ -267,10 +267,10 @@ def policies_compared(*specs: str) -> dict[str, keras.DTypePolicy]:
 
 
 def float8_policy(spec: str) -> policies.Float8DTypePolicy:
-    """The policy of a recipe, from its compact string.
+    """Return the float8 policy of a recipe, given as its compact string.
 
-    The last layer stays in the source policy, as is common in float8
-    training: its gradient is the loss's own.
+    The last layer stays in the source policy, as is common in float8 training:
+    its output gradient comes directly from the loss.
     """
     recipe = recipes.parse(spec)
     return policies.Float8DTypePolicy(
@@ -279,7 +279,7 @@ def float8_policy(spec: str) -> policies.Float8DTypePolicy:
 
 
 class Start(NamedTuple):
-    """What the runs of one seed begin with: the seed, and arrays by path."""
+    """The seed of some runs, and their initial weights by path."""
 
     seed: int
     weights: dict[str, np.ndarray]
@@ -288,7 +288,8 @@ class Start(NamedTuple):
 def draw(corpus: Corpus, settings: Settings, seed: int) -> Start:
     """Draw all weights of the model.
 
-    Matrices are normal, drawn by NumPy: all frameworks start alike.
+    Matrices are drawn from a normal distribution by NumPy, so that all
+    frameworks start with the same weights.
     """
     model = decoder(corpus.tokens, settings.size, "float32")
     random = np.random.default_rng(seed)
@@ -338,7 +339,7 @@ def train(
 def seconds_per_step(
     policy: keras.DTypePolicy, corpus: Corpus, settings: Settings, start: Start
 ) -> float:
-    """The time of a training step, from the first steps of a run."""
+    """Return the time of a training step, from the first steps of a run."""
     model = _compiled(corpus, settings, policy, start.weights)
     steps = range(COMPILATION_STEPS + TIMED_STEPS)
     timed = [_step(model, corpus, settings, start.seed, n)[1] for n in steps]
@@ -365,7 +366,7 @@ def _compiled(
 def _learning_rate(
     settings: Settings,
 ) -> keras.optimizers.schedules.LearningRateSchedule:
-    """A tenth of the steps up to the highest rate, then down by a cosine."""
+    """Return a schedule: a tenth of the steps of warm-up, then a cosine."""
     rising = settings.steps // 10
     return keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=settings.learning_rate / 100,
@@ -388,7 +389,7 @@ def _step(
     seed: int,
     step: int,
 ) -> tuple[float, float]:
-    """The loss of a training step and its duration in seconds."""
+    """Run a training step; return its loss and its duration in seconds."""
     batch = corpus.batch(step, seed, settings.windows, settings.size.context)
     began = time.perf_counter()
     model.reset_metrics()

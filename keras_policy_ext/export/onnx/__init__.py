@@ -1,4 +1,4 @@
-"""Models as ONNX files, with kernels in float8."""
+"""Write models as ONNX files, with kernels in float8."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 OPSETS = range(19, 26)
-"""Versions of the operators with which what is written was run."""
+"""The opsets with which written files were tested."""
 
 OPSET = 21
-"""The default opset: the first that has blocks."""
+"""The default opset: the first with scales per block."""
 
 
 def write(
@@ -32,36 +32,38 @@ def write(
     overwrite: bool = False,
     opset: int | None = None,
 ) -> Any:
-    """Write a model to an ONNX file with kernels of one byte a number.
+    """Write a model to an ONNX file with kernels of one byte per element.
 
     The file computes in float32, whatever the compute dtype of the model.
-    Frozen kernels are written with their bytes. Those of a model without any
-    are quantized, one at a time. The adapters of LoRA are added before.
+    Frozen kernels are written byte for byte. If no kernel of the model is
+    frozen, the kernels are quantized, one at a time. LoRA adapters are merged
+    before.
 
-    The file appears at its path when it is whole and checked. A model of more
-    than 2 GB has its numbers in a second file beside it, `path + ".data"`.
+    The file appears at its path only when it is complete and checked. A model
+    of more than 2 GB has its weights in a second file beside it, which is
+    `path + ".data"`.
 
     Args:
-        model: A built Functional or Sequential model, of layers that ONNX has
-            operators for. Models in it are such models too.
-        path: Where the file belongs.
+        model: A built Functional or Sequential model, also nested, of layers
+            that ONNX has operators for.
+        path: The file to write.
         weights: As for `keras_policy_ext.export`.
-        granularity: As for `keras_policy_ext.export`; else per channel.
+        granularity: As for `keras_policy_ext.export`; by default per channel.
         activations: As for `keras_policy_ext.export`.
         include: As for `keras_policy_ext.export`.
         exclude: As for `keras_policy_ext.export`.
-        overwrite: Whether a file at `path` is replaced.
-        opset: The version of the operators, 19 to 25; None for 21, and no
-            less for scales of blocks.
+        overwrite: Whether to replace a file at `path`.
+        opset: The version of the operators, 19 to 25; None for 21. Scales
+            per block need at least 21.
 
     Returns:
         An `ExportReport`.
 
     Raises:
         ImportError: If `onnx` is not installed.
-        ValueError: If an argument is something else, or the model is no graph.
-        NotImplementedError: If a layer cannot be written; it is named.
-        FileExistsError: If there is a file that is not to be replaced.
+        ValueError: If an argument is wrong, or the model has no graph.
+        NotImplementedError: If a layer cannot be written. The error names it.
+        FileExistsError: If there is a file and `overwrite` is False.
     """
     _check_installed()
     opset = OPSET if opset is None else opset

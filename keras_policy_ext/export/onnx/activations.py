@@ -1,4 +1,4 @@
-"""Activation functions, as layers, arguments of layers and operations."""
+"""Write activation functions: layers, arguments of layers, operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 
 
 def _operator(kind: str, **attributes: Any) -> Callable[..., Value]:
-    """Return a function that adds one operator of ONNX."""
+    """Return a function that adds one ONNX operator."""
     return lambda x: x.op(kind, **attributes)
 
 
@@ -101,7 +101,7 @@ def _sparse_plus(x: Value) -> Value:
 
 
 def _sparsemax(x: Value, axis: int = -1) -> Value:
-    """Compute sparsemax as the Keras that is installed does."""
+    """Compute sparsemax as the installed Keras does."""
     size = x.size(axis)
     along = np.asarray(axis)
     largest = x.op("TopK", size, axis=axis, unused=1)
@@ -116,10 +116,10 @@ def _sparsemax(x: Value, axis: int = -1) -> Value:
 
 
 def _sparsemax_is_a_projection() -> bool:
-    """Return True if sparsemax of (1, 0.5) is (0.75, 0.25), which adds up to 1.
+    """Return True if Keras computes sparsemax of (1, 0.5) as (0.75, 0.25).
 
-    Keras up to 3.15 finds (0.25, 0): its threshold comes from a sum of
-    cumulative sums.
+    This is right, since it adds up to 1. Keras up to 3.15 returns (0.25, 0):
+    its threshold comes from a sum of cumulative sums.
     """
     found = keras.ops.sparsemax(np.asarray([1.0, 0.5], "float32"))
     return bool(np.sum(keras.ops.convert_to_numpy(found)) > 0.5)
@@ -162,14 +162,14 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "tanh": _operator("Tanh"),
     "tanh_shrink": lambda x: x - x.op("Tanh"),
 }
-"""By their names in `keras.activations`; with its arguments and defaults."""
+"""Writers by names in `keras.activations`, with the same arguments."""
 
 
 def activated(context: Context, activation: Any, x: Value) -> Value:
     """Apply the activation of a layer.
 
     Raises:
-        Refused: If there is no way to write it.
+        Refused: If it cannot be written.
     """
     if activation is None:
         return x

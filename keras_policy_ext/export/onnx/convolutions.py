@@ -1,4 +1,4 @@
-"""Convolutions, pooling and other windows over images.
+"""Write convolutions, pooling and other windows over images.
 
 In ONNX the channels come first.
 """
@@ -76,7 +76,7 @@ def _transposed(context: Context, layer: Any, x: Value) -> Value:
 
 @layer(*(f"{kind}Pooling{d}" for kind in ("Max", "Average") for d in _RANKS))
 def _pool(context: Context, layer: Any, x: Value) -> Value:
-    """Pool windows; the average counts no padding."""
+    """Pool over windows; averages do not count the padding."""
     padding: dict[str, Any] = {}
     if layer.padding == "same":
         padding = _same_padding(layer, x, layer.pool_size)
@@ -138,7 +138,7 @@ def _up_sampling(context: Context, layer: Any, x: Value) -> Value:
 def _convolved(
     context: Context, layer: Any, x: Value, kind: str = "Conv", **options: Any
 ) -> Value:
-    """Convolve inputs, channels first, rounded if asked; add the bias."""
+    """Convolve inputs, with channels first, and add the bias."""
     kernel = context.kernels.of(layer)
     x = kernels.rounded(x, kernel, range(1, layer.rank + 2))
     operand = kernels.convolution_kernel(context.graph, kernel)
@@ -165,7 +165,7 @@ def _by_channel(
 
 
 def _channels_first(layer: Any, x: Value) -> Value:
-    """Make inputs float32 of (batch, channels, *window axes)."""
+    """Cast inputs to float32, of shape (batch, channels, *window axes)."""
     x, rank = x.cast("float32"), x.rank
     if getattr(layer, "data_format", "") == "channels_first":
         return x
@@ -173,7 +173,7 @@ def _channels_first(layer: Any, x: Value) -> Value:
 
 
 def _put_back(layer: Any, y: Value, rank: int) -> Value:
-    """Transpose outputs of this rank to the format of the layer."""
+    """Transpose outputs of this rank to the data format of the layer."""
     if getattr(layer, "data_format", "") == "channels_first":
         return y
     return y.transpose(0, *range(2, rank), 1)
@@ -199,12 +199,12 @@ def _same_padding(
 ) -> dict[str, Any]:
     """Return the attributes that pad both sides, the odd one at the end.
 
-    By `auto_pad` where a size is unknown that matters; onnxruntime refuses it
-    for convolutions with dilation, which Keras has without strides only, and
-    computes a negative width where a stride is larger than the window.
+    `auto_pad` is used if an unknown size matters. onnxruntime refuses it for
+    convolutions with dilation, which Keras has only without strides. It
+    computes a negative width if a stride is larger than the window.
 
     Raises:
-        Refused: If that may be so.
+        Refused: If a stride is larger than its window and a size is unknown.
     """
     first = 2 if layer.data_format == "channels_first" else 1
     sizes = (x.shape or ())[first : first + len(window)]
@@ -227,7 +227,7 @@ def _same_padding(
 
 
 def _cut_off(layer: Any) -> dict[str, Any]:
-    """Return the attributes that cut off both ends, or add at the last one."""
+    """Return the attributes that crop both ends, or pad the end."""
     contraction = ConvTranspose(
         layer.strides,
         layer.padding,
@@ -244,7 +244,7 @@ def _cut_off(layer: Any) -> dict[str, Any]:
 
 
 def _stock_name(layer: Any) -> str:
-    """Return the name of the class of Keras that a layer is of."""
+    """Return the name of the Keras class that a layer is based on."""
     return next(
         base.__name__
         for base in type(layer).__mro__

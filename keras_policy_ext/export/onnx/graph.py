@@ -1,4 +1,4 @@
-"""An ONNX graph while it is being written: nodes, values, initializers."""
+"""An ONNX graph while it is written: nodes, values, initializers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOAT8 = {"float8_e4m3fn": "FLOAT8E4M3FN", "float8_e5m2": "FLOAT8E5M2"}
 """The names of the float8 formats in ONNX."""
 
 INLINE_LIMIT = 2**31 - 2**26
-"""Bytes of numbers that a model file may hold: protobuf ends at 2 GiB."""
+"""The most bytes of weights in a model file: protobuf's limit is 2 GiB."""
 
 _SMALL = 1024
 _ALIGNMENT = 4096  # so that a reader can map each tensor into memory
@@ -32,11 +32,11 @@ class Value:
     """A tensor in the graph; each operator on it adds a node.
 
     Attributes:
-        graph: Takes the nodes.
+        graph: The graph that the nodes are added to.
         name: Its name in the file.
         dtype: The name of its dtype in NumPy.
-        shape: As Keras knows it, None for an unknown axis; None for the
-            result of a node inside a layer.
+        shape: The shape in Keras, with None for an unknown axis; None for
+            the result of a node inside a layer.
     """
 
     graph: OnnxGraph = dataclasses.field(repr=False, compare=False)
@@ -49,11 +49,11 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """Return the number of axes; 0 where the shape is not known."""
+        """Return the number of axes; 0 if the shape is not known."""
         return len(self.shape or ())
 
     def op(self, kind: str, *others: Operand, **options: Any) -> Value:
-        """Add a node whose first input this is; see `OnnxGraph.op`."""
+        """Add a node with this value as first input; see `OnnxGraph.op`."""
         return self.graph.op(kind, self, *others, **options)
 
     def __add__(self, other: Operand) -> Value:
@@ -66,7 +66,7 @@ class Value:
         return self.op("Mul", other)
 
     def __truediv__(self, other: Operand) -> Value:
-        """Divide; integers are divided as integers."""
+        """Divide; integers use integer division."""
         return self.op("Div", other)
 
     def __neg__(self) -> Value:
@@ -79,7 +79,7 @@ class Value:
         return self.op("Less", other, dtype="bool")
 
     def where(self, x: Value | float, y: Value | float) -> Value:
-        """Take `x` where this flag is set, else `y`, element by element."""
+        """Select `x` where this flag is set, else `y`, element by element."""
         dtype = next(z.dtype for z in (x, y) if isinstance(z, Value))
         return self.op("Where", x, y, dtype=dtype)
 
@@ -91,7 +91,7 @@ class Value:
         return dataclasses.replace(cast, shape=self.shape)
 
     def reduce(self, kind: str, axes: Axes, keepdims: bool = True) -> Value:
-        """Reduce over axes; `kind` is "Mean", "Sum", "Max" and the like."""
+        """Reduce over axes; `kind` is "Mean", "Sum", "Max" or similar."""
         over = np.asarray(axes, "int64")
         return self.op(f"Reduce{kind}", over, keepdims=int(keepdims))
 
@@ -101,7 +101,7 @@ class Value:
         return self.op("Shape", dtype="int64", start=axis, **end)
 
     def reshape(self, *sizes: int) -> Value:
-        """Reshape; 0 keeps the size of an axis, -1 is what is left."""
+        """Reshape; 0 keeps the size of an axis, -1 infers it."""
         return self.op("Reshape", np.asarray(sizes, "int64"))
 
     def transpose(self, *order: int) -> Value:
@@ -134,7 +134,7 @@ class OnnxGraph:
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix the names that are given within the block."""
+        """Prefix the names that are created within the block."""
         before, self._scope = self._scope, f"{name}/"
         try:
             yield
@@ -162,7 +162,7 @@ class OnnxGraph:
         Args:
             kind: The name of the operator.
             operands: Its inputs; numbers and arrays become constants.
-            dtype: Of the output; None for that of the first input.
+            dtype: The dtype of the output; None for that of the first input.
             unused: The number of other outputs.
             **attributes: Its attributes.
         """
@@ -175,23 +175,23 @@ class OnnxGraph:
         return Value(self, name, dtype or inputs[0].dtype)
 
     def constant(self, array: Any, name: str = "constant") -> Value:
-        """Add an initializer; return the earlier one if it is equal."""
+        """Add an initializer, or return an existing one that is equal."""
         array = np.ascontiguousarray(array).reshape(np.shape(array))
         return self._initializer(array, array.dtype.name, name)
 
     def values(self, operands: Iterable[Any]) -> list[Value]:
-        """Make tensors of Keras constants, floats in float32; keep values."""
+        """Convert Keras constants to values, floats in float32; keep values."""
         return [
             each if isinstance(each, Value) else self.constant(_array(each))
             for each in operands
         ]
 
     def codes(self, codes: Array, format: str, name: str) -> Value:
-        """Add an initializer of float8 numbers, from their codes in uint8."""
+        """Add an initializer of float8 values, from their codes in uint8."""
         return self._initializer(np.ascontiguousarray(codes), format, name)
 
     def _initializer(self, array: Array, dtype: str, name: str) -> Value:
-        """Add an initializer once, also for a layer that is called twice."""
+        """Add an initializer, once for equal arrays."""
         digest = hashlib.blake2b(array.data, digest_size=16).digest()
         key = (dtype, array.shape, digest)
         if key not in self._constants:
@@ -209,9 +209,9 @@ class OnnxGraph:
 
 
 class Initializers:
-    """Tensors whose numbers are on disk as soon as they are added.
+    """Tensors whose data are written to disk as soon as they are added.
 
-    So only one of them is ever in memory, however many there are.
+    So at most one of them is in memory.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -221,7 +221,7 @@ class Initializers:
         self._places: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, data_type: int, array: Array) -> None:
-        """Add a tensor: the bytes of the array, as numbers of this type."""
+        """Add a tensor with the bytes of an array, read as this type."""
         tensor = TensorProto(name=name, data_type=data_type, dims=array.shape)
         data = np.ascontiguousarray(array)
         if data.nbytes < _SMALL:
@@ -233,9 +233,9 @@ class Initializers:
         self.tensors.append(tensor)
 
     def finish(self) -> None:
-        """Take the numbers into the tensors, and remove their file.
+        """Move the data into the tensors, and remove their file.
 
-        Where they are too many for a model file, they stay in their own,
+        If they are too large for a model file, they remain in their own file,
         which is then part of the model.
         """
         self._file.close()
@@ -258,10 +258,10 @@ class Initializers:
 
 
 class Refused(Exception):
-    """Why a layer or operation cannot be in a graph, and what can be.
+    """A layer or operation cannot be written: the reason, and what can be.
 
-    Raised where the name of the layer is not known. `Walk.call`, which knows
-    it, writes the whole message.
+    It is raised where the name of the layer is not known. `Walk.call`, which
+    knows it, writes the whole message.
     """
 
     def __init__(self, reason: str, allowed: str):
@@ -271,7 +271,7 @@ class Refused(Exception):
 
 
 def onnx_type(dtype: str) -> int:
-    """Return the number that ONNX has for a dtype or a float8 format."""
+    """Return ONNX's number for a dtype or a float8 format."""
     if dtype in FLOAT8:
         return int(getattr(TensorProto, FLOAT8[dtype]))
     return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
@@ -283,7 +283,7 @@ def _array(constant: Any) -> Array:
 
 
 def _refer(tensor: Any, location: str, offset: int, length: int) -> None:
-    """Have a tensor read its numbers from the file beside the model."""
+    """Make a tensor refer to its data in the file beside the model."""
     tensor.data_location = TensorProto.EXTERNAL
     places = {"location": location, "offset": offset, "length": length}
     for key, value in places.items():

@@ -1,7 +1,7 @@
-"""Kernels of layers, in float8 in a graph, and inputs rounded to it.
+"""Write the float8 kernels of layers into a graph, and quantize inputs.
 
-One kernel at a time is in memory. The nodes are those that onnxruntime
-computes alike at every level of optimization.
+One kernel at a time is in memory. The nodes are chosen so that onnxruntime
+gives the same results at every level of optimization.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from keras_policy_ext.stored_kernels import BLOCK, Axes, StoredKernel, as_matrix
 Array = np.ndarray[Any, Any]
 
 INPUTS = "float8_e4m3fn"
-"""The format that inputs are rounded to."""
+"""The format that inputs are quantized to."""
 
 _NOT_FOUND = "its layer cannot be frozen"
-"""Why a kernel stays float32."""
+"""The reason for a kernel in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnnxKernel:
-    """The kernel of a layer, and what becomes of the inputs of the layer.
+    """The kernel of a layer, and how the layer's inputs are quantized.
 
     Attributes:
-        data: Its codes and scales; its numbers, if it stays float32.
-        axes: Which of its axes are summed.
+        data: Its codes and scales; or its values, if it stays float32.
+        axes: The summed and the kept axes.
         activations: None, `"dynamic"` or `"static"`.
-        inputs_scale: The scale of the inputs, where it is static.
+        inputs_scale: The scale of the inputs, if it is static.
     """
 
     data: StoredKernel | Array
@@ -64,9 +64,9 @@ class Kernels:
     """The kernels of a model, and how they are stored.
 
     Attributes:
-        found: Of the whole model, by the `id` of their variables.
-        scheme: How those are stored that are not frozen, and how inputs are
-            rounded.
+        found: All kernels of the model, by the `id` of their variables.
+        scheme: How kernels that are not frozen are stored, and how inputs are
+            quantized.
         written: An entry for each weight that was read, by its `id`.
     """
 
@@ -75,10 +75,10 @@ class Kernels:
     written: dict[int, Written] = dataclasses.field(default_factory=dict)
 
     def of(self, layer: keras.Layer) -> OnnxKernel:
-        """Read the kernel of a layer, and quantize it anew at each call.
+        """Read the kernel of a layer, and quantize it unless it is frozen.
 
         Raises:
-            Refused: If the file cannot have it.
+            Refused: If the kernel cannot be written.
         """
         variable = _variable(layer)
         found = self.found.get(id(variable))
@@ -100,7 +100,7 @@ class Kernels:
     def weight(
         self, variable: keras.Variable, reason: str = kernels.NO_KERNEL
     ) -> Array:
-        """Read a weight that is no stored kernel, in float32."""
+        """Read a weight that is not stored in float8, as float32."""
         wide = keras.ops.cast(variable, "float32")
         values = np.asarray(keras.ops.convert_to_numpy(wide))
         self._note(variable, "float32", reason, values.nbytes)
@@ -112,7 +112,7 @@ class Kernels:
         variable: keras.Variable,
         found: kernels.ExportedKernel | None,
     ) -> OnnxKernel:
-        """Read a kernel that stays float32."""
+        """Read a kernel that is written in float32."""
         frozen = kernels.is_frozen(variable)
         if not frozen and not keras.backend.is_float_dtype(variable.dtype):
             raise Refused(
@@ -136,10 +136,10 @@ class Kernels:
 
 
 def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
-    """Add a kernel in float32, its summed axes first, then the others.
+    """Add a kernel in float32, with its summed axes first.
 
-    It lies in the file as a matrix of summed by kept axes: there is one axis
-    for the scales, however many axes the kernel has.
+    It is stored in the file as a matrix of summed by kept axes, so that there
+    is one axis for the scales, however many axes the kernel has.
     """
     stored = kernel.data
     order = kernel.axes.summed + kernel.axes.free
@@ -155,7 +155,8 @@ def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
 def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
     """Add a kernel (*window, in, out) in float32, as (out, in, *window).
 
-    One of a transposed convolution, (*window, out, in), as (in, out, *window).
+    That of a transposed convolution, (*window, out, in), is added as
+    (in, out, *window).
     """
     stored = kernel.data
     rank = len(kernel.shape)
@@ -179,8 +180,9 @@ def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
 def rows_of_table(kernel: OnnxKernel, indices: Value) -> Value:
     """Look up rows of embeddings (rows, columns) by integers, in float32.
 
-    `Gather` takes no float8, and to dequantize a table for a few of its rows
-    would take long: codes are looked up, then the number of each code.
+    `Gather` takes no float8, and dequantizing a whole table for a few rows
+    would be slow. So codes are looked up first, and then the value of each
+    code.
     """
     graph, stored = indices.graph, kernel.data
     if not isinstance(stored, StoredKernel):
@@ -197,14 +199,14 @@ def rows_of_table(kernel: OnnxKernel, indices: Value) -> Value:
 
 
 def rounded(x: Value, kernel: OnnxKernel, axes: Sequence[int]) -> Value:
-    """Round inputs to float8 as the layer of this kernel does it.
+    """Quantize and dequantize inputs as the layer of this kernel does.
 
-    Not by `QuantizeLinear`: onnxruntime then moves and fuses what stands
-    around it, and drops a `Relu` before it.
+    `QuantizeLinear` is not used: onnxruntime moves and fuses the nodes around
+    it, and drops a `Relu` before it.
 
     Args:
         x: Inputs in float32.
-        kernel: Says how they are rounded.
+        kernel: The kernel, which says how inputs are quantized.
         axes: The axes of the inputs that share a scale, if it is dynamic.
     """
     if kernel.activations is None:
@@ -233,7 +235,7 @@ def _variable(layer: keras.Layer) -> keras.Variable:
 def _dynamic_scale(x: Value, axes: Sequence[int]) -> Value:
     """Compute `amax / 448`, at least the smallest normal number.
 
-    A scale of 0 would divide 0 by 0.
+    A scale of 0 would cause a division of 0 by 0.
     """
     magnitude = x.op("Abs")
     amax = magnitude.reduce("Max", axes) if len(axes) else magnitude
@@ -262,7 +264,7 @@ def _scales(stored: StoredKernel, kept: int) -> tuple[Array, dict[str, int]]:
 
 
 def _row_scales(stored: StoredKernel, indices: Value) -> Value:
-    """Look up the scales of rows, or return that of the table."""
+    """Return the scales of looked-up rows, or that of the table."""
     constant = indices.graph.constant
     if stored.granularity == "tensor":
         return constant(stored.scale.reshape(()), "embeddings_scale")

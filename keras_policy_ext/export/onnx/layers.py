@@ -1,4 +1,4 @@
-"""Layers without windows: products, normalizations, merges and shapes."""
+"""Write layers without windows: matmuls, normalizations, merges, shapes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _einsum_dense(context: Context, layer: keras.Layer, x: Value) -> Value:
 
 
 def _finished(context: Context, layer: keras.Layer, y: Value) -> Value:
-    """Add the bias, and activate."""
+    """Add the bias, and apply the activation."""
     for bias in context.bias(layer):
         y = y + bias
     return activated(context, layer.activation, y)
@@ -153,7 +153,7 @@ def _rescaling(context: Context, layer: keras.Layer, x: Value) -> Value:
 
 
 def of_length_one(x: Value, axes: Axes, epsilon: float = 1e-12) -> Value:
-    """Compute `x / sqrt(sum(x²))`; where that is near zero, `x / epsilon`."""
+    """Compute `x / sqrt(sum(x²))`, or `x / epsilon` if that is near zero."""
     x = x.cast("float32")
     root = (x * x).reduce("Sum", axes).op("Sqrt")
     return x * root.op("Reciprocal").op("Min", 1 / epsilon)
@@ -176,7 +176,7 @@ def _sorted_axes(axis: Any, rank: int) -> Array:
 
 
 def _along(context: Context, weight: Any, axes: Array, rank: int) -> Array:
-    """Read a weight of these axes, with axes of size 1 between them."""
+    """Read a weight along some axes, with size 1 for all other axes."""
     values = context.kernels.weight(weight)
     sizes = [1] * rank
     for axis, size in zip(axes, values.shape, strict=True):

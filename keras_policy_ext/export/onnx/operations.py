@@ -1,4 +1,4 @@
-"""Operations of `keras.ops` in the graph of a Functional model."""
+"""Write operations of `keras.ops` in the graph of a Functional model."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _reduction(context: Context, operation: keras.Operation, x: Value) -> Value:
 
 
 def _reduced_axes(operation: keras.Operation, x: Value) -> Any:
-    """Return the axes that an operation reduces; all of them for None."""
+    """Return the axes that an operation reduces; all axes for None."""
     axis = operation.axis
     return range(x.rank) if axis is None else np.atleast_1d(axis)
 
@@ -323,7 +323,7 @@ def _get_item(
 
 
 def _cut(x: Value, axis: int, entry: int | slice) -> Value:
-    """Take a part of one axis, and keep the axis."""
+    """Slice one axis, and keep the axis for an integer."""
     if entry == slice(None):
         return x
     if isinstance(entry, int):

@@ -1,4 +1,4 @@
-"""Which function writes which layer and which operation."""
+"""Register the functions that write layers and operations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from keras_policy_ext.export.onnx.graph import OnnxGraph, Value
 from keras_policy_ext.export.onnx.kernels import Kernels
 
 LAYERS: dict[type, Callable[..., Value]] = {}
-"""By class of `keras.layers`: called with a context, a layer, its inputs."""
+"""Writers by `keras.layers` class; arguments: context, layer, inputs."""
 
 OPERATIONS: dict[str, Callable[..., Value]] = {}
-"""By class name: called with a context, an operation, its arguments."""
+"""Writers by class name; arguments: context, operation, its arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a function that writes a layer works with.
+    """What a function needs to write a layer.
 
     Attributes:
-        graph: Takes the nodes.
-        kernels: Tells how the kernels of layers are stored.
+        graph: The graph that the nodes are added to.
+        kernels: The kernels of layers, as they are stored.
         call: Writes another layer or operation: `call(layer, *inputs)`.
     """
 
@@ -33,7 +33,7 @@ class Context:
     call: Callable[..., Value]
 
     def bias(self, layer: keras.Layer) -> list[Value]:
-        """Return the bias of a layer, or no value if it has none."""
+        """Return the bias of a layer as a list; empty if it has none."""
         if layer.bias is None:
             return []
         bias = self.kernels.weight(layer.bias)
@@ -43,7 +43,7 @@ class Context:
 def layer(*names: str) -> Callable[[Any], Any]:
     """Register a function for layers, by their names in `keras.layers`.
 
-    Those that this Keras does not have are left out.
+    Names that this Keras does not have are skipped.
     """
 
     def register(function: Callable[..., Value]) -> Callable[..., Value]:

@@ -1,4 +1,4 @@
-"""From a Keras model to an ONNX file: layer by layer, checked, in place."""
+"""Write a Keras model to an ONNX file, layer by layer, and check it."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _HARMLESS = frozenset(
 
 
 def is_functional(layer: keras.Layer) -> bool:
-    """Return True if a model is a graph, and computes nothing else."""
+    """Return True for a Functional model whose `call` is Keras's own."""
     return _is_graph(layer, "operations") and hasattr(layer, "inputs")
 
 
 def is_sequential(layer: keras.Layer) -> bool:
-    """Return True if a model is a list of layers, and computes nothing else."""
+    """Return True for a Sequential model whose `call` is Keras's own."""
     return isinstance(layer, keras.Sequential) and _is_graph(layer, "layers")
 
 
 def check(model: keras.Layer) -> None:
-    """Raise if a model is neither, or was not built.
+    """Raise unless a model is a built Functional or Sequential model.
 
     Raises:
-        ValueError: If so.
+        ValueError: If it is another model, or is not built.
     """
     if is_sequential(model) and model.built and model.inputs:
         return
@@ -76,7 +76,7 @@ def write(
     opset: int,
     overwrite: bool,
 ) -> None:
-    """Write a model beside its place, check the file, and move it there."""
+    """Write a model to a temporary file, check it, and move it to its path."""
     target = pathlib.Path(path).absolute()
     with (
         contextlib.ExitStack() as undo,
@@ -101,7 +101,7 @@ def _write(
     kernels: Kernels,
     opset: int,
 ) -> None:
-    """Write a file, and one of numbers beside it if they are too many."""
+    """Write a model file, and a data file beside it if it is large."""
     with contextlib.closing(Initializers(data)) as initializers:
         graph = OnnxGraph(initializers)
         inputs, results = Walk(graph, kernels).model(model)
@@ -120,7 +120,7 @@ def _write(
 
 
 def _removed_after_error(path: pathlib.Path) -> Callable[..., None]:
-    """Return a callback that removes a file where an error came after it."""
+    """Return a callback that removes a file after an error."""
 
     def leave(error: type | None, *_: object) -> None:
         if error is not None:
@@ -140,7 +140,7 @@ def _check_free(path: pathlib.Path) -> None:
 
 
 class Walk:
-    """The writing of one model into one graph."""
+    """Write one model into one graph."""
 
     def __init__(self, graph: OnnxGraph, kernels: Kernels):
         self._graph = graph
@@ -201,7 +201,7 @@ class Walk:
         return Value(self._graph, name, dtype, tuple(tensor.shape))
 
     def _output(self, name: str, value: Value) -> Any:
-        """Name an output; one value may be several of them, or an input."""
+        """Add a named output; one value may have several names."""
         name = self._graph.unique(name)
         self._graph.nodes.append(
             helper.make_node("Identity", [value.name], [name], f"{name}:out")
@@ -220,7 +220,7 @@ def _described(value: Value, batch: str | None) -> Any:
 
 
 def _writer_of(layer: keras.Layer) -> Any:
-    """Find the function that writes a layer or an operation."""
+    """Return the function that writes a layer or an operation."""
     if not isinstance(layer, keras.Layer):
         write = OPERATIONS.get(type(layer).__name__)
         if write is None or not type(layer).__module__.startswith("keras."):
@@ -251,7 +251,7 @@ def _writer_of(layer: keras.Layer) -> Any:
 def _replaced(
     layer: keras.Layer, classes: tuple[type, ...], known: type
 ) -> list[str]:
-    """List the members of a class of Keras that a layer has replaced."""
+    """List the members of a Keras class that a layer overrides."""
     members = [each for cls in classes for each in vars(cls).items()]
     found = {
         name
@@ -263,7 +263,7 @@ def _replaced(
 
 
 def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if a layer is called with more than its inputs."""
+    """Raise if a layer is called with arguments besides its inputs."""
     given = {key for key, value in kwargs.items() if value is not None}
     if kwargs.get("training") is False:
         given -= {"training"}
@@ -292,7 +292,7 @@ def _shape(
 
 
 def _is_graph(model: keras.Layer, attribute: str) -> bool:
-    """Return True if a model has this, and Keras's own `call`."""
+    """Return True if a model has an attribute, and Keras's own `call`."""
     return (
         isinstance(model, keras.Model)
         and hasattr(model, attribute)
