@@ -348,7 +348,8 @@ def _sizes(text: str) -> int | tuple[int, ...]:
     """Parse a size, or several separated by commas; for argparse."""
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(
-            f"a size such as 256, or several such as 256,128, not {text!r}"
+            f"{text!r} is not a size. Allowed: a size such as 256, or several "
+            "such as 256,128."
         )
     first, *rest = map(int, text.split(","))
     return (first, *rest) if rest else first

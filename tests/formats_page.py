@@ -14,28 +14,30 @@ HEAD = """# Formats
 
 <!-- Written by tests/formats_page.py: do not edit. -->
 
-The range, precision and special values of each narrow number format, computed
-from `ml_dtypes` and from all codes of the format. `kpe.formats.get(name)` has
-each line as an attribute.
+Look up the range, precision and special values of each narrow number format.
+The table is computed from `ml_dtypes` and from all codes of each format.
+`kpe.formats.get(name)` returns the same facts as attributes.
 
 """
 
 TAIL = """
-- A normal number is 2 to the power of its exponent minus the bias, times a
-  significand from 1 to 2. Below the smallest normal number the exponent stays
-  the same, and the significand falls from 1 to 0. `float8_e8m0fnu` has only
-  exponents: it holds scales.
-- Casts [saturate](numerics.md#casting), so they never make an infinity. In a
-  format without negative zero, a value that rounds to it becomes 0.
-- "made by casts" is the code that a cast of a NaN without a sign gives.
-  `float4_e2m1fn` has no NaN: there the scale is NaN instead.
-- "stored" is the dtype in which a framework holds the numbers: a float8 dtype,
-  or bytes with the codes. Two four-bit numbers share a byte, with the first in
-  the low four bits (`kpe.reference.pack`).
-- Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`, and
-  delayed and current scaling among the formats named `fnuz` too, which
-  [AMD's MI300](devices.md#formats-named-fnuz) multiplies. `"e4m3"` in the name
-  of a recipe is `float8_e4m3fn`.
+- A normal number is a power of two times a significand from 1 to 2. The power
+  is the stored exponent minus the bias. Below the smallest normal number the
+  exponent stays the same, and the significand falls from 1 to 0.
+  `float8_e8m0fnu` has only exponents, since this format is for scales.
+- Casts [saturate](numerics.md#casting), so a cast never makes an infinity. In
+  a format without negative zero, a value that rounds to negative zero becomes
+  0.
+- The line "made by casts" is the code that results if a NaN without a sign is
+  cast to the format. `float4_e2m1fn` has no NaN: its scale is NaN instead.
+- The lines "stored on" name the dtype in which a framework holds the numbers:
+  a float8 dtype, or `uint8` for bytes with the codes. Two four-bit numbers
+  share a byte, with the first number in the low four bits
+  (`kpe.reference.pack`).
+- Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`.
+  Delayed and current scaling may also choose the formats named `fnuz`, for
+  [AMD's MI300](devices.md#formats-named-fnuz). In the name of a recipe,
+  `"e4m3"` means `float8_e4m3fn`.
 """
 
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}

@@ -171,7 +171,7 @@ def test_shrink_says_what_it_cannot_do_and_writes_nothing(tmp_path, capsys):
     assert cli.main(["shrink", source, output, "--overwrite"]) == 0
     capsys.readouterr()
     again = str(tmp_path / "again.keras")
-    assert "is frozen" in error_of(capsys, "shrink", output, again)
+    assert "is already frozen" in error_of(capsys, "shrink", output, again)
 
 
 def test_shrink_that_fails_leaves_the_earlier_file(

@@ -67,7 +67,7 @@ def test_what_finds_and_skips_a_nan_runs_as_the_page_says(capsys):
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     _, _, section = text.partition("### The loss is NaN\n")
     section, _, _ = section.partition("### The loss is worse")
-    find, check, without, watch, stop, skip = (
+    find, check, watch, without, stop, skip = (
         code for _, code, _ in page_programs.blocks(section)
     )
     layers = [keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)]
@@ -86,13 +86,13 @@ def test_what_finds_and_skips_a_nan_runs_as_the_page_says(capsys):
         capsys.readouterr()
         exec(code, names)
         assert capsys.readouterr().out.endswith("False\n")
+    model.set_weights(names["good"])
     exec(watch, names)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
         layer.path for layer in layers
     ]
     assert lines[0].endswith("False")
-    model.set_weights(names["good"])
     with pytest.raises(FloatingPointError, match="10 skipped"):
         names["x"] = np.tile(x * np.nan, (8, 1))
         names["y"] = np.tile(y, (8, 1))

@@ -251,5 +251,5 @@ def test_what_is_no_equation_is_refused(equation):
 )
 def test_shapes_that_do_not_fit_are_refused(x, kernel, g, operand):
     arrays = (np.ones(shape) for shape in (x, kernel, g))
-    with pytest.raises(ValueError, match=f"{operand} do not fit"):
+    with pytest.raises(ValueError, match=f"{operand}' does not fit"):
         reference.einsum("ab,bc->ac", *arrays, Nothing())

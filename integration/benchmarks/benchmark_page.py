@@ -27,56 +27,59 @@ HEAD = """# Benchmarks
 
 <!-- Written by integration/benchmarks/benchmark_page.py: do not edit. -->
 
-What does float8 cost, and what does it save? On a CPU, which has no float8
-units, a step takes less memory and, but for large layers with JAX, more time
-than in bfloat16. On a GPU nothing has been measured yet; from the programs
-that compilers make for one, a step of large layers is estimated to take 0.6
-to 0.9 of the time. The tables behind the charts are in the
-[appendix](#appendix).
+What does float8 cost, and what does it save? A CPU has no float8 units. On a
+CPU, a float8 step takes less memory than a bfloat16 step. A float8 step takes
+more time there, except for large layers with JAX. On a GPU nothing has been
+measured yet. Compilers can make programs for a GPU without a GPU. From these
+programs, a float8 step of large layers is estimated to take 0.6 to 0.9 of the
+time in bfloat16. The [appendix](#appendix) has the tables behind the charts.
 
 ## Memory of a step
 
 ![Bars of the memory of a step](images/step_memory.svg)
 
-A training step keeps the inputs of each layer for its backward pass: in one
-byte an element under float8, in two under bfloat16. How much of the whole
-step that is depends on the activation function. ReLU and GELU layers need
-little else; SwiGLU multiplies two activations and keeps both in bfloat16.
-JAX computes activation functions again where that is cheap, and so saves
-more. Twelve blocks 256-1024-256, 2048 rows, on two CPU cores.
+A training step holds the inputs of each layer until the backward pass. The
+inputs take one byte an element under float8, and two bytes under bfloat16. The
+activation function decides how large this part of the memory is. ReLU and GELU
+layers need little else. SwiGLU multiplies two activations and holds both in
+bfloat16. JAX computes cheap activation functions again in the backward pass,
+and so saves more. The chart is for twelve blocks 256-1024-256 and 2048 rows,
+on two CPU cores.
 
 ## Time of a step
 
 ![Bars of the time of a step](images/step_time.svg)
 
 A CPU emulates float8: it rounds the operands, and then multiplies in a wider
-dtype. With small layers the rounding dominates. With PyTorch a step of a
-layer of 256 takes 2.7 to 4.1 times as long as in bfloat16, and one of 1024
-half as long again. With JAX and layers of 512 and more a step takes less
-time than in bfloat16, for which this CPU is slow; float32 is faster still.
-The label is the framework and the size of the square layer. Other programs
-ran at the same time, so trust the ratios more than the times.
+dtype. With small layers the rounding takes most of the time. With PyTorch a
+step of a layer of size 256 takes 2.7 to 4.1 times as long as in bfloat16; with
+size 1024 a step takes one and a half times as long. With JAX and sizes of 512
+and more, a step takes less time than in bfloat16. The reason is that this CPU
+is slow in bfloat16; float32 is faster still. Layers are square, and each label
+has the framework and the size of the layer. Other programs ran at the same
+time, so trust the ratios more than the times.
 
 ![Bars of the time of a step by recipe](images/recipes.svg)
 
-Recipes with finer scales round more often. The differences are small beside
-the product itself.
+Recipes with finer scales quantize some operands twice. The extra time is small
+against the time of the matmuls.
 
 ## Estimated time on a GPU
 
 ![Bars of estimated times on a GPU](images/step_time_estimated.svg)
 
-These are no measurements. The programs that XLA makes for an H200 and a B200
-were counted, and a time was computed from the number of bytes and kernels.
-Large layers gain most, since the work of a matmul grows faster than that of
-the casts. Layers are square; the twelve blocks are 1024 wide with 4096 in the
-middle, on 16384 rows.
+The times in this chart are estimates, not measurements. The bytes and kernels
+of the programs that XLA makes for an H200 and a B200 were counted. The times
+are computed from these counts. Large layers gain most: with the size of a
+layer, the work of a matmul grows faster than the work of the casts. Layers are
+square. The twelve blocks are 1024 wide with 4096 in the middle, and have 16384
+rows.
 """
 
 APPENDIX = """## Appendix
 
-Each benchmark is one command, on any of the three frameworks, and writes the
-JSON that charts and tables are made of:
+Each benchmark is one command and runs on any of the three frameworks. The
+command writes a JSON file, and the charts and tables are made from this file:
 
 ```
 KERAS_BACKEND=jax python integration/benchmarks/layer.py
@@ -85,23 +88,24 @@ KERAS_BACKEND=jax python integration/benchmarks/layer.py
 | script | what it measures |
 | --- | --- |
 | `layer.py` | matmuls, and training steps of a Dense layer |
-| `llama_block.py` | a block with grouped queries and SwiGLU |
-| `transformer_step.py` | steps of `fit` of twelve such blocks, and the first |
+| `llama_block.py` | a Llama block (grouped queries, SwiGLU) |
+| `transformer_step.py` | steps of `fit` of twelve Llama blocks, and the first |
 | `recipes.py` | a layer under each recipe, without an optimizer |
 | `memory.py` | the most memory that a step holds at a time |
 
-- A step is forward, backward and the optimizer. All ways to compute are
-  called in turn in one process.
-- "against bfloat16" is the median of the ratios of the rounds: 2 is twice as
-  fast as `mixed_bfloat16`.
-- "SQNR" is the signal-to-noise ratio in decibels of the outputs, the gradient
-  of the inputs and the gradient of the kernel, where they were compared. More
-  is better.
-- "kernel" says whether this package chose a native or an emulated product.
-- Memory is that of a Functional model of blocks, or of one layer that calls
-  the blocks "in turn": on PyTorch, Keras holds the outputs of all layers of a
-  Functional model until its forward pass ends. In "swiglu again"
-  `keras.RematScope` computes the product of the gate again.
+- A step is the forward pass, the backward pass and the optimizer. All variants
+  of a step are called in turn in one process.
+- "against bfloat16" is the speed relative to `mixed_bfloat16`: 2 is twice as
+  fast. Each round gives a ratio, and the table has the median.
+- "SQNR" is the signal-to-noise ratio in decibels; more is better. The figures
+  are for the outputs, the gradient of the inputs and the gradient of the
+  kernel. Some benchmarks compare only one or two of these tensors.
+- "kernel" says whether this package chose a native or an emulated matmul.
+- Memory was measured with a Functional model of blocks, and with one layer
+  that calls the blocks "in turn". The two differ on PyTorch: there, Keras
+  holds the outputs of all layers of a Functional model until the forward pass
+  ends. In "swiglu again", `keras.RematScope` computes the multiplication of
+  the gate again in the backward pass.
 """
 
 COUNTED = [
@@ -118,8 +122,9 @@ COUNTED = [
     "against bfloat16",
 ]
 
-NOTE_OF_CPUS = """On a CPU float8 is emulated, and the figures say what that
-costs. Other programs were running, so trust the ratios more than the times.
+NOTE_OF_CPUS = """On a CPU float8 is emulated, and the figures say what
+emulation costs. Other programs were running, so trust the ratios more than the
+times.
 """
 
 
@@ -232,11 +237,11 @@ def table(heads, rows):
 def _estimated(counts):
     yield "### Estimated\n"
     text = (
-        "The kernels of a step on a GPU, and the bytes that they move, can be "
-        "[counted without a GPU](lowering.md). The time is estimated from the "
-        f"counts with these assumptions: {estimates.MODEL}. The time that "
-        "eager PyTorch needs on the host is not included. Estimates rank "
-        "designs; they are not measurements."
+        "The kernels of a step on a GPU, and the bytes that the kernels move, "
+        "can be [counted without a GPU](lowering.md). The time is estimated "
+        f"from the counts with these assumptions: {estimates.MODEL}. The time "
+        "that eager PyTorch needs on the host is not included. Estimates are "
+        "for ranking designs; they are not measurements."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     if not counts:
@@ -267,9 +272,10 @@ def _counted(row):
 def _break_even(rows):
     yield "## From which size on it pays\n"
     yield (
-        '`convert(model, filter="auto")` leaves out products below these '
-        "sizes, and\n`keras-policy-ext doctor` shows the row of the machine. "
-        "`any` is for all others.\n"
+        '`convert(model, filter="auto")` does not convert layers '
+        "whose matmuls are below\nthese sizes. `keras-policy-ext doctor` shows "
+        "the row of the machine. `any` stands\nfor all frameworks or devices "
+        "that have no row of their own.\n"
     )
     yield table(
         ["framework", "device", "size", "source"],
@@ -300,16 +306,16 @@ def _not_measured(results):
     ]
     if missing:
         yield (
-            f"- {', '.join(missing)} on a GPU: no run of these benchmarks "
-            "was made there yet.\n  `tox run -e gpu-jax` (`gpu-tensorflow`, "
-            "`gpu-torch`) on a machine with one takes ten\n  minutes, and "
-            "writes a page that can be sent in."
+            f"- {', '.join(missing)} on a GPU: these benchmarks were not "
+            "run there yet.\n  If you have a GPU, run `tox run -e gpu-jax` "
+            "(`gpu-tensorflow`, `gpu-torch`). The run\n  takes ten minutes and "
+            "writes a page that you can send in."
         )
     else:
         yield "- GPUs that are not above."
     yield (
-        "- Memory of a step on a CPU with TensorFlow, which does not report "
-        "it.\n"
+        "- Memory of a step on a CPU with TensorFlow, since TensorFlow does "
+        "not report it.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"
     )
 

@@ -49,30 +49,36 @@ PROGRAMS = {
 LEAST = Program(0, 4, 0, 6, 0, 4)
 """On an H200, if one kernel cast, transposed and found amax and sums."""
 
-TEXT = """
-The table has the memory traffic of a `dense` step beside its matmuls, in bytes
-per matrix element, summed over the three matrices. Float8 numbers are one byte.
-A Hopper's matmuls read one layout only, so inputs and kernel are cast into two
-layouts. Output gradients are cast once and then transposed.
+TEXT = """ The table below shows the memory traffic of a `dense` step beside
+its matmuls. The unit is bytes per matrix element, summed over the three
+matrices. A float8 number takes one byte. The matmuls of a Hopper read one
+layout only, so inputs and kernel are cast into two layouts. Output gradients
+are cast once and then transposed.
 
 Under current scaling the amax has to be found before a tensor is cast, so all
 three tensors are read twice. Under delayed scaling only the inputs are read
-twice, because the first step scales them by their own amax. A branch for that
-step would make XLA store inputs that it otherwise computes inside each kernel
-that reads them, such as outputs of a normalization or an activation.
-`initial_scale=1.0` needs no second pass.
+twice, because the first step scales the inputs by their own amax. A branch for
+the first step would avoid the second read in all other steps. But the branch
+would make XLA store some inputs in memory, such as the outputs of a
+normalization or an activation. Without the branch, XLA computes such inputs
+inside each kernel that reads them. With `initial_scale=1.0` the inputs need
+not be read twice; in the table this saves traffic on a B200 but not on an
+H200.
 
 XLA cannot fuse the amax with a transpose. A Pallas kernel can cast, transpose
-and find the amax with 4 bytes of traffic, but its input must first be written
-to memory, which costs 4 more. A prototype was compiled for an H200 and
-estimated as above. When it cast the inputs, a `dense` step took 0.99 of the
-time, ReLU and GELU 1.00, SwiGLU and the block 1.01. When it also cast the
-output gradients, which then have to be read again for the bias, GELU and
-SwiGLU took 0.98 and ReLU 1.03. The prototype is not in this package.
+and find the amax with 4 bytes of traffic. But the input of a Pallas kernel
+must first be written to memory, which costs 4 bytes more. A prototype of such
+a kernel was compiled for an H200, and its time was estimated as above. With
+the prototype casting the inputs, a `dense` step took 0.99 of the time, ReLU
+and GELU 1.00, SwiGLU and the block 1.01. In a second variant the prototype
+also cast the output gradients. The output gradients must then be read again
+for the bias. In this variant GELU and SwiGLU took 0.98 of the time, and ReLU
+1.03. The prototype is not in this package.
 
-The matmuls and the softmax inside attention take 26% of the estimated time
-of the `block` in bfloat16, and they are not in float8. If a float8 step moved
-no more bytes than a bfloat16 step, the block would be 1.36 times as fast.
+The matmuls and the softmax inside attention are not in float8. These two parts
+take 26% of the estimated time of the `block` in bfloat16. If a float8 step
+moved no more bytes than a bfloat16 step, the block would be 1.36 times as
+fast.
 """
 
 

@@ -65,10 +65,10 @@ SAME_PROGRAM = {"H200": ("H200", "H100")}
 """GPUs that run what is compiled for one of them: the memory is another."""
 
 MODEL = (
-    f"matmuls reach {PEAK_SHARE:.0%} of the peak, and float8 matmuls of "
-    f"gradients, which accumulate accurately, {ACCURATE} of that; memory "
-    f"reaches {BANDWIDTH_SHARE:.0%} of its bandwidth; each kernel takes "
-    f"{KERNEL_SECONDS * 1e6:.0f} µs more"
+    f"matmuls reach {PEAK_SHARE:.0%} of the peak speed; float8 matmuls of "
+    f"gradients, which accumulate accurately, reach {ACCURATE} of this share; "
+    f"memory reaches {BANDWIDTH_SHARE:.0%} of its bandwidth; each "
+    f"kernel takes {KERNEL_SECONDS * 1e6:.0f} µs more"
 )
 
 

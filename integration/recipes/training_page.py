@@ -50,22 +50,26 @@ HEAD = f"""# How recipes train
 
 <!-- Written by integration/recipes/training_page.py: do not edit. -->
 
-How much loss does each recipe cost? In this test the 8-bit recipes end 0.1 to
-0.6 % above bfloat16, and NVFP4, with four bits, 3 % above.
+How much loss does each recipe cost? In this test the loss of the 8-bit recipes
+ends 0.1 to 0.6 % above the loss of bfloat16. The loss of NVFP4, which has four
+bits, ends 3 % above.
 
-A decoder-only transformer of two blocks, the model of `keras-policy-ext demo`,
-learns to predict the next character of English text for {STEPS} steps, on a
-CPU, under each recipe from the same weights on the same batches. The tables
-have the validation loss against that of `{BASELINE}` with the same seed, in
-percent: above 0 is worse. The layer of the logits stays in `{BASELINE}`.
+The model is that of `keras-policy-ext demo`, a decoder-only transformer of two
+blocks. The model learns to predict the next character of English text for
+{STEPS} steps, on a CPU. Under each recipe training starts from the same
+weights and sees the same batches. The tables show the validation loss relative
+to the loss of `{BASELINE}` with the same seed, in percent. A figure above 0 is
+worse than `{BASELINE}`. The layer of the logits stays in `{BASELINE}`.
 
-Which differences mean something? `{NUDGED}` is the baseline
-with initial weights changed by one part in ten thousand; differences of that
-size are chance. Float8 runs vary more: see "spread". One small model and three
-seeds show which recipe loses more here. They do not tell how much a large model
+Which differences mean something? `{NUDGED}` is the baseline with initial
+weights changed by one part in ten thousand. If a difference is as small as in
+this row, it is chance. Float8 runs vary more: "spread" is the difference
+between the best and the worst seed. One small model and three seeds show which
+recipe loses more in this test. The figures do not tell how much a large model
 loses.
 
-To run it yourself, which appends to the JSON behind this page:
+To run the test yourself, use the following command. The command appends the
+results to the JSON file behind this page:
 
 ```
 KERAS_BACKEND=jax python integration/recipes/train.py
@@ -82,30 +86,33 @@ POWERS = (
 
 OF_POWERS = """### What powers of two cost
 
-The same recipes with scales as they come, and with scales rounded to powers of
-two; means over the seeds that both have. In a single step both are equally
-exact. Over many steps they differ. A possible reason: while a scale stays the
-same power of two, a weight rounds to the same number until it has moved by
-half a spacing. A scale that follows the amax rounds it up in one step and down
-in another. This reason is a guess, and the size of the effect differs between
-the backends.
+This table compares each recipe with and without rounding its scales to powers
+of two. The figures are means over the seeds that were run in both ways. In a
+single step both ways are equally exact. Over many steps they differ. A
+possible reason is this. While a scale stays the same power of two, a weight
+rounds to the same number until the weight has moved by half the spacing
+between two numbers. If a scale follows the amax instead, the same weight is
+rounded up in one step and down in another step. This reason is a guess, and
+the size of the effect differs between the backends.
 """
 
 CHANCE = """### Where delayed scaling loses
 
-Variants of delayed scaling: with one matmul in high precision, with another
-history, margin or format, or with one operand scaled but `unrounded`. `nudged`
-is delayed scaling with initial weights changed by one part in ten thousand.
-With three fraction bits that leads to another trajectory, so runs of one seed
-differ by chance, and by more than in `mixed_bfloat16`. The last column counts
-the seeds for which a variant is below every run of delayed scaling, nudged or
-not; only seeds with nudged runs count.
+This table has variants of delayed scaling. In a variant, one matmul is in high
+precision, or the history, the margin or the format is another, or one operand
+is scaled but `unrounded`. `nudged` is delayed scaling with initial weights
+changed by one part in ten thousand. With three fraction bits this small change
+leads to another trajectory. So runs of one seed differ by chance, and they
+differ more than in `mixed_bfloat16`. The last column counts the seeds for
+which a variant is below every run of delayed scaling, nudged or not. Only
+seeds with nudged runs count.
 """
 
 OF_FOUR_BITS = """### Where NVFP4 loses
 
-Variants of NVFP4: with one matmul in high precision, or with one operand
-scaled but `unrounded`. Operands with stochastic rounding are always rounded.
+This table has variants of NVFP4. In a variant, one matmul is in high
+precision, or one operand is scaled but `unrounded`. Operands with stochastic
+rounding are always rounded.
 """
 
 

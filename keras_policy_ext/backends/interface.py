@@ -146,11 +146,11 @@ class FrozenOperation(Hashable, Protocol):
 
 DIFFERENTIATED_AGAIN = (
     "This gradient of a layer in float8 cannot be differentiated again. "
-    "Received: a third derivative, one in forward mode, or a second "
-    "derivative of a part that is compiled by itself: by torch.compile, or by "
-    "jax.jit, tf.function or a loop inside the gradients. Allowed: second "
-    "derivatives in reverse mode. Compile around both gradients; set "
-    "unroll=True in layers."
+    "Received: a third derivative, a derivative in forward mode, or a second "
+    "derivative through a part that is compiled separately (torch.compile, "
+    "jax.jit, tf.function, or a loop inside the gradients). Allowed: second "
+    "derivatives in reverse mode. Compile the whole computation of both "
+    "gradients; for recurrent layers set unroll=True."
 )
 
 Settle = Callable[[Tensor, Tensor], Tensor]
@@ -558,9 +558,9 @@ class States(Replicas):
                 way that cannot be trained.
         """
         raise ValueError(
-            f"On {self.name} fully_shard shards nothing. Received: a model. "
-            "Allowed: a model on PyTorch. On JAX use "
-            "keras.distribution.ModelParallel."
+            "`fully_shard` works only on PyTorch. Received: the backend "
+            f"{self.name!r}. Allowed: 'torch'. Do not call `follow_shards` "
+            "here; on JAX use keras.distribution.ModelParallel."
         )
 
     def settle_observed(self, variables: Sequence[Any]) -> None:

@@ -35,7 +35,7 @@ def split(equation: str) -> Terms:
             term, or has an output letter that is in no operand.
     """
     if not isinstance(equation, str):
-        raise ValueError(_form_error(equation, "it is no string"))
+        raise ValueError(_form_error(equation, "it is not a string"))
     text = equation.replace(" ", "")
     operands, arrow, out = text.partition("->")
     terms = [*operands.split(","), out]
@@ -96,7 +96,8 @@ def _form_error(equation: object, why: str) -> str:
     return (
         f"Not an einsum equation of two operands: {why}. Received: "
         f"{equation!r}. Allowed: e.g. 'ab,bc->ac' or '...x,xy->...y'. Write "
-        "the output out, and transpose or take diagonals outside."
+        "'->' and the output axes; transpose or take diagonals in separate "
+        "operations."
     )
 
 

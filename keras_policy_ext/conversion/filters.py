@@ -194,8 +194,9 @@ def _contraction(layer: Any) -> contractions.Einsum | contractions.Conv:
 
 
 def _wrong(name: str, value: object) -> str:
+    none = " or None" if name == "smallest" else ""
     return (
-        f"`{name}` of a filter must be an int >= 1. Received: {value!r} (of "
-        f"type {type(value).__name__}). Allowed: 1, 2, 3, …. Leave it out "
-        "for the default."
+        f"`{name}` of a filter must be an int >= 1{none}. Received: {value!r} "
+        f"(of type {type(value).__name__}). Allowed: 1, 2, 3, …{none}. Leave "
+        f"out `{name}` for the default."
     )

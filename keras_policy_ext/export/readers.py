@@ -200,8 +200,9 @@ _GRANULARITIES = {
 
 def _refused(reader: Reader, received: str, allowed: str) -> ValueError:
     return ValueError(
-        f"The readers of {reader.format!r} cannot take this. Received: "
-        f"{received}. Allowed: {allowed}. Pass that, or another `format`. If "
-        "the model is frozen with other arguments, call "
-        "`keras_policy_ext.thaw` and freeze it again with these."
+        f"format={reader.format!r} does not support this model. Received: "
+        f"{received}. Allowed: {allowed}. Pass an allowed value, or another "
+        "`format`. If the model is frozen with other arguments, call "
+        "`keras_policy_ext.thaw`, and freeze the model again with allowed "
+        "arguments."
     )

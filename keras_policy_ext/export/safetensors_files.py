@@ -288,7 +288,7 @@ def read(path: PathLike) -> tuple[dict[str, Slot], dict[str, str]]:
             name: _slot(place, start, entry) for name, entry in entries.items()
         }
     except OF_DAMAGE as error:
-        raise _damaged(place, f"its header is not one ({error})") from error
+        raise _damaged(place, f"its header cannot be read ({error})") from error
     _check_places(place, slots.values(), start, size)
     return slots, metadata
 
@@ -298,10 +298,13 @@ def _slot(place: pathlib.Path, start: int, entry: Any) -> Slot:
     shape = tuple(entry["shape"])
     for number in (begin, end, *shape):
         if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r} is no size")
+            raise ValueError(f"{number!r} is not a valid size or offset")
     size = math.prod(shape) * DTYPES[entry["dtype"]].itemsize
     if end - begin != size:
-        raise ValueError(f"{end - begin} bytes for {size}")
+        raise ValueError(
+            f"a tensor has {end - begin} bytes, but its shape and dtype need "
+            f"{size}"
+        )
     return Slot(place, entry["dtype"], shape, start + begin)
 
 
@@ -315,14 +318,14 @@ def _check_places(
         start += math.prod(slot.shape) * DTYPES[slot.dtype].itemsize
     if start != size:
         raise _damaged(
-            place, f"it has {size:,} bytes, and its header tells of {start:,}"
+            place, f"it has {size:,} bytes, but its header describes {start:,}"
         )
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is in it twice")
+        raise ValueError("a name is in the header twice")
     return found
 
 

@@ -115,13 +115,16 @@ def header_in(store: Entries, path: str) -> dict[str, Any]:
     raw = _input_files.array_in(path, store[STORED])
     try:
         if raw.dtype != "uint8" or raw.ndim != 1:
-            raise ValueError(f"{raw.dtype} of shape {raw.shape}")
+            raise ValueError(f"it is {raw.dtype} of shape {raw.shape}")
         header = _input_files.json_in(raw.tobytes(), path)
         version = header["version"]
         if type(version) is not int or version < 1:
-            raise ValueError(f"of version {version!r}")
+            raise ValueError(
+                f"it has the version {version!r}, which is not an int >= 1"
+            )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(damaged(path, f"{STORED!r} is {error}")) from error
+        found = f"{STORED!r} cannot be read: {error}"
+        raise ValueError(damaged(path, found)) from error
     if version > VERSION:
         raise ValueError(
             f"The frozen weights of {path!r} were written by a newer version "
@@ -238,10 +241,11 @@ def damaged(path: str, found: str) -> str:
     """Return the message for damaged weights of a frozen layer."""
     return (
         f"The frozen weights of {path!r} in this file are damaged; the layer "
-        f"was not changed. Received: {found}. Allowed: {STORED!r} (JSON), "
-        "and for each name in it the weight; of a kernel codes (uint8) of "
-        f"finite numbers, and {SCALE!r} (float32), finite and > 0. Copy the "
-        "file again, or take an earlier one."
+        f"was not changed. Received: {found}. Allowed: an entry {STORED!r} "
+        "(JSON) with the names of the weights, and one entry for each. For a "
+        f"kernel: uint8 codes of finite numbers, and '<name>{SCALE}' "
+        "(float32), finite and > 0. Copy the file again, or take an earlier "
+        "one."
     )
 
 
@@ -313,7 +317,9 @@ def _checked(
     """Return the value to assign to a weight; raise if it does not fit."""
     is_codes = name in header["summed"]
     if is_codes != isinstance(variable, StoredVariable):
-        raise ValueError(damaged(layer.path, f"{name!r} is no weight of it"))
+        kinds = ("codes", "floats") if is_codes else ("floats", "codes")
+        found = f"{name!r} is stored as {kinds[0]}, but the layer holds "
+        raise ValueError(damaged(layer.path, f"{found}{kinds[1]} there"))
     if not is_codes:
         value = _entry(store, name, layer.path)
         if tuple(value.shape) != tuple(variable.shape):

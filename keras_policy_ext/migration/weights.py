@@ -107,8 +107,9 @@ def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
         raise ValueError(
             "A subclassed model cannot take its weights from HDF5. Received: "
             f"the subclassed model {model.name!r}. Allowed: functional and "
-            "sequential models. In tf_keras, save its weights with "
-            "save_weights, and load that file."
+            "sequential models. In tf_keras, call "
+            "model.save_weights('NAME.weights.h5'). In Keras 3, make the same "
+            "model and call model.load_weights('NAME.weights.h5')."
         )
     count = 0
     for child, child_config in children:

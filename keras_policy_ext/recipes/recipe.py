@@ -307,9 +307,10 @@ def _register(cls: type[Recipe]) -> None:
     if known is not None and not same:
         raise ValueError(
             f"Two recipes have the name {cls.name!r}. Received: "
-            f"{cls.__module__}.{cls.__qualname__}, already taken by "
-            f"{known.__module__}.{known.__qualname__}. Allowed: a name not in "
-            f"{', '.join(REGISTRY)}. Give the new recipe another `name`."
+            f"{cls.__module__}.{cls.__qualname__}; the name already "
+            f"belongs to {known.__module__}.{known.__qualname__}. Allowed: a "
+            f"name not in {', '.join(REGISTRY)}. Give the new recipe another "
+            "`name`."
         )
     REGISTRY[cls.name] = cls
 

@@ -90,9 +90,10 @@ def sizes_of(
         wrong = any(sizes.get(c, size) != size for c, size in pairs.items())
         if len(letters) != len(shape) or wrong:
             raise ValueError(
-                f"The {operand} do not fit {letters!r} of the equation. "
-                f"Received: shape {shape}. Allowed: an axis for each letter, "
-                f"with these sizes: {sizes}. Correct one of the two."
+                f"The operand {operand!r} does not fit {letters!r} of the "
+                f"equation. Received: shape {shape}. Allowed: an axis for "
+                f"each letter, with these sizes: {sizes}. Correct the operand "
+                "or the equation."
             )
         sizes |= pairs
     return sizes

@@ -336,7 +336,7 @@ def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
     attention = text_in(entries, ATTENTION_KEY, path)
     if attention not in ("", "float8"):
         raise ValueError(
-            _unknown(path_of(layer), "attention mode", attention, "float8")
+            _unknown(path_of(layer), "an attention mode", attention, "float8")
         )
     return _Found(layer, policy, entries, attention or None)
 
@@ -351,12 +351,12 @@ def _policy(name: str, path: str) -> Float8DTypePolicy:
         if isinstance(policy, Float8DTypePolicy):
             return policy
     allowed = "full names of float8 policies, as in `policy.full_name`"
-    raise ValueError(_unknown(path, "policy", name, allowed) + cause)
+    raise ValueError(_unknown(path, "a policy", name, allowed) + cause)
 
 
 def _unknown(path: str, what: str, value: str, allowed: str) -> str:
     return (
-        f"Layer {path!r} was saved under a {what} that this version of "
+        f"Layer {path!r} was saved under {what} that this version of "
         f"keras_policy_ext does not know. Received: {value!r}. Allowed: "
         f"{allowed}. Update keras_policy_ext, or load the weights without "
         "float8, as Keras does: `keras.saving.load_model` or "

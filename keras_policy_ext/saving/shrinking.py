@@ -113,7 +113,10 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
     except (OSError, TypeError) as error:
         raise ValueError(f"cannot load {source}: {error}") from error
     if frozen_layers(model):
-        raise ValueError(f"{source!r} is frozen; its kernels are one byte each")
+        raise ValueError(
+            f"{source!r} is already frozen: its kernels are one byte each. "
+            "Pass a file that is not frozen."
+        )
     try:
         report = freeze(model, **options)
     except ValueError as error:

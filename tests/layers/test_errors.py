@@ -185,8 +185,8 @@ def test_weights_of_other_shapes_change_nothing():
     [
         (("ab,bc->ac", None, "kernel"), "Received: inputs None"),
         (("ab,bc->ac", "x", None), "kernel None"),
-        ((None, "x", "kernel"), "it is no string"),
-        ((3, "x", "kernel"), "it is no string"),
+        ((None, "x", "kernel"), "it is not a string"),
+        ((3, "x", "kernel"), "it is not a string"),
         (("ab,bc->ac", "x", "kernel", None, "foo"), "dtype='foo'"),
         (("ab,bc->ac", "x", "kernel", None, "int8"), "dtype='int8'"),
     ],
