@@ -379,7 +379,7 @@ _WORDS = {
 }
 
 
-def _is_per_axis(value: Tensor) -> bool:
+def _is_per_axis(value: object) -> bool:
     return (
         isinstance(value, tuple)
         and 1 <= len(value) <= 3

@@ -117,7 +117,7 @@ class Float8Mixin(
 
     # The getter is Keras's: torch.compile does not follow `super` into one.
     @keras.layers.Layer.dtype_policy.setter
-    def dtype_policy(self, value: Tensor) -> None:
+    def dtype_policy(self, value: Any) -> None:
         """The dtype policy of this layer.
 
         Raises:

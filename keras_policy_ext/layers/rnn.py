@@ -471,7 +471,7 @@ class _CuDNN(_bases.MixedInto):
         return self.__dict__.get("use_cudnn", "auto")
 
     @use_cudnn.setter
-    def use_cudnn(self, value: Tensor) -> None:
+    def use_cudnn(self, value: object) -> None:
         self.__dict__["use_cudnn"] = value
 
 

@@ -27,7 +27,6 @@ from keras import ops
 
 from keras_policy_ext import _input_files, formats
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
@@ -142,13 +141,13 @@ def _check_header(header: dict[str, Any], path: str) -> None:
             raise ValueError(damaged(path, found))
 
 
-def _are_names(value: Tensor, header: dict[str, Any]) -> bool:
+def _are_names(value: object, header: dict[str, Any]) -> bool:
     if not isinstance(value, list):
         return False
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
 
 
-def _are_summed(value: Tensor, header: dict[str, Any]) -> bool:
+def _are_summed(value: object, header: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return False
     if not all(isinstance(each, list) for each in value.values()):
@@ -158,7 +157,7 @@ def _are_summed(value: Tensor, header: dict[str, Any]) -> bool:
     return right and set(value) <= set(header["names"])
 
 
-def _is_lora(value: Tensor, header: dict[str, Any]) -> bool:
+def _is_lora(value: object, header: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return value is None
     rank, alpha = value.get("rank"), value.get("alpha")

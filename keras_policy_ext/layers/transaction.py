@@ -16,7 +16,6 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import built_layers, variable_values
-from keras_policy_ext._types import Tensor
 
 # Their own methods are used, not those of the subclasses of Keras and
 # TensorFlow, which would track what is put back as if it were new.
@@ -147,7 +146,7 @@ def _refill(container: Any, base: Any, entries: list[Any]) -> None:
             base.__setitem__(container, *entry)
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same(first: object, second: object) -> bool:
     if isinstance(first, tuple) and isinstance(second, tuple):
         return len(first) == len(second) and all(
             a is b for a, b in zip(first, second, strict=True)

@@ -259,7 +259,9 @@ class _Gradients(ByExample):
         return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+    ) -> None:
         ctx.how, outputs_grad, *ctx.links = inputs[:4]
         ctx.observed = output[2:]
         ctx.set_materialize_grads(False)
@@ -317,7 +319,9 @@ class _Last(ByExample):
         return gradient.view_as(gradient)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+    ) -> None:
         pass
 
     @staticmethod

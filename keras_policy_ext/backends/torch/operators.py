@@ -169,7 +169,7 @@ def _(
     return found + [torch.empty_like(matrix) for matrix in _listed(state)]
 
 
-def _save(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     name, x, kernel, state, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.name, ctx.uses_state = name, state is not None
@@ -259,7 +259,7 @@ def _(
     return outputs_grad.new_empty(shape)
 
 
-def _save_frozen(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+def _save_frozen(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.name, x, constants = inputs
     ctx.shape = list(x.shape)
     ctx.save_for_backward(*constants)

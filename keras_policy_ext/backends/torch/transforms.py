@@ -61,7 +61,9 @@ class _Run(ByExample):
         return tuple(found[before:])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+    ) -> None:
         ctx.operation, ctx.links, x, kernel, *state = inputs
         ctx.shapes = tuple(x.shape), tuple(kernel.shape)
         ctx.uses_state = bool(state)
@@ -89,7 +91,9 @@ class _RunFrozen(ByExample):
         return operators.apart(found, [inputs, *constants])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+    ) -> None:
         ctx.operation, x, *constants = inputs
         ctx.shape = tuple(x.shape)
         ctx.save_for_backward(*constants)
