@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
+
 from keras_policy_ext._keras import keras_hub as hub
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.export import (
@@ -45,7 +47,9 @@ class ExportRequest:
     options: dict[str, Any]
 
 
-def run(model: Any, request: ExportRequest, formats: Sequence[str]) -> Any:
+def run(
+    model: keras.Layer, request: ExportRequest, formats: Sequence[str]
+) -> Any:
     """Run an export; `formats` lists the allowed formats."""
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
@@ -56,7 +60,7 @@ def run(model: Any, request: ExportRequest, formats: Sequence[str]) -> Any:
     return _to_folder(model, request)
 
 
-def _to_onnx(model: Any, request: ExportRequest) -> Any:
+def _to_onnx(model: keras.Layer, request: ExportRequest) -> Any:
     write = importlib.import_module("keras_policy_ext.export.onnx").write
     weights, granularity, activations = request.asked
     report = write(
@@ -76,7 +80,7 @@ def _to_onnx(model: Any, request: ExportRequest) -> Any:
     return dataclasses.replace(report, notes=(*report.notes, *merged))
 
 
-def _to_file(model: Any, request: ExportRequest) -> ExportReport:
+def _to_file(model: keras.Layer, request: ExportRequest) -> ExportReport:
     found = kernels.of_model(model, request.include, request.exclude)
     scheme = kernels.scheme_of(found.values(), *request.asked, kernels.USUAL)
     _check_static(found.values(), scheme)
@@ -89,7 +93,7 @@ def _to_file(model: Any, request: ExportRequest) -> ExportReport:
     return ExportReport.of(request.path, request.format, scheme, written, notes)
 
 
-def _to_folder(model: Any, request: ExportRequest) -> ExportReport:
+def _to_folder(model: keras.Layer, request: ExportRequest) -> ExportReport:
     size = safetensors_files.size_of(request.max_shard_size)
     backbone, tokenizer = language_models.parts(model, request.format)
     found = kernels.of_model(backbone, request.include, request.exclude)

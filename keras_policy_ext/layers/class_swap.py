@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import keras
+
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers import stored_weights
@@ -27,7 +29,9 @@ _OF_FORMS = (
 
 
 def to_float8_class(
-    layer: Any, policy: Any = None, frozen: Iterable[Frozen] | None = None
+    layer: keras.Layer,
+    policy: Any = None,
+    frozen: Iterable[Frozen] | None = None,
 ) -> None:
     """Turn a built layer into its float8 form, in place.
 
@@ -66,7 +70,7 @@ def to_float8_class(
         built_layers.track_again([layer])
 
 
-def to_stock_class(layer: Any) -> None:
+def to_stock_class(layer: keras.Layer) -> None:
     """Undo `to_float8_class`: stock class, source policy, no float8 state.
 
     A class without a stock original, such as a user's own class with the
@@ -94,7 +98,7 @@ def to_stock_class(layer: Any) -> None:
         built_layers.track_again([layer])
 
 
-def _form(layer: Any) -> type:
+def _form(layer: keras.Layer) -> type:
     form = form_of(type(layer))
     if form is None:
         raise ValueError(
@@ -106,7 +110,7 @@ def _form(layer: Any) -> type:
     return form
 
 
-def _check_built(layer: Any) -> None:
+def _check_built(layer: keras.Layer) -> None:
     if not layer.built:
         raise ValueError(
             f"Layer {layer.name!r} has no weights yet. Received: a layer "

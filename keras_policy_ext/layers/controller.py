@@ -57,7 +57,7 @@ class Float8Controller:
             None if the layer does not follow float8.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: keras.Layer) -> None:
         self.layer = layer
         self.kernel_paths: tuple[str, ...] = ()
         self.weight_names: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Float8Controller:
         self._path: str | None = ""
 
     @classmethod
-    def join(cls, layer: Any) -> None:
+    def join(cls, layer: keras.Layer) -> None:
         """Give a layer a controller, if it has none yet."""
         # Keras tracks no such object, and PyTorch no attribute before its
         # own constructor has run.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import string
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import equations
 
 
-def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
+def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
     """Compute what the adapters add to `einsum(equation, inputs, kernel)`.
 
     Args:
@@ -49,7 +50,7 @@ def einsum_adapter(layer: Any, equation: str, inputs: Tensor) -> Tensor:
 
 
 def conv_adapter(
-    layer: Any, inputs: Tensor, arguments: dict[str, Any]
+    layer: keras.Layer, inputs: Tensor, arguments: dict[str, Any]
 ) -> Tensor:
     """Compute what the adapters add to a convolution.
 
@@ -72,12 +73,12 @@ def conv_adapter(
     return _scale(layer, ops.conv(x, b, data_format=layer.data_format))
 
 
-def _factors(layer: Any) -> tuple[Tensor, Tensor]:
+def _factors(layer: keras.Layer) -> tuple[Tensor, Tensor]:
     return tuple(
         layer.convert_input(ops.convert_to_tensor(factor))
         for factor in (layer.lora_kernel_a, layer.lora_kernel_b)
     )
 
 
-def _scale(layer: Any, x: Tensor) -> Tensor:
+def _scale(layer: keras.Layer, x: Tensor) -> Tensor:
     return ops.multiply(x, layer.lora_alpha / layer.lora_rank)

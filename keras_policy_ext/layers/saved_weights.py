@@ -185,7 +185,7 @@ def _text(policy: Float8DTypePolicy, native: str) -> str:
     )
 
 
-def texts_for_file(layer: Any) -> dict[str, str]:
+def texts_for_file(layer: keras.Layer) -> dict[str, str]:
     """Return the texts that a file holds about a float8 layer."""
     policy = policy_of(layer)
     if not isinstance(policy, Float8DTypePolicy):
@@ -197,7 +197,7 @@ def texts_for_file(layer: Any) -> dict[str, str]:
 
 
 def load(
-    layer: Any,
+    layer: keras.Layer,
     store: Mapping[str, np.ndarray],
     stock: Callable[[Mapping[str, np.ndarray]], None],
 ) -> None:
@@ -237,7 +237,7 @@ def load(
     layer.float8_state.load_stock(entries)
 
 
-def _load_stored(layer: Any, store: Mapping[str, np.ndarray]) -> None:
+def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
     """Load codes and scales; raise if the layer or the file has none."""
     if not layer.is_frozen:
         stored_files.refuse(layer)
@@ -247,7 +247,7 @@ def _load_stored(layer: Any, store: Mapping[str, np.ndarray]) -> None:
 
 
 def _stock_store(
-    layer: Any, store: Mapping[str, np.ndarray]
+    layer: keras.Layer, store: Mapping[str, np.ndarray]
 ) -> stock_state.StockStore | None:
     """Return what a file of Keras's own float8 has for a layer, or None.
 

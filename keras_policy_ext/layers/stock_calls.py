@@ -15,7 +15,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.operands import is_floating_tensor
 
 
-def refuse_quantize(layer: Any, mode: str | None) -> None:
+def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
     """Raise if a float8 layer cannot be quantized by Keras.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_policy_ext.contractions import ConvTranspose
@@ -31,7 +32,7 @@ _LINEAR: dict[str, Any] = {
 
 
 @layer("Conv1D", "Conv2D", "Conv3D")
-def _convolution(context: Context, layer: Any, x: Value) -> Value:
+def _convolution(context: Context, layer: keras.Layer, x: Value) -> Value:
     y = _convolved(
         context,
         layer,
@@ -46,21 +47,21 @@ def _convolution(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer("DepthwiseConv1D", "DepthwiseConv2D")
-def _depthwise(context: Context, layer: Any, x: Value) -> Value:
+def _depthwise(context: Context, layer: keras.Layer, x: Value) -> Value:
     y = _by_channel(context, layer, layer.kernel, x, context.bias(layer))
     y = _put_back(layer, y, x.rank)
     return activated(context, layer.activation, y)
 
 
 @layer("SeparableConv1D", "SeparableConv2D")
-def _separable(context: Context, layer: Any, x: Value) -> Value:
+def _separable(context: Context, layer: keras.Layer, x: Value) -> Value:
     y = _by_channel(context, layer, layer.depthwise_kernel, x, [])
     y = _put_back(layer, _convolved(context, layer, y), x.rank)
     return activated(context, layer.activation, y)
 
 
 @layer("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
-def _transposed(context: Context, layer: Any, x: Value) -> Value:
+def _transposed(context: Context, layer: keras.Layer, x: Value) -> Value:
     y = _convolved(
         context,
         layer,
@@ -75,7 +76,7 @@ def _transposed(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer(*(f"{kind}Pooling{d}" for kind in ("Max", "Average") for d in _RANKS))
-def _pool(context: Context, layer: Any, x: Value) -> Value:
+def _pool(context: Context, layer: keras.Layer, x: Value) -> Value:
     """Pool over windows; averages do not count the padding."""
     padding: dict[str, Any] = {}
     if layer.padding == "same":
@@ -92,7 +93,7 @@ def _pool(context: Context, layer: Any, x: Value) -> Value:
 @layer(
     *(f"Global{kind}Pooling{d}" for kind in ("Max", "Average") for d in _RANKS)
 )
-def _pool_all(context: Context, layer: Any, x: Value) -> Value:
+def _pool_all(context: Context, layer: keras.Layer, x: Value) -> Value:
     kind = "Max" if "Max" in _stock_name(layer) else "Mean"
     first = 1 if layer.data_format == "channels_last" else 2
     axes = range(first, first + x.rank - 2)
@@ -100,7 +101,7 @@ def _pool_all(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer(*(f"ZeroPadding{d}" for d in _RANKS))
-def _zero_padding(context: Context, layer: Any, x: Value) -> Value:
+def _zero_padding(context: Context, layer: keras.Layer, x: Value) -> Value:
     padding = layer.padding
     around = [padding] if isinstance(padding[0], int) else [*padding]
     channels = 2 if layer.data_format == "channels_first" else 1
@@ -111,7 +112,7 @@ def _zero_padding(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer(*(f"Cropping{d}" for d in _RANKS))
-def _cropping(context: Context, layer: Any, x: Value) -> Value:
+def _cropping(context: Context, layer: keras.Layer, x: Value) -> Value:
     cropping = layer.cropping
     around = [cropping] if isinstance(cropping[0], int) else [*cropping]
     first = 2 if getattr(layer, "data_format", "") == "channels_first" else 1
@@ -121,7 +122,7 @@ def _cropping(context: Context, layer: Any, x: Value) -> Value:
 
 
 @layer(*(f"UpSampling{d}" for d in _RANKS))
-def _up_sampling(context: Context, layer: Any, x: Value) -> Value:
+def _up_sampling(context: Context, layer: keras.Layer, x: Value) -> Value:
     ways = {"nearest": _NEAREST, "bilinear": _LINEAR}
     way = ways.get(getattr(layer, "interpolation", "nearest"))
     if way is None:
@@ -136,7 +137,11 @@ def _up_sampling(context: Context, layer: Any, x: Value) -> Value:
 
 
 def _convolved(
-    context: Context, layer: Any, x: Value, kind: str = "Conv", **options: Any
+    context: Context,
+    layer: keras.Layer,
+    x: Value,
+    kind: str = "Conv",
+    **options: Any,
 ) -> Value:
     """Convolve inputs, with channels first, and add the bias."""
     kernel = context.kernels.of(layer)
@@ -146,7 +151,11 @@ def _convolved(
 
 
 def _by_channel(
-    context: Context, layer: Any, kernel: Any, x: Value, bias: list[Value]
+    context: Context,
+    layer: keras.Layer,
+    kernel: Any,
+    x: Value,
+    bias: list[Value],
 ) -> Value:
     """Convolve each channel with `depth_multiplier` windows of its own."""
     values = context.kernels.weight(kernel, _DEPTHWISE)
@@ -164,7 +173,7 @@ def _by_channel(
     )
 
 
-def _channels_first(layer: Any, x: Value) -> Value:
+def _channels_first(layer: keras.Layer, x: Value) -> Value:
     """Cast inputs to float32, of shape (batch, channels, *window axes)."""
     x, rank = x.cast("float32"), x.rank
     if getattr(layer, "data_format", "") == "channels_first":
@@ -172,14 +181,14 @@ def _channels_first(layer: Any, x: Value) -> Value:
     return x.transpose(0, rank - 1, *range(1, rank - 1))
 
 
-def _put_back(layer: Any, y: Value, rank: int) -> Value:
+def _put_back(layer: keras.Layer, y: Value, rank: int) -> Value:
     """Transpose outputs of this rank to the data format of the layer."""
     if getattr(layer, "data_format", "") == "channels_first":
         return y
     return y.transpose(0, *range(2, rank), 1)
 
 
-def _padding(layer: Any, x: Value) -> dict[str, Any]:
+def _padding(layer: keras.Layer, x: Value) -> dict[str, Any]:
     """Return the attributes that pad a convolution."""
     window = [
         (size - 1) * rate + 1
@@ -195,7 +204,7 @@ def _padding(layer: Any, x: Value) -> dict[str, Any]:
 
 
 def _same_padding(
-    layer: Any, x: Value, window: Sequence[int]
+    layer: keras.Layer, x: Value, window: Sequence[int]
 ) -> dict[str, Any]:
     """Return the attributes that pad both sides, the odd one at the end.
 
@@ -226,7 +235,7 @@ def _same_padding(
     return {"pads": before + after}
 
 
-def _cut_off(layer: Any) -> dict[str, Any]:
+def _cut_off(layer: keras.Layer) -> dict[str, Any]:
     """Return the attributes that crop both ends, or pad the end."""
     contraction = ConvTranspose(
         layer.strides,
@@ -243,7 +252,7 @@ def _cut_off(layer: Any) -> dict[str, Any]:
     }
 
 
-def _stock_name(layer: Any) -> str:
+def _stock_name(layer: keras.Layer) -> str:
     """Return the name of the Keras class that a layer is based on."""
     return next(
         base.__name__
