@@ -107,7 +107,7 @@ class Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """A forward pass as a function whose gradients are taken.
+    """The forward pass of a model, as a function to differentiate and measure.
 
     Attributes:
         call: `call(values, batch, inside)`, with a value for each variable. It

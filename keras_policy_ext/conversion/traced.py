@@ -133,7 +133,7 @@ def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
 def convolution(
     contraction: Any, inputs: Shape, kernel: Shape, outputs: Shape
 ) -> Product:
-    """Return the product of a convolution, transposed or not."""
+    """Return the `Product` of a convolution: its count and operand sizes."""
     counted = inputs if contraction.is_transposed else outputs
     return tracing.convolution(_positions(contraction, counted), inputs, kernel)
 

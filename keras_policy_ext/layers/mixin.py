@@ -447,7 +447,7 @@ class Float8Mixin(
         return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
 
     def texts_for_file(self) -> dict[str, str]:
-        """Return the texts that a file holds about this layer."""
+        """Return the strings to save for this layer, such as its policy."""
         return saved_weights.texts_for_file(self)
 
     @property

@@ -307,7 +307,7 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 
 def read_as_numbers(layer: keras.Layer) -> None:
-    """Replace codes in attributes of a layer by the kernels that read them.
+    """Replace codes in the attributes of a layer by dequantized kernels.
 
     The layer still tracks the codes, since they were assigned first.
     """

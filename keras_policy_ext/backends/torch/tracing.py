@@ -215,7 +215,7 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
-    """Call the model on zeros, and on its variables as `taken` returns them."""
+    """Run a forward pass on zeros; return the tensors that autograd saves."""
     for tensor in step.held:
         _given(tensor, "weights")
     values = [
