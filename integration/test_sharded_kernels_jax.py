@@ -19,12 +19,12 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, keras, numpy as np
 from keras import distribution
 import keras_policy_ext as kpe
-from keras_policy_ext import frameworks
+from keras_policy_ext import backends
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(256, 2, 64)).astype("float32")
 y = rng.normal(size=(256, 2, 64)).astype("float32")
-framework = frameworks.current()
+framework = backends.current()
 gather = r"= (\\w+\\[[\\d,]*\\])\\S* all-gather\\("
 cut = {
     "batch": {

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource, compile
 from keras_policy_ext import recipes
 from keras_policy_ext.backends.torch import triton_kernels
 from keras_policy_ext.backends.both_layouts import ScaleHint
-from keras_policy_ext.numerics.scale_protocol import ScaleRule
+from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
 
 capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]

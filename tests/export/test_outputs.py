@@ -126,9 +126,9 @@ def test_a_killed_process_leaves_nothing_under_the_name(tmp_path):
     write(path, "old")
     code = (
         "import os, signal, sys\n"
-        "from keras_policy_ext.export import outputs\n"
+        "from keras_policy_ext.export import language_models\n"
         "path = sys.argv[1]\n"
-        "with outputs.whole(path, folder=True, overwrite=True) as place:\n"
+        "with language_models.whole(path, folder=True, overwrite=True) as place:\n"
         "    (place / 'config.json').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
