@@ -128,7 +128,8 @@ def test_a_killed_process_leaves_nothing_under_the_name(tmp_path):
         "import os, signal, sys\n"
         "from keras_policy_ext.export import language_models\n"
         "path = sys.argv[1]\n"
-        "with language_models.whole(path, folder=True, overwrite=True) as place:\n"
+        "whole = language_models.whole(path, folder=True, overwrite=True)\n"
+        "with whole as place:\n"
         "    (place / 'config.json').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
