@@ -48,25 +48,25 @@ from keras_policy_ext.policies import (
 
 
 def _warn_of_lost_float8(model: Any, path: Any) -> None:
-    """Warn if Keras has loaded a file but lost its float8 layers."""
+    """Warn if a model that Keras has loaded lost its float8 layers."""
     name = f"{__name__}.saving.keras_hooks"
     importlib.import_module(name).warn_of_lost_float8(model, path)
 
 
 def _load_whole(*args: Any, **kwargs: Any) -> Any:
-    """Load a model if Keras would turn its float8 layers into stock layers."""
+    """Load a model whose float8 layers Keras's loader would lose, or None."""
     name = f"{__name__}.saving.loading"
     return importlib.import_module(name).load_whole(*args, **kwargs)
 
 
 def _check_export(model: Any, format: str) -> None:
-    """Raise if an exported file could not compute what float8 layers do."""
+    """Raise if `Model.export` would write float8 layers incorrectly."""
     name = f"{__name__}.saving.keras_hooks"
     importlib.import_module(name).check_export(model, format)
 
 
 def _describe_policies(model: Any) -> dict[str, Any]:
-    """Return the policies of models themselves, for the file of a model."""
+    """Return the dtype policies of models, as metadata for a model's file."""
     name = f"{__name__}.saving.keras_hooks"
     found: dict[str, Any]
     found = importlib.import_module(name).policies_of_models(model)

@@ -11,14 +11,14 @@ import keras
 if TYPE_CHECKING:
 
     class MixedInto(keras.Layer):
-        """A base class by which type checkers see that a mixin is a layer."""
+        """A base class of mixins that makes type checkers see a layer."""
 
 else:
     MixedInto = object
 
 
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:
-    """Raise if a mixin comes after the class that it is to change.
+    """Raise if a class lists a mixin after the Keras class to be changed.
 
     In that order Python finds the methods of that class first, and the mixin
     silently does nothing.

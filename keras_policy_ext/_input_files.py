@@ -1,4 +1,4 @@
-"""Check what files declare, before anything is read or allocated.
+"""Check input files before arrays are read or memory is allocated.
 
 A file of a few bytes can declare an array of terabytes, an array in another
 file, or endlessly nested text. All readers of this package check here first.
@@ -37,7 +37,7 @@ _OPEN, _CLOSE = frozenset("[{"), frozenset("]}")
 
 
 def json_in(text: str | bytes, where: object) -> Any:
-    """Parse JSON, and refuse text that nests too deep.
+    """Parse JSON text; raise if it nests too deep.
 
     Args:
         text: The text; bytes are UTF-8.
@@ -57,7 +57,7 @@ def json_in(text: str | bytes, where: object) -> Any:
 
 
 def check_archive(path: object, archive: zipfile.ZipFile) -> None:
-    """Raise if an archive holds unsafe names or far too much data.
+    """Raise if a zip archive has unsafe names or unpacks to too much data.
 
     Raises:
         ValueError: If a name occurs twice or leads out of the archive, or
@@ -113,7 +113,7 @@ def check_hdf5(path: object, file: h5py.File) -> int:
 
 
 def check_dataset(path: object, dataset: Any) -> None:
-    """Raise if an HDF5 array is not completely in its file.
+    """Raise if the data of an HDF5 array are not all in the file.
 
     Args:
         path: The name of the file in errors.
@@ -148,7 +148,7 @@ def check_dataset(path: object, dataset: Any) -> None:
 
 
 def array_in(path: object, value: Any) -> np.ndarray[Any, Any]:
-    """Return an array of a file after `check_dataset`.
+    """Check an HDF5 array with `check_dataset`, and return it as NumPy's.
 
     Raises:
         ValueError: As for `check_dataset`.
@@ -159,7 +159,7 @@ def array_in(path: object, value: Any) -> np.ndarray[Any, Any]:
 
 @contextlib.contextmanager
 def within_memory_of(path: object, numbers: int) -> Iterator[None]:
-    """Raise if a model that is made in the block is larger than its file.
+    """In the block, raise if a new model is far larger than the file.
 
     A config of a few bytes can request a layer of any size.
 
@@ -194,7 +194,7 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
 
 
 def check_names(path: object, names: Iterable[object]) -> None:
-    """Raise if an index names files outside its folder.
+    """Raise if an index of weights names a file outside its folder.
 
     Raises:
         ValueError: If it does.
@@ -207,7 +207,7 @@ def check_names(path: object, names: Iterable[object]) -> None:
 
 
 def damaged(path: object, found: str) -> ValueError:
-    """Return the error for a damaged file."""
+    """Return the ValueError for a damaged file."""
     return ValueError(
         f"This file is damaged or malicious. Received: {str(path)!r}: {found}. "
         "Allowed: the file as it was written, by Keras or by this package. "
@@ -231,7 +231,7 @@ def _check_size(path: object, declared: int, real: int) -> None:
 
 
 def _nests_too_deep(text: str) -> bool:
-    """Return True if brackets outside of strings nest too deep."""
+    """Return True if brackets in JSON text nest too deep."""
     if text.count("[") + text.count("{") <= MOST_NESTED:
         return False
     depth = 0
@@ -249,5 +249,5 @@ def _nests_too_deep(text: str) -> bool:
 
 
 def _split_strings(text: str) -> list[str]:
-    """Split JSON into text outside and inside of strings, alternating."""
+    """Split JSON text at quotes: parts outside and inside strings alternate."""
     return text.replace("\\\\", "").replace('\\"', "").split('"')

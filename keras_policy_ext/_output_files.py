@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def check_output(
     source: pathlib.Path, output: pathlib.Path, force: bool
 ) -> None:
-    """Raise if a command cannot write its model to this path.
+    """Raise if a command cannot write its model to the path `output`.
 
     Args:
         source: The input file, which is never overwritten.
@@ -37,7 +37,7 @@ def check_output(
 
 @contextlib.contextmanager
 def whole(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary path, which is moved to `output` at the end.
+    """In the block, write to the yielded path; it is then moved to `output`.
 
     A failure leaves no incomplete file, and does not change `output`.
     """

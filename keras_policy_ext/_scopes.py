@@ -22,14 +22,14 @@ class _Scope:
 
 
 class _OfThread(threading.local):
-    """The open scopes of a thread, the innermost last."""
+    """The list of scopes that are open in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
 
 
 class Scopes:
-    """All scopes of one kind.
+    """Manages nested scopes that set and restore a state of the thread.
 
     Args:
         name: The name of such a scope for users.
@@ -51,7 +51,7 @@ class Scopes:
         )
 
     def check(self) -> None:
-        """Raise if another task of this thread is inside a scope.
+        """Raise if another asyncio task of this thread is inside a scope.
 
         Raises:
             RuntimeError: If another task is inside a scope.
@@ -64,7 +64,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def opened(self, state: Any) -> Iterator[None]:
-        """Set a state for a `with` block.
+        """In the block, `state` is set; on exit, the earlier state is restored.
 
         Raises:
             RuntimeError: If another task of this thread is inside a scope.

@@ -27,7 +27,7 @@ _told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 
 
 def once(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function give each warning once per call, for all layers.
+    """Decorate a function so that one call gives each warning only once.
 
     Python does so for one line of a program, but forgets it as soon as a
     framework changes the warning filters.
@@ -50,7 +50,7 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def warn(text: str) -> None:
-    """Warn at the user's line, unless `once` has recorded the same text."""
+    """Warn at the user's line of code; inside `once`, give a text only once."""
     told = _told.get()
     if told is not None:
         if text in told:
@@ -60,7 +60,7 @@ def warn(text: str) -> None:
 
 
 def stacklevel() -> int:
-    """Return the `stacklevel` of the first call outside of this package.
+    """Return the `stacklevel` for a warning to point at the user's code.
 
     Calls in Keras and in the framework, which calls layers, are skipped too.
     Call this in the function that warns. Python then shows a warning once for

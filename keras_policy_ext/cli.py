@@ -63,7 +63,7 @@ only read, and code in it is not run.
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints errors in one line, without the usage.
+    """An argparse parser that prints errors in one line, without the usage.
 
     In a terminal the line is wrapped at blanks.
     """
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command `keras-policy-ext`; return the exit status.
 
     Args:
         argv: The arguments; None for those of the process.
@@ -150,9 +150,9 @@ def _add(
     help: str,
     description: str,
 ) -> argparse.ArgumentParser:
-    """Add a command with the name of the function that prepares it.
+    """Add a subcommand; `prepare` checks arguments and returns what runs it.
 
-    That function raises a ValueError if something is wrong, and returns a
+    `prepare` raises a ValueError if something is wrong, and returns a
     function that runs the command.
     """
     parser = commands.add_parser(
@@ -336,7 +336,7 @@ def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _device(text: str) -> str:
-    """Check the text of a device name; for `type=` of argparse."""
+    """Return a device name; raise if it is unknown. For `type=` of argparse."""
     try:
         devices.get(text)
     except ValueError as error:
@@ -345,7 +345,7 @@ def _device(text: str) -> str:
 
 
 def _sizes(text: str) -> int | tuple[int, ...]:
-    """Parse a size, or several separated by commas; for argparse."""
+    """Parse "256" to 256 and "256,128" to a tuple. For `type=` of argparse."""
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size. Allowed: a size such as 256, or several "

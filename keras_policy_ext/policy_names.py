@@ -32,7 +32,7 @@ NamedRules = tuple[tuple[str, str | None], ...]
 
 
 class PolicyName(NamedTuple):
-    """The parts of a full name; the spec is None if it has none."""
+    """The parts of a float8 policy's full name: recipe, source and rules."""
 
     spec: str | None
     source: str
@@ -40,7 +40,7 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Return True if a string looks like a float8 policy name.
+    """Return True if a string has the form of a float8 policy name.
 
     `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     """
@@ -52,7 +52,7 @@ def is_full_name(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Return True if a string names a float8 policy that Keras does not have.
+    """Return True if a string names a float8 policy that Keras cannot read.
 
     `"float8_from_<source>"` is a name in Keras too, so False.
     """
@@ -62,7 +62,7 @@ def is_ours(name: str) -> bool:
 
 
 def parse(name: str) -> PolicyName:
-    """Split a full name into its parts.
+    """Parse a float8 policy's full name to a `PolicyName`.
 
     Raises:
         ValueError: If it doesn't follow the grammar of this module.
@@ -84,7 +84,7 @@ def parse(name: str) -> PolicyName:
 def render(
     spec: str, source: str, rules: Iterable[tuple[str, str | None]] = ()
 ) -> str:
-    """Write a full name; `parse` reads it back.
+    """Return the full name of a float8 policy, which `parse` can read.
 
     Args:
         spec: The recipe's compact string, `""` for the default recipe.

@@ -33,7 +33,7 @@ Cells = Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The layout of a table column.
+    """The heading, alignment and wrapping of a table column.
 
     Attributes:
         heading: Its heading.
@@ -52,7 +52,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells, one for each column, or of text across all columns.
+    """A table of text: columns, rows and a title.
 
     Attributes:
         columns: The layout of the columns. Without headings there is no line
@@ -69,7 +69,7 @@ class Table:
     spaced: bool = False
 
     def text(self, width: int, most: int | None = None) -> list[str]:
-        """Return the table as lines; wrapped cells have at most `most` lines.
+        """Return the table as lines of text; wrapped cells have `most` lines.
 
         No word is ever cut: a table whose words do not fit is wider. An
         ellipsis marks what is left out.
@@ -100,7 +100,7 @@ class Table:
         return lines + _lines(columns, rows[heads:], widths, gap, width, most)
 
     def html(self) -> str:
-        """Return the table as an HTML element, with nothing left out."""
+        """Return the whole table as the HTML element `<table>`."""
         title = html.escape(printable(self.title))
         caption = f"<caption>{title}</caption>" if title else ""
         heads = self._html("th", [column.heading for column in self.columns])
@@ -119,7 +119,7 @@ class Table:
 
 
 class BaseReport:
-    """The base class of all reports.
+    """The base class of all reports: text, HTML and a dict.
 
     `str` and `repr` return its text, and a notebook shows its HTML.
     Dataclasses that derive from it need `repr=False`, because Python would
@@ -130,11 +130,11 @@ class BaseReport:
     """The sentence of the short text on how to see everything."""
 
     def _count(self) -> int:
-        """Return how many rows the short text may leave out."""
+        """Return the number of table rows that the short text may leave out."""
         return 0
 
     def _parts(self, full: bool, number: int) -> Iterable[str | Table]:
-        """Yield sentences and tables, from top to bottom.
+        """Yield the sentences and tables of the report, from top to bottom.
 
         Args:
             full: Whether to yield the parts of the full text.
@@ -143,7 +143,7 @@ class BaseReport:
         raise NotImplementedError
 
     def table(self, full: bool = False, every: str | None = None) -> str:
-        """Return the report as text, as wide as the terminal.
+        """Return the report as text: short, or in full.
 
         Args:
             full: Whether to include everything. False: as much as fits on one
@@ -180,7 +180,7 @@ class BaseReport:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """Return the HTML for a notebook; all text in it is escaped."""
+        """Return the report as HTML for a notebook, with all text escaped."""
         return "".join(
             part.html()
             if isinstance(part, Table)
@@ -190,7 +190,7 @@ class BaseReport:
 
 
 def percent(part: int, whole: int) -> str:
-    """Format a share: "0 %" and "100 %" only if that is exact."""
+    """Format a share as "12.3 %"; "0 %" and "100 %" only if exact."""
     if not whole or not part:
         return "0 %"
     if part == whole:
@@ -202,7 +202,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def amount(number: int) -> str:
-    """Format a number with three significant digits."""
+    """Format a count, such as "950,000", "1.23M" or "4.56G"."""
     for factor, sign in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
         if number >= factor:
             return f"{number / factor:.3g}{sign}"
@@ -210,7 +210,7 @@ def amount(number: int) -> str:
 
 
 def readable_bytes(number: int) -> str:
-    """Format bytes with three significant digits and a unit."""
+    """Format a number of bytes with three digits and a unit."""
     for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"
@@ -218,12 +218,12 @@ def readable_bytes(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number with its noun, in the plural unless it is 1."""
+    """Format a number with a noun: "1 layer", "2 layers"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def printable(text: str) -> str:
-    """Replace characters that are not printable, such as control characters."""
+    """Replace the characters of a text that cannot be printed."""
     if text.isprintable():
         return text
     return "".join(
@@ -233,13 +233,13 @@ def printable(text: str) -> str:
 
 
 class _Sentences(textwrap.TextWrapper):
-    """Wraps text at blanks, but not before a percent sign."""
+    """A text wrapper that breaks lines at blanks, not before a percent sign."""
 
     wordsep_simple_re = re.compile(r"( +(?!%))")
 
 
 class _Cells(textwrap.TextWrapper):
-    """Wraps text also after a `/`, and inside policy names."""
+    """A text wrapper that breaks lines after "/" and in policy names too."""
 
     wordsep_simple_re = re.compile(r"( +(?!%))|(?<=/)|(?<=_from_)")
 
@@ -250,7 +250,7 @@ def wrap(
     most: int | None = None,
     how: type[textwrap.TextWrapper] = _Cells,
 ) -> list[str]:
-    """Wrap a text into at most `most` lines, without splitting words."""
+    """Wrap a text to this width; "…" marks the end after `most` lines."""
     text = printable(text)
     indent = " " * (len(text) - len(text.lstrip()))
     return how(
@@ -264,7 +264,7 @@ def wrap(
 
 
 def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
-    """Return the lines of a report, with a blank line around each table."""
+    """Return report parts as lines, with a blank line around each table."""
     width = shutil.get_terminal_size((80, 24)).columns
     lines: list[str] = []
     for part in parts:
@@ -277,7 +277,7 @@ def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
 
 
 def _with(parts: Iterable[str | Table], every: str) -> list[str | Table]:
-    """Append the sentence on how to see everything, if there is a table."""
+    """Append the sentence `every` to report parts if there is a table."""
     found = list(parts)
     is_more = every and any(isinstance(part, Table) for part in found)
     return [*found, every] if is_more else found
@@ -287,7 +287,7 @@ def _in_two(
     rows: Iterable[Cells | str],
     split: Callable[[Cells], tuple[Cells | str, Cells | str]],
 ) -> list[Cells | str]:
-    """Split each row into two, with some cells on a line of their own."""
+    """Split each row of cells into two rows, by `split`."""
     return [
         part
         for row in rows
@@ -301,7 +301,7 @@ def _least(
     rows: Iterable[Cells | str],
     narrow: int = NARROW,
 ) -> list[int]:
-    """Return the minimum width of each column."""
+    """Return the minimum width of each column, from its cells."""
     cells = [row for row in rows if not isinstance(row, str)]
     return [
         max((_narrowest(column, row[n], narrow) for row in cells), default=0)
@@ -310,7 +310,7 @@ def _least(
 
 
 def _narrowest(column: Column, cell: str, narrow: int) -> int:
-    """Return the minimum width of a cell; larger for sentences."""
+    """Return the minimum width of a cell; a cell that wraps can be narrow."""
     length = rich.cells.cell_len(printable(cell))
     if not column.wraps:
         return length
@@ -321,7 +321,7 @@ def _narrowest(column: Column, cell: str, narrow: int) -> int:
 def _widths(
     columns: Sequence[Column], rows: Sequence[Cells | str], width: int
 ) -> list[int]:
-    """Return column widths that fit, by narrowing the widest columns."""
+    """Return the column widths; the widest are narrowed until all fit."""
     least = _least(columns, rows)
     widths = _least([Column("")] * len(columns), rows)
     while sum(widths) > width:
@@ -340,7 +340,7 @@ def _lines(
     width: int,
     most: int | None = None,
 ) -> list[str]:
-    """Return the lines of some rows."""
+    """Return table rows as lines of text, at these column widths."""
     lines: list[str] = []
     for are_across, run in itertools.groupby(
         rows, lambda row: isinstance(row, str)

@@ -9,7 +9,7 @@ _MARK = "_keras_policy_ext"
 
 
 def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
-    """Replace a function by another one, which gets the original.
+    """Replace `owner.name` by `function`, which gets the original as well.
 
     Each pair of functions is combined only once. If `owner` has no function of
     this name, nothing happens.

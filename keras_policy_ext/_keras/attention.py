@@ -1,4 +1,4 @@
-"""The parts of attention around its two matmuls."""
+"""Attention of Keras's layers, with other functions for the two matmuls."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
 def replace_attention(
     layer: keras.Layer, mixin: type, attend: Callable[..., object] | None
 ) -> None:
-    """Make one layer compute attention by a function; None undoes it.
+    """Make `layer` compute attention by `attend`; None restores Keras's.
 
     A subclass of `mixin` that overrides attention keeps its own. The function
     is set on the instance and not on the class: Keras compares the method of
@@ -76,7 +76,7 @@ def attend(
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention as `_compute_attention` does, with given matmuls.
+    """Compute attention as Keras's layer does, with the two matmuls passed in.
 
     Masks, softmax, dropout and the equations are those of the stock layer,
     which has them under private names only (keras 3.12 to 3.15). Expires with

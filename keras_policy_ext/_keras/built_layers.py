@@ -14,7 +14,7 @@ from keras_policy_ext._keras.around import put_around
 
 @contextlib.contextmanager
 def unlocked(layer: keras.Layer) -> Iterator[None]:
-    """Let a built layer gain or lose variables and sub-layers in a block.
+    """In the block, a built layer can gain or lose variables and sublayers.
 
     `quantize` of Keras's own layers does the same (keras 3.10 to 3.16). Expires
     with a public way to add a sub-layer to a built layer.
@@ -35,7 +35,7 @@ def unlocked(layer: keras.Layer) -> Iterator[None]:
 
 
 def tracker_of(thing: Any) -> Any:
-    """Return the tracker of the variables of a layer or an optimizer.
+    """Return the object with which Keras tracks a layer's variables, or None.
 
     It is `_tracker` (keras 3.0 to 3.16). Under another name, it is found by
     its methods. None if there is none.
@@ -48,7 +48,7 @@ def tracker_of(thing: Any) -> Any:
 
 
 def swap_class(layer: keras.Layer, cls: type) -> None:
-    """Give a built layer another class with the same attributes.
+    """Change the class of a built layer, which keeps its attributes.
 
     Keras stores facts about `call` when a layer is made, such as whether it
     takes `training` (keras 3.0 to 3.15). They are determined again here.
@@ -99,12 +99,12 @@ _GIVEN_QUANTIZE = "_quantize_given_by_keras"
 
 
 def put_class_back(layer: keras.Layer, cls: type) -> None:
-    """Undo `swap_class` in a layer whose attributes are restored already."""
+    """Set back the class that a layer had before `swap_class`."""
     object.__setattr__(layer, "__class__", cls)
 
 
 def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
-    """Return where Keras and a framework store the parts of an object.
+    """Return the objects in which Keras lists a layer's variables and layers.
 
     The object is a layer or an optimizer. Besides its attributes and the
     containers among them, these are Keras's tracker, with a list and a set of
@@ -138,7 +138,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 class QuantizedAsLeaf:
-    """A layer that `Model.quantize` visits although it contains a state.
+    """A layer that `Model.quantize` visits although it contains a sublayer.
 
     Keras visits the layers that contain no layers, and calls
     `_flatten_layers()` of each to see (keras 3.12 to 3.15). If a layer
@@ -168,11 +168,11 @@ def skip_in_quantize(layer: keras.Layer) -> None:
 
 
 def _stays(*args: Any, **kwargs: Any) -> None:
-    """Do nothing when asked to quantize."""
+    """Do nothing; this replaces `quantize` of a layer that is skipped."""
 
 
 def track(layer: keras.Layer, variable: keras.Variable) -> None:
-    """Track a variable in a layer, as `add_weight` does.
+    """Add a variable to the list of variables that a layer tracks.
 
     `add_weight` creates its variables itself, and only of one class
     (`_track_variable`, keras 3.0 to 3.16). Expires with a public way to track a
@@ -187,14 +187,14 @@ def track(layer: keras.Layer, variable: keras.Variable) -> None:
 
 
 class ToldWhenBuilt:
-    """A layer with a method that is called once it has its weights.
+    """A layer whose `when_built` Keras calls once the layer is built.
 
     Keras then calls `_post_build` (keras 3.12 to 3.15). If it does not, nothing
     is called. Expires with a public hook.
     """
 
     def when_built(self) -> None:
-        """Run once the layer is built; for subclasses to override."""
+        """Do nothing; subclasses override this to act once they are built."""
 
     def _post_build(self) -> None:
         parent: Any = super()
@@ -203,7 +203,7 @@ class ToldWhenBuilt:
 
 
 def around_set_weights(function: Callable[..., None]) -> None:
-    """Call a function in place of `Layer.set_weights`.
+    """Replace `Layer.set_weights` by a function that gets the original as well.
 
     Keras sets one weight after another until one does not fit (keras 3.0 to
     3.15). Expires when it checks all of them first.
@@ -220,7 +220,7 @@ def replace_variable(
     new: keras.Variable,
     tracked: keras.Variable | None = None,
 ) -> None:
-    """Replace a variable in an attribute of an unlocked layer.
+    """Replace the variable in a layer's attribute; the layer is unlocked.
 
     Args:
         layer: The layer.
@@ -250,7 +250,7 @@ def replace_variable(
 
 
 def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
-    """Stop tracking a variable in an unlocked layer.
+    """Remove a variable from those that an unlocked layer tracks.
 
     `quantize` of Keras's own layers does the same (`_untrack_variable`, keras
     3.0 to 3.16). Expires as `replace_variable` does.
@@ -266,7 +266,7 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
 
 
 def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
-    """Sort the own weights of a layer by a list of names.
+    """Sort a layer's trainable weights by their position in `names`.
 
     Keras's default loader pairs them with those of a file by their order
     (`_trainable_variables`, keras 3.0 to 3.16). Weights of other names come
@@ -286,7 +286,7 @@ def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
 
 
 def detach(layer: keras.Layer, name: str) -> None:
-    """Remove a sub-layer and its attribute from an unlocked layer.
+    """Remove the sublayer in attribute `name` from an unlocked layer.
 
     Deleting the attribute alone leaves the sub-layer tracked (keras 3.0 to
     3.15).
@@ -296,7 +296,7 @@ def detach(layer: keras.Layer, name: str) -> None:
 
 
 def track_again(layers: Iterable[keras.Layer]) -> None:
-    """Register the present variables of layers with PyTorch.
+    """Register the variables of layers as PyTorch parameters again.
 
     Keras's layers on torch register their variables as parameters when they
     are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).

@@ -23,13 +23,13 @@ _BUILT = "_post_build"
 
 
 def tells_what_is_built() -> bool:
-    """Return True if this Keras has the hook of `after_each_build`."""
+    """Return True if `after_each_build` works in this version of Keras."""
     return hasattr(keras.Layer, _BUILT)
 
 
 @contextlib.contextmanager
 def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
-    """Call a function with each layer that this thread builds, inner first.
+    """In the block, call `change` with each layer that this thread builds.
 
     So a model that is created in the block never holds more than one unchanged
     layer. The hook is private (`_post_build`). Expires with a public one.
@@ -52,7 +52,7 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
 def without_initial_values(
     wanted: Callable[[keras.Layer, str | None], bool],
 ) -> Iterator[None]:
-    """Skip the initial values of weights that this thread adds, in a block.
+    """In the block, skip initial values of the weights that `wanted` selects.
 
     The weights are zeros, which on PyTorch take no memory and cannot be
     assigned to. This is for weights that are replaced once the layer is built.
@@ -82,7 +82,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
 def before_each_variable(
     check: Callable[[tuple[Any, ...]], None],
 ) -> Iterator[None]:
-    """Call a function with the shape of each variable that this thread makes.
+    """In the block, call `check` with the shape of each variable to be made.
 
     It is called before memory is allocated, and not for variables made from an
     array. Keras does not limit what a config may request (keras 3.0 to 3.15).
@@ -110,7 +110,7 @@ def before_each_variable(
 def in_place_of(
     name: str, function: Callable[..., Any], cls: Any = keras.Layer
 ) -> Iterator[None]:
-    """Replace a method in a block by a function that gets the original.
+    """In the block, replace a method by a function that gets the original.
 
     By default it is a method of all layers. Other threads call the original.
 
@@ -173,7 +173,7 @@ If they are missing, no subclass overrides them. Expires when they are public.
 
 
 def training_of_call() -> bool | None:
-    """Return the `training` argument of the current layer call, or None.
+    """Return the `training` argument of the layer call in progress, or None.
 
     This is for layers whose `call` has no such argument. Keras stores it in the
     call context (keras 3.0 to 3.15), without a public way to read it. If the
@@ -190,7 +190,7 @@ def training_of_call() -> bool | None:
 
 
 def root_of_call() -> Any:
-    """Return an object that all layers share in one call of a model.
+    """Return an object that identifies the model call in progress, or None.
 
     If the user called a model, it is the call context that `training_of_call`
     reads. In a `stateless_call`, which enters none, it is the scope of that
@@ -208,7 +208,7 @@ def root_of_call() -> Any:
 
 
 def are_shapes_alone_wanted() -> bool:
-    """Return True if Keras computes outputs only for their shapes and dtypes.
+    """Return True if Keras is computing output shapes and dtypes only.
 
     On PyTorch, for example, it calls a model with ones before the first step of
     `fit`, if the model has attention in 16 bits (keras 3.0 to 3.15). It does so
@@ -220,7 +220,7 @@ def are_shapes_alone_wanted() -> bool:
 
 
 def is_in_a_call() -> bool:
-    """Return True if this thread is in the call of a layer.
+    """Return True if this thread is inside the call of a layer.
 
     It is read from the same context as in `training_of_call`. If that is
     missing, True. Expires with a public way to ask.
@@ -235,7 +235,7 @@ def is_in_a_call() -> bool:
 def around_each_call(
     scope: Callable[[keras.Layer], AbstractContextManager[object]],
 ) -> Iterator[None]:
-    """Run each layer call of this thread in a scope.
+    """In the block, run each layer call of this thread in `scope(layer)`.
 
     The scope is made for each layer. See `instead_of_each_call`.
     """
@@ -251,7 +251,7 @@ def around_each_call(
 def instead_of_each_call(
     function: Callable[..., Any],
 ) -> AbstractContextManager[None]:
-    """Call a function instead of each layer call of this thread.
+    """In the block, replace each layer call of this thread by `function`.
 
     A direct use of `call`, as in `TimeDistributed`, is not replaced. There is
     no public hook (keras 3.0 to 3.15). Expires with one.
@@ -264,7 +264,7 @@ def instead_of_each_call(
 
 
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
-    """Return Keras's context manager that reads variables in a dtype.
+    """Return Keras's scope in which autocast variables are read in a dtype.
 
     In its block, variables that autocast are read in `dtype`; with None, in
     their own dtype. Layers enter it around their `call`. It has no public name
@@ -282,7 +282,7 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
 
 
 def stored_autocast_scope() -> object:
-    """Return the `autocast_scope` that this thread is in, or None.
+    """Return Keras's autocast scope that is active in this thread, or None.
 
     It is read from Keras's thread-local state, which is not public (keras 3.0
     to 3.15). If that is missing, None: a layer that is not mixed then leaves
@@ -294,7 +294,7 @@ def stored_autocast_scope() -> object:
 
 
 def store_autocast_scope(scope: object) -> None:
-    """Set the `autocast_scope` of this thread; None for no scope.
+    """Set Keras's autocast scope of this thread; None for no scope.
 
     Raises:
         ImportError: If this Keras stores it elsewhere.
@@ -307,7 +307,7 @@ def store_autocast_scope(scope: object) -> None:
 
 
 class OwnArgumentConversion:
-    """A layer that converts the arguments of its call itself.
+    """A layer that casts its call arguments itself, instead of Keras.
 
     Keras's `__call__` casts every floating argument unless the layer sets
     `_convert_input_args = False`, as Keras's preprocessing layers do (keras
@@ -319,7 +319,7 @@ class OwnArgumentConversion:
 
     @property
     def converts_arguments(self) -> bool:
-        """Return True if arguments are to be converted at all."""
+        """True if the layer may cast its call arguments."""
         return bool(self.__dict__.get("_converts_arguments", True))
 
     @property
@@ -333,7 +333,7 @@ class OwnArgumentConversion:
 
 
 def keep_mask(old: Tensor, new: Tensor) -> Tensor:
-    """Copy the Keras mask of a tensor to its cast copy; return the copy.
+    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`.
 
     Keras does so when it casts arguments. Masks are attributes of tensors
     without public access (`masking`, keras 3.4 to 3.16). If the module is
@@ -353,7 +353,7 @@ def keep_mask(old: Tensor, new: Tensor) -> Tensor:
 
 
 def rematerialize_with_outer(layer: keras.Layer) -> None:
-    """Disable rematerialization of a layer whose outer layer is rematerialized.
+    """Turn off rematerialization of a layer that an outer layer rematerializes.
 
     If all of the outer layer is rematerialized, doing it again inside saves
     nothing. On TensorFlow it also fails for a stock layer that is called with
@@ -366,7 +366,7 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
 
 
 class _WithCell:
-    """The attributes of an RNN layer for `inner_loop`, with another cell."""
+    """A substitute for an RNN layer that has another cell."""
 
     def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
         self._layer = layer
@@ -383,7 +383,7 @@ def run_recurrent_loop(
     initial_state: list[Tensor],
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run `keras.layers.RNN.inner_loop` with another step function.
+    """Run the loop of an RNN layer over time, with `step` as the cell.
 
     There is no public loop over time steps with masks, and that of `RNN` calls
     `self.cell`. So it is called with a substitute for the layer (keras 3.0 to

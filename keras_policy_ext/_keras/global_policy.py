@@ -11,7 +11,7 @@ except ImportError:  # Keras has moved it: the public API has to do.
 
 
 def stored_global_policy() -> keras.DTypePolicy | None:
-    """Return the global policy as Keras stores it; None if none is stored.
+    """Read Keras's global policy without fixing it to the floatx policy.
 
     Public `keras.config.dtype_policy()` stores the floatx policy on its first
     read, after which `set_floatx` is ignored (keras 3.8 to 3.15); reading
@@ -24,7 +24,7 @@ def stored_global_policy() -> keras.DTypePolicy | None:
 
 
 def store_global_policy(policy: keras.DTypePolicy | None) -> None:
-    """Store a global policy; None empties the store.
+    """Set Keras's global policy; None removes it, so that floatx decides.
 
     `keras.config.set_dtype_policy(None)` raises (keras 3.8 to 3.15). If Keras
     has moved the store, None stores the policy of the present floatx.
@@ -38,7 +38,7 @@ def store_global_policy(policy: keras.DTypePolicy | None) -> None:
 
 
 def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Replace the policy of one layer, without changing a shared map.
+    """Set the policy of one layer, without writing into a shared map.
 
     Public `layer.dtype_policy = …` does not replace a map that a built layer
     holds, but writes into it, although many layers hold the same object
@@ -55,7 +55,7 @@ def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def name_for_maps(policy: keras.DTypePolicy, name: str) -> None:
-    """Set the name of maps whose default is this policy.
+    """Set the name that a `DTypePolicyMap` with this default policy has.
 
     `DTypePolicyMap.name` reads an attribute of its default, and not the
     property (`_name`, keras 3.4 to 3.15). Expires when it reads the property.

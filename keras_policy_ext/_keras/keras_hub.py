@@ -31,26 +31,26 @@ def is_causal_language_model(model: object) -> bool:
 
 
 def families() -> list[str]:
-    """List the backbone classes for which KerasHub has Hugging Face names."""
+    """Return the names of the backbone classes that KerasHub can export."""
     exporter = _exporter()
     return sorted(exporter.MODEL_EXPORTERS.keys() & exporter.MODEL_CONFIGS)
 
 
 def family(backbone: keras.Layer) -> str | None:
-    """Return the entry of `families` that a backbone belongs to, or None."""
+    """Return the name in `families` of a backbone's class or base, or None."""
     names = [cls.__name__ for cls in type(backbone).__mro__]
     return next((name for name in names if name in families()), None)
 
 
 def weight_map(backbone: keras.Layer, symbols: Symbols) -> dict[str, Any]:
-    """Return a symbolic tensor for each Hugging Face weight name."""
+    """Return, by Hugging Face weight name, the symbolic tensor to export."""
     write = _exporter().MODEL_EXPORTERS[family(backbone)]
     stand_in = symbols.stand_in(backbone)
     return dict(write(stand_in, include_lm_head=True))
 
 
 def config(backbone: keras.Layer, tokenizer: Any = None) -> dict[str, Any]:
-    """Return the entries of `config.json` for a backbone."""
+    """Return the `config.json` of Hugging Face for a backbone, as a dict."""
     write = _exporter().MODEL_CONFIGS[family(backbone)]
     has_head = "include_lm_head" in inspect.signature(write).parameters
     written = write(backbone, **({"include_lm_head": True} if has_head else {}))
@@ -63,14 +63,14 @@ def config(backbone: keras.Layer, tokenizer: Any = None) -> dict[str, Any]:
 
 
 def write_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the files of a tokenizer into a folder."""
+    """Write the Hugging Face files of a tokenizer into a folder."""
     _exporter().export_tokenizer(tokenizer, str(folder))
 
 
 def write_generation_config(
     backbone: keras.Layer, folder: str | os.PathLike[str]
 ) -> None:
-    """Write `generation_config.json`, if KerasHub can write one."""
+    """Write `generation_config.json`, if KerasHub supports that."""
     write = getattr(_exporter(), "export_generation_config", None)
     if write is not None:
         write(backbone, str(folder))
@@ -90,7 +90,7 @@ _LOADER = "keras_hub.src.utils.transformers.preset_loader"
 
 
 class Converter:
-    """The KerasHub converter for one kind of model.
+    """The KerasHub converter that reads one Hugging Face model.
 
     Args:
         folder: The folder of the model.
@@ -115,7 +115,7 @@ class Converter:
         self._loader = module.TransformersPresetLoader(str(folder), config)
 
     def make_backbone(self, dtype: str) -> keras.Model:
-        """Return a backbone of this kind, with new weights."""
+        """Return a new backbone for the model; no weights are loaded."""
         more: dict[str, Any] = {}
         if self._config.get("n_inner"):
             # GPT-2's, which KerasHub takes to be four times the width.
@@ -128,7 +128,7 @@ class Converter:
         return self._loader.load_backbone(cls, False, dtype=dtype, **more)
 
     def port(self, backbone: Any, loader: Any) -> None:
-        """Convert all weights, with `loader.port_weight` for each.
+        """Call `loader.port_weight` for each weight of a backbone.
 
         Args:
             backbone: A backbone of this kind, or its symbolic substitute.
@@ -140,7 +140,7 @@ class Converter:
 
 
 def language_model_of(backbone: keras.Model) -> keras.Model:
-    """Return a task that predicts tokens with a backbone, or the backbone."""
+    """Return a `CausalLM` around a backbone, or the backbone without one."""
     hub = importlib.import_module("keras_hub")
     name = type(backbone).__name__.removesuffix("Backbone") + "CausalLM"
     task = getattr(hub.models, name, None)
@@ -150,7 +150,7 @@ def language_model_of(backbone: keras.Model) -> keras.Model:
 
 
 def count_adapted_layers_again(model: keras.Model) -> None:
-    """Update the positions of LoRA layers that a KerasHub backbone stores.
+    """Update the indices of LoRA layers that a KerasHub backbone stores.
 
     For its adapter files, it stores their indices among all layers with weights
     (keras_hub 0.32), and a float8 state is one more such layer. Nothing happens
@@ -171,7 +171,7 @@ def count_adapted_layers_again(model: keras.Model) -> None:
 
 
 def writes_map_of_quantized_layers(model: keras.Model) -> bool:
-    """Return True if a model's config names a policy for each quantized layer.
+    """Return True if a model's config maps each quantized layer to a policy.
 
     KerasHub's backbones do (keras_hub 0.32): once a layer reports a
     `quantization_mode`, the config has a map of those layers in place of the

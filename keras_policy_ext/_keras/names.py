@@ -20,9 +20,9 @@ except ImportError:
 
 
 def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
-    """Call a function wherever Keras reads a policy from a name.
+    """Make Keras call `read` wherever it reads a dtype policy from a name.
 
-    That is in `keras.dtype_policies.get`, `keras.config.set_dtype_policy`,
+    It does in `keras.dtype_policies.get`, `keras.config.set_dtype_policy`,
     maps, and `dtype=` of layers. All use the class `DTypePolicy`, or, for a
     name that begins with a quantization mode, one function of its module
     (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.16; in 3.16 the
@@ -59,9 +59,9 @@ _PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 
 
 def call_without_float8(wanted: Callable[[], bool]) -> None:
-    """Let layers without float8 compute under Keras's float8 policy.
+    """Let layers without a float8 call run under Keras's float8 policy.
 
-    They compute in the dtypes of its source policy. Keras calls their
+    They compute in the dtypes of the source policy. Keras calls their
     `_float8_call`, which raises (keras 3.4 to 3.15), or the `call` of one
     object, which asks the layer for the geometry of its kernel
     (`_quantization_geometry`, 3.16). If both are missing, Keras raises. Expires

@@ -17,7 +17,7 @@ except ImportError:  # Keras has moved it: see `_replace_list`.
 def known_to_optimizer(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable] | None:
-    """Return the variables that an optimizer was built with, or None.
+    """Return the variables with which an optimizer was built, or None.
 
     They are in `_trainable_variables` (keras 3.0 to 3.16). See
     `check_can_retarget`.
@@ -29,7 +29,7 @@ def known_to_optimizer(
 
 
 def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
-    """Return an optimizer and those that it wraps, outermost first."""
+    """Return an optimizer, then the optimizers that it wraps."""
     found = []
     while isinstance(optimizer, keras.optimizers.Optimizer):
         found.append(optimizer)
@@ -38,7 +38,7 @@ def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
 
 
 def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raise if `retarget_optimizer` would not work.
+    """Raise if Keras lacks what `retarget_optimizer` needs.
 
     Raises:
         ImportError: If a built optimizer of this Keras lacks the attributes
@@ -63,7 +63,7 @@ def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
 def retarget_optimizer(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Replace the variables of a built optimizer, and keep their slots.
+    """Replace the variables of a built optimizer; known ones keep slots.
 
     Slots are moved, not copied. An optimizer has, for each model variable in
     order, one entry in each of its lists of slots (keras 3.0 to 3.15), and
@@ -96,7 +96,7 @@ def retarget_optimizer(
 
 
 def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
-    """Return True if variables with slots are in only one of two lists."""
+    """Return True if two lists differ in variables that have slots."""
     ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
     changed = [v for v in old if id(v) not in new_ids]
     changed += [v for v in new if id(v) not in ids]
@@ -106,7 +106,7 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
 def _has_slots_for_all(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> bool:
-    """Return True if `build` makes slots for overwritten variables.
+    """Return True if `build` makes slots even for overwritten variables.
 
     This is tried with one such variable. Keras's own optimizers make none,
     except gradient accumulators, which do not count as slots here.
@@ -134,7 +134,7 @@ def _has_slots_for_all(
 def _build_again(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Build a new set of slots, and keep those of known variables.
+    """Rebuild an optimizer's slots; known variables keep their old slots.
 
     Another optimizer is built for the variables. Its slots for known variables
     are replaced by the existing ones.
@@ -187,7 +187,7 @@ _AVERAGES = "_model_variables_moving_average"
 
 
 def _are_slots(candidate: object, before: dict[int, int]) -> bool:
-    """Return True if a list has a slot, or None, for each variable."""
+    """Return True if a list holds a slot, or None, for each variable."""
     if not isinstance(candidate, list) or len(candidate) != len(before):
         return False
     return all(
@@ -202,7 +202,7 @@ def _retarget_accumulators(
     variables: list[keras.Variable],
     places: list[int | None],
 ) -> None:
-    """Add accumulators for new variables, in the order of `build`.
+    """Add gradient accumulators for new variables, in `build`'s order.
 
     Files store the variables of an optimizer by their index.
     """
@@ -227,7 +227,7 @@ def _retarget_accumulators(
 def _replace_list(
     owner: keras.optimizers.Optimizer, name: str, values: list[keras.Variable]
 ) -> None:
-    """Replace a list attribute of an optimizer, without tracking it.
+    """Replace a list of an optimizer, without Keras tracking its variables.
 
     Stock `build` does the same. TensorFlow's checkpoints refuse a tracked list
     whose elements were replaced, and accept a new list.
@@ -243,7 +243,7 @@ def follow_weight_decay_exclusions(
     optimizer: keras.optimizers.Optimizer,
     pairs: Iterable[tuple[keras.Variable, object]],
 ) -> None:
-    """Exclude substitutes of excluded variables from weight decay.
+    """Exclude each variable's substitute from weight decay as well.
 
     `exclude_from_weight_decay(var_list=…)` stores the keys of variables, and on
     JAX and torch a substitute has another key. There is no public way to read

@@ -24,7 +24,7 @@ _printing = contextvars.ContextVar("a summary is printed", default=False)
 
 
 def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
-    """Leave some variables out of the totals of `model.summary()`.
+    """Leave variables out of the totals that `model.summary()` prints.
 
     The totals are sums over all weights of the model, computed by two functions
     of `summary_utils` (keras 3.0 to 3.15). These are wrapped here, and are
@@ -60,7 +60,7 @@ except ImportError:  # Keras has moved it: see `after_loading`.
 
 
 def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Call a function with each model that Keras's loader returns.
+    """Make Keras's loader call `tell` with each model that it returns.
 
     `keras.saving.load_model` reads `.keras` files and folders by one function
     of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped here. There
@@ -83,7 +83,7 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
 
 
 def before_loading(load: Callable[..., keras.Model | None]) -> None:
-    """Call a function before Keras's loader makes a model.
+    """Make Keras's loader call `load` first, which may return the model.
 
     Files, folders, and the bytes that `copy.deepcopy` and `pickle` make of a
     model are read by two functions of `saving_lib` (keras 3.0 to 3.15), which
@@ -115,7 +115,7 @@ def _warn_of_files(name: str) -> None:
 
 
 def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
-    """Add entries to the metadata in a model's file.
+    """Make Keras add the entries of `describe(model)` to a file's metadata.
 
     Keras makes the JSON of `config.json` and `metadata.json` in one function
     of `saving_lib` (`_serialize_model_as_json`, keras 3.0 to 3.15), and its
@@ -143,7 +143,7 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
 def model_of(
     config: dict[str, Any], custom_objects: Any, safe_mode: bool
 ) -> keras.Model:
-    """Return the model of a config without weights, as Keras's loader does.
+    """Create the model that a config describes; no weights are loaded.
 
     Shared objects are created once inside a scope that is not public
     (`ObjectSharingScope`, keras 3.0 to 3.15). If that is missing, each layer
@@ -178,7 +178,7 @@ def load_assets(model: keras.Model, folder: Any) -> None:
     from keras.src.saving import saving_lib
 
     class NoWeights(saving_lib.H5IOStore):
-        """A store of weights without a file."""
+        """An empty store of weights, which has no file."""
 
         def __init__(self) -> None:
             pass
@@ -208,7 +208,7 @@ def load_assets(model: keras.Model, folder: Any) -> None:
 
 
 def before_export(check: Callable[[keras.Model, str], None]) -> None:
-    """Call a function before `Model.export` writes anything.
+    """Make `Model.export` call `check` before it writes anything.
 
     All formats except PyTorch's are made from the same traced call, so a layer
     cannot tell for which one it is traced. There is no public hook, so the
@@ -232,7 +232,7 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
 
 
 def serialize_as(cls: type, original: type) -> None:
-    """Make files name a class by the name of another class.
+    """Save layers of class `cls` under the name of class `original`.
 
     This is for a class that is created at run time: a file must name a class
     that can be imported where it is loaded. Keras has the names in a table
@@ -249,16 +249,16 @@ def serialize_as(cls: type, original: type) -> None:
 
 
 def is_default(method: object) -> bool:
-    """Return True if a method is marked as the default of Keras's base classes.
+    """Return True if a method is Keras's default, such as `Layer.get_config`.
 
-    The mark is `_is_default` (keras 3.0 to 3.15). A marked `get_config` returns
-    the arguments of the constructor. If the mark is missing, False.
+    Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked `get_config`
+    returns the arguments of the constructor. If the mark is missing, False.
     """
     return bool(getattr(method, "_is_default", False))
 
 
 def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
-    """Change the `compile` arguments that are saved with a compiled model.
+    """Change the `compile` arguments that a model's file will hold.
 
     `get_compile_config` returns what `compile` was given, except for
     `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that was

@@ -9,7 +9,7 @@ from keras_policy_ext._keras import built_layers
 
 
 def is_quantized(layer: keras.Layer) -> bool:
-    """Return True if Keras has quantized a layer, in any mode.
+    """Return True if Keras's own `quantize` has changed a layer.
 
     `quantization_mode` is also set for a layer that follows a policy with a
     mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
@@ -23,7 +23,7 @@ _mode_of = keras.layers.Layer.quantization_mode.fget
 
 
 def other_mode(layer: keras.Layer) -> str | None:
-    """Return the mode of Keras's quantization of a layer; None for float8.
+    """Return the mode in which Keras quantized a layer; None if float8.
 
     A policy in a map may be Keras's own float8 for a layer of this package
     that does not follow it. The property of the layer is not read, because it
@@ -34,7 +34,7 @@ def other_mode(layer: keras.Layer) -> str | None:
 
 
 def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
-    """Return the variables that `quantize("float8")` of Keras added, by name.
+    """Return the variables that Keras's `quantize("float8")` added, by name.
 
     These are scales and amax histories of three operands, as trainable weights
     of the layer itself (keras 3.5 to 3.15). Empty for other layers.
@@ -53,7 +53,7 @@ def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
 
 
 def remove_stock_float8(layer: keras.Layer) -> None:
-    """Remove the variables of Keras's float8 from an unlocked layer, if any.
+    """Remove the variables that Keras's `quantize("float8")` added.
 
     Deleting the attributes would run the garbage collector once for each
     (3.15).
@@ -65,7 +65,7 @@ def remove_stock_float8(layer: keras.Layer) -> None:
 
 
 class TakesAdapters:
-    """A layer that accepts LoRA adapters although its mode is "float8".
+    """A float8 layer that accepts LoRA adapters, which Keras would refuse.
 
     Keras refuses adapters in this mode, because the call of its own float8
     layers ignores them (`_check_lora_supported`, from keras 3.16 on; before,
@@ -82,7 +82,7 @@ class TakesAdapters:
 
 
 def refuse_quantization(text: str) -> NoReturn:
-    """Raise that a layer is not quantized, with the reason for users.
+    """Raise NotImplementedError; the text tells users why.
 
     `Model.quantize` continues after a NotImplementedError. It warns with the
     text (keras 3.12 to 3.15). If it makes a report (3.16), it only counts the

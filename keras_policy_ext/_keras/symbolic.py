@@ -17,7 +17,7 @@ def operation_class(
     takes_list: bool = False,
     **options: Any,
 ) -> Any:
-    """Return the class that Keras uses in graphs for a `keras.ops` function.
+    """Return the operation class behind a function such as `keras.ops.add`.
 
     `keras.ops` exports only the functions, but a saved graph names the classes
     (keras 3.0 to 3.15). The class is read from the history of a symbolic
@@ -48,14 +48,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Symbols:
-    """Create symbolic tensors for variables, and evaluate results of them."""
+    """Creates symbolic tensors for variables, and evaluates results of them."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Any] = {}
         self._variables: dict[int, keras.Variable] = {}
 
     def stand_in(self, layer: keras.Layer) -> Any:
-        """Return a substitute for a layer, with symbolic weights.
+        """Return a copy of a layer whose weights are symbolic tensors.
 
         It has the attributes of the layer. Layers and lists of layers in it are
         replaced too. Kernels and embeddings are those without LoRA adapters.
@@ -63,7 +63,7 @@ class Symbols:
         return _SymbolicStandIn(layer, self)
 
     def tensor(self, variable: keras.Variable) -> Any:
-        """Return the symbolic tensor for a variable, the same each time."""
+        """Return the symbolic tensor of a variable, always the same tensor."""
         if id(variable) not in self._tensors:
             tensor = keras.KerasTensor(variable.shape, variable.dtype)
             self._tensors[id(variable)] = tensor
@@ -71,7 +71,7 @@ class Symbols:
         return self._tensors[id(variable)]
 
     def variables(self, result: Any) -> list[keras.Variable]:
-        """Return the variables that a result is computed from, in order.
+        """Return the variables from which a symbolic result is computed.
 
         Raises:
             TypeError: If it is not computed from these variables.
@@ -81,7 +81,7 @@ class Symbols:
     def evaluate(
         self, result: Any, value_of: Callable[[keras.Variable], Array]
     ) -> Array:
-        """Compute the array of a symbolic result.
+        """Compute a symbolic result, with `value_of(variable)` as inputs.
 
         Args:
             result: A symbolic tensor that is computed from these variables.
@@ -107,7 +107,7 @@ class Symbols:
 
 
 def sources(tensor: Any) -> list[Any]:
-    """Return the distinct symbolic tensors that one is computed from, in order.
+    """Return the input tensors from which a symbolic tensor is computed.
 
     They are read from `_keras_history` and `_inbound_nodes` (keras 3.0 to
     3.15): a public `keras.Function` computes a graph, but needs its inputs.
@@ -125,7 +125,7 @@ def sources(tensor: Any) -> list[Any]:
 
 
 class _SymbolicStandIn:
-    """A layer with symbolic weights; see `Symbols.stand_in`."""
+    """A copy of a layer with symbolic weights; see `Symbols.stand_in`."""
 
     __slots__ = ("__layer", "__symbols")
 
@@ -143,7 +143,7 @@ class _SymbolicStandIn:
 
 
 def _attribute(layer: keras.Layer, name: str) -> Any:
-    """Return an attribute as in a float layer without adapters."""
+    """Return an attribute of a layer, as a float layer without LoRA has it."""
     if name == "kernel":
         return variable_values.stored_kernel(layer)
     if name == "embeddings":
@@ -154,7 +154,7 @@ def _attribute(layer: keras.Layer, name: str) -> Any:
 
 
 def _float_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the weights of a layer in the order of a stock layer.
+    """Return a layer's weights in the order in which a stock layer has them.
 
     In a layer with adapters, or whose kernel does not train, another weight is
     first.

@@ -21,7 +21,7 @@ _NEW = "compute_conv_transpose_output_crops_for_torch"
 
 
 def are_own() -> bool:
-    """Return True if outputs on PyTorch differ from JAX and TensorFlow."""
+    """Return True if Keras's PyTorch outputs differ from other backends'."""
     on_torch = keras.backend.backend() == "torch"
     return on_torch and hasattr(_utils, _OLD) and not hasattr(_utils, _NEW)
 
@@ -29,7 +29,7 @@ def are_own() -> bool:
 def around_axis(
     kernel: int, stride: int, dilation: int, padding: str, more: int | None
 ) -> tuple[int, int]:
-    """Return the zeros to add around the outputs of an axis.
+    """Return how many zeros to add before and after an output axis.
 
     Negative numbers are outputs to remove. Call it only if `are_own()`.
 

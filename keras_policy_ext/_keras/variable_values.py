@@ -21,7 +21,7 @@ except ImportError:  # Keras has moved it: the public API has to do.
 
 
 def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
-    """Return the tensor of a variable in the variable's own dtype.
+    """Return a variable's tensor in its stored dtype, without autocast.
 
     Inside a mixed-precision layer Keras returns a copy in the compute dtype,
     but float8 is quantized from the variable itself. Tensors are returned
@@ -48,7 +48,7 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
 
 
 def autocasts(variable: keras.Variable) -> bool:
-    """Return True if a variable is cast when it is read in an autocast scope.
+    """Return True if reads in an autocast scope cast this variable.
 
     `autocast=` is an argument of `keras.Variable` and cannot be read back
     publicly (`_autocast`, keras 3.0 to 3.15). If it is missing, True, which is
@@ -58,7 +58,7 @@ def autocasts(variable: keras.Variable) -> bool:
 
 
 def set_autocasts(variable: keras.Variable, value: bool) -> None:
-    """Change the value of `autocasts` after the variable was made.
+    """Set whether reads in an autocast scope cast this variable.
 
     If Keras stores it elsewhere, nothing changes.
     """
@@ -81,7 +81,7 @@ def has_value(variable: keras.Variable) -> bool:
 
 
 def is_stateless() -> bool:
-    """Return True if assignments here do not reach the variables.
+    """Return True if `assign` does not change variables in this scope.
 
     It is read from the same scope as in `has_value`; if that is missing, False.
     """
@@ -110,7 +110,7 @@ def let_wait_no_longer(variable: keras.Variable) -> None:
 
 
 def _is_deleted(value: Tensor) -> bool:
-    """Return True if JAX has donated an array, or a part of it.
+    """Return True if JAX has deleted (donated) an array or a shard of it.
 
     On several devices, the array looks complete if NumPy has a view of its
     first buffer, which is then kept. Reading the array would abort the process
@@ -127,7 +127,7 @@ def _is_deleted(value: Tensor) -> bool:
 
 
 class TellsItsValue:
-    """A variable whose `value_made` is called with the tensor that holds it.
+    """A variable that calls `value_made` once its tensor exists.
 
     Keras makes that tensor in `_initialize`, in the constructor, or later if a
     stateless scope is open (keras 3.0 to 3.16). If Keras makes it elsewhere,
@@ -146,7 +146,7 @@ class TellsItsValue:
             self._tell()
 
     def value_made(self, value: Tensor) -> None:
-        """Run once with the tensor; for subclasses to override."""
+        """Do nothing; subclasses override this to see the new tensor."""
 
     def _initialize(self, value: Tensor) -> None:
         parent: Any = super()
@@ -161,7 +161,7 @@ class TellsItsValue:
 
 
 def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
-    """Make a variable read its tensor from a mapping on each access.
+    """Make a variable read its tensor from `holder[key]` on each access.
 
     Keras stores the tensor itself (`_value`, keras 3.12 to 3.15), and not the
     place where others may replace it. Expires when it reads the parameters of
@@ -200,7 +200,7 @@ class ComputedVariable:
 
     @property
     def trainable(self) -> bool:
-        """Return whether the other variable is trainable."""
+        """True if the other variable, `held`, is trainable."""
         return bool(self.held.trainable)
 
     @trainable.setter
@@ -248,7 +248,7 @@ def _stored(layer: keras.Layer, name: str) -> keras.Variable:
 
 
 class Companion:
-    """An object that is notified when its variable changes.
+    """An object that Keras notifies when a variable is assigned.
 
     There is no public hook (keras 3.0 to 3.15). Expires with one.
     """
@@ -259,19 +259,19 @@ class Companion:
     _optimizers: Any = None
 
     def handed_to(self, optimizer: keras.Optimizer) -> None:
-        """Record an optimizer that is built for this object."""
+        """Record that `optimizer` was built for this object as well."""
         self._optimizers = self._optimizers or weakref.WeakSet()
         self._optimizers.add(optimizer)
         self.left_out = False
 
     def assigned_beside(self) -> None:
-        """Run after each assignment of the variable outside of `untold`."""
+        """Do nothing; called after the variable is assigned from outside."""
 
     def stepped_beside(self) -> None:
-        """Run when an optimizer changed the variable but not this object."""
+        """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Remember the present values; return a function that restores them.
+        """Return a function that restores the present values.
 
         Call that function once the values of both variables are restored.
         """
@@ -287,7 +287,7 @@ _thread = threading.local()
 
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
-    """Notify a companion from now on when a variable is assigned.
+    """Notify `companion` from now on when `variable` is assigned.
 
     Args:
         variable: A variable that the companion holds.
@@ -303,7 +303,7 @@ def is_untold() -> bool:
 
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
-    """Suppress the notification of companions in a block.
+    """In the block, assigning a variable does not notify its companion.
 
     This is for a step of an optimizer, which assigns companions too, and for
     loading a file that has both.
@@ -316,7 +316,7 @@ def untold() -> Iterator[None]:
 
 
 def tell_companions() -> None:
-    """Wrap methods of Keras so that companions are notified.
+    """Make Keras's `assign` and optimizers notify companions of variables.
 
     The public methods are `Variable.assign`, and of optimizers `build`,
     `apply` and `finalize_variable_values`, which on TensorFlow writes into the
@@ -392,7 +392,7 @@ def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
 
 
 class _AverageStandIn(keras.Variable):
-    """Replaces the moving average of a variable in an optimizer.
+    """Takes the place of a variable's moving average in an optimizer.
 
     It ignores assigned values. It holds zeros, which do not change the variable
     when Keras assigns them to it. On TensorFlow, Keras writes into the tensors
@@ -422,16 +422,16 @@ class _AverageStandIn(keras.Variable):
         )
 
     def assign(self, value: Tensor) -> None:
-        """Ignore the assigned value."""
+        """Ignore the value, so that the average never changes."""
 
     def follow(self, variable: keras.Variable) -> None:
-        """Copy the value of the variable, if this object holds it."""
+        """On TensorFlow, copy the value of `variable`; else do nothing."""
         if self._copies:
             super().assign(variable.value)
 
 
 class NotAveraged:
-    """A variable that moving averages do not change.
+    """A variable that an optimizer's moving averages do not change.
 
     For a variable that is overwritten with its gradient, optimizers with
     `use_ema` store None as the average and then fail on it: on TensorFlow at
@@ -444,7 +444,7 @@ class NotAveraged:
     _stand_in: _AverageStandIn | None = None
 
     def stand_in(self) -> keras.Variable:
-        """Return the object that optimizers use as the average."""
+        """Return the variable that optimizers use as the moving average."""
         if self._stand_in is None:
             self._stand_in = _AverageStandIn(self)
         return self._stand_in
@@ -454,7 +454,7 @@ class NotAveraged:
         return value is not None and value is self._stand_in
 
     def assign(self, value: Tensor) -> Tensor:
-        """Assign a value, and update the object that `stand_in` returns."""
+        """Assign a value to this variable, and copy it to `stand_in()`."""
         parent: Any = super()
         assigned = parent.assign(value)
         if self._stand_in is not None:
@@ -465,7 +465,7 @@ class NotAveraged:
 def fill_averages(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Replace None in a built optimizer's averages by `stand_in()`."""
+    """Replace each None among an optimizer's averages by `stand_in()`."""
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     for index, average in enumerate(averages):
         variable = variables[index]
@@ -474,7 +474,7 @@ def fill_averages(
 
 
 def leave_out_of_averages() -> None:
-    """Make all optimizers treat variables as `NotAveraged` describes.
+    """Make Keras's optimizers leave `NotAveraged` variables unchanged.
 
     No public hook tells a variable which optimizer it is given to. So the
     public method `Optimizer.build`, which gets the variables, is wrapped to

@@ -18,18 +18,18 @@ WARNED_OF: set[str] = set()
 
 
 def tested() -> str:
-    """Return the tested versions as text for users."""
+    """Return the tested Keras versions as text: "Keras 3.x to 3.y"."""
     return f"Keras {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def pin() -> str:
-    """Return the requirement with which pip installs a tested version."""
+    """Return a pip requirement for the tested versions of Keras."""
     (major, minor), (last_major, last) = OLDEST, NEWEST
     return f"keras>={major}.{minor},<{last_major}.{last + 1}"
 
 
 def to_install(error: ImportError) -> str:
-    """Return the package to install if KerasHub cannot be imported.
+    """Return the package to install after a failed import of KerasHub.
 
     Args:
         error: The error of the import.
@@ -57,7 +57,7 @@ def warn_of_a_newer_keras() -> None:
 
 
 def missing(what: str, feature: str, instead: str = "") -> ImportError:
-    """Return the error of a feature that needs a missing private name.
+    """Return an ImportError: this Keras lacks a name that a feature needs.
 
     Args:
         what: The missing name, as it is in the source of Keras.

@@ -23,14 +23,14 @@ STEPS = (
 
 
 class OwnReturnedLogs:
-    """A model that chooses the logs that `train_on_batch` returns as a list.
+    """A model that chooses which logs `train_on_batch` returns as a list.
 
     Keras lists all logs of `train_step` (`_flatten_metrics_in_order`, keras 3.0
     to 3.15). If it no longer calls this, all logs are returned.
     """
 
     def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the logs to list; all, unless a subclass leaves some out."""
+        """Return the logs to list; subclasses may leave some out."""
         return logs
 
     def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
@@ -39,7 +39,7 @@ class OwnReturnedLogs:
 
 
 def forget_compiled_functions(model: keras.Model) -> None:
-    """Make a model trace its training, test and prediction steps anew.
+    """Make a model trace its training, test and prediction steps again.
 
     `compile` does this too, but needs the loss and the metrics again (keras 3.0
     to 3.15). KerasHub's generating models have one more step, which `compile`
@@ -61,7 +61,7 @@ def forget_compiled_functions(model: keras.Model) -> None:
 
 
 def forget_gone_layers(model: keras.Model) -> None:
-    """Release the layers that a model had when it was compiled, and lost since.
+    """Release layers that a compiled model no longer contains.
 
     Keras stores for each layer whether it was trainable
     (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
@@ -77,7 +77,7 @@ def forget_gone_layers(model: keras.Model) -> None:
 def follow_graph(
     model: keras.Model, inputs: list[Any], call: Callable[..., Any]
 ) -> list[Any]:
-    """Call the operations of a Functional model on given values.
+    """Evaluate a Functional model's graph, with `call` for each operation.
 
     `model.operations` is public and lists each operation once, but without its
     inputs. These are in `_nodes_by_depth` (keras 3.0 to 3.15). Expires with a
@@ -114,7 +114,7 @@ def follow_graph(
 
 
 def layers_within(layer: keras.Layer) -> list[keras.Layer]:
-    """Return a layer and all layers in it, without repeats, outer ones first.
+    """Return a layer and all layers inside it, without repeats, outer first.
 
     `model.layers` has one level only. `_flatten_layers` (keras 3.0 to 3.15) is
     called for one level at a time, because it reverses the order of the deeper
@@ -132,7 +132,7 @@ def layers_within(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
-    """Return the layers one level below a layer; see `layers_within`."""
+    """Return the layers one level below a layer, without deeper layers."""
     if hasattr(layer, "_flatten_layers"):
         return list(layer._flatten_layers(include_self=False, recursive=False))
     if isinstance(layer, keras.Model):
@@ -142,7 +142,7 @@ def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def _layers_in(value: Any) -> Iterator[keras.Layer]:
-    """Yield the layers in an attribute: itself, or in lists and dicts."""
+    """Yield the layers in a value: the value itself, or in lists and dicts."""
     if isinstance(value, keras.Layer):
         yield value
     elif isinstance(value, dict):
@@ -153,7 +153,7 @@ def _layers_in(value: Any) -> Iterator[keras.Layer]:
 
 
 def attributes(layer: keras.Layer) -> dict[str, Any]:
-    """Return the attributes of a layer by name, including its layers.
+    """Return the attributes of a layer by name, including sublayers.
 
     On torch a layer is a module, which stores the modules in it separately
     (`named_children`, public there; keras 3.0 to 3.15).
@@ -163,7 +163,7 @@ def attributes(layer: keras.Layer) -> dict[str, Any]:
 
 
 def uses_in_graph(model: keras.Layer) -> dict[int, int]:
-    """Return how often a Functional model calls each layer, by their ids.
+    """Return how often a Functional model's graph calls each layer, by id.
 
     It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
     `model.layers` and `model.operations` list each layer once. Empty for other
@@ -176,7 +176,7 @@ def uses_in_graph(model: keras.Layer) -> dict[int, int]:
 
 
 def own_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the weights of a layer, without those of layers in it.
+    """Return the weights of a layer, without those of inner layers.
 
     `layer.weights` has both (keras 3.0 to 3.15).
     """
@@ -198,7 +198,7 @@ def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the variables that a layer reads but does not track.
+    """Return variables that a layer's functions read, but Keras does not track.
 
     These are closure variables, globals and defaults of its functions, such as
     that of a `Lambda`, and arguments of operations in the graph of a Functional
@@ -222,7 +222,7 @@ def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """Return the metrics of a layer, without those of layers in it.
+    """Return the metrics of a layer, without those of inner layers.
 
     `metrics` of a custom model is often a property that may read attributes
     which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15). If it

@@ -1,4 +1,4 @@
-"""Fill in the scales of a model that was not trained in float8."""
+"""Set the scales of a float8 model that was not trained in float8."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def calibrate(
     steps: int | None = None,
     call: Run | None = None,
 ) -> tuple[str, ...]:
-    """Fill the scales of a float8 model without training it.
+    """Set the scales of a float8 model from a few batches, without training.
 
     The model is called on each batch as for prediction. The amaxes of the
     inputs of its float8 layers enter their histories, one entry per batch. So
@@ -99,7 +99,7 @@ def calibrate(
 
 
 def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
-    """Call the model on a batch as for prediction, or call `call` on it."""
+    """Call `call` on a batch; without `call`, call the model for inference."""
     if call is None:
         model(batch, training=False)
     else:
@@ -109,7 +109,7 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
 def _seen(
     run: Run, batches: Iterable[Any], states: list[StateVariable]
 ) -> dict[int, list[np.ndarray]] | None:
-    """Return the amaxes of the inputs per batch, by the id of their state.
+    """Return the amaxes that each contraction saw, one per batch, by state id.
 
     Return None if there is no batch.
     """
@@ -128,11 +128,11 @@ def _seen(
 
 
 class _TracedError(Exception):
-    """The value of an amax is not known, because a compiler traces."""
+    """Raised where a compiler traces, so that an amax has no value yet."""
 
 
 def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
-    """Return the largest amax of the inputs of each contraction in one call.
+    """Run one batch; return the largest input amax of each contraction.
 
     With `functions_too`, functions that layers have compiled themselves are
     included. On TensorFlow the functions of all threads then run eagerly.
@@ -187,12 +187,12 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
 
 
 def _as_tensor(x: Any) -> Any:
-    """Convert an array to a tensor; return other things unchanged."""
+    """Convert a NumPy array to a tensor; return other objects unchanged."""
     return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 
 def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
-    """Add observed amaxes to a layer's state; return True if there are any."""
+    """Add observed amaxes to a layer's state; return True if any was added."""
     state, filled = layer.float8_state, False
     for kernel in layer.float8_contracted:
         variable = state.of(kernel)
@@ -209,7 +209,7 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
 
 
 def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
-    """Yield batches of data; without targets if only inputs are wanted.
+    """Split data into batches; with `inputs_only`, drop the targets.
 
     With `inputs_only=False` the batches are for another function than the
     model, so the input structure of the model is not used.
@@ -237,7 +237,7 @@ def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
 
 
 def _is_inputs(data: object, structure: Any) -> bool:
-    """Return True if these are inputs, and not batches.
+    """Return True if `data` is an input of the model, not a series of batches.
 
     Raises:
         ValueError: If they may be both.
@@ -264,7 +264,7 @@ def _is_structure_of_arrays(data: object) -> bool:
 
 
 def _alike(data: object, structure: Any) -> bool:
-    """Return True if data have a structure; lists and tuples count as equal."""
+    """Return True if data nest as `structure` does; a list equals a tuple."""
     if structure is None:
         return False
     try:
@@ -278,7 +278,7 @@ def _alike(data: object, structure: Any) -> bool:
 
 
 def _input_structure(model: keras.Layer) -> Any:
-    """Return the input structure of a model, with 0 per array, or None."""
+    """Return the nesting of a model's inputs, 0 for each array, or None."""
     tensors = getattr(model, "inputs", None)
     if isinstance(model, keras.Sequential):
         return None if tensors is None else 0
@@ -289,7 +289,7 @@ def _input_structure(model: keras.Layer) -> Any:
 
 
 def _structure_of_shape(shape: object) -> Any:
-    """Return a structure with 0 per shape, or None if a shape is missing."""
+    """Replace each shape in nested shapes by 0; None if one is missing."""
     if isinstance(shape, dict):
         parts = {k: _structure_of_shape(v) for k, v in shape.items()}
         return None if None in parts.values() else parts

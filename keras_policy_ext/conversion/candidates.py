@@ -1,4 +1,4 @@
-"""Which layers of a model can be converted, and why others cannot."""
+"""Find the layers of a model that can be converted, and why others cannot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WITHOUT_FORM = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layer that can compute in float8.
+    """A layer that can be converted, with the float8 class and the kernels.
 
     Attributes:
         layer: The layer.
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """For each kernel, the sizes (summed, output) of its matmul."""
+        """For each kernel, the sizes of its summed and its output axes."""
         form: Any = self.form
         return [
             form.float8_axes(self.layer, kernel).sizes(tuple(kernel.shape))
@@ -68,7 +68,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Unconverted:
-    """A layer with weights that is left as it is, and why."""
+    """A layer with weights that stays as it is, with the reason."""
 
     layer: keras.Layer
     reason: str
@@ -76,7 +76,7 @@ class Unconverted:
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """The layers of a model, in its order.
+    """The layers of a model, sorted into convertible, composite and skipped.
 
     Attributes:
         candidates: Layers that can compute in float8.
@@ -90,7 +90,7 @@ class Survey:
 
 
 def survey(model: keras.Layer) -> Survey:
-    """List the convertible and the other layers of a model, without changes."""
+    """Sort the layers of a model into candidates, composites and skipped."""
     found = Survey([], [], [])
     for layer in walking.layers_within(model):
         if isinstance(layer, Float8State):
@@ -121,7 +121,7 @@ def quantized_by_keras(layer: keras.Layer) -> bool:
 
 
 def replaced_code(layer: keras.Layer) -> str | None:
-    """Return why the code of a layer may differ from its stock class, or None.
+    """Return why a layer's code may differ from the stock class, or None.
 
     Also None if there is no float8 form of that class.
     """
@@ -140,11 +140,11 @@ def replaced_code(layer: keras.Layer) -> str | None:
 
 
 class _CannotConvert(Exception):
-    """A layer cannot be converted; the message is the reason."""
+    """Raised for a layer that cannot be converted; its text says why."""
 
 
 def _form(layer: keras.Layer) -> type | None:
-    """Return the float8 form of a layer, or None if it needs no conversion.
+    """Return the float8 class for a layer, or None if it needs no conversion.
 
     Raises:
         _CannotConvert: If it has weights and cannot be converted.
@@ -172,7 +172,7 @@ def _form(layer: keras.Layer) -> type | None:
 
 
 def _quantized_by(layer: keras.Layer) -> str | None:
-    """Return why a layer that another library quantizes is not converted.
+    """Return the reason if another library quantizes a layer, else None.
 
     Such a layer holds quantizers: layers or other objects with "quantizer" in
     the names of their classes, which are not classes of Keras.
@@ -187,7 +187,7 @@ def _quantized_by(layer: keras.Layer) -> str | None:
 
 
 def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
-    """Raise if a layer has weights and no float8 form."""
+    """Raise with the reason if a layer with weights has no float8 form."""
     cls = type(layer)
     for base in cls.__mro__:
         rank = "".join(re.findall(r"\dD", base.__name__))
@@ -206,7 +206,7 @@ def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
 
 
 def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
-    """Return the weights that a form contracts; none if it is a composite."""
+    """Return the weights of a layer that its float8 form uses in matmuls."""
     own = walking.own_weights(layer)
     found: list[keras.Variable] = []
     if isinstance(layer, Float8Mixin):
@@ -231,7 +231,7 @@ _WITHOUT_WEIGHTS = [getattr(keras.layers, name) for name in _NAMES.split()]
 
 
 def check(model: keras.Layer) -> None:
-    """Raise if the layers of a model can't be converted, or reverted, now.
+    """Raise unless a model can be converted or reverted in its present state.
 
     Raises:
         TypeError: If it is no Keras model or layer.
@@ -253,7 +253,7 @@ def check(model: keras.Layer) -> None:
 
 
 def check_is_layer(model: object, purpose: str, also: str = "") -> None:
-    """Raise a TypeError if this is no Keras model or layer."""
+    """Raise a TypeError if `model` is no Keras model or layer."""
     # Not keras.Layer, in whose place libraries such as bert4keras3 put a class
     # of their own.
     if not isinstance(model, keras.layers.Layer):
@@ -265,12 +265,12 @@ def check_is_layer(model: object, purpose: str, also: str = "") -> None:
 
 
 def has_call(model: keras.Layer) -> bool:
-    """Return True if a layer defines `call`, and not only its parts do."""
+    """Return True if the class of a model overrides Keras's `call`."""
     return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
 def _check_parts(model: keras.Layer) -> None:
-    """Raise if a part of a model that is not built itself lacks weights."""
+    """Raise if a model that has not been called lacks weights in a part."""
     unbuilt = [name for name, _ in _unbuilt_parts(model)]
     if unbuilt and (model.weights or not has_call(model)):
         raise ValueError(
@@ -289,7 +289,7 @@ def _check_parts(model: keras.Layer) -> None:
 
 
 def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
-    """List the outermost unbuilt parts that would get weights, with names."""
+    """Return the outermost parts without weights, as (name, layer)."""
     found = []
     for name, part in _parts(model):
         if not any(map(_would_get_weights, walking.layers_within(part))):
@@ -312,7 +312,7 @@ def _would_get_weights(layer: keras.Layer) -> bool:
 
 
 def _parts(model: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the layers directly in a model, with the attributes they are in."""
+    """Yield the layers directly in a model, as (attribute name, layer)."""
     names: dict[int, str] = {}
     for name, value in walking.attributes(model).items():
         if not name.startswith("_"):
@@ -325,7 +325,7 @@ def _parts(model: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(value: object) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested lists and dicts, with their subscripts."""
+    """Yield the leaves of nested lists and dicts, as (subscripts, leaf)."""
     if isinstance(value, dict):
         items = [(repr(key), each) for key, each in value.items()]
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Filters for `convert`: which layers are worth it."""
+"""Filters for `convert`: leave out layers that float8 would slow down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keras_policy_ext.conversion.candidates import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class BreakEven:
-    """The size from which float8 gains on one device in one framework.
+    """The matmul size from which float8 is faster, on one device and backend.
 
     Attributes:
         backend: The name of the framework, or `"any"`.
@@ -34,7 +34,7 @@ class BreakEven:
     origin: str
 
     def is_for(self, backend: str, device: str) -> bool:
-        """Return True if this row is for a framework on a device."""
+        """Return True if this entry applies to a backend on a device."""
         return self.backend in ("any", backend) and (
             self.device == "any" or self.device.lower() in device.lower()
         )
@@ -42,7 +42,7 @@ class BreakEven:
 
 @functools.cache
 def table() -> tuple[BreakEven, ...]:
-    """Return all rows of the table.
+    """Return all entries of `break_even.json`, in order.
 
     If several match a device, the first one applies.
     """
@@ -52,7 +52,7 @@ def table() -> tuple[BreakEven, ...]:
 
 
 def here() -> BreakEven:
-    """Return the row for this machine, or for the simulated device.
+    """Return the break-even size of this machine, or of the simulated device.
 
     Where float8 matmuls are emulated, no size gains, whatever the table says.
     """
@@ -70,7 +70,7 @@ def here() -> BreakEven:
 def choice_for(
     contraction: contractions.Einsum | contractions.Conv,
 ) -> contractions.Choice:
-    """Return the kernel that a contraction gets in a compiled training step.
+    """Return the matmul kernel that a compiled step gets for a contraction.
 
     Scaling is per tensor.
     """
@@ -125,7 +125,7 @@ class Auto:
                 raise ValueError(_wrong(name, value))
 
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """Return why layers are left out.
+        """Return the reason for each layer that this filter leaves out.
 
         Args:
             candidates: All that could be converted, in the model's order.
@@ -169,7 +169,7 @@ class Auto:
         return None
 
     def _too_small(self, here: BreakEven, summed: int, free: int) -> str | None:
-        """Return why a matmul is slower in float8 on this device, or None.
+        """Return why float8 slows down a matmul of this size, or None.
 
         The time of a matmul grows with the product of its three sizes. The time
         around it grows with the sum of the products of two of them. So a matmul
@@ -185,7 +185,7 @@ class Auto:
 
 
 def _contraction(layer: Any) -> contractions.Einsum | contractions.Conv:
-    """Return the contraction of a layer, as needed to choose a kernel."""
+    """Return a layer's contraction, reduced to what a kernel choice needs."""
     if hasattr(layer, "kernel_size"):
         ones = (1,) * len(layer.kernel_size)
         return contractions.Conv(ones, "valid", ones, "channels_last")

@@ -63,7 +63,7 @@ _BEFORE_CALLS = (
 
 
 def has_own_files(layer: keras.Layer) -> str | None:
-    """Return why a layer that saves its own weights is not frozen, or None.
+    """Return why a layer that overrides saving is not frozen, or None.
 
     Its files hold float kernels, so codes would be loaded as values.
     """
@@ -85,7 +85,7 @@ def has_own_files(layer: keras.Layer) -> str | None:
 def kernels_assigned_in(
     layers: Iterable[keras.Layer],
 ) -> dict[int, str]:
-    """Find weights that methods of layers assign, by `id`, with a reason.
+    """Return the weights that methods of layers assign, by `id`, with a reason.
 
     Such weights stay in floats. They are found in the source of the classes:
     `self.inner.kernel.assign(...)`, or a local variable that holds the weight.
@@ -115,7 +115,7 @@ def _own() -> set[type]:
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the methods of a class that are the user's own code."""
+    """Yield the methods of a class that the user has written."""
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("keras", "keras_policy_ext"):
             continue
@@ -128,7 +128,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 
 def _assigned_by(function: types.FunctionType, layer: keras.Layer) -> list[Any]:
-    """List the objects that a method assigns to, as found in its source."""
+    """Return the objects of a layer to which a method assigns values."""
     if not {*_ASSIGNS} & _names(function.__code__):
         return []
     try:
@@ -154,7 +154,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Meanings:
-    """Find the objects that expressions in a method can stand for.
+    """Find the objects to which expressions in a method's source refer.
 
     It follows attributes, entries of lists and dicts, and local names of
     these.
@@ -168,7 +168,7 @@ class _Meanings:
         self._names: dict[str, list[Any]] = {owner: [layer]}
 
     def read(self, tree: ast.AST) -> None:
-        """Record which objects local names stand for."""
+        """Record to which objects the local variables of a method refer."""
         for _ in range(2):  # A name may be used above the line that sets it.
             for node in ast.walk(tree):
                 if isinstance(node, ast.Assign):
@@ -180,7 +180,7 @@ class _Meanings:
                     self._name(node.target, self.of(node.value))
 
     def of(self, node: ast.AST) -> list[Any]:
-        """Return all known objects that an expression can stand for."""
+        """Return all known objects to which an expression may refer."""
         if isinstance(node, ast.Name):
             return self._names.get(node.id, [])
         if isinstance(node, ast.Attribute):
@@ -211,7 +211,7 @@ class _Meanings:
 
 
 def _attributes(values: list[Any], name: str) -> list[Any]:
-    """Return an attribute of all values that have it."""
+    """Return attribute `name` of each value that has this attribute."""
     found = []
     for value in values:
         with contextlib.suppress(Exception):  # A property may need more.
@@ -220,7 +220,7 @@ def _attributes(values: list[Any], name: str) -> list[Any]:
 
 
 def _within(values: list[Any]) -> list[Any]:
-    """List the entries of those values that are lists or dicts."""
+    """Return the entries of all lists and dicts among some values."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, dict):
@@ -241,7 +241,7 @@ def freeze(
     include: PathPatterns | None = None,
     exclude: PathPatterns | None = None,
 ) -> FrozenReport:
-    """Store the kernels of a model in float8, one byte per element, in place.
+    """Store the kernels of a model in float8, in place: one byte per element.
 
     Kernels of Dense, EinsumDense, convolutions, attention, recurrent cells and
     embeddings become codes with scales, and the floating-point weights are
@@ -326,7 +326,7 @@ def freeze(
 
 
 def thaw(model: keras.Layer) -> Report:
-    """Give a frozen model float weights again, in place.
+    """Undo `freeze` in place: give the layers of a model float weights again.
 
     Layers are stock layers again. The weights have the values that `freeze`
     rounded them to: the rounding is not undone.
@@ -360,14 +360,14 @@ def thaw(model: keras.Layer) -> Report:
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
-    """List the layers of a model whose kernels are stored in float8."""
+    """Return the layers of a model whose kernels are stored in float8."""
     return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
 def freezable(
     model: keras.Layer,
 ) -> tuple[list[Candidate], list[Unconverted]]:
-    """Return the layers that can be frozen, and why others cannot."""
+    """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
     found = {id(each.layer): each for each in survey.candidates}
     skipped = []
@@ -396,7 +396,7 @@ def freezable(
 
 
 def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
-    """Find the embeddings that compute logits too, by index, with the reason.
+    """Return why embeddings that also compute logits stay unfrozen, by index.
 
     They stay in floats by default, because the readers of an exported model
     compute logits in floats, from unquantized inputs.
@@ -420,7 +420,7 @@ def shares_stored_kernels(model: keras.Layer) -> bool:
 
 
 def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
-    """Return the layers that hold each variable, by its id."""
+    """Return the layers that hold a variable, by the id of the variable."""
     holders: dict[int, list[keras.Layer]] = {}
     for layer in layers:
         tracked = walking.tracked_variables(layer)
@@ -432,7 +432,7 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
 def _shared(
     candidate: Candidate, holders: dict[int, list[keras.Layer]]
 ) -> str | None:
-    """Return why a layer is not frozen if another layer holds its kernel too.
+    """Return why a kernel that other layers also hold is not frozen, or None.
 
     The other layer would keep the float kernel and train it alone. In a model
     that is rebuilt from a file, it would read codes as values.
@@ -446,13 +446,13 @@ def _shared(
 
 
 def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:
-    """Return why a layer is not frozen if user code assigns its kernel."""
+    """Return why a kernel that user code assigns is not frozen, or None."""
     found = (reasons.get(id(kernel)) for kernel in candidate.kernels)
     return next(filter(None, found), None)
 
 
 def form_to_freeze(layer: keras.Layer) -> Any:
-    """Return the class that a stock layer gets when it is frozen, or None.
+    """Return the float8 class with which to freeze a stock layer, or None.
 
     None if it has that class already, or has no kernels of its own to store.
     """
@@ -465,7 +465,7 @@ def form_to_freeze(layer: keras.Layer) -> Any:
 
 
 def _form(layer: keras.Layer) -> Any:
-    """Return the float8 form of a layer's class; None if its code differs."""
+    """Return the float8 class for a layer; None if a subclass changed code."""
     try:
         return form_of(type(layer))
     except TypeError:
@@ -474,7 +474,7 @@ def _form(layer: keras.Layer) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How one layer is frozen."""
+    """What `freeze` does to one layer: the recipe and the scales."""
 
     candidate: Candidate
     recipe: FrozenKernels
@@ -491,7 +491,7 @@ class _Plan:
         return Float8DTypePolicy(source, recipe=self.recipe)
 
     def kernels(self, stored: list[Stored]) -> Iterator[Frozen]:
-        """Yield kernels with their stored form; note each one in `stored`."""
+        """Yield the kernels quantized; append an entry for each to `stored`."""
         form: Any = self.candidate.form
         for kernel in stored_weights.kernels_to_store(self.layer, form):
             value = stored_weights.float_value(kernel)
@@ -512,7 +512,7 @@ class _Plan:
 def _plan(
     candidate: Candidate, recipe: FrozenKernels, trained_scales: bool
 ) -> _Plan:
-    """Decide how a layer is frozen, once all arguments are checked."""
+    """Return the `_Plan` of a layer, with the scales recorded in its state."""
     layer: Any = candidate.layer
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
@@ -532,7 +532,7 @@ def _plan(
 
 
 def _seen(layer: keras.Layer, kernel: keras.Variable) -> Any:
-    """Return the amaxes of a kernel and its inputs; empty without state."""
+    """Return the recorded amaxes of a kernel and its inputs; {} without any."""
     if not isinstance(layer, Float8Mixin):
         return {}
     variable = layer.float8_state.of(kernel)
@@ -578,7 +578,7 @@ def _check_not_frozen(chosen: list[Candidate]) -> None:
 
 
 def widen(model: keras.Layer) -> tuple[str, ...]:
-    """Keep a float32 copy of frozen kernels, to speed up calls on single rows.
+    """Keep a float32 copy of frozen kernels, for faster calls on single rows.
 
     Where float8 is emulated, each call dequantizes the kernels before its
     matmuls, which is most of the time of a call on a single row. `widen` does
@@ -624,7 +624,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
 
 
 def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
-    """Return the kernels of a layer that each call dequantizes as a whole."""
+    """Return the stored kernels that each call of a layer dequantizes."""
     recipe = layer.float8_policy.recipe
     if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []

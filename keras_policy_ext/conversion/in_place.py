@@ -61,7 +61,7 @@ Followed = list[tuple[str, Float8DTypePolicy | None]]
 
 
 def enter_float8_with_children(layer: keras.Layer) -> bool:
-    """Give a composite its float8 form, if all layers in it follow one policy.
+    """Convert a composite if all layers in it follow one float8 policy.
 
     It then creates float8 layers. It keeps the policy that it holds if that one
     gives each of these layers the policy that it follows.
@@ -79,7 +79,7 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
 
 
 def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
-    """Give a composite its stock form if no layer in it is in float8 any more.
+    """Revert a composite if no layer in it is in float8 any more.
 
     Args:
         layer: The composite.
@@ -93,7 +93,7 @@ def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
 
 
 def declare_policies(model: keras.Layer) -> None:
-    """Set the policies of backbones to those of the float8 layers in them.
+    """Set each backbone's policy to match the float8 layers inside it.
 
     Such a policy has the recipe that most of the layers follow, and rules for
     the others. A backbone keeps its policy if that says so already, if Keras
@@ -121,13 +121,13 @@ def _declare(backbone: keras.Model) -> None:
 
 
 def _followed(composite: keras.Layer) -> Followed:
-    """Return the path and the policy of each layer that can follow float8."""
+    """Return (path, float8 policy or None) of each convertible inner layer."""
     found = [c.layer for c in candidates.survey(composite).candidates]
     return [(path_of(layer), float8_policy_of(layer)) for layer in found]
 
 
 def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
-    """Return True if a policy gives these paths the policies they follow."""
+    """Return True if `policy` assigns each path the policy listed with it."""
     for path, wanted in followed:
         said = policies.as_float8(of_path(policy, path))
         if isinstance(said, Float8DTypePolicy):
@@ -243,7 +243,7 @@ def convert(
 def converted(
     model: keras.Layer, policy: PolicyLike | None = None, **options: Any
 ) -> Iterator[Report]:
-    """Convert a model as `convert` does, for the duration of a block.
+    """In the block, a model is converted; on exit, all layers are restored.
 
     All that its layers hold is then restored. Optimizers and compiled steps are
     not updated, so do not train the model in the block.
@@ -273,7 +273,7 @@ def _decided(
     filter: LayerFilter | None = None,
     min_size: int | None = None,
 ) -> tuple[candidates.Survey, list[Decision], list[Unconverted]]:
-    """Check the arguments of `convert`, and decide for each layer."""
+    """Check the arguments of `convert`, and choose a policy for each layer."""
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
     candidates.check(model)
@@ -290,7 +290,7 @@ def _convert(
     attention: Literal["float8"] | None,
     retraced: Sequence[str] = (),
 ) -> Report:
-    """Convert the layers; optimizers do not know their states yet."""
+    """Convert the chosen layers; optimizers do not know the new state yet."""
     for candidate, target in decisions:
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
@@ -323,7 +323,7 @@ def _convert(
 
 @_user_code.once
 def revert(model: keras.Layer) -> Report:
-    """Undo `convert`: give back stock layers, with their present weights.
+    """Undo `convert`: make the layers stock layers, and keep the weights.
 
     Every layer gets back the source policy of its float8 policy. Layers of
     this package become the stock layers of the same name; a layer of your own
@@ -366,7 +366,7 @@ def revert(model: keras.Layer) -> Report:
 
 @contextlib.contextmanager
 def reverted(model: keras.Layer) -> Iterator[None]:
-    """Revert a model as `revert` does, for the duration of a block.
+    """In the block, a model is reverted; on exit, all layers are restored.
 
     All is then restored, as for `converted`, so do not train the model in the
     block.
@@ -379,7 +379,7 @@ def reverted(model: keras.Layer) -> Iterator[None]:
 
 
 def _revert(model: keras.Layer, kept: Container[int]) -> None:
-    """Make all layers stock layers, except those with these ids."""
+    """Make all layers stock layers, except those whose `id` is in `kept`."""
     for layer in walking.layers_within(model):
         if id(layer) not in kept and (
             original_of(type(layer)) is not None
@@ -391,7 +391,7 @@ def _revert(model: keras.Layer, kept: Container[int]) -> None:
 
 
 def _holds_float8(layer: keras.Layer) -> bool:
-    """Return True if a layer has a float8 policy of this package."""
+    """Return True if a layer's own policy is a `Float8DTypePolicy`."""
     held = of_path(layer.dtype_policy, layer.path)
     return isinstance(held, Float8DTypePolicy)
 
@@ -399,7 +399,7 @@ def _holds_float8(layer: keras.Layer) -> bool:
 def _decide(
     found: list[Candidate], requested: Requested, selection: Selection
 ) -> tuple[list[Decision], list[Unconverted]]:
-    """Decide which candidates get which policy, and why others get none."""
+    """Split candidates into (candidate, policy) pairs and layers left out."""
     reasons = selection.reasons(found)
     decisions, left = [], []
     for number, candidate in enumerate(found):
@@ -415,7 +415,7 @@ def _decide(
 
 
 def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:
-    """Yield why `revert` leaves a layer in float8, if it does."""
+    """Yield the reason if `revert` leaves a layer in float8."""
     if is_frozen(layer):
         yield Unconverted(layer, FROZEN)
     elif original_of(type(layer)) is not None and any(
@@ -445,7 +445,7 @@ def _check_attention(attention: object) -> None:
 
 
 def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
-    """Return a sentence on why `attention="float8"` had no effect."""
+    """Return the warning that `attention="float8"` had no effect."""
     why = (
         "it has no attention layer of Keras with all projections in float8"
         if not refused
@@ -460,7 +460,7 @@ def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
 
 
 def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
-    """Give a composite its float8 form, and choose its attention's dtype.
+    """Convert a composite and, if requested, the matmuls of its attention.
 
     Returns:
         Why the attention is not in float8 although that was requested, or None.

@@ -1,4 +1,4 @@
-"""The size of the inputs that a layer saves for the backward pass."""
+"""Bytes per element of the inputs that layers save for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_policy_ext.reports import counted
 
 
 def itemsize(dtype: Any) -> int:
-    """Return the bytes per element of a Keras dtype, as frameworks hold it."""
+    """Return the bytes per element of a dtype, as frameworks store it."""
     name = keras.backend.standardize_dtype(dtype)
     if name == "bool":
         return 1
@@ -23,7 +23,7 @@ def itemsize(dtype: Any) -> int:
 
 
 def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
-    """Return the bytes per saved element of the inputs, now and without float8.
+    """Return the bytes per element of saved inputs: now, and without float8.
 
     Scales are not counted; those of a tensor or of rows take little.
 
@@ -45,7 +45,7 @@ def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
 
 
 def note(entries: Iterable[Any]) -> list[str]:
-    """Return a sentence on the size of saved inputs, now and before, if any.
+    """Return a sentence on the bytes per element of saved inputs, in a list.
 
     Args:
         entries: With `kept_bytes` and `kept_bytes_before`.

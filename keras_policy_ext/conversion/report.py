@@ -1,4 +1,4 @@
-"""What `convert`, `revert`, `freeze` and `thaw` did, and when to warn."""
+"""Reports of `convert`, `revert`, `freeze` and `thaw`, and warnings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _CONVOLUTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Converted(Work):
-    """A layer that now computes in another policy, and its `Work`.
+    """A layer whose policy was changed, with parameters and multiplications.
 
     Attributes:
         path: The layer's path, e.g. `"model/block/dense"`.
@@ -97,23 +97,23 @@ class Converted(Work):
 
     @property
     def in_float8(self) -> bool:
-        """Return True if the policy is a float8 policy."""
+        """True if the layer's new policy is a float8 policy."""
         return self.policy.startswith("float8")
 
     @property
     def frozen(self) -> bool:
-        """Return True if its kernels are stored in float8."""
+        """True if the layer's kernels are stored in float8."""
         return _FROZEN.match(self.policy) is not None
 
     @property
     def outcome(self) -> str:
-        """The full name of the policy."""
+        """The full name of the layer's new policy."""
         return self.policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipped(Work):
-    """A layer with weights that was not changed, and its `Work`.
+    """A layer with weights that was not changed, with its multiplications.
 
     Attributes:
         path: The layer's path.
@@ -134,17 +134,17 @@ class Skipped(Work):
 
     @property
     def in_float8(self) -> bool:
-        """Return True if it follows a float8 policy as before."""
+        """True if the layer already followed a float8 policy."""
         return self.policy is not None
 
     @property
     def frozen(self) -> bool:
-        """Return True if its kernels are stored in float8 as before."""
+        """True if the layer's kernels were already stored in float8."""
         return _FROZEN.match(self.policy or "") is not None
 
     @property
     def outcome(self) -> str:
-        """The float8 policy that it follows, or why it follows none."""
+        """The float8 policy that the layer follows, or why it follows none."""
         if self.policy is None:
             return f"– {self.reason}"
         return f"{self.policy} as before"
@@ -152,7 +152,7 @@ class Skipped(Work):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(LayersReport):
-    """What was converted, and what was not and why.
+    """The layers that `convert` changed, and the others with the reason.
 
     `str(report)` says how much of the model is in float8. It has one row for
     all layers of one class with one policy or reason, fits on a screen of
@@ -258,7 +258,7 @@ ReportClass = TypeVar("ReportClass", bound=Report)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RevertedReport(Report):
-    """The report of `revert`: a `Report` of layers that left float8."""
+    """The report of `revert`: a `Report` of the layers that left float8."""
 
     def _head(self) -> list[str]:
         if not self.converted and not self.totals.listed_in_float8:
@@ -276,7 +276,7 @@ _KERNELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A kernel that was stored.
+    """A kernel that `freeze` has stored in float8, and what that changed.
 
     Attributes:
         path: The path of the kernel.
@@ -294,7 +294,7 @@ class Stored:
     def of(
         cls, kernel: keras.Variable, value: Any, stored: StoredKernel
     ) -> Stored:
-        """Return the entry of a kernel.
+        """Return the entry of a kernel: bytes before and after, and its SQNR.
 
         Args:
             kernel: The variable.
@@ -314,7 +314,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FrozenReport(Report):
-    """The report of `freeze`: `Report`, and what each kernel is stored as.
+    """The report of `freeze`: a `Report`, and an entry for each kernel.
 
     Attributes:
         stored: One entry for each kernel that was stored.
@@ -324,16 +324,16 @@ class FrozenReport(Report):
 
     @property
     def bytes_before(self) -> int:
-        """The bytes of the stored kernels before they were stored."""
+        """The bytes of the kernels before `freeze` stored them in float8."""
         return sum(each.bytes_before for each in self.stored)
 
     @property
     def bytes_after(self) -> int:
-        """The bytes of their codes and scales."""
+        """The bytes of the codes and scales of the frozen kernels."""
         return sum(each.bytes_after for each in self.stored)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """Yield the parts of a `Report`; in full, also a row per kernel."""
+        """Yield text and tables; in full, also a row per frozen kernel."""
         yield from super()._parts(full, number)
         if full and self.stored:
             rows = [
@@ -352,7 +352,7 @@ class FrozenReport(Report):
         return [*notes, *([self.kernels_note()] if self.stored else [])]
 
     def kernels_note(self) -> str:
-        """Return a sentence on the bytes before and now, and the worst SQNR."""
+        """Return a sentence: kernel bytes before and now, and lowest SQNR."""
         worst = min(self.stored, key=lambda each: each.sqnr_db)
         return (
             f"Kernels: {readable_bytes(self.bytes_before)} before, "
@@ -364,7 +364,7 @@ class FrozenReport(Report):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ThawedReport(Report):
-    """The report of `thaw`: a `Report` that notes that weights are rounded."""
+    """The report of `thaw`: a `Report`, and a note that weights are rounded."""
 
     def _notes(self, full: bool) -> list[str]:
         layers = counted(len(self.converted), "layer")
@@ -385,7 +385,7 @@ def report_of(
     retraced: Sequence[str] = (),
     **more: Any,
 ) -> ReportClass:
-    """Return the report of a change, with the work of each layer.
+    """Return the report of a change, with the `Work` of each layer.
 
     Args:
         cls: The class of the report.
@@ -442,7 +442,7 @@ def report_of(
 
 
 def warn_of_little(report: Report, model: keras.Layer) -> None:
-    """Warn if less than a tenth of a model's work is in float8."""
+    """Warn if under a tenth of a model's multiplications are in float8."""
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
     part += totals.multiplications_of_stored
@@ -472,7 +472,7 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
 
 
 def warn_of_no_effect(report: Report) -> None:
-    """Warn of arguments that had no effect."""
+    """Warn of each argument of `convert` that had no effect."""
     for sentence in report.without_effect:
         _user_code.warn(sentence)
 
@@ -487,14 +487,14 @@ def outcome_of(group: Sequence[Converted | Skipped]) -> str:
 
 
 def _kind(outcome: str) -> str:
-    """Return a reason with its numbers and names replaced by `#`."""
+    """Return an outcome with numbers and quoted names as `#`, for grouping."""
     if not outcome.startswith("–"):
         return outcome
     return re.sub(r"'[^']*'|\d[\d,.]*", "#", outcome)
 
 
 def _reasons(report: Report) -> str:
-    """Return where most multiplications outside float8 are, and why."""
+    """Return sentences on the largest groups of layers outside float8."""
     totals = report.totals
     groups = [group for group in report.groups if not group[0].in_float8]
     groups.sort(key=lambda group: -summary.work(group))
@@ -519,7 +519,7 @@ def _float8_policy(layer: keras.Layer) -> str | None:
 
 
 def _per_tensor(layer: keras.Layer) -> bool:
-    """Return True if scaling is per tensor although the recipe is finer."""
+    """Return True if a layer scales per tensor though its recipe is finer."""
     policy = float8_policy_of(layer)
     if policy is None or policy.recipe.granularity == "tensorwise":
         return False

@@ -1,4 +1,4 @@
-"""Which policy `convert` gives to each layer."""
+"""Decide which policy `convert` gives to each layer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Patterns = tuple[re.Pattern[str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The values of `include`, `exclude`, `filter` and `min_size`.
+    """The arguments of `convert` that select layers, such as `include`.
 
     Attributes:
         include: Patterns, one of which must be found in the path; None: any.
@@ -88,7 +88,7 @@ class Selection:
     def read(
         cls, include: object, exclude: object, filter: object, min_size: object
     ) -> Selection:
-        """Check the arguments of `convert`.
+        """Check the arguments of `convert` that select layers, and hold them.
 
         Raises:
             TypeError: If one has the wrong type.
@@ -103,7 +103,7 @@ class Selection:
         )
 
     def reasons(self, candidates: list[Candidate]) -> dict[int, str]:
-        """Return why candidates are left out.
+        """Return the reason for each candidate that the selection leaves out.
 
         Args:
             candidates: All layers that could be converted, in order.
@@ -242,7 +242,7 @@ _PLAIN = "its own policy is "
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
-    """The policies that layers get.
+    """The policies that `convert` can give to layers.
 
     Attributes:
         policies: Float8 policies, or maps with some in them. More than one
@@ -256,7 +256,7 @@ class Requested:
 
     @classmethod
     def read(cls, model: keras.Layer, policy: Any, recipe: Any) -> Requested:
-        """Read the arguments of `convert`.
+        """Return the policies that the arguments of `convert` request.
 
         Raises:
             TypeError: If one has the wrong type.
@@ -275,7 +275,7 @@ class Requested:
         return cls((Float8DTypePolicy("float32"),), own_first=True)
 
     def target(self, layer: keras.Layer) -> Target:
-        """Decide which policy a layer gets, or why it gets none.
+        """Return the policy that a layer gets, or the reason why it gets none.
 
         Raises:
             ValueError: If earlier conversions gave several policies, and this
@@ -294,7 +294,7 @@ class Requested:
 
 
 def warn_of_plain(left: list[Unconverted]) -> None:
-    """Warn if nothing was converted and layers have plain policies.
+    """Warn if `convert` changed nothing because policies are not float8.
 
     Args:
         left: The layers that were not converted.
@@ -313,7 +313,7 @@ def warn_of_plain(left: list[Unconverted]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The decision about a layer.
+    """The policy for one layer, or the reason why the layer gets none.
 
     Attributes:
         policy: The policy that it gets; None if it is not converted.
@@ -353,7 +353,7 @@ def _target(
 
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
-    """Return the distinct policies that earlier conversions gave to layers.
+    """Return the distinct policies that earlier `convert` calls gave to layers.
 
     Policies with one recipe and the same rules count as one: the dtypes are
     those of the layer.
@@ -374,7 +374,7 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
 
 
 def _made_in_float8(layer: keras.Layer) -> bool:
-    """Return True if a layer has a float8 policy to train under.
+    """Return True if the user made a layer under a trainable float8 policy.
 
     The policy of a backbone with frozen layers is float8 too, but does not
     train.
@@ -384,7 +384,7 @@ def _made_in_float8(layer: keras.Layer) -> bool:
 
 
 def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
-    """Return the policy that the arguments request, or None."""
+    """Return the policy that the arguments request; None without arguments."""
     if recipe is None:
         return None if policy is None else _float8(_policy(policy))
     if policy is None:
@@ -400,7 +400,7 @@ def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
 
 
 def _of_recipe(recipe: Any) -> Float8DTypePolicy:
-    """Return a policy with a recipe, for layers that keep their dtypes."""
+    """Return a float8 policy with this recipe; each layer keeps its dtypes."""
     return Float8DTypePolicy("float32", recipe=recipes.get(recipe))
 
 
@@ -421,7 +421,7 @@ def _policy(policy: Any) -> keras.DTypePolicy:
 
 
 def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Return a policy if it has float8 to train with; raise otherwise."""
+    """Return a policy in this package's form; raise if it has no float8."""
     policy = policies.as_float8(policy)
     found = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
     if not found:
@@ -438,7 +438,7 @@ def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def _within(policy: keras.DTypePolicy) -> list[keras.DTypePolicy]:
-    """List a policy; for a map of Keras, list all policies in it."""
+    """Return all policies in a `DTypePolicyMap`; of another policy, itself."""
     if not is_stock_map(policy):
         return [policies.as_float8(policy)]
     each: Any = policy

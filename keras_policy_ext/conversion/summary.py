@@ -25,7 +25,7 @@ SHARES = (Column("MACs", right=True), Column("parameters", right=True))
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Sums over the layers of a model.
+    """Sums over layers: parameters and multiplications, in float8 and in all.
 
     Attributes:
         listed: How many layers there are.
@@ -57,7 +57,7 @@ class Totals:
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
-        """Add up layers; `parameters` counts the whole model, 0 if unknown."""
+        """Add up the entries of layers; `parameters` is the model's, or 0."""
         entries = list(entries)
         multiplying = [e for e in entries if e.multiplications]
         in_float8 = [e for e in multiplying if e.in_float8]
@@ -86,7 +86,7 @@ class Totals:
         )
 
     def head(self) -> list[str]:
-        """Return sentences on how much is in float8."""
+        """Return sentences on how much of the model is in float8."""
         if not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]
@@ -120,7 +120,7 @@ class Totals:
         return sentences
 
     def notes(self) -> list[str]:
-        """Return notes on how the totals were counted."""
+        """Return a note if input sizes were unknown, else an empty list."""
         if self.sizes_known:
             return []
         return [
@@ -131,7 +131,7 @@ class Totals:
 
 
 class LayersReport(BaseReport):
-    """A report on the layers of a model, with a short and a full table.
+    """Base class of reports on the layers of a model.
 
     This is the base class of the reports of conversions and of `inspect`.
     `_entries` are layers with the fields that `Totals` adds up.
@@ -156,17 +156,17 @@ class LayersReport(BaseReport):
 
     @property
     def _entries(self) -> Sequence[Any]:
-        """The layers, in order."""
+        """The entries of the report, one per layer, in the model's order."""
         raise NotImplementedError
 
     @property
     def totals(self) -> Totals:
-        """Sums over all layers."""
+        """The sums over all layers of the report."""
         return Totals.of(self._entries, self.parameters)
 
     @property
     def groups(self) -> list[list[Any]]:
-        """Layers that multiply with a kernel, by class and treatment."""
+        """Groups of layers with equal class and treatment, if they multiply."""
         groups: dict[Any, list[Any]] = {}
         for entry in self._entries:
             if entry.multiplications or entry.in_float8:
@@ -178,7 +178,7 @@ class LayersReport(BaseReport):
         return len(self.groups)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """Yield the parts of the report; the short one has the top groups."""
+        """Yield text and a table: one row per layer in full, else per group."""
         yield from self._head()
         groups = sorted(self.groups, key=lambda group: -work(group))
         if full:
@@ -192,7 +192,7 @@ class LayersReport(BaseReport):
         yield from self._notes(full)
 
     def _short_table(self, groups: list[list[Any]]) -> Table:
-        """Return a table with a row for each group, those in float8 first.
+        """Return a table with a row per group; groups in float8 come first.
 
         Columns that would hold only dashes are left out.
         """
@@ -218,19 +218,19 @@ class LayersReport(BaseReport):
         )
 
     def _head(self) -> list[str]:
-        """Return the sentences above a table."""
+        """Return the sentences to print above the table."""
         totals = self.totals
         if not totals.layers and not totals.listed_in_float8:
             return ["No layer with a kernel to multiply with"]
         return totals.head()
 
     def _notes(self, full: bool) -> list[str]:
-        """Return the sentences below a table."""
+        """Return the sentences to print below the table."""
         return self.totals.notes()
 
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:
-    """Return the cells of `SHARES` for some layers; dashes without a kernel."""
+    """Return a group's shares of multiplications and parameters, as cells."""
     if not work(group):
         return ["–", "–"]
     return [
@@ -240,5 +240,5 @@ def shares(group: Sequence[Any], totals: Totals) -> list[str]:
 
 
 def work(group: Iterable[Any]) -> int:
-    """Return the number of multiplications of some layers."""
+    """Return the total multiplications of a group of layers."""
     return sum(entry.multiplications for entry in group)

@@ -35,7 +35,7 @@ Shape = Sequence[int]
 
 
 class StockProduct(NamedTuple):
-    """A matmul or convolution of a stock layer.
+    """A matmul or convolution of a stock layer, with its sizes.
 
     Attributes:
         product: The sizes of the matmul.
@@ -67,7 +67,7 @@ OTHERS = frozenset(
 
 
 def keras_class(layer: keras.Layer) -> type[keras.Layer]:
-    """Return the nearest base class that Keras defines."""
+    """Return the nearest class in a layer's MRO that Keras defines."""
     return next(
         base
         for base in type(layer).__mro__
@@ -76,7 +76,7 @@ def keras_class(layer: keras.Layer) -> type[keras.Layer]:
 
 
 def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
-    """Return the matmuls of a call on one tensor of this shape.
+    """Return the matmuls when a stock layer is called on one tensor.
 
     None for a layer of another class, or with a `call` of its own. Empty for
     a stock layer that multiplies with no kernel.
@@ -104,7 +104,7 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
 
 
 def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
-    """Return the matmuls of a recurrent cell in one step; None if unknown.
+    """Return the matmuls of one step of a recurrent cell; None if unknown.
 
     Args:
         cell: The cell.
@@ -133,13 +133,13 @@ def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
 def convolution(
     contraction: Any, inputs: Shape, kernel: Shape, outputs: Shape
 ) -> Product:
-    """Return the `Product` of a convolution: its count and operand sizes."""
+    """Return multiplications and operand sizes of a convolution."""
     counted = inputs if contraction.is_transposed else outputs
     return tracing.convolution(_positions(contraction, counted), inputs, kernel)
 
 
 def runs_stock_call(layer: keras.Layer) -> bool:
-    """Return True if `call` of a layer is Keras's, or its float8 form."""
+    """Return True if a layer's `call` is Keras's, or the float8 form's."""
     owner = next(base for base in type(layer).__mro__ if "call" in vars(base))
     room = owner.__module__.partition(".")[0]
     return room in ("keras", "keras_policy_ext")
@@ -171,7 +171,7 @@ def _positions(layer: keras.Layer, shape: Shape) -> int:
 
 
 class Counted(NamedTuple):
-    """A matmul of a call, counted.
+    """A matmul found in a call, and the layer that computes it.
 
     Attributes:
         layer: The layer that computes it.
@@ -185,7 +185,7 @@ class Counted(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The outputs and the matmuls of a call.
+    """The result of tracing one call: outputs, matmuls, unknown layers.
 
     Attributes:
         outputs: A structure with a `keras.KerasTensor` for each tensor.
@@ -201,7 +201,7 @@ class Call(NamedTuple):
 def trace(
     layer: keras.Layer, arguments: Iterable[tuple[Any, dict[str, Any]]]
 ) -> list[Call]:
-    """Trace calls with shapes only; nothing is computed or changed.
+    """Trace calls of a layer with shapes only; nothing is computed or changed.
 
     Args:
         layer: A layer that is built.
@@ -226,7 +226,7 @@ def trace(
 
 @dataclasses.dataclass
 class _Frame:
-    """A layer while its call is traced."""
+    """The matmuls found so far in the layer whose call is being traced."""
 
     layer: keras.Layer
     entered: bool = False
@@ -235,7 +235,7 @@ class _Frame:
 
 
 class _Tracer:
-    """Trace the calls of layers; equal layers are traced once."""
+    """Traces calls of layers; layers of equal structure are traced once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[keras.Layer, Call]] = {}
@@ -250,7 +250,7 @@ class _Tracer:
     def called(
         self, stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Handle the call of a layer: trace it, and return zeros."""
+        """Trace the call of an inner layer, and return zeros as its outputs."""
         frame, given = self._frames[-1], keras.tree.flatten((args, kwargs))
         if layer is frame.layer and not frame.entered:
             frame.entered = True
@@ -265,14 +265,14 @@ class _Tracer:
         return keras.tree.map_structure(_zeros, found.outputs)
 
     def note(self, layer: keras.Layer, product: Product) -> None:
-        """Count a matmul of a float8 layer."""
+        """Record a matmul of a float8 layer in the call being traced."""
         in_float8 = multiplies_in_float8(layer)
         self._frames[-1].counted.append(Counted(layer, product, in_float8))
 
     def trace(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
-        """Trace a call, or return the known result of an equal layer."""
+        """Trace a call; for a layer like a traced one, copy the result."""
         self._kept.append((args, kwargs))  # No other object gets an id of it.
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
         if key not in self._known:
@@ -327,7 +327,7 @@ class _Tracer:
         return call
 
     def _by_graph(self, model: keras.Model, inputs: Any) -> Call:
-        """Trace a Functional model by its graph, one operation at a time."""
+        """Trace a Functional model one operation of its graph at a time."""
         frame = _Frame(model)
 
         def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +353,7 @@ class _Tracer:
         kwargs: dict[str, Any],
         owner: keras.Layer | None = None,
     ) -> Call:
-        """Trace the call of a layer, or of an operation of `owner`."""
+        """Trace `call` of a layer, or an operation in the graph of `owner`."""
         if owner is None:
             _check_built(layer)
         given = keras.tree.flatten((args, kwargs))
@@ -386,7 +386,7 @@ class _Tracer:
     def _recurrent(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
-        """Trace an RNN layer: the matmuls of its cell, times the time steps."""
+        """Trace an RNN layer: count its cell's matmuls once per time step."""
         batch, steps, *rest = args[0].shape
         outputs = layer.compute_output_spec(*args, **kwargs)
         cells = getattr(layer.cell, "cells", [layer.cell])
@@ -410,7 +410,7 @@ class _Tracer:
         return Call(outputs, _times(found.counted, steps), found.unknown)
 
     def _structure(self, layer: keras.Layer) -> Any:
-        """Return a hashable key, equal for layers that do the same matmuls."""
+        """Return a key that is equal for layers with equal matmuls."""
         if id(layer) not in self._structures:
             found = tuple(
                 (name, _hashable(value))
@@ -450,7 +450,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable form of a value, as far as shapes depend on it."""
+    """Return a hashable key of an argument; arrays become shape and dtype."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -467,7 +467,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
-    """Return a traced call of one layer as that of an equal layer."""
+    """Copy a traced call of layer `old` as a call of the equal layer `new`."""
     within = zip(
         walking.layers_within(old), walking.layers_within(new), strict=True
     )
@@ -494,7 +494,7 @@ def _zeros(x: Any) -> Any:
 
 
 def multiplies_in_float8(layer: keras.Layer) -> bool:
-    """Return True if a layer quantizes its inputs for the forward matmul."""
+    """Return True if a layer's forward matmul reads quantized inputs."""
     policy = float8_policy_of(layer)
     if policy is None:
         return False
@@ -524,14 +524,14 @@ def _says_its_outputs(layer: keras.Layer) -> bool:
 
 
 def _check_built(layer: keras.Layer) -> None:
-    """Raise if a call would create weights."""
+    """Raise if a call of this layer would create weights."""
     if not layer.built and type(layer).build is not keras.Layer.build:
         raise ValueError(f"Layer {layer.name!r} is not built.")
 
 
 @contextlib.contextmanager
 def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
-    """Restore the attributes that calls assign, after a block."""
+    """On exit of the block, restore attributes that calls have assigned."""
     held = [(each, dict(vars(each))) for each in walking.layers_within(layer)]
     try:
         yield
@@ -546,7 +546,7 @@ def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
 
 
 def _contractions(tracer: _Tracer) -> Iterator[Any]:
-    """Yield scopes in which float8 contractions are counted, not computed."""
+    """Yield scopes in which float8 matmuls are counted, not computed."""
 
     def contract(
         stock: Any,

@@ -31,7 +31,7 @@ _CONTAINERS = (dict, list, tuple)
 
 
 class Compiled(NamedTuple):
-    """A compiled function of a model.
+    """A compiled function, found in a model or in a layer of the model.
 
     Attributes:
         name: The path of a layer, with the attribute.
@@ -45,14 +45,14 @@ class Compiled(NamedTuple):
 
 
 def forget(functions: Iterable[Compiled]) -> None:
-    """Make compiled functions be traced anew at their next call."""
+    """Make compiled functions be traced again at their next call."""
     framework = backends.current()
     for each in functions:
         framework.forget_traces(each.function, each.layer)
 
 
 def found_in(model: keras.Layer) -> list[Compiled]:
-    """Find the compiled functions of a model."""
+    """Return the compiled functions that a model and its layers hold."""
     is_compiled = backends.current().is_compiled
     found: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
@@ -71,7 +71,7 @@ def found_in(model: keras.Layer) -> list[Compiled]:
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the callables among the attributes of a layer, then those in lists.
+    """Yield the callable attributes of a layer; those in lists come last.
 
     Lists and dicts come last, because TensorFlow keeps all attributes in a
     dict.
@@ -89,7 +89,7 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the callables in a list or dict, except layers."""
+    """Yield (name, callable) in nested lists and dicts, except layers."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in items:
         if isinstance(each, _CONTAINERS):
@@ -99,7 +99,7 @@ def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the members of the user's own classes of a layer."""
+    """Yield (name, member) of the user's classes in a layer's MRO."""
     for cls in type(layer).__mro__:
         if cls.__module__.partition(".")[0] not in (
             *_OF_FRAMEWORKS,
@@ -109,7 +109,7 @@ def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _within(value: Any) -> Any:
-    """Return the function that a `functools.partial` wraps."""
+    """Return the function inside a `functools.partial`, or `value` itself."""
     while isinstance(value, functools.partial):
         value = value.func
     return value
@@ -117,7 +117,7 @@ def _within(value: Any) -> Any:
 
 @contextlib.contextmanager
 def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
-    """Change a model in place; on an error, undo all changes.
+    """In the block, the caller changes a model; an error undoes the changes.
 
     New variables are created in the scope of those of the model, and optimizers
     and compiled steps are updated.
@@ -135,7 +135,7 @@ def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
-    """Update optimizers and compiled steps after a block changes variables.
+    """On exit of the block, update optimizers to the model's new variables.
 
     Afterwards each optimizer in the model knows the present variables, and
     keeps its slots and its iteration; steps are traced anew; PyTorch sees the
@@ -167,17 +167,17 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
 
 
 def _slots(model: keras.Layer) -> list[keras.Variable]:
-    """Return the variables of the optimizers in a model."""
+    """Return the variables of all optimizers in a model."""
     return [v for each in all_optimizers(model) for v in each.variables]
 
 
 def parts(model: keras.Layer) -> list[Any]:
-    """Return all layers in a model, and the optimizers of all models in it."""
+    """Return all layers in a model, then all optimizers of its models."""
     return [*walking.layers_within(model), *all_optimizers(model)]
 
 
 def check_optimizers(model: keras.Layer) -> None:
-    """Raise if an optimizer could not continue after states are added.
+    """Raise if a model's optimizer cannot take new float8 state.
 
     Raises:
         ImportError: If this Keras does not tell what variables a built
@@ -204,7 +204,7 @@ def check_optimizers(model: keras.Layer) -> None:
 
 
 def replicas(model: keras.Layer) -> AbstractContextManager[object]:
-    """Return the distribution scope in which a model's variables were made."""
+    """Return the `tf.distribute` scope in which a model was made, if any."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
@@ -238,7 +238,7 @@ def _update_optimizers(
 
 
 def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers of all models in a model, and those they wrap."""
+    """Return all optimizers in a model, including wrapped optimizers."""
     return [
         each
         for layer in walking.layers_within(model)
@@ -249,7 +249,7 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of `compile`, and others that a model holds.
+    """Return the optimizer of `compile`, then optimizers in attributes.
 
     These are attributes, or entries of lists and dicts.
     """
@@ -266,7 +266,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _stands_in(
     model: keras.Model, known: list[keras.Variable], gone: set[int]
 ) -> bool:
-    """Return True if an optimizer has none of the weights of a model."""
+    """Return True if a built optimizer knows none of a model's variables."""
     ids = {id(v) for v in known}
     return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
@@ -276,7 +276,7 @@ def _has_all(
     known: list[keras.Variable] | None,
     come: set[int],
 ) -> bool:
-    """Return True if an optimizer has all trainable weights of a model.
+    """Return True if an optimizer was built with all trainable weights.
 
     Weights that were added since it was built do not count. A wrapped optimizer
     may have substitutes for the weights, and none of the weights themselves.
@@ -293,7 +293,7 @@ def _has_all(
 def _states(
     model: keras.Model, known: list[keras.Variable], has_all: bool
 ) -> set[int]:
-    """Return the ids of the states that an optimizer is to know.
+    """Return the ids of the float8 state that an optimizer has to update.
 
     These are the states of the layers that it optimizes, trainable or not. The
     optimizer of `compile` gets all trainable states if it has all trainable
@@ -316,7 +316,7 @@ def _to_optimize(
     new: set[int],
     gone: set[int],
 ) -> list[keras.Variable]:
-    """Return the variables to optimize: the known ones and the present states.
+    """Return an optimizer's variables without `gone` and with `new` ones.
 
     A state follows the variable that precedes it in `model.variables`. So the
     order is again that of `trainable_variables`, which the trainers rely on,
@@ -340,7 +340,7 @@ _GROUP = "optimizer/inner_optimizer"
 
 
 def may_differ(model: keras.Model) -> bool:
-    """Return True if Keras may have wrapped one optimizer and not the other."""
+    """Return True if a file of the model may differ in having a loss scaler."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return False
@@ -353,7 +353,7 @@ def may_differ(model: keras.Model) -> bool:
 
 
 def loss_scale_asked(model: keras.Layer) -> LossScale | None:
-    """Return the one loss scale that the layers of a model request, or None."""
+    """Return the loss scale that all layers request; None if they differ."""
     if not isinstance(model, keras.Model):
         return None
     try:
@@ -363,7 +363,7 @@ def loss_scale_asked(model: keras.Layer) -> LossScale | None:
 
 
 def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
-    """Warn if conversion removed the loss scale that layers requested.
+    """Warn if the layers lost their requested loss scale in the conversion.
 
     Args:
         asked: The loss scale that they requested before.
@@ -381,7 +381,7 @@ def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
 
 
 def restore(model: keras.Model, weights: str) -> bool:
-    """Wrap or unwrap the optimizer of a loaded model, as in its file.
+    """Wrap or unwrap a model's optimizer, to match the one in the model's file.
 
     Returns:
         Whether that changed, so that the weights must be loaded again.
@@ -403,7 +403,7 @@ def restore(model: keras.Model, weights: str) -> bool:
 
 
 def _has_scaler(weights: str) -> bool | None:
-    """Return True if a file has a loss scaler; None if it has no optimizer."""
+    """Return True if a file holds a loss scaler; None without an optimizer."""
     try:
         with h5py.File(weights, "r") as file:
             return _GROUP in file if "optimizer" in file else None

@@ -32,7 +32,7 @@ SAMPLES = (2, 3)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The size of a layer's kernels, and its multiplications with them.
+    """The kernel entries of one layer, and the multiplications with them.
 
     Attributes:
         parameters: Entries of the kernels that it multiplies with; of its own
@@ -52,7 +52,7 @@ class Work:
 
 
 class Works:
-    """The work of each layer of a model; nothing is computed or changed."""
+    """Counts the parameters and multiplications of each layer of a model."""
 
     def __init__(self, model: keras.Layer) -> None:
         self._layers = {id(x): x for x in walking.layers_within(model)}
@@ -71,11 +71,11 @@ class Works:
 
     @property
     def multiplying(self) -> list[keras.Layer]:
-        """The layers that multiply with a kernel, of their own or not."""
+        """The layers whose calls multiply with a kernel."""
         return [self._layers[key] for key in self._counted]
 
     def of(self, layer: keras.Layer) -> Work:
-        """Return the work of a layer."""
+        """Return the `Work` of a layer: its parameters and multiplications."""
         own = walking.own_weights(layer)
         if id(layer) in self._unknown and not self._counted.get(id(layer)):
             return _once(layer, own)
@@ -94,18 +94,18 @@ class Works:
 
 
 def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
-    """Count the work of layers in a model; see `Works`."""
+    """Return the `Work` of each of some layers of a model, in order."""
     works = Works(model)
     return [works.of(layer) for layer in layers]
 
 
 def scalars(variables: Iterable[keras.Variable]) -> int:
-    """Return the number of entries of all these variables."""
+    """Return the total number of elements of these variables."""
     return sum(math.prod(v.shape) for v in variables)
 
 
 class _Counted(NamedTuple):
-    """A matmul with a kernel: multiplications, kernel size, if in float8."""
+    """A matmul with a kernel: its multiplications, the kernel's entries."""
 
     number: int
     size: int
@@ -117,7 +117,7 @@ def _entries(
     own: list[keras.Variable],
     counted: Iterable[_Counted],
 ) -> int:
-    """Return the entries of the kernels of some matmuls, found by size."""
+    """Return the number of entries of the kernels in a layer's matmuls."""
     mixin = isinstance(layer, Float8Mixin)
     contracted: list[Any] = layer.float8_contracted if mixin else []
     own = [v for v in own if "bias" not in v.name]
@@ -133,7 +133,7 @@ def _entries(
 
 
 class _Pair(NamedTuple):
-    """The results of the two traces of a model."""
+    """The matmuls found by tracing a model with two batch sizes."""
 
     products: list[tuple[keras.Layer, _Counted]]
     unknown: list[keras.Layer]
@@ -141,7 +141,7 @@ class _Pair(NamedTuple):
 
 
 def _traced(model: keras.Layer) -> _Pair | None:
-    """Trace a model; return None if it cannot be called with shapes only."""
+    """Count matmuls by tracing a model; None if it rejects symbolic inputs."""
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
             small, large = traced.trace(model, map(inputs.of, SAMPLES))
@@ -154,7 +154,7 @@ def _traced(model: keras.Layer) -> _Pair | None:
 def _with_kernels(
     small: list[traced.Counted], large: list[traced.Counted]
 ) -> Iterator[tuple[keras.Layer, _Counted]]:
-    """Yield the matmuls of an activation and a kernel, for one sample.
+    """Yield (layer, matmul) for matmuls with a kernel, per sample.
 
     Raises:
         ValueError: If the two traces have different matmuls.
@@ -169,7 +169,7 @@ def _with_kernels(
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """The arguments of the call of a model.
+    """Arguments with which a model can be called, as symbolic tensors.
 
     Attributes:
         args: A structure with a `keras.KerasTensor` for each tensor.
@@ -184,7 +184,7 @@ class _Inputs:
     filler: int
 
     def of(self, samples: int) -> tuple[Any, Any]:
-        """Return the arguments for this number of samples."""
+        """Return symbolic arguments for a batch of this many samples."""
 
         def filled(x: Any) -> Any:
             if not isinstance(x, keras.KerasTensor):
@@ -197,7 +197,7 @@ class _Inputs:
 
     @property
     def are_sizes_known(self) -> bool:
-        """Return True if no size but that of the batch is unknown."""
+        """True if all sizes except the batch are known."""
         given = keras.tree.flatten((self.args, self.kwargs))
         return not any(
             None in x.shape[1:]
@@ -212,7 +212,7 @@ _FILLERS = (1, 32, 1024)
 
 
 def _inputs(model: keras.Layer) -> Iterator[_Inputs]:
-    """Yield arguments that a model may be called with, likeliest first."""
+    """Yield guesses of a model's call arguments, the likeliest first."""
     if getattr(model, "inputs", None):
         structure = model.inputs
         if isinstance(model, keras.Sequential):
@@ -240,7 +240,7 @@ def _inputs(model: keras.Layer) -> Iterator[_Inputs]:
 
 
 def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
-    """Return the arguments that a layer was built with; dtypes are unknown."""
+    """Return call arguments of the shapes on which a layer was built."""
     config = keras.Layer.get_build_config(layer) or {}
     shapes = config.get("shapes_dict")
     if shapes is None:
@@ -255,7 +255,7 @@ def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
 
 
 def _tensors(layer: keras.Layer, shapes: Any) -> Any:
-    """Return a tensor for each shape in a structure of them."""
+    """Replace each shape in nested shapes by a symbolic tensor."""
     if isinstance(shapes, dict):
         return {name: _tensors(layer, each) for name, each in shapes.items()}
     if all(size is None or isinstance(size, int) for size in shapes):
@@ -277,7 +277,7 @@ _FIXED_KERNEL = ("kernel", "filter", "matrix")
 
 
 def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
-    """Return the work of one call with the shape that a layer was built on."""
+    """Return the `Work` of one call on the shape that a layer was built on."""
     kernels = _kernels(layer, own)
     if not kernels:
         return Work(parameters=scalars(own))
@@ -300,7 +300,7 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
 def _kernels(
     layer: keras.Layer, own: list[keras.Variable]
 ) -> list[keras.Variable]:
-    """Return the weights that a layer multiplies with, in float8 or not."""
+    """Return the weights with which the call of a layer multiplies."""
     beside = [v for v in own if v.name == _BESIDE]
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         contracted = layer.float8_contracted
@@ -315,7 +315,7 @@ def _kernels(
 
 
 def _looks_up(layer: keras.Layer, kernel: keras.Variable) -> bool:
-    """Return True if a kernel is stored in float8 and only looked up."""
+    """Return True if a frozen layer only looks up rows of this kernel."""
     stored = layer.is_stored_kernel(layer, kernel)
     return stored and not layer.is_float8_kernel(layer, kernel)
 
@@ -330,7 +330,7 @@ def _looks_like_kernel(layer: keras.Layer, variable: keras.Variable) -> bool:
 
 
 def _first_shape(shapes: Any) -> Any:
-    """Return the first shape in a structure of them."""
+    """Return the first shape in nested lists and dicts of shapes."""
     if isinstance(shapes, dict):
         shapes = list(shapes.values())
     if not isinstance(shapes, (list, tuple)) or not shapes:

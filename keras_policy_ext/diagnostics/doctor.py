@@ -26,7 +26,7 @@ CONTRACTIONS: dict[str, contractions.Einsum | contractions.Conv] = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DoctorReport(BaseReport):
-    """What runs natively in float8 on a device, and what gains.
+    """The report of `doctor`: what a device runs natively in float8, and gains.
 
     Attributes:
         verdict: A sentence on whether training in float8 is faster there.
@@ -51,7 +51,7 @@ class DoctorReport(BaseReport):
     break_even: tuple[Cells, ...]
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """Yield the verdict, and a table for each other attribute."""
+        """Yield the verdict, the notes, and a table per other attribute."""
         yield from (self.verdict, *self.notes)
         facts = (Column(""), Column("", wraps=True))
         if self.machine:
@@ -82,7 +82,7 @@ def _wide(title: str, headings: Cells, rows: tuple[Cells, ...]) -> Table:
 
 
 def report(device: str | None = None) -> DoctorReport:
-    """Return the report of a device.
+    """Return a `DoctorReport` on this machine or on a simulated device.
 
     Args:
         device: The name of a device to simulate, as `devices.get` takes it.
@@ -110,7 +110,7 @@ def report(device: str | None = None) -> DoctorReport:
 
 
 def verdict() -> str:
-    """Return a sentence on whether training in float8 gains on this device."""
+    """Return a sentence on whether float8 speeds up training on this device."""
     row = filters.here()
     choice = filters.choice_for(CONTRACTIONS["matmul (Dense)"])
     device = backends.engine().device()
@@ -135,7 +135,7 @@ def verdict() -> str:
 
 
 def bfloat16_note() -> tuple[str, ...]:
-    """Time two matmuls; return a sentence if bfloat16 is slow."""
+    """Time two matmuls; return a warning if bfloat16 is slower than float32."""
     times = machine.slowdown()
     if times < machine.SLOW:
         return ()
@@ -147,7 +147,7 @@ def bfloat16_note() -> tuple[str, ...]:
 
 
 def rows() -> list[Cells]:
-    """Return rows of contractions, recipes, kind of kernel and reason.
+    """Return table rows: contractions, recipes, native or emulated, and reason.
 
     Contractions and recipes with the same kernel and reason share a row. If
     the matmuls of a recipe differ, it has several rows for a contraction,
@@ -168,7 +168,7 @@ def rows() -> list[Cells]:
 def _choices(
     contraction: contractions.Einsum | contractions.Conv,
 ) -> dict[Choice, list[str]]:
-    """Group recipes by the kernel choice; name the matmuls if they differ."""
+    """Return, for each kernel choice, the recipes and matmuls that get it."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
         plan = _as_there(
@@ -187,7 +187,7 @@ def _choices(
 
 
 def _as_there(plan: Any) -> Any:
-    """Return a plan; for a simulated device, as compiled by XLA.
+    """Return a plan; for a simulated device, the plan for an XLA compilation.
 
     `fit` on a GPU with TensorFlow uses XLA, since TensorFlow has no other
     float8 matmul.
@@ -198,7 +198,7 @@ def _as_there(plan: Any) -> Any:
 
 
 def frozen_rows() -> list[Cells]:
-    """Return rows of granularities, inputs, kind of kernel and reason.
+    """Return table rows on frozen kernels: scales, inputs, kernel, reason.
 
     They are for the forward matmul of a Dense layer with a stored kernel.
     Granularities with the same kernel and reason share a row.
@@ -221,7 +221,7 @@ def frozen_rows() -> list[Cells]:
 
 
 def break_even_rows() -> Iterator[Cells]:
-    """Yield the rows that `filter="auto"` reads, this device first."""
+    """Yield the rows of the break-even table, beginning with this device."""
     here = filters.here()
     mark = "(asked)" if devices.pretended() else "(here)"
     others = [row for row in filters.table() if row != here]

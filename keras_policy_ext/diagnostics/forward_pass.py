@@ -25,7 +25,7 @@ _ALLOWED = (
 
 
 def read(model: keras.Layer, batch: Any) -> Any:
-    """Return the symbolic tensors of a batch.
+    """Convert a batch, its shapes or its size to nested symbolic tensors.
 
     Args:
         model: The model that is called with it.
@@ -48,7 +48,7 @@ def read(model: keras.Layer, batch: Any) -> Any:
 
 
 def size_of(batch: Any) -> int:
-    """Bytes of a batch that `read` returned."""
+    """Return the number of bytes of a batch of symbolic tensors."""
     return sum(
         int(np.prod(x.shape)) * itemsize(x.dtype)
         for x in keras.tree.flatten(batch)
@@ -110,7 +110,7 @@ def _known(shape: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def _is_shape(x: Any) -> bool:
-    """Return True for a tuple of sizes; a list of numbers is a batch."""
+    """Return True for a tuple of sizes; a list of integers is not a shape."""
     return isinstance(x, tuple) and all(
         size is None
         or (isinstance(size, (int, np.integer)) and not isinstance(size, bool))
@@ -128,7 +128,7 @@ def _are_shapes(x: Any) -> bool:
 def step_of(
     model: keras.Layer, layers: Sequence[keras.Layer], batch: Any
 ) -> MeasuredStep:
-    """Return a training step of a model, to be measured.
+    """Return the training step of a model as functions that can be measured.
 
     Args:
         model: A model or layer with a `call`.
@@ -149,14 +149,14 @@ def step_of(
 
 
 def _held(model: keras.Layer) -> list[Tensor]:
-    """Return the tensors that a model holds as a PyTorch module."""
+    """Return a model's PyTorch parameters and buffers; [] on other backends."""
     if keras.backend.backend() != "torch":
         return []
     return [*model.parameters(), *model.buffers()]
 
 
 class _Forward:
-    """A call of a model with given values of its variables.
+    """A function that calls a model with the values of variables passed in.
 
     See `MeasuredStep.call`.
     """
@@ -190,7 +190,7 @@ class _Forward:
 
 @contextlib.contextmanager
 def unchanged_counters(layers: list[keras.Layer]) -> Iterator[None]:
-    """Restore the counters and plans that a call changes in float8 layers."""
+    """On exit of the block, restore counters and plans of float8 layers."""
     states = [
         layer.float8_state
         for layer in layers

@@ -27,7 +27,7 @@ from keras_policy_ext.reports import Column, counted, readable_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One operand of a contraction.
+    """The format, amax and scale of one operand of a float8 matmul.
 
     Attributes:
         kernel: The path of the weight that is contracted.
@@ -51,7 +51,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class StoredOperand:
-    """A kernel of a frozen layer, stored in float8.
+    """A kernel of a frozen layer that is stored in float8, with its scales.
 
     Attributes:
         kernel: The path of the kernel.
@@ -77,7 +77,7 @@ class StoredOperand:
 
     @classmethod
     def of(cls, kernel: StoredVariable) -> StoredOperand:
-        """Return the entry of a kernel of a frozen layer."""
+        """Return the entry of a frozen layer's kernel."""
         stored, given = kernel.stored, kernel.inputs_scale
         return cls(
             kernel.path,
@@ -91,7 +91,7 @@ class StoredOperand:
         )
 
     def rows(self, several: bool) -> list[list[str]]:
-        """Return cells (name, amax, scale, saturation) of kernel and inputs."""
+        """Return table rows (name, amax, scale, saturation) of the operands."""
         size = readable_bytes(self.bytes)
         name = self.kernel.rpartition("/")[2] if several else "kernel"
         scales = f"{self.smallest_scale:.3g}"
@@ -107,7 +107,7 @@ class StoredOperand:
 
 @dataclasses.dataclass(frozen=True)
 class Inspected(Work):
-    """One layer with weights, and its `Work`.
+    """The policy, operands and multiplications of one layer with weights.
 
     Attributes:
         path: The layer's path.
@@ -134,24 +134,24 @@ class Inspected(Work):
 
     @property
     def in_float8(self) -> bool:
-        """Return True if it computes in float8."""
+        """True if the layer follows a float8 policy."""
         return self.recipe is not None
 
     @property
     def frozen(self) -> bool:
-        """Return True if its kernels are stored in float8."""
+        """True if the layer's kernels are stored in float8."""
         return bool(self.stored)
 
     @property
     def saturation(self) -> float | None:
-        """The largest saturation of its operands; None if none is known."""
+        """The largest saturation of the layer's operands; None if unknown."""
         known = [o.saturation for o in self.operands]
         return max((s for s in known if s is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Inspection(LayersReport):
-    """The layers of a model that have weights.
+    """The report of `inspect`: one entry for each layer with weights.
 
     `str` says how much of the model is in float8. It has one row for all
     layers of one class under one policy, fits on a screen of 24 lines, and
@@ -197,7 +197,7 @@ class Inspection(LayersReport):
         ]
 
     def _full_rows(self, entry: Inspected) -> list[list[str] | str]:
-        """Return a line for the layer, and rows for its operands below."""
+        """Return a heading for a layer, and below it a row for each operand."""
         about = [entry.path, entry.class_name, entry.policy, entry.kernel]
         several = len(entry.stored) > 1
         rows = [cells for each in entry.stored for cells in each.rows(several)]
@@ -213,7 +213,7 @@ class Inspection(LayersReport):
         return [head, *(["", *row] for row in rows)]
 
     def _notes(self, full: bool) -> list[str]:
-        """Return notes on the state, and on why layers are emulated or not."""
+        """Return sentences on the float8 state, and on emulated layers."""
         state = (
             f"{self.parameters:,} parameters, and {self.state:,} numbers of "
             f"float8 state; Keras counts {self.parameters + self.state:,}"
@@ -243,7 +243,7 @@ class Inspection(LayersReport):
 
 @_user_code.once
 def inspect(model: keras.Layer) -> Inspection:
-    """Return the policy and the float8 state of each layer.
+    """Return the policy, operands and scales of each layer with weights.
 
     Args:
         model: A Keras model or layer.

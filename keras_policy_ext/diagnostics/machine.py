@@ -17,12 +17,12 @@ from keras_policy_ext import backends
 
 
 def backend() -> str:
-    """Return the name of the backend of Keras."""
+    """Return the name of the backend that Keras uses, such as `"jax"`."""
     return str(keras.backend.backend())
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
+    """Return the installed version of a distribution; None if not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def installed(package: str) -> str:
-    """Return the installed version of a package, from any distribution.
+    """Return the version of an importable package, or "not installed".
 
     TensorFlow, for example, is in `tensorflow`, `tensorflow-cpu`, `tf-nightly`
     and others. The package is not imported.
@@ -65,7 +65,7 @@ def _distribution_of(package: str) -> str | None:
 
 
 def _same_name(distribution: str, package: str) -> bool:
-    """Return True if a package index treats two names as the same."""
+    """Return True if two package names differ in case and separators only."""
     first, second = (
         re.sub("[-_.]+", "-", name).lower() for name in (distribution, package)
     )
@@ -73,12 +73,12 @@ def _same_name(distribution: str, package: str) -> bool:
 
 
 def device() -> str:
-    """Return the device where the backend puts a tensor, as it prints it."""
+    """Return the name of the device on which the backend puts tensors."""
     return str(keras.ops.zeros(()).device)
 
 
 def facts() -> dict[str, str]:
-    """Return versions, backend and device, by name."""
+    """Return a dict of installed versions, the backend and the device."""
     frameworks = {
         name: installed(name) for name in ("tensorflow", "jax", "torch")
     }
@@ -102,7 +102,7 @@ ROUNDS = 3
 
 
 def slowdown() -> float:
-    """Return the time of a bfloat16 matmul as a multiple of that in float32.
+    """Return the time of a bfloat16 matmul divided by that of a float32 one.
 
     CPUs without bfloat16 instructions take up to 50 times as long on PyTorch.
     On other devices nothing is measured, and the result is 1.
@@ -113,13 +113,13 @@ def slowdown() -> float:
 
 
 def _seconds(dtype: str) -> float:
-    """Return the time of the fastest of some matmuls, after one to warm up."""
+    """Return the seconds of the fastest of `ROUNDS` matmuls in this dtype."""
     matrix = ops.ones((SIZE, SIZE), dtype)
     return min([timed(matrix) for _ in range(ROUNDS + 1)][1:])
 
 
 def timed(matrix: Any) -> float:
-    """Return the seconds of a matmul of a matrix with itself."""
+    """Return the seconds that `matmul(matrix, matrix)` takes."""
     began = time.perf_counter()
     product = ops.matmul(matrix, matrix)
     # When one number of it is on the host, the product was computed.

@@ -47,7 +47,7 @@ from keras_policy_ext.reports import (
 
 
 def bytes_of(model: keras.Layer) -> int | None:
-    """Return the bytes of a model's optimizers, each variable once.
+    """Return the total bytes of the optimizers of a model.
 
     Returns:
         0 without an optimizer; None if an untrained optimizer does not tell
@@ -71,14 +71,14 @@ def bytes_of(model: keras.Layer) -> int | None:
 def _variables(
     optimizer: keras.Optimizer, model: keras.Model
 ) -> list[Any] | None:
-    """Return the variables of an optimizer and of those it wraps, or None."""
+    """Return an optimizer's variables, or None if they cannot be known yet."""
     if not optimizer.built:
         optimizer = _built_copy(optimizer, model)
     return None if optimizer is None else list(optimizer.variables)
 
 
 def _built_copy(optimizer: keras.Optimizer, model: keras.Model) -> Any:
-    """Return a copy of an optimizer, built without allocating memory.
+    """Return a copy of an optimizer, built without allocating memory, or None.
 
     Returns:
         The copy; None if its variables need values.
@@ -102,7 +102,7 @@ WITHOUT = "without float8"
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """The memory of a layer, in bytes.
+    """The bytes of one layer: weights, state, and tensors saved for backward.
 
     Attributes:
         path: Its path.
@@ -125,18 +125,18 @@ class LayerMemory:
 
     @property
     def kept(self) -> int:
-        """All that it saves for the backward pass."""
+        """All bytes that the layer saves for the backward pass."""
         return self.activations + self.weight_copies
 
     @property
     def total(self) -> int:
-        """All memory of the layer."""
+        """The sum of all bytes of the layer."""
         return self.weights + self.state + self.kept
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelMemory:
-    """The memory of a model under one policy, in bytes.
+    """The bytes of each layer of a model under one policy.
 
     Attributes:
         name: `"as it is"`, `"without float8"`, or the policy or recipe.
@@ -153,33 +153,33 @@ class ModelMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights of all layers."""
+        """The total bytes of the weights of all layers."""
         return sum(layer.weights for layer in self.layers)
 
     @property
     def state(self) -> int:
-        """Bytes of the float8 state of all layers."""
+        """The total bytes of the float8 state of all layers."""
         return sum(layer.state for layer in self.layers)
 
     @property
     def activations(self) -> int:
-        """Bytes that all layers save from the batch."""
+        """Bytes that all layers save for the backward pass, from the batch."""
         return sum(layer.activations for layer in self.layers)
 
     @property
     def weight_copies(self) -> int:
-        """Bytes that all layers save from their weights."""
+        """Bytes that all layers save for the backward pass, from weights."""
         return sum(layer.weight_copies for layer in self.layers)
 
     @property
     def kept(self) -> int:
-        """All bytes that are saved for the backward pass."""
+        """All bytes that the layers save for the backward pass."""
         return self.activations + self.weight_copies
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(BaseReport):
-    """What a training step keeps in memory, by layer.
+    """The report of `memory`: bytes in a training step, by layer and policy.
 
     `str` has the totals and a row for each class of layers. It fits on a
     screen of 24 lines. `table(full=True)` has a row for each layer.
@@ -202,7 +202,7 @@ class MemoryReport(BaseReport):
     _every = EVERY
 
     def __getitem__(self, name: str) -> ModelMemory:
-        """Return a form by its name.
+        """Return the `ModelMemory` of the policy with this name.
 
         Raises:
             KeyError: If no form has this name.
@@ -237,7 +237,7 @@ class MemoryReport(BaseReport):
 
     @property
     def _shown(self) -> list[ModelMemory]:
-        """The forms in the order of the columns, without float8 first."""
+        """The forms in the order of columns: without float8 comes first."""
         return sorted(self.forms, key=lambda form: form.name != WITHOUT)
 
     def _totals(self) -> Table:
@@ -260,7 +260,7 @@ class MemoryReport(BaseReport):
         return [Column(form.name, right=True) for form in self._shown]
 
     def _short_rows(self) -> list[list[str]]:
-        """Return the rows of layer classes by what they save, largest first."""
+        """Return a table row for each layer class, the largest first."""
         groups: dict[str, list[tuple[LayerMemory, ...]]] = {}
         for entries in self._layers():
             if any(entry.kept for entry in entries):
@@ -285,7 +285,7 @@ class MemoryReport(BaseReport):
         ]
 
     def _layers(self) -> list[tuple[LayerMemory, ...]]:
-        """Return the entries of each layer, one for each form."""
+        """Return for each layer a tuple of its `LayerMemory` in each column."""
         known = [{x.path: x for x in form.layers} for form in self._shown]
         paths = dict.fromkeys(path for form in known for path in form)
         found = []
@@ -309,7 +309,7 @@ def memory(
     min_size: int | None = None,
     attention: Literal["float8"] | None = None,
 ) -> MemoryReport:
-    """Return what a training step of a model keeps in memory, by layer.
+    """Return the bytes that a training step of a model holds, by layer.
 
     This is the weights, the optimizer, the float8 state, and what the forward
     pass saves for the backward pass, for the model as it is and under other
@@ -383,7 +383,7 @@ def memory(
 
 
 def _check(model: keras.Layer) -> None:
-    """Raise if a model cannot be called."""
+    """Raise if a model is not built or has no `call`."""
     candidates.check_is_layer(
         model, "have a training step", "; a file goes to `load_model` first"
     )
@@ -398,7 +398,7 @@ def _check(model: keras.Layer) -> None:
 
 
 def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
-    """Return the requested policies and recipes, by the names of the forms."""
+    """Return the policies and recipes to measure, by the name in the report."""
     if policy is None:
         is_converted = bool(layers_in_float8(model))
         return {} if is_converted else {"converted": None}
@@ -407,7 +407,7 @@ def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
 
 
 def _trains_in_float8(model: keras.Layer) -> bool:
-    """Return True if a layer is in float8 and not frozen."""
+    """Return True if a layer is in float8 and is not frozen."""
     return not all(map(is_frozen, layers_in_float8(model)))
 
 
@@ -439,7 +439,7 @@ def _under(
 
 @contextlib.contextmanager
 def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
-    """Put a model under a plain policy in all layers, for a block."""
+    """In the block, all layers of a model follow a plain dtype policy."""
     layers = walking.layers_within(model)
     dtypes = {
         keras.backend.standardize_dtype(v.dtype)
@@ -467,7 +467,7 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
 def _counted(
     model: keras.Layer, name: str, batch: Any, compile: bool
 ) -> ModelMemory:
-    """Measure the memory of a model as it is now."""
+    """Return the measured memory of a model under its present policies."""
     layers = [
         layer
         for layer in walking.layers_within(model)
@@ -487,7 +487,7 @@ def _counted(
 def _rows(
     layers: list[keras.Layer], measured: Measured
 ) -> Iterator[LayerMemory]:
-    """Yield a row for each layer that uses memory."""
+    """Yield a `LayerMemory` for each layer that uses memory."""
     counted: set[int] = set()
     for number, layer in enumerate(layers):
         variables = [
@@ -520,7 +520,7 @@ def _sums(group: Sequence[tuple[LayerMemory, ...]]) -> list[int]:
 
 
 def _compared(numbers: Sequence[int | None]) -> list[str]:
-    """Return cells of bytes; all but the first with their ratio to it."""
+    """Return table cells of bytes, with each ratio to the first number."""
     first, *rest = numbers
     cells = ["–" if first is None else readable_bytes(first)]
     for number in rest:

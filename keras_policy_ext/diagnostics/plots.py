@@ -26,7 +26,7 @@ Curves = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def require_matplotlib() -> None:
-    """Raise if matplotlib is missing, without importing it.
+    """Raise if matplotlib is not installed, without importing it.
 
     Raises:
         ValueError: If it is not installed.
@@ -41,7 +41,7 @@ def require_matplotlib() -> None:
 def loss_curves(
     curves: Curves, baseline: str, title: str, path: pathlib.Path
 ) -> None:
-    """Draw validation losses and, below, their gaps to a baseline, as PNG.
+    """Draw validation losses, and below them the gaps to a baseline, as PNG.
 
     With several seeds it draws the mean losses, and the range of the gaps as
     an area. All points are within the axes. The legend has each name with the
@@ -83,7 +83,7 @@ def loss_curves(
 
 
 def gaps(curves: Curves, baseline: str) -> dict[str, list[dict[int, float]]]:
-    """Return by how many percent losses exceed the baseline's of their seed."""
+    """Return by how many percent losses exceed the baseline of equal seed."""
     return {
         name: [
             {step: 100.0 * (y / base[step] - 1.0) for step, y in points.items()}
@@ -94,7 +94,7 @@ def gaps(curves: Curves, baseline: str) -> dict[str, list[dict[int, float]]]:
 
 
 def _labels(relative: Curves, baseline: str) -> list[str]:
-    """Return the names, each with the mean of its last gaps."""
+    """Return the legend's labels: each name with the mean gap at the end."""
     last = {
         name: np.mean([list(points.values())[-1] for points in seeds])
         for name, seeds in relative.items()

@@ -1,4 +1,4 @@
-"""Export models with float8 kernels for other readers, and load them.
+"""Export models with float8 kernels to other programs, and load exports.
 
 ```python
 kpe.freeze(model)
@@ -37,7 +37,7 @@ def export(
     overwrite: bool = False,
     **options: Any,
 ) -> Any:
-    """Write a model with float8 kernels, for a reader without Keras.
+    """Write a model with float8 kernels, for programs that do not use Keras.
 
     A frozen kernel is written byte for byte, and weights that were left in
     floats when the model was frozen are written in floats. If no kernel of the

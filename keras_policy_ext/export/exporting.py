@@ -27,7 +27,7 @@ from keras_policy_ext.export.report import ExportReport
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """The arguments of `export`.
+    """The arguments of `export`, except the model.
 
     Attributes:
         path, format, include, exclude, tokenizer, max_shard_size, overwrite:
@@ -50,7 +50,7 @@ class ExportRequest:
 def run(
     model: keras.Layer, request: ExportRequest, formats: Sequence[str]
 ) -> Any:
-    """Run an export; `formats` lists the allowed formats."""
+    """Write a model in the requested format, which must be in `formats`."""
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
         return _to_onnx(model, request)
@@ -135,7 +135,7 @@ def _check_format(
 
 
 def _check_static(found: Iterable[ExportedKernel], scheme: Scheme) -> None:
-    """Raise if static activations are requested without observed scales."""
+    """Raise if static activations are requested, but a scale is missing."""
     if scheme.activations != "static":
         return
     lacking = [

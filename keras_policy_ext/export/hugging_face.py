@@ -1,4 +1,4 @@
-"""Write folders that Hugging Face reads: configs and tensors."""
+"""Write model folders in the form of Hugging Face: configs and tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def complete(
     config: dict[str, Any], backbone: Any, dtype: str
 ) -> dict[str, Any]:
-    """Complete a config from KerasHub, and add the dtype of the weights.
+    """Complete the Hugging Face config that KerasHub makes for a backbone.
 
     Args:
         config: The config that KerasHub makes.
@@ -65,7 +65,7 @@ def complete(
 
 
 def _part(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Correct dtypes and tokens in a config, or in that of a part.
+    """Return a config with corrected dtypes and token ids, also inside it.
 
     KerasHub writes names of policies for dtypes. A token beyond the vocabulary
     becomes None: GPT-2's is 50256 even if the vocabulary is smaller.
@@ -94,7 +94,7 @@ _WEIGHT = ".weight"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor under its Hugging Face name.
+    """A tensor to write under a Hugging Face name, and how to compute it.
 
     Attributes:
         name: The Hugging Face name.
@@ -117,12 +117,12 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """The name of the module that has the tensor."""
+        """The tensor's name without the ending ".weight"."""
         return self.name.removesuffix(_WEIGHT)
 
 
 class Folder:
-    """The tensors and configs to write for one model.
+    """The tensors and configs of a Hugging Face folder, for one model.
 
     Args:
         backbone: A KerasHub backbone.
@@ -149,7 +149,7 @@ class Folder:
         shard_size: int,
         tokenizer: Any,
     ) -> list[Written]:
-        """Write all files, and return a `Written` for each entry."""
+        """Write all files of the folder; return a `Written` for each tensor."""
         written: list[Written] = []
         tensors: list[Tensor] = []
         for entry in self.entries:
@@ -173,7 +173,7 @@ class Folder:
         return written
 
     def notes(self) -> tuple[str, ...]:
-        """List what the reader computes differently from the model."""
+        """Return notes on what other programs will compute differently."""
         layers = [
             self._owners.get(id(variable))
             for entry in self.entries
@@ -185,7 +185,7 @@ class Folder:
         return ()
 
     def ignored(self) -> list[str]:
-        """List the modules in floats that a reader may take for a Linear."""
+        """Return the names of modules that the file lists as not quantized."""
         names = {
             entry.module
             for entry in self.entries
@@ -219,7 +219,7 @@ class Folder:
     def _reason(
         self, result: Any, variables: Sequence[keras.Variable]
     ) -> str | None:
-        """Return why a tensor is written in float, or None."""
+        """Return why a tensor is written in float; None if in float8."""
         owners = [self._owners.get(id(v)) for v in variables]
         if any(isinstance(layer, keras.layers.Embedding) for layer in owners):
             return EMBEDDING
@@ -271,7 +271,7 @@ class Folder:
         return make
 
     def _stored(self, entry: Entry) -> StoredKernel:
-        """Return all kernels of a tensor as one, in the shape of the tensor.
+        """Return the quantized kernel for a tensor, which may join several.
 
         Raises:
             ValueError: If KerasHub writes the elements in another order.
@@ -296,7 +296,7 @@ class Folder:
         return dataclasses.replace(first, codes=mapped, scale=scale)
 
     def _rows_of(self, part: StoredKernel) -> Array:
-        """Return the scales of a matrix in the granularity of the file."""
+        """Return the scales of a kernel's matrix, in the file's granularity."""
         scale = part.matrix_scale
         if self._reader.granularity != "channel":
             return scale
@@ -315,7 +315,7 @@ class Folder:
 
 
 def _quantizes_inputs(layer: keras.Layer) -> bool:
-    """Return True if a layer computes logits from quantized inputs."""
+    """Return True if an embedding computes logits from quantized inputs."""
     policy = getattr(layer, "float8_policy", None)
     if policy is None or not isinstance(
         layer, keras.layers.ReversibleEmbedding

@@ -1,4 +1,4 @@
-"""The kernels of a model, as they will be written."""
+"""Find and quantize the kernels of a model that is exported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_FROZEN = "it is not frozen, and others are"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """The quantization of kernels and of their inputs.
+    """How an export quantizes kernels and inputs.
 
     Attributes:
         weights: The float8 format.
@@ -51,7 +51,7 @@ USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
 
 @dataclasses.dataclass(frozen=True)
 class ExportedKernel:
-    """A kernel of a layer, and how it is written.
+    """A kernel of the model to be exported, and how it is to be written.
 
     Attributes:
         layer: The layer that it is in.
@@ -67,25 +67,25 @@ class ExportedKernel:
 
     @property
     def path(self) -> str:
-        """The path of the weight."""
+        """The path of the kernel in the model."""
         return str(self.variable.path)
 
     @property
     def frozen(self) -> bool:
-        """Return True if the model already stores its float8 bytes."""
+        """True if the kernel is frozen, so that the float8 bytes exist."""
         return is_frozen(self.variable)
 
     @property
     def adapted(self) -> bool:
-        """Return True if it has LoRA adapters, which are merged."""
+        """True if the kernel has LoRA adapters, which the export merges."""
         return _adapters(self.layer, self.variable) is not None
 
     def float_value(self) -> Array:
-        """Return the kernel in float32, with its adapters merged in."""
+        """Return the kernel in float32, with LoRA adapters merged in."""
         return float_value(self.layer, self.variable)
 
     def stored(self, scheme: Scheme) -> StoredKernel:
-        """Return the kernel in float8, with its stored or new bytes.
+        """Return the kernel in float8; a frozen one keeps its bytes.
 
         A frozen kernel keeps its bytes. A frozen kernel with adapters is
         quantized again, in the same format.
@@ -100,14 +100,14 @@ class ExportedKernel:
 
     @property
     def is_looked_up(self) -> bool:
-        """True if it is frozen and only used to look up rows."""
+        """True if the kernel is a frozen embedding that is never multiplied."""
         form: Any = type(self.layer)
         return self.frozen and not form.is_float8_kernel(
             self.layer, self.variable
         )
 
     def input_scale(self) -> float | None:
-        """Return the static scale of the inputs, or None if there is none."""
+        """Return the static scale of the kernel's inputs; None without one."""
         scale = getattr(self.variable, "inputs_scale", None)
         if scale is None or self.is_looked_up:
             return None
@@ -117,7 +117,7 @@ class ExportedKernel:
 def of_model(
     model: keras.Layer, include: object, exclude: object
 ) -> dict[int, ExportedKernel]:
-    """Return all kernels of a model, by the `id` of their variables.
+    """Return the kernels of a model to export, by the `id` of the variable.
 
     If some kernels are frozen, the others are written in floats.
     """
@@ -151,7 +151,7 @@ def scheme_of(
     activations: str | None,
     usual: Scheme,
 ) -> Scheme:
-    """Return the scheme from arguments, frozen kernels or defaults.
+    """Return the scheme from the arguments, or from the frozen kernels.
 
     Raises:
         ValueError: If frozen kernels differ from the arguments or from each
@@ -181,7 +181,7 @@ def scheme_of(
 
 
 def _check_names(scheme: Scheme) -> None:
-    """Raise the errors of `quantize` before anything is written."""
+    """Raise if the format or the granularity of a scheme is unknown."""
     empty = np.zeros((1, 1), "float32")
     axes = Axes((0,), (1,))
     stored_kernels.quantize(empty, axes, scheme.granularity, scheme.weights)
@@ -200,12 +200,12 @@ def _check_alike(name: str, values: set[Any]) -> None:
 
 
 def is_frozen(variable: keras.Variable) -> bool:
-    """Return True if a variable holds the bytes of a frozen kernel."""
+    """Return True if a variable is a frozen kernel, stored in float8."""
     return isinstance(variable, StoredVariable)
 
 
 def float_value(layer: keras.Layer, variable: keras.Variable) -> Array:
-    """Return a weight in floats, dequantized, with its adapters merged in.
+    """Return a weight dequantized, with the layer's LoRA adapters merged in.
 
     A weight of integers or bools keeps its dtype.
     """
@@ -224,7 +224,7 @@ def float_value(layer: keras.Layer, variable: keras.Variable) -> Array:
 
 
 def host_value(variable: keras.Variable) -> Array:
-    """Return a weight as a NumPy array; 16-bit floats become float32."""
+    """Return a weight as a NumPy array; bfloat16 and float16 become float32."""
     value = variable_values.value_without_autocast(variable)
     if keras.backend.standardize_dtype(variable.dtype) in (
         "bfloat16",
@@ -237,7 +237,7 @@ def host_value(variable: keras.Variable) -> Array:
 def _adapters(
     layer: keras.Layer, variable: keras.Variable
 ) -> tuple[Array, Array, float] | None:
-    """Return the LoRA factors of a weight and their scale, or None."""
+    """Return a weight's LoRA factors and scale (a, b, scale), or None."""
     made: Any = layer
     if not getattr(layer, "lora_enabled", False):
         return None
@@ -253,7 +253,7 @@ def _adapters(
 
 
 def adapters_within(model: keras.Layer) -> set[int]:
-    """Return the ids of the LoRA factors, which are merged into kernels."""
+    """Return the `id` of each LoRA factor in a model."""
     return {
         id(variable)
         for layer in walking.layers_within(model)
@@ -266,7 +266,7 @@ def adapters_within(model: keras.Layer) -> set[int]:
 def merged_notes(
     model: keras.Layer, include: object, exclude: object
 ) -> tuple[str, ...]:
-    """Return sentences on the LoRA adapters that were merged."""
+    """Return sentences on how many LoRA adapters the export has merged."""
     adapted = [
         layer
         for layer in walking.layers_within(model)
@@ -295,7 +295,7 @@ def merged_notes(
 
 
 def owners(model: keras.Layer) -> dict[int, keras.Layer]:
-    """Return the layer of each weight, by the id of the weight."""
+    """Return the layer that holds each weight, by the `id` of the weight."""
     return {
         id(variable): layer
         for layer in reversed(walking.layers_within(model))

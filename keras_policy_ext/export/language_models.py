@@ -23,9 +23,9 @@ _REPLACED = "replaced"
 def whole(
     path: PathLike, *, folder: bool, overwrite: bool
 ) -> Iterator[pathlib.Path]:
-    """Yield a temporary path, and move it to `path` at the end.
+    """In the block, write to the yielded path; it is then moved to `path`.
 
-    It is beside `path`, on the same disk. After an error it is removed. If the
+    It is beside `path`, on the same disk. It is removed after an error. If the
     process is killed, it remains, under a name that begins with a dot and ends
     with `.partial`. Anything at `path` is kept until the move.
 
@@ -62,7 +62,7 @@ def whole(
 
 
 def check(target: pathlib.Path, *, folder: bool, overwrite: bool) -> None:
-    """Raise if an output cannot be put at `target`."""
+    """Raise if an export must not, or cannot, be written at `target`."""
     if not target.parent.is_dir():
         raise FileNotFoundError(
             "There is no folder to write to. Received: "
@@ -91,7 +91,7 @@ def check(target: pathlib.Path, *, folder: bool, overwrite: bool) -> None:
 
 
 def _is_export(target: pathlib.Path) -> bool:
-    """Return True if a folder is empty, or looks like that of a model."""
+    """Return True if a folder is empty, or holds a model without subfolders."""
     if not target.is_dir() or target.is_symlink():
         return False
     within = list(target.iterdir())
@@ -102,7 +102,7 @@ def _is_export(target: pathlib.Path) -> bool:
 def _move(
     made: pathlib.Path, target: pathlib.Path, aside: pathlib.Path
 ) -> None:
-    """Move the output to its path, and replace an existing folder."""
+    """Move a written file or folder to `target`; an old folder is replaced."""
     if not (made.is_dir() and target.exists()):
         os.replace(made, target)
         return
@@ -142,7 +142,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 def parts(model: keras.Layer, format: str) -> tuple[keras.Layer, Any]:
-    """Return the backbone and the tokenizer (or None) of a language model.
+    """Return (backbone, tokenizer or None) of a KerasHub language model.
 
     Raises:
         TypeError: If it is no model of KerasHub, or another task.
@@ -164,7 +164,7 @@ def parts(model: keras.Layer, format: str) -> tuple[keras.Layer, Any]:
 
 
 def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
-    """Raise if the Hugging Face model would compute something else."""
+    """Raise if transformers has no model that computes as this backbone."""
     for name, value in {**_TEXT, **_FIXED.get(family, {})}.items():
         has = getattr(backbone, name, value)
         if has != value:
@@ -185,7 +185,7 @@ def _check_can_be_written(backbone: Any, family: str, format: str) -> None:
 
 
 def _why_not(name: str) -> str:
-    """Return why the Hugging Face model would compute something else."""
+    """Return why a backbone's setting cannot be written, as text."""
     if name == "num_key_value_heads":
         return "KerasHub writes only the first head of keys and values"
     if name in _TEXT:

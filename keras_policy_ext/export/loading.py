@@ -41,7 +41,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedFolder:
-    """The config of a model, and how its kernels are stored.
+    """What `config.json` of a Hugging Face folder says of the kernels.
 
     Attributes:
         config: The content of `config.json`.
@@ -55,7 +55,7 @@ class QuantizedFolder:
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> QuantizedFolder:
-        """Read the config; no weight is read.
+        """Read `config.json` in a folder; no weight is read.
 
         Raises:
             FileNotFoundError: If there is no `config.json`.
@@ -84,7 +84,7 @@ class QuantizedFolder:
 
 
 def scales(slots: Mapping[str, Slot], name: str) -> tuple[Array, float | None]:
-    """Return the scales of a weight, and of its inputs if they are static.
+    """Return (scales of a weight, static scale of its inputs or None).
 
     Raises:
         ValueError: If they are missing, or are not floats.
@@ -171,7 +171,7 @@ Hook = Callable[[Array, list[int]], Array]
 
 
 def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
-    """Load a folder; see `load_quantized`."""
+    """Load a quantized Hugging Face folder as a model; see `load_quantized`."""
     place = pathlib.Path(path)
     folder = QuantizedFolder.read(place)
     slots = safetensors_files.read_folder(place)
@@ -201,7 +201,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
 
 
 def _form(layer: keras.Layer) -> Any:
-    """Return the class that a layer gets when it is frozen, or None.
+    """Return the class that `freeze` would give a layer, or None.
 
     Embeddings are not frozen, because folders have them in floats.
     """
@@ -211,12 +211,12 @@ def _form(layer: keras.Layer) -> Any:
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Return True if a weight that a layer adds will be frozen."""
+    """Return True if a weight that a layer is adding will be frozen."""
     return name in (getattr(_form(layer), "float8_kernels", None) or ())
 
 
 def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
-    """Thaw the layers whose kernels are in floats in the folder.
+    """Thaw layers whose kernels the folder has in float; return new kernels.
 
     Returns:
         Their new kernels, by the ids of the old ones.
@@ -238,7 +238,7 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Port:
-    """A tensor of the folder and the variable that it belongs to.
+    """A tensor of the folder, and the variable for which it is the value.
 
     Attributes:
         variable: The variable of the new model.
@@ -254,7 +254,7 @@ class _Port:
 
 
 class _Asked:
-    """Record which tensors KerasHub's converters request, without reading.
+    """Records which tensor KerasHub's converter assigns to which variable.
 
     Args:
         backbone: The model that the tensors are for.
@@ -273,13 +273,13 @@ class _Asked:
         self.ports: list[_Port] = []
 
     def get_tensor(self, name: str) -> Array:
-        """Return a tensor as it is in its file."""
+        """Read a tensor of the folder, for KerasHub's converter."""
         return self._slots[self._name(name)].read()
 
     def port_weight(
         self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None
     ) -> None:
-        """Record which tensor belongs to which variable.
+        """Record that a tensor is the value of a variable; no value is read.
 
         Args:
             keras_variable: The symbolic tensor of the variable.
@@ -293,7 +293,7 @@ class _Asked:
         self.ports.append(_Port(variable, name, hook, is_float8))
 
     def check_all(self) -> None:
-        """Raise if a kernel of the folder has no place in the model."""
+        """Raise if a float8 kernel of the folder belongs to no variable."""
         ported = {port.name for port in self.ports}
         left = [
             name
@@ -313,7 +313,7 @@ class _Asked:
             )
 
     def _name(self, wanted: str) -> str:
-        """Return the name of a tensor in the files, which may have a prefix."""
+        """Return the full name of a tensor, which may have a prefix."""
         if wanted in self._slots:
             return wanted
         ends = [n for n in self._slots if n.endswith(f".{wanted}")]
@@ -330,7 +330,7 @@ class _Asked:
 def _fill(
     variable: keras.Variable, port: _Port, slots: Mapping[str, Slot]
 ) -> None:
-    """Assign the values or the codes of a tensor to its variable."""
+    """Assign a tensor of the folder, as values or codes, to a variable."""
     value = slots[port.name].read()
     shape = list(variable.shape)
     if not port.is_float8:
@@ -356,7 +356,7 @@ def _fill(
 
 
 def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
-    """Return a tensor in the shape of its variable."""
+    """Convert a tensor to its variable's shape, by KerasHub's function."""
     try:
         made = np.asarray(port.hook(value.view(_Kept), shape), order="C")
     except (IndexError, ValueError) as error:
@@ -367,13 +367,13 @@ def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
 
 
 class _Kept(np.ndarray[Any, Any]):
-    """An array whose `astype` does nothing.
+    """An array whose `astype` returns the array itself.
 
     KerasHub's converter for Mistral casts each tensor to float16.
     """
 
     def astype(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the array itself."""
+        """Return the array itself, whatever dtype is requested."""
         return self
 
 
@@ -384,7 +384,7 @@ def _scale_of(
     scale: Array,
     hook: Hook,
 ) -> Array:
-    """Return the scales of a tensor in the shape of the kernel's scales.
+    """Convert the scales in a file to the shape of the kernel's scales.
 
     If the tensor is the matrix of the kernel, its scales have the same order.
     Otherwise, as in GPT-2, each element is given its scale, and the scales are
@@ -421,7 +421,10 @@ def _scale_of(
 
 
 def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
-    """Return the scale of each element; a block of 128x128 has one scale."""
+    """Return the scale of each element of a tensor with this shape.
+
+    A scale may be that of a row, or of a block of 128x128.
+    """
     try:
         return np.broadcast_to(scale, shape)
     except ValueError:

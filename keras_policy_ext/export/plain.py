@@ -39,7 +39,7 @@ def write(
     found: dict[int, ExportedKernel],
     scheme: Scheme,
 ) -> list[Written]:
-    """Write a file, and return a `Written` for each weight."""
+    """Write the weights of a model to one safetensors file."""
     tensors: list[Tensor] = []
     written: list[Written] = []
     about: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
-    """Return the weights in a file of the plain format.
+    """Read a file of the plain format: arrays and `StoredKernel`s by name.
 
     Returns:
         Weights by name: arrays, which are views of the file, and for
@@ -105,7 +105,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
 
 
 def _weights(model: keras.Layer) -> dict[str, Any]:
-    """Return the weights by name: paths, numbered where two are equal."""
+    """Return the variables to write, by path; equal paths get a number."""
     merged = kernels.adapters_within(model)
     of_kernels = {
         id(part)
@@ -167,7 +167,7 @@ def _about(kernel: ExportedKernel, scheme: Scheme) -> dict[str, Any]:
 
 
 def _stored(values: Array, scale: Array, about: Any) -> StoredKernel:
-    """Return a kernel from its tensors and metadata.
+    """Return a `StoredKernel` from the codes, scales and metadata in a file.
 
     Raises:
         ValueError: If the metadata do not fit the tensors.

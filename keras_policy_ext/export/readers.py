@@ -1,4 +1,4 @@
-"""What the readers of Hugging Face folders accept, by format.
+"""What the programs that load Hugging Face folders accept, by format.
 
 Taken from the sources of transformers 5.23 and compressed-tensors 0.20, and
 tested with both.
@@ -34,7 +34,7 @@ USUAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A format for one family of models.
+    """The programs that load one export format, and what they accept.
 
     Attributes:
         format: The name of the format.
@@ -48,22 +48,22 @@ class Reader:
 
     @property
     def transposed(self) -> bool:
-        """Return True if matrices are (in, out)."""
+        """True if the programs expect matrices of shape (in, out)."""
         return self.family in CONV1D
 
     @property
     def granularity(self) -> str:
-        """Return the unit that has one scale in the file."""
+        """What has one scale in the file: "channel", "tensor" or "block"."""
         return "channel" if self.transposed else self.scheme.granularity
 
     @property
     def scale_name(self) -> str:
-        """The suffix of a module's name for its scales."""
+        """The last part of the name of a module's scales in the file."""
         return "weight_scale_inv" if self.format == FP8 else "weight_scale"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for users who read the folder."""
+        """Sentences for users about how programs will load the export."""
         if self.format == FP8:
             return (
                 "fp8 has no form without quantized inputs: on a GPU the "
@@ -77,7 +77,7 @@ class Reader:
         return ()
 
     def check(self) -> None:
-        """Raise if the reader does not support the scheme."""
+        """Raise if programs that load this format do not support the scheme."""
         scheme = self.scheme
         if self.transposed:
             self._check_transposed()
@@ -124,7 +124,7 @@ class Reader:
             )
 
     def why_float(self, rows: int, columns: int) -> str | None:
-        """Return why a matrix cannot be quantized, or None."""
+        """Return why a matrix of these sizes stays in float, or None."""
         if self.format != FP8 or self.scheme.granularity != "block":
             return None
         wrong = [s for s in (rows, columns) if s > BLOCK and s % BLOCK]
@@ -133,7 +133,7 @@ class Reader:
         return f"the reader would misread blocks of {wrong[0]} numbers"
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of `config.json`."""
+        """Return the entry `quantization_config` for `config.json`."""
         if self.format == FP8:
             return self._fp8(list(ignore))
         return self._compressed_tensors(list(ignore))
@@ -175,7 +175,7 @@ class Reader:
         return {**found, "dequantize": True} if self.transposed else found
 
     def further_files(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """Return JSON files to write beside `config.json`, by name."""
+        """Return the content of other JSON files to write, by file name."""
         if self.format != MODELOPT:
             return {}
         quantization = {

@@ -13,7 +13,7 @@ from keras_policy_ext.reports import BaseReport, Column, Table, percent
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """One weight of a model in an export.
+    """One weight in an export: name, dtype, bytes, and why it is in float.
 
     Attributes:
         name: Its name in the export.
@@ -34,13 +34,13 @@ class Written:
 
     @property
     def quantized(self) -> bool:
-        """Return True if it is in float8."""
+        """True if the weight was written in float8."""
         return not self.reason
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ExportReport(BaseReport):
-    """The weights that were written, and where.
+    """The report of `export`: the weights that were written, and where.
 
     `str(report)` is a table with a row for each group of weights that are
     treated alike; `table(full=True)` has a row for each weight.
@@ -69,7 +69,7 @@ class ExportReport(BaseReport):
         written: Iterable[Written],
         notes: tuple[str, ...] = (),
     ) -> ExportReport:
-        """Return the report of an export with one scheme for all kernels."""
+        """Return the report of an export from the weights that were written."""
         inputs = scheme.activations or "not quantized"
         return cls(
             os.fspath(path),
@@ -81,11 +81,11 @@ class ExportReport(BaseReport):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights and scales."""
+        """The total bytes of all weights and scales in the export."""
         return sum(written.nbytes for written in self.weights)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """Yield the table and the notes."""
+        """Yield the heading, the table of weights, and the notes."""
         first = (
             Column("weight", apart=True)
             if full

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OneAtATime:
-    """A kernel that is made for writing its codes, and then released.
+    """A kernel that is quantized only when it is written, then released.
 
     Its scales are kept, because they are written next.
 
@@ -34,13 +34,13 @@ class OneAtATime:
         self._kept: Array | None = None
 
     def kernel(self) -> StoredKernel:
-        """Make the kernel."""
+        """Quantize and return the kernel; only the scales stay in memory."""
         stored = self._make()
         self._kept = np.array(stored.scale)
         return stored
 
     def scales(self) -> Array:
-        """Return its scales."""
+        """Return the scales of the kernel, and release them."""
         if self._kept is None:
             self.kernel()
         kept, self._kept = self._kept, None
@@ -56,7 +56,7 @@ _OF_TORCH = {"format": "pt"}
 
 
 def size_of(given: object) -> int:
-    """Return the bytes of a `max_shard_size`.
+    """Convert `max_shard_size`, such as "5GB", to a number of bytes.
 
     Raises:
         ValueError: If it is not a size.
@@ -76,7 +76,7 @@ def size_of(given: object) -> int:
 def write_shards(
     folder: pathlib.Path, tensors: Sequence[Tensor], most: int
 ) -> None:
-    """Write tensors in order, into one file or several with an index."""
+    """Write tensors to one safetensors file, or to several with an index."""
     parts = _parts(tensors, most)
     if len(parts) == 1:
         write(folder / FILE, parts[0], _OF_TORCH)
@@ -104,7 +104,7 @@ def _parts(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def read_folder(folder: pathlib.Path) -> dict[str, Slot]:
-    """Return the tensors in the files of a folder, by name.
+    """Return the position of each tensor in a folder's files, by name.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -168,7 +168,7 @@ OF_DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that is computed when it is written.
+    """A tensor to write, whose values are computed only when it is written.
 
     Attributes:
         name: Its name in the file.
@@ -184,14 +184,14 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor in the file."""
+        """The bytes that the tensor takes in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def write(
     path: PathLike, tensors: Sequence[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file; one tensor at a time is in memory.
+    """Write tensors to a safetensors file, with one at a time in memory.
 
     Raises:
         OSError: If it cannot be written, such as on a full disk.
@@ -236,7 +236,7 @@ def _bytes(tensor: Tensor) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The position of a tensor in a file.
+    """The file, position, dtype and shape of a tensor in a safetensors file.
 
     Attributes:
         path: The file.
@@ -251,7 +251,7 @@ class Slot:
     start: int
 
     def read(self) -> Array:
-        """Return the tensor as a read-only view of the file."""
+        """Return the tensor as an array that maps the file, read-only."""
         dtype = DTYPES[self.dtype]
         if not math.prod(self.shape):
             return np.zeros(self.shape, dtype)
@@ -266,7 +266,7 @@ class Slot:
 
 
 def read(path: PathLike) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Return the tensors in a file by name, and its metadata.
+    """Return ({name: position of the tensor}, metadata) of a file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -311,7 +311,7 @@ def _slot(place: pathlib.Path, start: int, entry: Any) -> Slot:
 def _check_places(
     place: pathlib.Path, slots: Iterable[Slot], start: int, size: int
 ) -> None:
-    """Raise unless the tensors fill the file without gaps."""
+    """Raise if tensors in a file overlap, leave gaps, or exceed its size."""
     for slot in sorted(slots, key=lambda slot: (slot.start, slot.shape)):
         if slot.start != start:
             raise _damaged(place, "its tensors overlap or leave gaps")

@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass
 class Problems:
-    """The problems of a whole config, collected for one error message."""
+    """What cannot be migrated in a config, collected for one error message."""
 
     unknown: list[str] = dataclasses.field(default_factory=list)
     """Classes and functions that neither Keras nor the caller provides."""
@@ -51,7 +51,7 @@ class Problems:
             raise ValueError("Cannot migrate this config. " + " ".join(parts))
 
     def refuse_code(self) -> None:
-        """Raise a ValueError that names every place with bytecode."""
+        """Raise a ValueError that names each function saved as bytecode."""
         if self.code:
             raise ValueError(
                 "Loading this file would run Python bytecode that is stored "
@@ -62,7 +62,7 @@ class Problems:
             )
 
     def report(self, on_loss_scale: str) -> None:
-        """Warn about notes and dropped loss scales.
+        """Warn of layers that compute differently, and of dropped loss scales.
 
         The warnings point to the caller of the migration function.
 
@@ -91,21 +91,21 @@ class Problems:
 
 
 class Rewriting(Protocol):
-    """The methods of `configs.Rewriter` that its parts use."""
+    """The interface of `configs.Rewriter`, for functions that it calls."""
 
     keeps_loss_scale: bool
     custom_objects: Config
     problems: Problems
 
     def rewrite(self, value: object, hint: str = ..., where: str = ...) -> Any:
-        """Rewrite any part of a config."""
+        """Return any part of a tf_keras config in the form of Keras 3."""
 
     def rewrite_function(self, name: str, where: str) -> object:
-        """Return the config of a function by name, from Keras or the caller."""
+        """Return the Keras 3 config of a function, looked up by its name."""
 
 
 def named(config: Config) -> str:
-    """Return how messages name an object, such as `Dense 'head'`."""
+    """Return the text for an object in messages, such as `Dense 'head'`."""
     fields = config["config"]
     name = fields.get("name") if isinstance(fields, Mapping) else None
     kind = str(config["class_name"])
@@ -178,7 +178,7 @@ RENAMED: dict[str, dict[str, str]] = {
 def revise(
     kind: str, name: str, config: dict[str, Any], known: frozenset[str]
 ) -> None:
-    """Rename and recompute the arguments of one object, in place.
+    """Rename arguments of one tf_keras object, in place, as Keras 3 calls them.
 
     Args:
         kind: A key of `classes.MODULES`.
@@ -200,7 +200,7 @@ def safe_name(name: str) -> str:
 
 
 def safe_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the Keras 3 names of the layers of one model, by old name.
+    """Map the layer names of a tf_keras model to distinct Keras 3 names.
 
     Keras 3 takes no name twice: `a/b` next to `a_b` gets a number.
     """
@@ -216,7 +216,7 @@ def safe_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def inner_layers(fields: Config | list[Config]) -> list[Config] | None:
-    """Return the layer configs in the config of a model, or None.
+    """Return the layer configs in a model's config; None without layers.
 
     Before Keras 2.2 the config of a sequential model was a list of layers.
     """
@@ -224,7 +224,7 @@ def inner_layers(fields: Config | list[Config]) -> list[Config] | None:
 
 
 def bytecode(value: object) -> list[Any] | None:
-    """Return code, defaults and closure of a function saved as bytecode.
+    """Return [code, defaults, closure] if `value` is a function's bytecode.
 
     This is the form of tf_keras, except that the defaults are a tuple, as
     Python needs. None for any other value.
@@ -331,7 +331,7 @@ _VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class Found(NamedTuple):
-    """A class or function, and how a Keras 3 config names it."""
+    """A class, and the fields by which a Keras 3 config names it."""
 
     cls: Any
     kind: str
@@ -341,12 +341,12 @@ class Found(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Return True if it is a class of layers."""
+        """True if the class is a layer class."""
         return inspect.isclass(self.cls) and issubclass(self.cls, keras.Layer)
 
 
 def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
-    """Return the class that a config names, or None if it is unknown.
+    """Return the class that a tf_keras config names, or None if it is unknown.
 
     The module that the config names is never imported: it only helps to
     choose between public modules of Keras.
@@ -374,13 +374,13 @@ def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
 
 
 def is_custom(name: str, custom_objects: Config) -> bool:
-    """Return True if a name is in `custom_objects` or registered."""
+    """Return True if a name is in `custom_objects` or registered with Keras."""
     found = keras.saving.get_registered_object(name, custom_objects)
     return found is not None
 
 
 def find_function(name: str, custom_objects: Config) -> object:
-    """Return the config of a function by name, or None if it is unknown."""
+    """Return the Keras 3 config of a function, by name; None if unknown."""
     if is_custom(name, custom_objects):
         return {
             "module": "builtins",
@@ -399,7 +399,7 @@ def find_function(name: str, custom_objects: Config) -> object:
 
 
 def base(found: Found, name: str) -> tuple[str, str]:
-    """Return kind and name of the Keras class that a class inherits from.
+    """Return (kind, name) of the Keras class from which a class inherits.
 
     A custom class also inherits the arguments of its base, and its tf_keras
     config has them. A built-in class keeps the legacy name.
@@ -414,7 +414,7 @@ def base(found: Found, name: str) -> tuple[str, str]:
 
 @functools.cache
 def arguments(cls: type) -> frozenset[str]:
-    """Return the argument names of a Keras class and its base classes."""
+    """Return the names of the arguments of a class and its base classes."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base is object or "__init__" not in base.__dict__:

@@ -14,7 +14,7 @@ from keras_policy_ext.migration.loading import load_legacy_model
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-    """A model that was loaded from a file, and the file to write."""
+    """A loaded tf_keras model, and the path where to save it for Keras 3."""
 
     model: keras.Model
     source: pathlib.Path
@@ -23,7 +23,7 @@ class Migration:
     """The warnings of loading."""
 
     def run(self) -> None:
-        """Write the file and print what was done."""
+        """Save the model as a Keras 3 file, and print what was migrated."""
         with whole(self.output) as path:
             keras.saving.save_model(self.model, path)
         print(f"{self.source} -> {self.output}")
@@ -40,7 +40,7 @@ class Migration:
 def prepare(
     source: str, output: str, *, on_loss_scale: str, force: bool
 ) -> Migration:
-    """Check the output path, then load the file to migrate.
+    """Load a tf_keras file as a model that can be saved at `output`.
 
     Raises:
         ValueError: If the source cannot be loaded or the output not written.

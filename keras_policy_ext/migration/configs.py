@@ -42,7 +42,7 @@ def migrate_config(
     on_loss_scale: str = "keep",
     custom_objects: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Rewrite a config of tf_keras (Keras 2) as one of Keras 3.
+    """Convert a config of tf_keras (Keras 2) to a config of Keras 3.
 
     Reads the configs of models (Functional, Sequential, nested), layers,
     optimizers, losses, metrics, initializers and dtype policies, as
@@ -84,7 +84,7 @@ def migrate_config(
 
 
 class Rewriter:
-    """Rewrite one config, with its options, and collect problems.
+    """Converts one tf_keras config to Keras 3, and collects problems.
 
     Raises:
         ValueError: If `on_loss_scale` is not `"keep"`, `"drop"` or `"error"`.
@@ -102,7 +102,7 @@ class Rewriter:
         self.problems = Problems()
 
     def rewrite_object(self, config: object) -> dict[str, Any]:
-        """Rewrite a config that must be a single object.
+        """Convert a config with `class_name` and `config` to Keras 3.
 
         Raises:
             TypeError: If it is no dict.
@@ -128,7 +128,7 @@ class Rewriter:
     def rewrite(
         self, value: object, hint: str = "layers", where: str = "the config"
     ) -> Any:
-        """Rewrite any part of a config, a JSON value; the input is unchanged.
+        """Return any part of a tf_keras config in the form of Keras 3.
 
         Args:
             value: The part.
@@ -182,7 +182,7 @@ class Rewriter:
         return self.rewrite_function(renamed, where)
 
     def rewrite_function(self, name: str, where: str) -> object:
-        """Return the config of a function by name; unknown ones are noted."""
+        """Return the config of a named function; record it if it is unknown."""
         found = classes.find_function(name, self.custom_objects)
         if found is None:
             self.problems.unknown.append(f"function {name!r} ({where})")
@@ -263,7 +263,7 @@ class Rewriter:
     def _accepted(
         self, found: classes.Found, fields: dict[str, Any], where: str
     ) -> dict[str, Any]:
-        """Return the arguments that a class accepts; the others are noted."""
+        """Return the arguments that a class accepts; record all others."""
         base, name = classes.base(found, "")
         dropped = classes.DROPPED.get("layers" if found.is_layer else base, {})
         if found.kind == "custom":
@@ -302,7 +302,7 @@ _BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
 def rewrite(
     rewriter: Rewriting, config: Config, model: object
 ) -> dict[str, Any]:
-    """Return the arguments of `compile` for Keras 3, without defaults.
+    """Convert a tf_keras `compile` config to `compile` arguments of Keras 3.
 
     The outputs are read from the legacy config of the model.
     """
@@ -361,7 +361,7 @@ def _argument(
 def _each(
     value: object, safe: Mapping[str, str], change: Callable[[Any], object]
 ) -> object:
-    """Change each loss or metric, and rename outputs as their layers."""
+    """Apply `change` to each loss or metric, and rename the keys (outputs)."""
     if isinstance(value, (list, tuple)):
         return [_each(x, safe, change) for x in value]
     if isinstance(value, Mapping) and not _is_object(value):
@@ -392,7 +392,7 @@ def _metric(rewriter: Rewriting, metric: object, where: str) -> object:
 
 
 def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
-    """Return a loss or metric by name; an unknown one is noted as a problem."""
+    """Return a loss or metric by name; record it as a problem if unknown."""
     if not is_custom(name, rewriter.custom_objects):
         with contextlib.suppress(ValueError):
             getattr(keras, kind).get(name)
@@ -401,7 +401,7 @@ def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
 
 
 def _by_output(metrics: object, outputs: Any) -> object:
-    """Return metrics as Keras 3 takes them; a flat list applies to each output.
+    """Return metrics in Keras 3's form: nested as the outputs of the model.
 
     Keras 3.12 does not accept a nested list for a model with one output.
     """
@@ -419,7 +419,7 @@ def _by_output(metrics: object, outputs: Any) -> object:
 
 
 def _like(outputs: Any, metrics: list[Any]) -> object:
-    """Repeat metrics for each output, in the structure of the outputs."""
+    """Return `metrics` once per output, nested as the model's outputs are."""
     if _is_tensor(outputs):
         return metrics
     if isinstance(outputs, Mapping):
@@ -430,7 +430,7 @@ def _like(outputs: Any, metrics: list[Any]) -> object:
 
 
 def _outputs(model: object) -> Any:
-    """Return the output structure in the config of a model, or None."""
+    """Return the nested outputs in a model's config; None if not listed."""
     if isinstance(model, Mapping) and "output_layers" in model:
         return model["output_layers"]
     if isinstance(model, Mapping) and "layers" not in model:
@@ -439,14 +439,14 @@ def _outputs(model: object) -> Any:
 
 
 def _names(outputs: Any) -> list[str]:
-    """Return the names of the outputs, as arguments of `compile` use them."""
+    """Return the names that `compile` uses for the outputs of a model."""
     if isinstance(outputs, Mapping):
         return list(outputs)
     return [x[0] for x in outputs or () if _is_tensor(x)]
 
 
 def _is_tensor(output: object) -> bool:
-    """Return True for one output: layer name, node index, tensor index."""
+    """Return True if `output` is [layer name, node index, tensor index]."""
     return (
         isinstance(output, (list, tuple))
         and len(output) == 3
@@ -467,7 +467,7 @@ OPTIMIZERS = frozenset(
 
 
 def policy(rewriter: Rewriting, config: Config, where: str) -> dict[str, Any]:
-    """Return the Keras 3 config of a tf_keras policy.
+    """Convert the config of a tf_keras dtype policy to Keras 3.
 
     Raises:
         ValueError: If the config has no policy name.
@@ -494,7 +494,7 @@ def policy(rewriter: Rewriting, config: Config, where: str) -> dict[str, Any]:
 
 
 def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
-    """Return the Keras 3 config of an optimizer, with or without loss scale.
+    """Convert the config of a tf_keras `LossScaleOptimizer` to Keras 3.
 
     Raises:
         ValueError: If the loss scale cannot be read.
@@ -515,7 +515,7 @@ def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    """Return the arguments of a `LossScaleOptimizer`, except the optimizer.
+    """Return a `LossScaleOptimizer`'s arguments except the inner optimizer.
 
     TensorFlow 2.3 and before save a loss scale object, later versions numbers.
     """

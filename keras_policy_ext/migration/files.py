@@ -48,7 +48,7 @@ _DEFLATE = 1032  # the most that deflate saves; small arrays may be unwritten
 
 @dataclasses.dataclass(frozen=True)
 class LegacyFile:
-    """An open file that tf_keras wrote."""
+    """The configs, weights and optimizer state in an open tf_keras file."""
 
     path: pathlib.Path
     model_config: dict[str, Any]
@@ -65,12 +65,12 @@ class LegacyFile:
 
 
 class _WrongFileError(Exception):
-    """A file is not a readable model; the text ends a sentence about it."""
+    """Raised for an unreadable file; the text completes a sentence about it."""
 
 
 @contextlib.contextmanager
 def open_legacy(path: str | os.PathLike[str]) -> Iterator[LegacyFile]:
-    """Open a `.h5` or `.keras` file that tf_keras wrote.
+    """In the block, a `.h5` or `.keras` file of tf_keras is open.
 
     The format is detected from the content, not from the name.
 
@@ -95,14 +95,14 @@ def open_legacy(path: str | os.PathLike[str]) -> Iterator[LegacyFile]:
 
 
 def cause(error: BaseException) -> str:
-    """Return the type and the text of an error, shortened, for a message."""
+    """Return an error's type and text for a message, at most 300 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
 
 
 def array(
     dataset: object, shape: tuple[int, ...] | None, where: str
 ) -> np.ndarray:
-    """Read one array of numbers.
+    """Read one HDF5 array of numbers; convert bfloat16 to float32.
 
     Args:
         dataset: An entry of an HDF5 group.
@@ -131,7 +131,7 @@ def array(
 
 
 def member(group: h5py.Group | None, name: str) -> Any:
-    """Return the entry of a group at a name, which may have slashes.
+    """Return the entry of an HDF5 group at a path such as "a/b", or None.
 
     None if there is none, or if a soft or external link leads to it.
     """
@@ -144,7 +144,7 @@ def member(group: h5py.Group | None, name: str) -> Any:
 
 
 def saved_weights(group: h5py.Group | None) -> list[tuple[str, Any]]:
-    """Return the names and arrays of one layer of an HDF5 file, in order."""
+    """Return (name, array) of each weight in a layer's HDF5 group, in order."""
     if group is None:
         return []
     # A long list of names is split over several attributes.
@@ -275,7 +275,7 @@ def _check_version(path: pathlib.Path, version: object) -> None:
 def _wrong_dataset(
     dataset: object, shape: tuple[int, ...] | None
 ) -> str | None:
-    """Return what is wrong with an array, without reading it, or None."""
+    """Return what is wrong with an HDF5 array, or None; no data are read."""
     if not isinstance(dataset, h5py.Dataset):
         return "is missing. The file is damaged."
     if shape is not None and tuple(dataset.shape) != tuple(shape):

@@ -25,7 +25,7 @@ _USERS = RECURRENT.union(_OTHER_USERS.split())
 
 
 class Masks:
-    """The masks in a legacy graph.
+    """The flow of Keras masks through the graph of a tf_keras model.
 
     Args:
         layers: Legacy configs of the layers, by name.
@@ -47,7 +47,7 @@ class Masks:
         }
 
     def notes(self) -> Iterator[str]:
-        """List the layers that predict differently in Keras 3."""
+        """Yield a note on each layer that uses masks differently in Keras 3."""
         for name, layer in self._layers.items():
             if layer["class_name"] == "Concatenate":
                 yield from self._concatenate(name, layer["config"])
@@ -94,7 +94,7 @@ class Masks:
         )
 
     def _back(self, name: str, masked_only: bool = False) -> set[str]:
-        """Return a layer and its predecessors, or those its mask may be of."""
+        """Return the layers upstream of a layer, including the layer itself."""
         found: set[str] = set()
         open_ends = [name]
         while open_ends:
@@ -109,7 +109,7 @@ class Masks:
 
 
 def _inner(layer: Config) -> list[Config]:
-    """Return the layer configs of a nested model."""
+    """Return the layer configs inside a model's config; [] for a layer."""
     inner = inner_layers(layer["config"])
     return inner if isinstance(inner, list) else []
 
@@ -125,7 +125,7 @@ def _makes_mask(layer: object) -> bool:
 
 
 def _ends_mask(layer: Config) -> bool:
-    """Return True if the outputs of a layer have no time axis left to mask."""
+    """Return True if a layer's outputs have no time axis, and so no mask."""
     fields = layer["config"]
     if not isinstance(fields, Mapping):
         return False
@@ -149,7 +149,7 @@ LAYERS = frozenset(_LAYERS.split())
 
 @dataclasses.dataclass(frozen=True)
 class Counterpart:
-    """An operation of `keras.ops`, and the source of its arguments."""
+    """The `keras.ops` function for a TensorFlow function, and its arguments."""
 
     name: str
     tensors: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ _OTHER_NAMES = {"abs": "absolute", "pow": "power", "truediv": "true_divide"}
 
 
 def _named_alike(functions: str, *fields: Any) -> dict[str, Counterpart]:
-    """Map TensorFlow functions to `keras.ops` functions of the same name.
+    """Map TensorFlow functions to the `keras.ops` functions of equal name.
 
     The names are compared without module and `reduce_`.
     """
@@ -235,7 +235,7 @@ _SLICE = "__operators__.getitem"
 def rewrite(
     layer: Config, calls: list[dict[str, Any]], name: str
 ) -> Operation | str:
-    """Return the operation that replaces a layer, or what has no counterpart.
+    """Return the `keras.ops` operation that replaces a layer, or what has none.
 
     Args:
         layer: Legacy config of the layer.
@@ -254,7 +254,7 @@ def rewrite(
 
 
 def described(layer: Config) -> str:
-    """Describe an operation, such as `TFOpLambda 'tf.fft' (tf.signal.fft)`."""
+    """Return a text on an operation: `TFOpLambda 'tf.fft' (tf.signal.fft)`."""
     fields = layer["config"]
     function = fields.get("function") or fields.get("node_def") or "?"
     if isinstance(function, Mapping):
@@ -339,12 +339,12 @@ Tensor = list[Any]
 
 
 def is_functional(fields: object) -> bool:
-    """Return True if the config of a model holds a graph of layers."""
+    """Return True if a model's config holds a graph of layers."""
     return isinstance(fields, Mapping) and fields.keys() >= _GRAPH
 
 
 def functional(rewriter: Rewriting, fields: Config) -> dict[str, Any]:
-    """Return the Keras 3 config of a functional model."""
+    """Convert the config of a functional tf_keras model to Keras 3."""
     graph = SavedGraph(rewriter, fields["layers"])
     rewriter.problems.notes.extend(graph.masks.notes())
     others = {
@@ -365,7 +365,7 @@ def functional(rewriter: Rewriting, fields: Config) -> dict[str, Any]:
 def sequential(
     rewriter: Rewriting, fields: Config | list[Config]
 ) -> dict[str, Any]:
-    """Return the Keras 3 config of a sequential model."""
+    """Convert the config of a sequential tf_keras model to Keras 3."""
     if not isinstance(fields, Mapping):  # before Keras 2.2: the layers alone
         fields = {"layers": fields}
     layers = [rewriter.rewrite(layer) for layer in fields["layers"]]
@@ -387,7 +387,7 @@ def sequential(
 
 
 class SavedGraph:
-    """The graph of a model's layers, while it is rewritten."""
+    """Converts the graph of a functional tf_keras model to Keras 3."""
 
     def __init__(self, rewriter: Rewriting, layers: list[Config]):
         self._rewriter = rewriter
@@ -400,7 +400,7 @@ class SavedGraph:
         self.masks = Masks(self._layers, sources)
 
     def layer(self, layer: Config) -> dict[str, Any]:
-        """Return the Keras 3 config of one layer with its calls."""
+        """Convert the config of one layer, and its calls, to Keras 3."""
         name = self._names[layer["name"]]
         calls = [self._call(layer, node) for node in layer["inbound_nodes"]]
         if layer["class_name"] in LAYERS:
@@ -417,7 +417,7 @@ class SavedGraph:
         return {**migrated, "name": name, "inbound_nodes": calls}
 
     def ends(self, ends: object) -> object:
-        """Return the inputs or outputs of the graph.
+        """Convert the input or output tensors of the graph to Keras 3.
 
         tf_keras wrote one tensor as a list of one, and made no other lists of
         one. Keras 3 treats a tensor and a list of one as different structures.
@@ -428,7 +428,7 @@ class SavedGraph:
         return self._map(ends, self._end)
 
     def _call(self, layer: Config, node: Any) -> dict[str, Any]:
-        """Return the arguments of one call of a layer."""
+        """Convert the arguments of one call of a layer to Keras 3."""
         kwargs: dict[str, Any] = {}
 
         def tensor(leaf: Tensor) -> object:
@@ -462,14 +462,14 @@ class SavedGraph:
         return {"args": [first], "kwargs": arguments}
 
     def _class(self, layer: Config) -> Any:
-        """Return the class of a layer; None if unknown or no Keras layer."""
+        """Return the class of a layer; None if unknown or not a layer class."""
         found = classes.find(layer, "layers", self._rewriter.custom_objects)
         return found.cls if found is not None and found.is_layer else None
 
     def _give_name(
         self, layer: Config, migrated: dict[str, Any], name: str
     ) -> None:
-        """Set the name in a layer's config, unless its class takes no name."""
+        """Set `name` in a layer's config, unless the class takes no name."""
         fields = migrated.get("config")
         if isinstance(fields, dict):
             cls = self._class(layer)
@@ -477,12 +477,12 @@ class SavedGraph:
                 fields["name"] = name
 
     def _takes(self, layer: Config, key: str) -> bool:
-        """Return True if `call` of a layer takes an argument of this name."""
+        """Return True if `call` of a layer has an argument called `key`."""
         cls = self._class(layer)
         return cls is None or _accepts(cls.call, key)
 
     def _map(self, value: Any, of_tensor: Callable[[Tensor], object]) -> Any:
-        """Replace the tensors in nested lists and dicts."""
+        """Apply `of_tensor` to each tensor in nested lists and dicts."""
         if self._is_tensor(value):
             return of_tensor(value)
         if isinstance(value, (list, tuple)):
@@ -492,7 +492,7 @@ class SavedGraph:
         return self._rewriter.rewrite(value)
 
     def _sources(self, value: Any) -> list[str]:
-        """Return the names of the layers whose outputs are in nested calls."""
+        """Return the names of the layers that produce the tensors in a call."""
         if self._is_tensor(value):
             own = [] if value[0] == _CONSTANT else [value[0]]
             return own + self._sources(value[3:])  # keyword arguments
@@ -561,7 +561,7 @@ def _counts_its_making(layer: Config) -> bool:
 
 
 def _input_layer(fields: Config, shape: object) -> dict[str, Any]:
-    """Return the config of an input layer for a sequential model.
+    """Return the config of an `InputLayer` of this shape, for Sequential.
 
     Keras before 2.5 saved the input shape in the first layer instead.
     """

@@ -93,7 +93,7 @@ def load_legacy_model(
 def _training(
     rewriter: Rewriter, file: files.LegacyFile, legacy: Config
 ) -> dict[str, Any]:
-    """Return the arguments of `compile` for Keras 3."""
+    """Convert the file's `compile` config to the arguments of Keras 3."""
     if file.scaled_by_default and not _is_scaled(legacy.get("optimizer")):
         # What `compile` of tf_keras did under mixed_float16.
         inner = legacy["optimizer"]
@@ -134,7 +134,7 @@ def _is_scaled(optimizer: object) -> bool:
 def _inner_config(
     optimizer: keras.Optimizer, built: keras.optimizers.Optimizer
 ) -> Config:
-    """Return the legacy config of the optimizer that loss scalers wrap."""
+    """Return the config of an optimizer, without loss scalers around it."""
     if isinstance(optimizer, str):
         # By name, with the arguments of the class's defaults: of the second
         # generation, as an archive of an optimizer of the first has no state.
@@ -147,7 +147,7 @@ def _inner_config(
 
 
 def _layer_names(config: object) -> Iterator[str]:
-    """Yield the names of all layers of the models in a Keras 3 config."""
+    """Yield the names of all layers in a Keras 3 config, also nested."""
     if isinstance(config, Mapping):
         layers = config.get("layers")
         for layer in layers if isinstance(layers, list) else ():
@@ -164,7 +164,7 @@ def _layer_names(config: object) -> Iterator[str]:
 
 
 def _reserve(names: Iterable[str]) -> None:
-    """Reserve names, so that Keras does not generate them from now on.
+    """Reserve layer names, so that Keras does not generate them again.
 
     A mask is computed by operations, which Keras names by their class with a
     count and puts into the graph of a functional model. The mask of a

@@ -16,7 +16,7 @@ Variables = list[keras.Variable]
 
 
 def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
-    """Assign the weights of a file to a new model.
+    """Assign the weights in a tf_keras file to the variables of a new model.
 
     Raises:
         ValueError: If the file does not have one array for each weight.
@@ -36,7 +36,7 @@ def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
 def legacy_order(
     layer: keras.Layer, config: Config
 ) -> tuple[Variables, Variables]:
-    """Return trainable and other weights in the order of tf_keras.
+    """Return (trainable, other) weights of a layer in tf_keras's order.
 
     The order of nested layers is that of the legacy config.
     """
@@ -52,7 +52,7 @@ def legacy_order(
 
 
 def _own_weights(layer: keras.Layer) -> tuple[Variables, Variables]:
-    """Return the trainable and other weights of a wrapper itself."""
+    """Return (trainable, other) weights of a wrapper, not of its layer."""
     if not isinstance(layer, keras.layers.Wrapper):
         return [], []
     inner = {id(x) for x in layer.layer.weights}
@@ -71,7 +71,7 @@ def _unique(variables: Variables) -> Variables:
 def _nested(
     layer: keras.Layer, config: Config
 ) -> list[tuple[keras.Layer, Config]] | None:
-    """Return the layers within, in legacy order; None if not nested."""
+    """Return (layer, config) of inner layers in tf_keras's order, or None."""
     fields = config["config"]
     if isinstance(layer, keras.layers.Wrapper) and "layer" in fields:
         # Bidirectional has two copies of it, and Keras has their order.
@@ -92,12 +92,12 @@ def _nested(
 
 
 def _name(config: Config) -> str:
-    """Return the name in the config of a layer, or of a layer in a model."""
+    """Return the name of the layer that a config describes."""
     return str((config if "name" in config else config["config"])["name"])
 
 
 def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
-    """Load weights from HDF5, which has one list of arrays per layer.
+    """Assign the weights in an HDF5 file, which lists arrays by layer.
 
     Returns:
         The number of arrays.
@@ -125,7 +125,7 @@ def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
 def _paired(
     layer: keras.Layer, config: Config, group: h5py.Group
 ) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
-    """Return the weights of a layer and their arrays, in the same order."""
+    """Return a layer's weights and their arrays in the file, in equal order."""
     name = _name(config)
     trainable, others = legacy_order(layer, config)
     weights = _unique([*trainable, *others])
@@ -147,7 +147,7 @@ def _forward_first(
     weights: Variables,
     saved: list[tuple[str, h5py.Dataset]],
 ) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
-    """Sort weights and arrays: the forward direction first.
+    """Sort the weights and arrays of a Bidirectional: forward layer first.
 
     A direction that was not trainable comes last in the file. This is seen from
     the names only, not from a config.
@@ -165,7 +165,7 @@ def _forward_first(
 def _load_tree(
     layer: keras.Layer, config: Config, group: h5py.Group | None, where: str
 ) -> int:
-    """Load weights from an archive.
+    """Assign the weights in a `.keras` archive to a layer and inner layers.
 
     Its groups are named by attributes, or by class for layers in a list.
 
@@ -195,7 +195,7 @@ def _load_tree(
 def _load_attribute(
     layer: keras.Layer, name: str, group: h5py.Group, where: str
 ) -> int:
-    """Load a layer, or a list of layers, that is an attribute of a layer."""
+    """Load the layer, or list of layers, in attribute `name` of a layer."""
     value = None if name.startswith("__") else getattr(layer, name, None)
     no_config: Config = {"config": {}}
     if isinstance(value, keras.Layer):
@@ -213,7 +213,7 @@ def _load_attribute(
 
 
 def _load_own(layer: keras.Layer, group: h5py.Group | None, where: str) -> int:
-    """Load the variables of a layer itself; return their number."""
+    """Load the variables of a layer, not of inner layers; return the number."""
     if group is None or not len(group):
         return 0
     store = {
@@ -225,7 +225,7 @@ def _load_own(layer: keras.Layer, group: h5py.Group | None, where: str) -> int:
 
 
 def _group_names(class_names: Iterable[str]) -> Iterator[str]:
-    """Yield the group names of layers: class names in snake case, numbered."""
+    """Yield archive group names for layers, such as "dense", "dense_1"."""
     counts: dict[str, int] = {}
     for class_name in class_names:
         # In snake case as tf_keras has it: ConvLSTM2D is conv_lstm2d.
@@ -238,7 +238,7 @@ def _group_names(class_names: Iterable[str]) -> Iterator[str]:
 
 
 class SlotLayout(NamedTuple):
-    """The order of an optimizer's slots in a file.
+    """The order in which tf_keras saves an optimizer's slot variables.
 
     The slots of one tuple alternate for each variable. The next tuple comes
     after all variables. The names are those of Keras 3.
@@ -289,7 +289,7 @@ def load_optimizer_state(
     variables: list[keras.Variable],
     saved: list[object],
 ) -> str | None:
-    """Restore the state of a built optimizer from a file.
+    """Assign the optimizer state in a tf_keras file to a built optimizer.
 
     Args:
         optimizer: An optimizer of Keras 3, not a loss scaler.
@@ -333,7 +333,7 @@ def load_optimizer_state(
 def _order(
     config: Config, variables: list[keras.Variable]
 ) -> list[tuple[str, keras.Variable]] | None:
-    """Return slot and variable of each array; None if unknown."""
+    """Return (slot name, variable) of each saved slot; None if unknown."""
     fields = config["config"]
     layouts = LEGACY_LAYOUTS
     if not fields.get("is_legacy_optimizer", True):
@@ -358,7 +358,7 @@ def _targets(
     trained: list[keras.Variable],
     slot: str,
 ) -> dict[int, keras.Variable]:
-    """Return the slot variables by the id of their variable.
+    """Return the optimizer's variables for a slot, by `id` of the weight.
 
     Keras names them `<path of the variable>_<slot>` and keeps the order of the
     variables. Two variables of one path are distinguished by the order.

@@ -23,7 +23,7 @@ from keras_policy_ext.policies.loss_scales import (
 
 
 def public_class(optimizer: object) -> type | None:
-    """Return the public optimizer class in place of a private one, or None.
+    """Return the public class for an optimizer of a private class, or None.
 
     None for public classes and custom ones.
     """
@@ -34,7 +34,7 @@ def public_class(optimizer: object) -> type | None:
 
 
 def for_private_names(config: object) -> AbstractContextManager[None]:
-    """Return a scope in which private optimizer names mean the public classes.
+    """Return a scope in which files may name private optimizer classes.
 
     Only the private class names in the file are included: in such a scope,
     Keras reads every string that is one of these names as the class, also the
@@ -55,7 +55,7 @@ def for_private_names(config: object) -> AbstractContextManager[None]:
 
 
 def _names_of_private(config: object) -> Iterator[str]:
-    """Yield the names of classes that are in private modules of Keras."""
+    """Yield the names of private Keras classes in a nested config."""
     if isinstance(config, dict):
         if str(config.get("module")).startswith("keras.src."):
             yield str(config.get("class_name"))
@@ -68,7 +68,7 @@ def _names_of_private(config: object) -> Iterator[str]:
 def with_public_class(
     config: dict[str, Any], optimizer: object
 ) -> dict[str, Any]:
-    """Return the serialized form of an optimizer, under its public class.
+    """Return an optimizer's config with the public name of the class.
 
     The optimizer that it wraps is treated alike: Keras's own scaler writes the
     private class of the wrapped one.
@@ -93,7 +93,7 @@ def with_public_class(
 def read_inner(
     config: object, custom_objects: Mapping[str, object] | None = None
 ) -> keras.optimizers.Optimizer:
-    """Return the wrapped optimizer from its entry in a config."""
+    """Return the optimizer for the entry `inner_optimizer` in a config."""
     if not isinstance(config, Mapping):
         return config
     return keras.optimizers.deserialize(
@@ -106,7 +106,7 @@ SMALLEST = 2.0**-126
 
 
 class ScalerSettings(NamedTuple):
-    """All arguments of a `LossScaleOptimizer` except the wrapped optimizer."""
+    """The arguments of `LossScaleOptimizer`, except the inner optimizer."""
 
     dynamic: bool = True
     initial_scale: float | None = None
@@ -122,7 +122,7 @@ def variables_of(
     given: Iterable[keras.Variable] | None,
     gradients: int,
 ) -> list[keras.Variable]:
-    """Return the variables that belong to the gradients given to `apply`.
+    """Return the variables for the gradients passed to `apply`, in order.
 
     Raises:
         ValueError: If there are no variables, or their number differs from
@@ -148,7 +148,7 @@ def variables_of(
 
 
 def checked(given: ScalerSettings) -> ScalerSettings:
-    """Check settings, and return them with defaults filled in.
+    """Check the arguments of `LossScaleOptimizer`, and fill in defaults.
 
     Raises:
         TypeError: If one has the wrong type.
@@ -177,7 +177,7 @@ def checked(given: ScalerSettings) -> ScalerSettings:
 
 
 def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
-    """Return the keyword arguments that give a loss scale."""
+    """Convert a loss scale to keyword arguments of `LossScaleOptimizer`."""
     if isinstance(loss_scale, FixedLossScale):
         return {"dynamic": False, "initial_scale": loss_scale.loss_scale_value}
     if isinstance(loss_scale, DynamicLossScale):
@@ -195,7 +195,7 @@ def of_loss_scale(loss_scale: LossScale) -> dict[str, Any]:
 
 
 def of_legacy_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert the older tf_keras keys `optimizer` and `loss_scale`."""
+    """Replace the tf_keras keys `optimizer` and `loss_scale` in a config."""
     if "loss_scale" not in config:
         return config
     config = dict(config)
@@ -219,7 +219,7 @@ _wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def wrapper_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer | None:
-    """Return the wrapper of an optimizer if it still exists, or None."""
+    """Return the loss scaler that wraps an optimizer, or None."""
     reference = _wrappers.get(optimizer)
     return None if reference is None else reference()
 
@@ -227,7 +227,7 @@ def wrapper_of(
 def register_wrapper(
     optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
 ) -> None:
-    """Record the wrapper of an optimizer, as long as both exist."""
+    """Record which loss scaler wraps an optimizer, while both exist."""
     _wrappers[optimizer] = weakref.ref(wrapper)
 
 
@@ -264,7 +264,7 @@ def check_inner(optimizer: object) -> None:
 
 
 def check_not_wrapped(optimizer: keras.optimizers.Optimizer, by: str) -> None:
-    """Raise if an optimizer is already wrapped.
+    """Raise if another optimizer already wraps this optimizer.
 
     Raises:
         ValueError: If it is wrapped.

@@ -31,7 +31,7 @@ set_policy = set_global_policy
 
 
 def get_layer_policy(layer: object) -> keras.DTypePolicy:
-    """Return the dtype policy of a layer; from a map, that of its path.
+    """Return the dtype policy of a layer, looked up in a `DTypePolicyMap`.
 
     Raises:
         TypeError: If it is not a layer.
@@ -49,7 +49,7 @@ def get_layer_policy(layer: object) -> keras.DTypePolicy:
     "keras_policy_ext", "ExperimentalLossScaleOptimizer"
 )
 class LossScaleOptimizer(optimizer.LossScaleOptimizer):
-    """`mixed_precision.LossScaleOptimizer`, created from a loss scale.
+    """A loss scaler with TensorFlow 2.3's arguments: optimizer, loss scale.
 
     Args:
         inner_optimizer: The optimizer to wrap.
@@ -95,7 +95,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Return all arguments, as JSON types."""
+        """Return the constructor's arguments as a dict of JSON types."""
         config = super().get_config()
         value = config.pop("initial_scale")
         steps = config.pop("dynamic_growth_steps")
@@ -112,7 +112,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
         config: Mapping[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> LossScaleOptimizer:
-        """Build the optimizer from `get_config()`."""
+        """Create the optimizer from a config that `get_config` returned."""
         config = dict(config)
         inner = _arguments.read_inner(
             config.pop("inner_optimizer"), custom_objects

@@ -19,7 +19,7 @@ from keras_policy_ext.numerics.stochastic import ROUNDABLE
 def as_accumulated(
     grads: list[Tensor | None], variables: list[keras.Variable]
 ) -> list[Tensor | None]:
-    """Cast gradients to the dtypes of the variables.
+    """Cast each gradient to the dtype of the variable at that position.
 
     Keras accumulates in these dtypes.
     """
@@ -32,7 +32,7 @@ def as_accumulated(
 def may_belong(
     grads: list[Tensor | None], variables: list[keras.Variable]
 ) -> bool:
-    """Return True if these can be gradients of the variables, in this order."""
+    """Return True if gradients and variables agree in number and shapes."""
     return len(grads) == len(variables) and all(
         grad is None or tuple(grad.shape) == tuple(variable.shape)
         for grad, variable in zip(grads, variables, strict=True)
@@ -40,14 +40,14 @@ def may_belong(
 
 
 def is_overwritten(variable: keras.Variable) -> bool:
-    """Return True if an optimizer assigns a variable its gradient."""
+    """Return True if an optimizer sets a variable to its gradient."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def with_scaled_states(
     grads: list[Tensor | None], variables: list[keras.Variable], scale: Any
 ) -> list[Tensor | None]:
-    """Multiply the amax observations among gradients by the loss scale.
+    """Multiply gradients of float8 state by the loss scale; keep others.
 
     This undoes their division.
     """
@@ -61,7 +61,7 @@ def with_scaled_states(
 
 
 def _operators(operation: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
-    """Return the two methods of an operator, such as `__add__`, `__radd__`."""
+    """Return two methods for an operation, such as `__add__` and `__radd__`."""
     return [
         lambda self, other: operation(self.value, other),
         lambda self, other: operation(other, self.value),
@@ -69,7 +69,7 @@ def _operators(operation: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
 
 
 class _Arithmetic:
-    """The arithmetic operators of a variable."""
+    """The arithmetic operators of a variable, such as `+` and `*`."""
 
     value: Tensor
 
@@ -95,7 +95,7 @@ def _of_the_variable(name: str) -> property:
 
 
 class Float32View(_Base):
-    """A view of a bfloat16 or float16 variable that reads as float32.
+    """A float32 variable that reads and writes a bfloat16 or float16 one.
 
     Assigned values are rounded stochastically into the variable. While the view
     is held, as during one `apply`, it stores the float32 value, and `settle`
@@ -119,7 +119,7 @@ class Float32View(_Base):
 
     @property
     def value(self) -> Tensor:
-        """The value in float32: the stored one, or that of the variable."""
+        """The value in float32: the last one assigned, or the variable's."""
         if self._kept is not None:
             return self._kept
         value = ops.stop_gradient(ops.cast(self._variable.value, "float32"))
@@ -129,7 +129,7 @@ class Float32View(_Base):
         return value
 
     def assign(self, value: Tensor) -> Tensor:
-        """Round a value into the variable, or store it until `settle`."""
+        """Round a value into the narrow variable, at once or in `settle`."""
         value = ops.convert_to_tensor(value, dtype="float32")
         if self._held:
             self._kept = value
@@ -138,24 +138,24 @@ class Float32View(_Base):
         return value
 
     def assign_add(self, value: Tensor) -> Tensor:
-        """Add a value to the float32 value, and assign the sum."""
+        """Add to the float32 value of the view, and assign the sum."""
         return self.assign(ops.add(self.value, value))
 
     def assign_sub(self, value: Tensor) -> Tensor:
-        """Subtract a value from the float32 value, and assign the result."""
+        """Subtract from the float32 value of the view, and assign it."""
         return self.assign(ops.subtract(self.value, value))
 
     def hold(self) -> None:
-        """Store assigned values from now on, except on TensorFlow."""
+        """Keep assigned values as float32 from now on, except on TensorFlow."""
         self._held = not _ON_TENSORFLOW
 
     def settle(self) -> None:
-        """Round the stored value into the variable."""
+        """Round the float32 value of the view into the narrow variable."""
         if self._kept is not None:
             self._round(self._kept)
 
     def release(self) -> None:
-        """Stop storing values, and drop the stored one."""
+        """Stop keeping assigned values, and drop the last one."""
         self._held, self._kept = False, None
 
     def _round(self, value: Tensor) -> None:
@@ -200,19 +200,19 @@ class Float32View(_Base):
 
 
 class Float32Views:
-    """The float32 views of the narrow variables of one optimizer."""
+    """The float32 views of an optimizer's bfloat16 and float16 variables."""
 
     def __init__(self, seed_generator: keras.random.SeedGenerator):
         self._seed_generator = seed_generator
         self._views: dict[int, Float32View] = {}
 
     def of(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-        """Return the variables, with views in place of narrow ones."""
+        """Return variables, with float32 views of bfloat16 and float16 ones."""
         return [self._of(variable) for variable in variables]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Store the values assigned in the block; round them at its end."""
+        """In the block, views keep assigned values; on exit, round them."""
         views = list(self._views.values())
         for view in views:
             view.hold()
@@ -236,7 +236,7 @@ class Float32Views:
 
 
 def _check_replicas(variable: keras.Variable) -> None:
-    """Raise for a variable with replicas of `tf.distribute`.
+    """Raise if a variable has replicas of `tf.distribute`.
 
     TensorFlow updates those through an interface of its own, which does not
     accept views.

@@ -13,17 +13,17 @@ NAMES = ("loss_scale", "skipped_steps")
 
 
 def log_values(optimizer: LossScaleOptimizer) -> dict[str, Any]:
-    """Return the log entries of a loss scaler: tensors of shape ()."""
+    """Return the loss scale and counters to log, by name."""
     return {name: getattr(optimizer, name) for name in NAMES}
 
 
 def without_log_values(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return logs without the entries of `log_values`."""
+    """Return logs without the names that `log_values` adds."""
     return {name: logs[name] for name in logs if name not in NAMES}
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
-    """A callback that logs the loss scale and limits skipped steps.
+    """A callback that logs the loss scale, and stops after skipped steps.
 
     It is for models without `LossScaleMixin`, which does the same. It adds
     `loss_scale` and `skipped_steps` (the number of consecutive skipped steps)
@@ -40,7 +40,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Record that this callback checks `max_skipped_steps`."""
+        """Record that this callback enforces `max_skipped_steps`."""
         optimizer = self.model.optimizer
         if isinstance(optimizer, LossScaleOptimizer):
             skip_limits.mark_checked(optimizer)
@@ -48,7 +48,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Log the loss scale, and raise if too many steps were skipped."""
+        """Log the loss scale; raise after too many skipped steps."""
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             return
@@ -73,7 +73,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
 
 def _sync(model: keras.Model) -> None:
-    """Update the variables, which JAX's trainer rarely does."""
+    """Update a model's variables on JAX, where the trainer holds values."""
     if keras.backend.backend() == "jax":
         model.jax_state_sync()
 

@@ -29,9 +29,9 @@ from keras_policy_ext.policies.loss_scales import LARGEST
 
 
 class Growth(NamedTuple):
-    """The settings by which a dynamic loss scale changes.
+    """The settings by which a dynamic loss scale grows and shrinks.
 
-    It is multiplied after `steps` steps with finite gradients, and divided
+    The scale is multiplied after `steps` finite steps, and divided
     after a skipped step. It stays between minimum and maximum.
     """
 
@@ -42,7 +42,7 @@ class Growth(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """The state of a loss scaler: tensors of shape ().
+    """The loss scale and step counters of a loss scaler, as scalar tensors.
 
     Attributes:
         scale: Float32, the loss scale.
@@ -56,7 +56,7 @@ class ScaleState(NamedTuple):
 
 
 def scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
-    """Return `loss * scale`, in float32 or wider: float16 would overflow."""
+    """Return `loss * scale` in at least float32, as float16 could overflow."""
     loss = ops.convert_to_tensor(loss)
     wide = _wide(loss)
     return ops.multiply(ops.cast(loss, wide), ops.cast(scale, wide))
@@ -65,7 +65,7 @@ def scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
 def unscaled(
     gradients: Iterable[Tensor | None], scale: Tensor, left: Iterable[bool]
 ) -> list[Tensor | None]:
-    """Divide gradients by the scale; exact for powers of 2.
+    """Divide gradients by the loss scale, except where `left` is True.
 
     Args:
         gradients: Floating tensors; None is returned as None.
@@ -87,7 +87,7 @@ def unscaled(
 
 
 def all_finite(gradients: Iterable[Tensor | None]) -> Tensor:
-    """Return whether all elements of all gradients are finite: bool scalar."""
+    """Return a bool scalar: whether all gradients are finite everywhere."""
     flags = [
         ops.all(ops.isfinite(gradient))
         for gradient in gradients
@@ -101,7 +101,7 @@ def all_finite(gradients: Iterable[Tensor | None]) -> Tensor:
 def following(
     state: ScaleState, finite: Tensor, growth: Growth | None
 ) -> ScaleState:
-    """Return the state after a step; without `growth` the scale is fixed."""
+    """Return the state after a step with finite gradients or without."""
     skipped = ops.where(finite, 0, ops.add(state.skipped_steps, 1))
     if growth is None:
         return state._replace(skipped_steps=skipped)
@@ -130,7 +130,7 @@ def _wide(x: Tensor) -> str:
 
 
 class Unscaling:
-    """Keeps track of who unscales: the caller, or `apply`.
+    """Records whether the caller or `apply` divides gradients by the scale.
 
     tf_keras lets the caller unscale gradients by `get_unscaled_gradients`, and
     change them, by clipping for instance, before they are applied. Keras
@@ -152,12 +152,12 @@ class Unscaling:
         self.start_step()
 
     def start_step(self) -> None:
-        """Record that the loss is scaled, and no gradient is unscaled yet."""
+        """Record that the caller has not unscaled gradients in this step."""
         self._by_caller = False
         self._scaled: list[Tensor | None] = []
 
     def use_scale(self, traced: bool) -> None:
-        """Record that the scale is used, or read, to scale the loss.
+        """Record that the loss scale was read, and so multiplies the loss.
 
         Args:
             traced: Whether a compiler traces this call, so that it is not made
@@ -170,7 +170,7 @@ class Unscaling:
     def check_scaled(
         self, variable: keras.Variable, traced: bool, name: str
     ) -> None:
-        """Warn once if gradients are divided by a scale that was not used.
+        """Warn once if the loss was not multiplied by the loss scale.
 
         Without a compiler, the scale must be used in each step, that is
         between two updates of the same variable. With a compiler, it must be
@@ -200,7 +200,7 @@ class Unscaling:
         )
 
     def warn_of_constant(self, name: str) -> None:
-        """Warn once that a compiled function has the scale as a constant."""
+        """Warn once that the loss scale is a constant in compiled code."""
         self._warn(
             "The loss scale is a constant in this compiled function, and does "
             "not follow when the optimizer changes it. Received: a call of "
@@ -222,14 +222,14 @@ class Unscaling:
         unscaled: list[Tensor | None],
         states_too: bool,
     ) -> None:
-        """Record that the caller unscaled gradients: before and after."""
+        """Record the gradients before and after the caller unscaled them."""
         self.states_too = states_too
         self._by_caller = True
         pairs = zip(scaled, unscaled, strict=True)
         self._scaled = [a for a, b in pairs if a is not b]
 
     def is_done(self, gradients: list[Tensor | None]) -> bool:
-        """Return True if the gradients given to `apply` are unscaled."""
+        """Return True if the caller has already unscaled these gradients."""
         scaled = {id(x) for x in self._scaled}
         if any(id(x) in scaled for x in gradients):
             self.start_step()
@@ -249,7 +249,7 @@ STOCK_STATE = 4
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """An optimizer that scales the loss, and skips steps with overflow.
+    """An optimizer that scales the loss, and skips a step after an overflow.
 
     Small gradients are 0 in float16. So the loss is multiplied by a scale
     before gradients are computed, and the gradients are divided by it before
@@ -349,7 +349,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, var_list: list[keras.Variable]) -> None:
-        """Create the variables of this optimizer and of the wrapped one.
+        """Create the variables of this optimizer and the inner optimizer.
 
         Args:
             var_list: The trainable variables.
@@ -365,7 +365,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale(self) -> Tensor:
-        """The current scale: float32 scalar."""
+        """The current loss scale, a float32 scalar."""
         scale = self._read("dynamic_scale", self.initial_scale, "float32")
         # Who reads it may multiply the loss by it.
         self._unscaling.use_scale(backends.current().is_traced(scale))
@@ -373,18 +373,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_counter(self) -> Tensor | None:
-        """Finite steps since the scale last changed; None if it is fixed."""
+        """The number of finite steps since the scale changed, or None."""
         if not self.dynamic:
             return None
         return self._read("step_counter", 0, "int32")
 
     @property
     def skipped_steps(self) -> Tensor:
-        """The number of consecutive skipped steps: int scalar."""
+        """The number of steps skipped in a row, an integer scalar."""
         return self._read("skipped_counter", 0, "int32")
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale.
+        """Return the loss multiplied by the current loss scale.
 
         Args:
             loss: Floating tensor.
@@ -403,7 +403,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_scaled_loss(
         self, loss: Tensor | Callable[[], Tensor]
     ) -> Tensor | Callable[[], Tensor]:
-        """Scale the loss; the tf_keras name of `scale_loss`.
+        """Return `scale_loss(loss)`; this is the name in tf_keras.
 
         Args:
             loss: Floating tensor, or a function that returns one.
@@ -418,7 +418,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_unscaled_gradients(
         self, grads: Iterable[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return the gradients divided by the scale.
+        """Return gradients divided by the current loss scale.
 
         `apply` then treats its gradients as unscaled, until it gets one of
         `grads` itself or the loss is scaled again.
@@ -445,7 +445,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: Iterable[Tensor | None],
         trainable_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
-        """Update the variables, or skip the step if a gradient is not finite.
+        """Update variables; skip the step if a gradient is not finite.
 
         Args:
             grads: Gradients of the scaled loss, one for each variable, or
@@ -486,7 +486,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: list[Tensor | None],
         trainable_variables: list[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Apply gradients as a function of values; not on TensorFlow.
+        """Return new values of variables after a step; not on TensorFlow.
 
         Args:
             optimizer_variables: Values of `variables`.
@@ -508,11 +508,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
-        """Return whether all gradients are finite: bool scalar."""
+        """Return a bool scalar: whether all gradients are finite."""
         return all_finite(grads)
 
     def check_skipped_steps(self) -> None:
-        """Raise if too many consecutive steps were skipped.
+        """Raise if `max_skipped_steps` steps in a row were skipped.
 
         `apply` does this itself if it is not compiled. A compiled step cannot
         raise: there, `LossScaleMonitor`, which `LossScaleMixin` adds to `fit`,
@@ -546,7 +546,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
-        """Write the scale and the counters.
+        """Write the loss scale and the counters to a file's store.
 
         The wrapped optimizer has its own group in the file.
         """
@@ -555,7 +555,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 store[name] = ops.convert_to_numpy(getattr(self, name))
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
-        """Read what `save_own_variables` wrote.
+        """Read the loss scale and the counters from a file's store.
 
         It also reads the files of Keras's `LossScaleOptimizer`, and of an
         optimizer without a scaler: the scale then starts anew. A fixed scale
@@ -579,7 +579,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().load_own_variables(store)  # which warns
 
     def get_config(self) -> dict[str, Any]:
-        """Return all arguments, as JSON types."""
+        """Return the constructor's arguments as a dict of JSON types."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {
             "name": self.name,
@@ -593,7 +593,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         config: Mapping[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> LossScaleOptimizer:
-        """Build the optimizer from `get_config()`.
+        """Create the optimizer from a config that `get_config` returned.
 
         It also reads the config of tf_keras's `LossScaleOptimizer`, if Keras
         can read the optimizer in it.
@@ -626,7 +626,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _check_scaled(
         self, grads: list[Tensor | None], variables: list[keras.Variable]
     ) -> None:
-        """Warn if these gradients cannot be gradients of a scaled loss."""
+        """Warn if gradients are divided by a scale that the loss lacks."""
         if not self.dynamic and self.initial_scale == 1.0:
             return
         known = next((g for g in grads if g is not None), None)
@@ -644,7 +644,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _to_apply(
         self, grads: list[Tensor | None], variables: list[keras.Variable]
     ) -> list[Tensor | None]:
-        """Return gradients of the loss, for the wrapped optimizer."""
+        """Return the unscaled gradients, for the inner optimizer."""
         if not self._unscaling.is_done(grads):
             grads = self._unscaled(grads, variables)
         elif self._unscaling.states_too:
@@ -656,7 +656,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _updated_with(
         self, variables: list[keras.Variable]
     ) -> list[keras.Variable]:
-        """Return all variables that a step on these variables may assign."""
+        """Return all variables that a step may assign, each once."""
         own = self.inner_optimizer.variables
         every = (*variables, *self._known(), *own)
         return list({id(v): v for v in every}.values())

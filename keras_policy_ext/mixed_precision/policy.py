@@ -11,7 +11,7 @@ from keras_policy_ext import _user_code, policies
 
 
 class _PlainPolicies(type):
-    """A metaclass: `Policy(name)` returns a policy of Keras.
+    """A metaclass by which `Policy(name)` returns a Keras dtype policy.
 
     Every policy is an instance of `Policy`.
     """
@@ -31,7 +31,7 @@ class _PlainPolicies(type):
 
 
 class Policy(metaclass=_PlainPolicies):
-    """`keras.DTypePolicy` under the name of tf_keras.
+    """The tf_keras name of `keras.DTypePolicy`.
 
     `Policy(name)` returns a `keras.DTypePolicy`, and every policy of Keras
     or of this package is an instance of `Policy`.
@@ -51,7 +51,7 @@ class Policy(metaclass=_PlainPolicies):
         config: Mapping[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> keras.DTypePolicy:
-        """Return the plain policy of a config, without its loss scale.
+        """Return the dtype policy of a config, and drop a loss scale.
 
         A dropped loss scale causes a warning, because a plain policy cannot
         store it. `kpe.get` and `LossScaleDTypePolicy.from_config` keep it.

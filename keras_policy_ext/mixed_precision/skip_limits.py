@@ -14,14 +14,14 @@ _SETTLED: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
 
 def mark_checked(optimizer: keras.optimizers.Optimizer) -> None:
-    """Record that something outside the compiled step checks the limit."""
+    """Record that `max_skipped_steps` of an optimizer is enforced."""
     _SETTLED.add(optimizer)
 
 
 def warn_unless_checked(
     optimizer: keras.optimizers.Optimizer, limit: int
 ) -> None:
-    """Warn once per optimizer that a compiled step cannot raise.
+    """Warn once that nothing enforces an optimizer's `max_skipped_steps`.
 
     Without `LossScaleMonitor` or calls of `check_skipped_steps`, training would
     continue to its end even if it skips every step.

@@ -25,7 +25,7 @@ SEED_KEY = "seed_generator_state"
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
 class StochasticRounding(keras.optimizers.Optimizer):
-    """A wrapper of optimizers, for variables in bfloat16 or float16.
+    """An optimizer wrapper that rounds bfloat16 updates stochastically.
 
     bfloat16 has 8 significant bits: an update smaller than about 1/512 of a
     weight rounds back to the old weight, at every step, and training makes no
@@ -97,7 +97,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         _arguments.register_wrapper(inner_optimizer, self)
 
     def build(self, variables: list[keras.Variable]) -> None:
-        """Create the state of the inner optimizer, in float32.
+        """Build the inner optimizer, with float32 views of the variables.
 
         Args:
             variables: The variables that this optimizer is to update.
@@ -116,7 +116,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         grads: list[Tensor],
         trainable_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
-        """Update the variables; see `keras.optimizers.Optimizer.apply`.
+        """Update variables; round bfloat16 and float16 stochastically.
 
         Args:
             grads: Gradients of any dtype, one for each variable, or None.
@@ -137,7 +137,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             self.inner_optimizer.apply(grads, views)
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
-        """Overwrite the variables by their moving averages, if any.
+        """Overwrite variables by moving averages, if the optimizer has any.
 
         Args:
             var_list: The variables that the optimizer was built with.
@@ -152,7 +152,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         var_list: list[keras.Variable] | None = None,
         var_names: list[str] | None = None,
     ) -> None:
-        """Exclude variables from the inner optimizer's weight decay.
+        """Exclude variables from weight decay of the inner optimizer.
 
         Args:
             var_list: Variables.
@@ -163,12 +163,12 @@ class StochasticRounding(keras.optimizers.Optimizer):
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Scale the loss by `scale_loss` of the inner optimizer."""
+        """Return the loss as scaled by the inner optimizer."""
         return self.inner_optimizer.scale_loss(loss)
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Its own variables, the seed, and those of the inner optimizer."""
+        """The variables of this optimizer, the seed and the inner optimizer."""
         return [
             *super().variables,
             self.seed_generator.state,
@@ -177,12 +177,12 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> keras.Variable:
-        """The iterations of the inner optimizer."""
+        """The step counter of the inner optimizer."""
         return self.inner_optimizer.iterations
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the inner optimizer, to read and to set."""
+        """The learning rate of the inner optimizer; assignable."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -191,7 +191,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> float | None:
-        """The loss scale factor of the inner optimizer, to read and to set."""
+        """The loss scale factor of the inner optimizer; assignable."""
         return self.inner_optimizer.loss_scale_factor
 
     @loss_scale_factor.setter
@@ -203,14 +203,14 @@ class StochasticRounding(keras.optimizers.Optimizer):
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
-        """Write the state of the seed.
+        """Write the state of the random seed to a file's store.
 
         The inner optimizer has its own group in the file.
         """
         store[SEED_KEY] = ops.convert_to_numpy(self.seed_generator.state)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
-        """Read the state of the seed, so that training continues as saved.
+        """Read the state of the random seed from a file's store.
 
         If the file has none, the seed is that of the constructor.
         """
@@ -218,7 +218,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             self.seed_generator.state.assign(store[SEED_KEY])
 
     def get_config(self) -> dict[str, Any]:
-        """Return the name, the seed, and the inner optimizer's config."""
+        """Return the name, the seed and the inner optimizer's config."""
         inner = self.inner_optimizer
         config = keras.saving.serialize_keras_object(inner)
         return {
@@ -233,7 +233,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         config: dict[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> StochasticRounding:
-        """Return the optimizer of a config, not built.
+        """Create the optimizer from a config; it is not built yet.
 
         Args:
             config: A config from `get_config`.
@@ -246,7 +246,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
 
 def _for(variable: keras.Variable, gradient: Tensor | None) -> Tensor | None:
-    """Convert a gradient of a view to float32, and from sparse to dense."""
+    """Convert the gradient of a `Float32View` to a dense float32 tensor."""
     if gradient is None or not isinstance(variable, Float32View):
         return gradient
     if hasattr(gradient, "dense_shape"):
@@ -300,7 +300,7 @@ def _checked_seed(seed: object) -> int | None:
 
 
 def _spread(seed: int | None) -> int | None:
-    """Map a seed to another one, far from that of a neighbouring seed.
+    """Map neighbouring seeds to seeds that are far apart.
 
     Both are from 0 to 2^31 - 1. On torch Keras adds the number of draws to the
     seed (3.12 to 3.15): runs with the seeds 1 and 2 would use the same bits,

@@ -32,7 +32,7 @@ NAME = "loss_scale_optimizer"
 def wrap_optimizer(
     optimizer: object, policy: object = None
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer for a policy, wrapped if it needs loss scaling.
+    """Return an optimizer, in a loss scaler if the policy needs loss scaling.
 
     Args:
         optimizer: An optimizer, or anything `keras.optimizers.get` takes.
@@ -55,7 +55,7 @@ def wrap_optimizer(
 
 
 def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
-    """Return the loss scale that a policy requests, or None."""
+    """Return the loss scale that a policy requests or needs, or None."""
     requested = _the_one(_requested(policy), "The policies in this map")
     if requested != AUTO:
         return requested
@@ -63,7 +63,7 @@ def loss_scale_of(policy: keras.DTypePolicy) -> LossScale | None:
 
 
 def loss_scale_of_model(model: keras.Model) -> LossScale | None:
-    """Return the loss scale that the layers of a model request, or None.
+    """Return the loss scale that a model's layers request, or None.
 
     If the policy of the model gives a loss scale, that is used; else the one
     that its layers agree on. Otherwise it is dynamic if any layer computes in
@@ -97,7 +97,7 @@ def compile(
     auto_scale_loss: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Compile a model, with loss scaling if a layer is in float16.
+    """Compile a model, with loss scaling if a layer computes in float16.
 
     Use it for models whose class is not yours; for your own see
     `LossScaleMixin`. A saved file then has the optimizer as it is: wrapped,
@@ -134,7 +134,7 @@ def compile_by(
     auto_scale_loss: bool,
     kwargs: dict[str, Any],
 ) -> None:
-    """Compile a model by Keras's method, and do the wrapping here.
+    """Call Keras's `compile` with an optimizer that is already wrapped.
 
     Keras would wrap any optimizer without a wrapper, and erase a fixed
     `loss_scale_factor`.
@@ -155,7 +155,7 @@ def compile_by(
 
 
 def remember_compiled(model: keras.Model) -> None:
-    """Record how a model was compiled, wrapped or not, for its files."""
+    """Set the `compile` arguments that the model's file will hold."""
     changes: dict[str, Any] = {"auto_scale_loss": False}
     optimizer = model.optimizer
     inner = optimizer_variables.optimizers_within(optimizer)
@@ -198,7 +198,7 @@ def _scales_itself(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def _requested(policy: keras.DTypePolicy) -> set[Any]:
-    """Return the loss scales that a policy, or policies in a map, request."""
+    """Return the loss scales in a policy or in a `DTypePolicyMap`."""
     if isinstance(policy, LossScaleDTypePolicy):
         return {policy.requested_loss_scale} - {AUTO}
     if not is_stock_map(policy):
@@ -210,7 +210,7 @@ def _requested(policy: keras.DTypePolicy) -> set[Any]:
 
 
 def _requested_by(layer: keras.Layer) -> set[Any]:
-    """Return the loss scales that a layer requests.
+    """Return the loss scales that the policy of a layer requests.
 
     A map is read by path, which a layer gets when it is built.
     """
@@ -220,7 +220,7 @@ def _requested_by(layer: keras.Layer) -> set[Any]:
 
 
 def _the_one(scales: set[Any], those_who_ask: str = "") -> Any:
-    """Return the one requested loss scale; AUTO if there is none.
+    """Return the only loss scale in a set; AUTO if empty, an error if several.
 
     Raises:
         ValueError: If there are several.
@@ -254,7 +254,7 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
 
 
 class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
-    """A model class whose `compile` scales the loss if float16 needs it.
+    """A mixin for models whose `compile` scales the loss for float16.
 
     ```python
     class MyModel(kpe.mixed_precision.LossScaleMixin, keras.Model):
@@ -287,7 +287,7 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
         auto_scale_loss: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Compile the model, and wrap the optimizer if float16 needs it.
+        """Compile the model, in a loss scaler if a layer is in float16.
 
         Args:
             optimizer: As for `keras.Model.compile`.
@@ -303,7 +303,7 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
         )
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compile by the config in a file, also one that Keras alone wrote.
+        """Compile the model by the config in a file, also of plain Keras.
 
         If a subclass overrides `compile`, the method of Keras is used instead,
         which only warns that the model is not compiled.
@@ -326,7 +326,7 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
         *args: Any,
         **kwargs: Any,
     ) -> keras.callbacks.History:
-        """Train as `keras.Model.fit`; raise if too many steps were skipped.
+        """Train as `keras.Model.fit`; raise after too many skipped steps.
 
         Raises:
             FloatingPointError: If `max_skipped_steps` consecutive steps of
@@ -352,7 +352,7 @@ class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
             return {**logs, **log_values(self.optimizer)}, state
 
     def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and the metrics, as `train_on_batch` does."""
+        """Return the logs without the loss scale, for `train_on_batch`."""
         return without_log_values(logs)
 
 

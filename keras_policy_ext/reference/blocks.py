@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class BlockQuantized(NamedTuple):
-    """Codes with one scale per block.
+    """The codes of a tensor, with one scale for each block.
 
     Attributes:
         codes: The codes, of x's shape.
@@ -36,7 +36,7 @@ class BlockQuantized(NamedTuple):
 
 
 class NVFP4Quantized(NamedTuple):
-    """NVFP4 codes: the value is `code * scale * amax / 2688`.
+    """The codes and scales of NVFP4: the value is `code * scale * amax / 2688`.
 
     Attributes:
         codes: `float4_e2m1fn`, of x's shape.
@@ -55,7 +55,9 @@ def quantize_block(
     tile: tuple[int, int] = (1, 128),
     power_of_two: bool = True,
 ) -> BlockQuantized:
-    """Quantize with one scale per tile, as DeepSeek-V3 (arXiv 2412.19437).
+    """Quantize a tensor with one float32 scale per tile, as DeepSeek-V3 does.
+
+    Source: arXiv 2412.19437.
 
     The last tile of a row or column may be smaller; padding never changes a
     scale. A tile of zeros has scale 1. Scales that are not rounded are
@@ -86,7 +88,7 @@ def quantize_mx(
     block: int = 32,
     rounding: str = "round_up",
 ) -> BlockQuantized:
-    """Quantize to OCP MX: one E8M0 scale per block along the last axis.
+    """Quantize to OCP MX: one E8M0 scale per block of the last axis.
 
     Args:
         x: `(rows, columns)`.
@@ -119,7 +121,7 @@ def quantize_mx(
 def quantize_nvfp4(
     x: ArrayLike, tile: tuple[int, int] = (1, 16)
 ) -> NVFP4Quantized:
-    """Quantize to NVFP4: e2m1 elements, e4m3 block scales, a tensor scale.
+    """Quantize to NVFP4: e2m1 codes, e4m3 scales per block, one tensor scale.
 
     The result equals that of Transformer Engine's reference quantizer bit for
     bit, with rounding to nearest. The tensor scale is float32.

@@ -19,7 +19,7 @@ MATMULS = ("forward", "inputs_grad", "kernel_grad")
 
 
 def stochastic_cast(x: ArrayLike, bits: ArrayLike, dtype: str) -> Array:
-    """Cast to one of the two neighbours, by random bits; saturate.
+    """Cast to a narrow format; random bits choose the neighbour.
 
     `floor(|x| / spacing + bits * 2^-16) * spacing` in float32 with the sign
     of x, where spacing is that of the format at |x|. Values of the format
@@ -50,7 +50,7 @@ def stochastic_cast(x: ArrayLike, bits: ArrayLike, dtype: str) -> Array:
 
 
 def random_bits(shape: int | tuple[int, ...], key: int) -> Array:
-    """Return 16 bits for each element: a hash of its index and of the key.
+    """Return 16 random bits per element: a hash of the index and a key.
 
     `mix(mix(i + key) ^ key * 0x9E3779B9) >> 16` in 32 bits that wrap,
     where i is the index in row-major order.
@@ -69,7 +69,7 @@ def random_bits(shape: int | tuple[int, ...], key: int) -> Array:
 
 
 def matmul_key(key: int, amax: ArrayLike, matmul: str) -> int:
-    """Return the key for the stochastic rounding of an operand in a matmul.
+    """Return the key for stochastic rounding of one operand in one matmul.
 
     `mix((key ^ mix(bits of amax)) + number of the matmul)`: different
     steps, tensors and matmuls have different bits.
@@ -93,7 +93,7 @@ def _unsigned(key: int) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """Compute the hash lowbias32 of unsigned integers.
+    """Return the hash lowbias32 of each unsigned 32-bit integer.
 
     Source: https://github.com/skeeto/hash-prospector
     """
@@ -105,7 +105,7 @@ def _mix(x: Array) -> Array:
 
 
 def cast(x: ArrayLike, dtype: str) -> Array:
-    """Cast to a narrow format, with saturation.
+    """Cast to a narrow format, to the nearest value; large values saturate.
 
     Values beyond ±max and ±inf become ±max, NaN stays NaN, subnormals are
     kept, and rounding is to nearest, ties to even. The clip comes first:
@@ -131,7 +131,7 @@ def cast(x: ArrayLike, dtype: str) -> Array:
 
 
 def round_scalar(x: float, dtype: str) -> float:
-    """Round one number by exact arithmetic; `cast` must agree with it.
+    """Round one number to a format by exact arithmetic, as a test of `cast`.
 
     The number is split into a significand and an exponent; the spacing of
     the format at that exponent divides it; the quotient, an exact fraction,
@@ -166,7 +166,7 @@ def round_scalar(x: float, dtype: str) -> float:
 def stochastic_round(
     x: ArrayLike, bits: ArrayLike, dtype: str = "bfloat16"
 ) -> Array:
-    """Round to one of the two neighbours, by 16 random bits.
+    """Round to bfloat16 or another format; 16 random bits choose the neighbour.
 
     Let p be the position of a value between its neighbours, as a fraction that
     is rounded down to a multiple of 2^-16. The value becomes the neighbour
@@ -231,12 +231,12 @@ def dequantize(
 def quantize_dequantize(
     x: ArrayLike, scale: ArrayLike, dtype: str, out_dtype: DTypeLike = "float32"
 ) -> Array:
-    """Return `dequantize(quantize(x))`: the x that a matmul reads."""
+    """Return `dequantize(quantize(x))`: the values that a matmul reads."""
     return dequantize(quantize(x, scale, dtype), scale, out_dtype)
 
 
 def signed_format(dtype: str) -> formats.Format:
-    """Look up a format by name; raise if it is unsigned.
+    """Return the format of this name; raise if the format is unsigned.
 
     Raises:
         ValueError: If it is unknown, or unsigned.

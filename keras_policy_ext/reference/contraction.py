@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class AxisGroups(NamedTuple):
-    """The letters of an equation, by operand and by group.
+    """The letters of an equation's axes: batch, rows, columns, contracted.
 
     Rows and contracted letters are in the order of the inputs, batch and
     columns in the order of the result. So the axes of a group are flattened in
@@ -36,7 +36,7 @@ class AxisGroups(NamedTuple):
     contracted: str
 
     def letters(self, operand: str) -> tuple[str, str, str]:
-        """Return the letters of an operand's home matrix: batch, rows, columns.
+        """Return the letters of an operand's matrix axes: batch, rows, columns.
 
         The home matrix is the one that the first matmul of the operand reads.
         The second matmul reads its transpose.
@@ -50,7 +50,7 @@ class AxisGroups(NamedTuple):
 
 
 def form_of(equation: str) -> AxisGroups:
-    """Return the axis groups of an equation such as `"abc,cd->abd"`.
+    """Parse an equation such as `"abc,cd->abd"` to `AxisGroups`.
 
     Raises:
         ValueError: If it does not have two operands and a result, or one of
@@ -78,7 +78,7 @@ def form_of(equation: str) -> AxisGroups:
 def sizes_of(
     form: AxisGroups, operands: dict[str, ArrayLike]
 ) -> dict[str, int]:
-    """Return the size of each letter.
+    """Return the axis size for each letter of an equation.
 
     Raises:
         ValueError: If the shapes of the operands do not fit the equation.
@@ -100,7 +100,7 @@ def sizes_of(
 
 
 def home_matrices(form: AxisGroups, operand: str, value: ArrayLike) -> Array:
-    """Return an operand as `(batch, rows, columns)` for its first matmul.
+    """Reshape an operand to `(batch, rows, columns)` for its first matmul.
 
     An axis that no other operand has is summed in float64, and the sum is
     rounded to float32.
@@ -120,7 +120,7 @@ def home_matrices(form: AxisGroups, operand: str, value: ArrayLike) -> Array:
 def from_matrices(
     form: AxisGroups, operand: str, matrices: Array, sizes: dict[str, int]
 ) -> Array:
-    """Return an operand, or its gradient, from its home matrices.
+    """Reshape `(batch, rows, columns)` back to the shape of an operand.
 
     The gradient of an axis that was summed is broadcast along it.
     """
@@ -135,7 +135,7 @@ def from_matrices(
 
 
 def _odd(first: str, second: str, result: str) -> bool:
-    """Return True if letters are invalid, repeated or missing in operands."""
+    """Return True if the letters of an equation are not valid."""
     twice = any(len(set(p)) != len(p) for p in (first, second, result))
     others = not (first + second + result).isalpha()
     return twice or others or bool(set(result) - set(first + second))
@@ -156,18 +156,18 @@ _MATMULS = {
 
 
 class Scaling(Protocol):
-    """The part of `recipes.Recipe` that the reference uses."""
+    """The methods of a recipe that the reference implementation uses."""
 
     @property
     def history_length(self) -> int:
-        """The length of the amax history; 0 for recipes without one."""
+        """The length of the amax history; 0 for recipes without a history."""
 
     def quantization(self, operand: str, matmul: str) -> Asked | None:
-        """Return the quantization of an operand in a matmul, or None."""
+        """Return how an operand of a matmul is quantized; None if it is not."""
 
 
 class Linear(NamedTuple):
-    """The results of one linear layer or contraction, forward and backward.
+    """The output, gradients and quantized operands of a linear layer.
 
     Attributes:
         y: The output, of the shape of `outputs_grad`.
@@ -196,7 +196,7 @@ def linear(
     recipe: Scaling,
     key: int | None = None,
 ) -> Linear:
-    """Compute a linear layer under a recipe without a history.
+    """Compute a linear layer, forward and backward, under a recipe.
 
     `y = x·w`, `inputs_grad = g·wᵀ`, `kernel_grad = xᵀ·g`: the `einsum` of
     `"ab,bc->ac"` after all axes of x but the last are flattened.
@@ -236,7 +236,7 @@ def einsum(
     recipe: Scaling,
     key: int | None = None,
 ) -> Linear:
-    """Compute a contraction and its gradients under a recipe without history.
+    """Compute a contraction, forward and backward, under a recipe.
 
     Each matmul reads its two operands as matrices whose last axis it sums.
     They are quantized from the original values as `recipe.quantization` says.
@@ -291,7 +291,7 @@ def einsum(
 
 
 def _readers(operand: str) -> tuple[str, str]:
-    """Return the two matmuls that read an operand: home, then transposed."""
+    """Return the names of the first and second matmul that read an operand."""
     first, second = (m for m, (_, *two) in _MATMULS.items() if operand in two)
     return first, second
 
@@ -303,7 +303,7 @@ def _read(
     observed: np.float32,
     key: int | None,
 ) -> Read:
-    """Return an operand as its two matmuls read it."""
+    """Return an operand as quantized for each of its two matmuls."""
 
     def of(matmul: str, matrices: Array) -> Array | Quantized:
         asked = recipe.quantization(operand, matmul)
@@ -323,7 +323,7 @@ def _read(
 
 
 def _once(operand: str, recipe: Scaling) -> bool:
-    """Return True if the second matmul reads the first one's transpose."""
+    """Return True if both matmuls can read one quantization of an operand."""
     first, second = (recipe.quantization(operand, m) for m in _readers(operand))
     if first is None or second is None or first.hadamard is not None:
         return False
@@ -331,14 +331,17 @@ def _once(operand: str, recipe: Scaling) -> bool:
 
 
 def _marked(matmul: str, each: Array | Quantized) -> Array | Quantized:
-    """Set scales of non-finite tiles to NaN in matmuls of gradients."""
+    """In matmuls of gradients, set scales of non-finite tiles to NaN."""
     if isinstance(each, Quantized) and matmul != "forward":
         return each.marked
     return each
 
 
 def _multiply(read: Read, matmul: str) -> Array:
-    """Multiply home matrices in float64, and round once to float32."""
+    """Compute a matmul of dequantized operands in float64; return float32.
+
+    The result is rounded once, from float64.
+    """
     left, right = (_float64(read[o, matmul]) for o in _MATMULS[matmul][1:])
     with np.errstate(over="ignore", invalid="ignore"):
         return (left @ right.swapaxes(1, 2)).astype(np.float32)
@@ -353,7 +356,7 @@ def _float64(each: Array | Quantized) -> Array:
 def _of_tensors(
     read: Read, form: AxisGroups, sizes: dict[str, int]
 ) -> dict[str, tuple[Array, Array]]:
-    """Return codes and scale of the operands with one scale per tensor."""
+    """Return (codes, scale) of each operand with one scale per tensor."""
     found: dict[str, tuple[Array, Array]] = {}
     for operand in ("inputs", "kernel", "outputs_grad"):
         first, second = _readers(operand)

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class DelayedLinear:
-    """A linear layer under delayed scaling, step by step.
+    """A linear layer under delayed scaling, with the amax histories.
 
     `forward` and `backward` of one step use the scales from the histories
     before the step, and then observe amaxes. Matmuls accumulate in float64.
@@ -55,7 +55,10 @@ class DelayedLinear:
         return _product(a, b, scale_a, scale_b)
 
     def backward(self, g: ArrayLike) -> tuple[Array, Array]:
-        """Return inputs_grad `(..., in)` and kernel_grad for g `(..., out)`."""
+        """Return (inputs_grad, kernel_grad) for the output gradient g.
+
+        g is `(..., out)`, and inputs_grad `(..., in)`.
+        """
         c, scale = self._quantize("outputs_grad", g, True)
         x, kernel = self.quantized["inputs"], self.quantized["kernel"]
         inputs_grad = _product(c, kernel.T, scale, self.scales["kernel"])
@@ -90,7 +93,10 @@ class DelayedLinear:
 
 
 def _product(a: Array, b: Array, scale_a: Any, scale_b: Any) -> Array:
-    """Return `(a·b) * scale_a * scale_b` in float64, rounded to float32."""
+    """Return the matmul `(a·b) * scale_a * scale_b`, rounded to float32.
+
+    All products are computed in float64.
+    """
     product = a.astype(np.float64) @ b.astype(np.float64)
     return (product * np.float64(scale_a) * np.float64(scale_b)).astype(
         np.float32

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 def pack(codes: ArrayLike) -> Array:
-    """Return the bytes of codes; 4-bit codes are packed, two per byte.
+    """Pack codes into bytes: two 4-bit codes per byte, or one 8-bit code.
 
     Packing is along the last axis. The first of two codes is in the low four
     bits. If the axis is odd, the high bits of the last byte are 0.
@@ -36,7 +36,7 @@ def pack(codes: ArrayLike) -> Array:
 
 
 def unpack(packed: ArrayLike, dtype: str, size: int | None = None) -> Array:
-    """Return the codes of bytes: the inverse of `pack`.
+    """Unpack bytes into codes; this is the inverse of `pack`.
 
     Args:
         packed: uint8 `(..., m)`.
@@ -54,7 +54,7 @@ def unpack(packed: ArrayLike, dtype: str, size: int | None = None) -> Array:
 
 
 def sqnr_db(reference: ArrayLike, approximation: ArrayLike) -> float:
-    """Return the SQNR in dB: 10·log10(Σ r² / Σ (r − a)²).
+    """Return the signal-to-noise ratio in dB: 10·log10(Σ r² / Σ (r − a)²).
 
     SQNR is the signal to quantization noise ratio, computed in float64. `inf`
     if the two are equal, `-inf` if the reference is all zero and the
@@ -72,7 +72,7 @@ def sqnr_db(reference: ArrayLike, approximation: ArrayLike) -> float:
 
 
 def underflow_fraction(x: ArrayLike, scale: ArrayLike, dtype: str) -> float:
-    """Return the fraction (0 to 1) of the nonzero values that become 0.
+    """Return the fraction of nonzero values that quantization turns into 0.
 
     0.0 if there are no nonzero values.
     """

@@ -19,7 +19,9 @@ SIGNS = np.array(
 
 
 def hadamard(x: ArrayLike) -> Array:
-    """Transform each block of 16 along the last axis: `x · diag(s) · H / 4`.
+    """Apply a Hadamard transform to each block of 16 along the last axis.
+
+    The transform is `x · diag(s) · H / 4`.
 
     H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`, so that x is
     multiplied by an orthogonal matrix: a matmul is unchanged if both operands

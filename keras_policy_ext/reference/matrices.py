@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Asked(Protocol):
-    """The quantization of an operand, as in `recipes.Quantization`."""
+    """How an operand is to be quantized, as in `recipes.Quantization`."""
 
     @property
     def format(self) -> str:
@@ -42,7 +42,7 @@ class Asked(Protocol):
 
     @property
     def tile(self) -> Tile:
-        """The rows and columns of a tile with one scale; columns are summed."""
+        """The (rows, columns) of a tile with one scale; columns are summed."""
 
     @property
     def scale_format(self) -> str:
@@ -50,14 +50,14 @@ class Asked(Protocol):
 
     @property
     def scale_rounding(self) -> str:
-        """The rounding of scales.
+        """How scales are rounded: to nearest, or to a power of two.
 
         `"nearest"`, or to powers of two `"up"` or `"floor"`.
         """
 
     @property
     def rounding(self) -> str:
-        """The rounding of values: `"nearest"` or `"stochastic"`."""
+        """How values are rounded: `"nearest"` or `"stochastic"`."""
 
     @property
     def hadamard(self) -> int | None:
@@ -65,11 +65,11 @@ class Asked(Protocol):
 
     @property
     def transposed(self) -> "Asked":
-        """The same quantization with its tile transposed."""
+        """The same quantization for the transposed matrix."""
 
 
 class Quantized(NamedTuple):
-    """The matrices of an operand as one of its matmuls reads them.
+    """The quantized matrices of an operand, as one matmul reads them.
 
     Attributes:
         codes: `(batch, rows, columns)` in the narrow format. The columns are
@@ -93,7 +93,7 @@ class Quantized(NamedTuple):
 
     @property
     def transposed(self) -> "Quantized":
-        """The transpose, for a matmul that sums over the other axis."""
+        """The transposed matrices, for the matmul that sums the other axis."""
         return self._replace(
             codes=self.codes.swapaxes(1, 2),
             scales=self.scales.swapaxes(1, 2),
@@ -104,13 +104,13 @@ class Quantized(NamedTuple):
 
     @property
     def marked(self) -> "Quantized":
-        """The same for gradients: NaN scales where the amax is not finite."""
+        """A copy whose scale is NaN for each tile with a non-finite amax."""
         dtype = self.scales.dtype
         marked = np.where(self.finite, float32(self.scales), np.nan)
         return self._replace(scales=marked.astype(dtype))
 
     def dequantize(self) -> Array:
-        """Return the values, float64 `(batch, rows, columns)`, unrounded."""
+        """Return the dequantized values as float64 `(batch, rows, columns)`."""
         scales = self.scales.astype(np.float64)
         values = self.codes.astype(np.float64)
         values = np.where(self.nan, np.nan, values)
@@ -123,7 +123,7 @@ class Quantized(NamedTuple):
 def quantize_matrices(
     x: ArrayLike, asked: Asked, key: int | None = None
 ) -> Quantized:
-    """Quantize the matrices that a matmul reads.
+    """Quantize matrices `(batch, rows, columns)` as a matmul reads them.
 
     If the amax of a tile is not finite, its scale is that of an amax of 0, and
     its values saturate. Matmuls of gradients read `Quantized.marked` instead.
@@ -160,7 +160,7 @@ def quantize_matrices(
 def _scaled(
     x: Array, usable: Array, finite: Array, asked: Asked
 ) -> tuple[Array, Array, np.float32 | None]:
-    """Return the values to cast, their scales, and the tensor scale or None."""
+    """Return (x divided by the scales, scales, tensor scale or None)."""
     tile, shape = asked.tile, x.shape
     if asked.scale_format == E8M0:
         rules = {"up": e8m0_up, "floor": e8m0_floor}

@@ -20,7 +20,7 @@ E8M0 = "float8_e8m0fnu"
 
 
 def e8m0_up(amax: Array, dtype: str) -> Array:
-    """Return E8M0 codes: the least powers of two >= amax / max(dtype).
+    """Return E8M0 codes of amax / max(dtype), rounded up to powers of two.
 
     This holds except at the ends of the range: an amax / max of up to 2^-127
     has code 0, and the largest code is 254. Infinity has 254, NaN 255.
@@ -35,7 +35,7 @@ def e8m0_up(amax: Array, dtype: str) -> Array:
 
 
 def e8m0_floor(amax: Array, dtype: str) -> Array:
-    """Return E8M0 codes by the rule of OCP MX 1.0: largest values saturate.
+    """Return E8M0 codes by the OCP MX 1.0 rule, under which large values clip.
 
     The exponent is that of the amax minus that of the largest value of the
     format. Infinity has code 254, NaN 255.
@@ -45,7 +45,10 @@ def e8m0_floor(amax: Array, dtype: str) -> Array:
 
 
 def floor_scale(amax: Array, dtype: str) -> Array:
-    """Return the power of two of `e8m0_floor` as float32; 1 if amax is 0."""
+    """Return the scale of the `e8m0_floor` rule as float32; 1 if amax is 0.
+
+    The scale is a power of two.
+    """
     usable = np.isfinite(amax) & (amax > 0)
     exponent = _exponent_above_largest(np.where(usable, amax, 1), dtype)
     scale = np.ldexp(np.float32(1), np.clip(exponent, -126, 127))
@@ -54,7 +57,7 @@ def floor_scale(amax: Array, dtype: str) -> Array:
 
 
 def multiplier(exponents: Array) -> Array:
-    """Return `2^(127 - E)`, the multiplier for values under the E8M0 code E.
+    """Return `2^(127 - E)`, by which values are multiplied, for E8M0 codes E.
 
     Dividing by 2^-127 fails where denormals are flushed to zero. The multiplier
     is a normal number except for E = 254.
@@ -83,7 +86,7 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 def two_level_scales(
     block_amax: Array, tensor_amax: np.float32, dtype: str
 ) -> tuple[Array, Array]:
-    """Return the scales of blocks, and the multipliers of their values.
+    """Return (NVFP4 block scales, multipliers of the values in each block).
 
     With `S = min(448 * 6 / tensor_amax, FLT_MAX)` (448 and 6 are the largest
     values of e4m3fn and e2m1fn), a scale is `e4m3fn(block_amax * (S / 6))` and
@@ -109,7 +112,10 @@ def two_level_scales(
 
 
 def tensor_scale(tensor_amax: np.float32, dtype: str) -> np.float32:
-    """Return `tensor_amax / 2688` (448 · 6) in float32; 1 for an amax of 0."""
+    """Return the NVFP4 tensor scale `tensor_amax / 2688`, or 1 for amax 0.
+
+    2688 is 448 · 6. The scale is computed in float32.
+    """
     if not tensor_amax:
         return np.float32(1)
     return np.float32(tensor_amax) / np.float32(_largest_value(dtype))
@@ -124,7 +130,7 @@ Tile = tuple[int | None, int | None]
 
 
 def tile_amax(x: ArrayLike, tile: Tile) -> Array:
-    """Return the largest magnitude of each tile; NaN if the tile has one.
+    """Return the largest magnitude in each tile; NaN if the tile holds NaN.
 
     The last tile of an axis may be smaller. `(None, None)` is the whole array
     with all its axes; every other tile is within one matrix.
@@ -148,7 +154,10 @@ def tile_amax(x: ArrayLike, tile: Tile) -> Array:
 
 
 def spread(tiles: Array, tile: Tile, shape: tuple[int, ...]) -> Array:
-    """Repeat one value per tile over the elements of `(..., rows, columns)`."""
+    """Repeat the value of each tile for all elements of the tile.
+
+    The result has the shape `(..., rows, columns)`.
+    """
     for axis, size in zip((-2, -1), tile, strict=True):
         tiles = tiles.repeat(size or shape[axis], axis=axis)
     return np.broadcast_to(tiles[..., : shape[-2], : shape[-1]], shape)
@@ -163,7 +172,7 @@ LARGEST_SCALE = np.float32(2.0**127)
 
 
 def amax(x: ArrayLike) -> np.float32:
-    """Return the largest magnitude; 0 for an empty array, NaN if x has one."""
+    """Return the largest magnitude in x; 0 if x is empty, NaN if x has NaN."""
     return np.float32(np.max(np.abs(float32(x)), initial=0.0))
 
 
@@ -174,7 +183,7 @@ def scale_from_amax(
     power_of_two: bool = False,
     previous: ArrayLike = 1.0,
 ) -> Array:
-    """Return the dequantizing scale that maps amax to the largest value.
+    """Return the scale at which amax becomes the format's largest value.
 
     `scale = amax / max(dtype) * 2**margin` in float32, between 2^-126 (the
     smallest normal float32, whose reciprocal is finite) and 2^127. An amax
@@ -204,7 +213,9 @@ def scale_from_amax(
 def scale_of_multiplier(
     amax: ArrayLike, dtype: str, margin: int = 0, previous: ArrayLike = 1.0
 ) -> Array:
-    """Return `1 / (max(dtype) / 2**margin / amax)`, as in delayed scaling.
+    """Return a scale as 1 / multiplier, as delayed scaling computes it.
+
+    The multiplier is `max(dtype) / 2**margin / amax`.
 
     Flax and Transformer Engine compute the quantizing multiplier and invert
     it. This differs from `scale_from_amax` by at most one ulp. But delayed
@@ -232,7 +243,7 @@ def scale_of_multiplier(
 
 
 def _usable(amax: ArrayLike) -> tuple[Array, Array]:
-    """Return usable amaxes (1 for others), and a mask of the usable ones."""
+    """Return (amaxes, mask): where the mask is False, the amax is set to 1."""
     observed = float32(amax)
     usable = np.isfinite(observed) & (observed > 0)
     normal = np.maximum(observed, SMALLEST_SCALE)
@@ -253,7 +264,7 @@ def round_up_to_power_of_two(scale: Array) -> Array:
 
 
 def update_history(history: ArrayLike, amax: ArrayLike) -> Array:
-    """Insert an amax into a history, with the newest entry at index 0.
+    """Return the history with an amax added at index 0, and the oldest dropped.
 
     The order is that of Keras and Flax: the history is rotated to the left
     and index 0 overwritten, so that index 1 holds the oldest entry and the
@@ -283,7 +294,7 @@ def delayed_scale(
     amax_compute: str = "max",
     initial_scale: str | float = "current",
 ) -> np.float32:
-    """Return the scale that delayed scaling uses in this step.
+    """Return the scale that delayed scaling uses in the present step.
 
     It is the `scale_of_multiplier` of the reduced history.
 

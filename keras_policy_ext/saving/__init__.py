@@ -1,4 +1,4 @@
-"""Read and write models, including what a file says about each layer."""
+"""Load and save models with the float8 policy and state of each layer."""
 
 from keras_policy_ext.saving.loading import (
     load_model,

@@ -42,7 +42,7 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 
 @contextlib.contextmanager
 def opened(path: Source) -> Iterator[h5py.File | None]:
-    """Open the HDF5 weights of a `.keras` file, a folder or a weights file.
+    """In the block, the HDF5 weights of a model file or folder are open.
 
     Args:
         path: The path of one of them; or the bytes of a `.keras` file.
@@ -70,7 +70,7 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
 
 
 def parts_of(path: str) -> list[str]:
-    """Return a file of weights, or the files that an index beside them names.
+    """Return the paths of all files of weights, read from an index if there.
 
     Raises:
         ValueError: If the index is damaged, or names files outside its folder.
@@ -91,7 +91,7 @@ def parts_of(path: str) -> list[str]:
 
 
 def groups(file: h5py.File) -> list[h5py.Group]:
-    """Return the groups that hold the variables of one layer each, by path.
+    """Return the HDF5 groups that each hold the variables of one layer.
 
     The optimizer's group is left out. Links to other files are not followed.
     """
@@ -107,7 +107,7 @@ def groups(file: h5py.File) -> list[h5py.Group]:
 
 
 def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
-    """Count the `groups` of a file that are wanted; 0 if it cannot be read."""
+    """Count the layer groups of a file for which `wanted` returns True."""
     try:
         with opened(path) as file:
             found = [] if file is None else groups(file)
@@ -118,7 +118,7 @@ def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
 
 @contextlib.contextmanager
 def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
-    """Yield the weights in an archive as a seekable file, or None.
+    """In the block, the weights in a `.keras` archive are open, if there.
 
     Keras stores them uncompressed. Compressed ones are unpacked into memory,
     because each seek backwards would unpack them from the beginning.
@@ -142,7 +142,7 @@ def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
 
 
 class _Section(io.RawIOBase):
-    """A range of bytes of an open file, read as a file of its own."""
+    """A range of bytes of an open file, readable as a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, size: int):
         super().__init__()
@@ -181,7 +181,7 @@ _WARNING_FILTERS = threading.RLock()
 
 
 def check_exists(path: PathLike) -> None:
-    """Raise if a local path does not exist.
+    """Raise if there is no file or folder at a local path.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -196,7 +196,7 @@ def check_exists(path: PathLike) -> None:
 
 
 def check_model(path: PathLike) -> int:
-    """Raise if the file or folder of a model is damaged or malicious.
+    """Raise if a model's file or folder is damaged or malicious.
 
     Keras does not detect all damage: it falls back to reading without
     checksums, and reports a truncated file as missing (keras 3.12 to 3.15).
@@ -223,7 +223,7 @@ def check_model(path: PathLike) -> int:
 
 
 def check_weights(path: PathLike) -> int:
-    """Raise if there is no file of weights, or it is damaged.
+    """Raise if a file of weights is missing or damaged.
 
     Returns:
         The number of elements of the weights.
@@ -242,7 +242,7 @@ def check_weights(path: PathLike) -> int:
 
 
 def _check_content(path: PathLike) -> int:
-    """Raise if arrays link to other files or declare more data than is there.
+    """Raise if HDF5 arrays link elsewhere, or declare more data than there is.
 
     Returns:
         The number of elements of all arrays.
@@ -261,9 +261,9 @@ def _numbers_in(path: PathLike) -> int:
 
 @contextlib.contextmanager
 def weights_of(path: PathLike) -> Iterator[str]:
-    """Yield the path of the weights in a file or folder of a model.
+    """In the block, the HDF5 weights of a model's file exist at a path.
 
-    Those in an archive are extracted first: Keras reads them in any order, and
+    Weights in an archive are extracted first: Keras reads in any order, and
     each seek backwards in an archive starts from the beginning.
     """
     text = str(path)
@@ -280,7 +280,7 @@ def weights_of(path: PathLike) -> Iterator[str]:
 
 @contextlib.contextmanager
 def on_disk(source: Any) -> Iterator[str]:
-    """Yield the path of a folder, an open `.keras` file or a copy of bytes.
+    """In the block, a `.keras` file or folder exists at the path it yields.
 
     Args:
         source: A folder, an open file, or the bytes of a `.keras` file.
@@ -296,7 +296,7 @@ def on_disk(source: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_skip_warnings() -> Iterator[Warnings]:
-    """Hold back warnings that the optimizer's variables were not loaded.
+    """In the block, hold back Keras's warnings of unloaded optimizers.
 
     Show them with `warn_again` if the variables are not loaded later either.
 
@@ -330,7 +330,7 @@ def load(model: keras.Layer, weights: PathLike) -> None:
 
 
 def warn_again(held: Warnings) -> None:
-    """Show warnings that were held back."""
+    """Show the warnings that `without_skip_warnings` held back."""
     for each in held:
         warnings.warn_explicit(
             each.message, each.category, each.filename, each.lineno
@@ -367,7 +367,7 @@ def _check_archive(path: PathLike) -> None:
 
 
 def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
-    """Return the error for an archive that is too large or unsafe, or None."""
+    """Return the error if an archive is too large or unsafe, or None."""
     try:
         _input_files.check_archive(path, archive)
     except ValueError as error:

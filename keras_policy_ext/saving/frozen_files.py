@@ -39,7 +39,7 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 def rewritten_model(
     path: PathLike,
 ) -> Iterator[PathLike]:
-    """Yield a model's file or folder in the form of this package.
+    """In the block, a copy of a model saved by Keras's float8 can be loaded.
 
     Yields:
         `path`; or, if the model is in Keras's own float8, a temporary folder
@@ -71,7 +71,7 @@ def rewritten_model(
 def rewritten_weights(
     path: PathLike,
 ) -> Iterator[PathLike]:
-    """Yield a file of weights in the form of this package.
+    """In the block, a copy of weights of Keras's float8 can be loaded.
 
     The argument is a file of weights or of a model.
 
@@ -92,7 +92,7 @@ def rewritten_weights(
 
 
 def config_in(path: PathLike) -> bytes:
-    """Read the config of a model from the user's file or folder.
+    """Return the JSON config in a model's file or folder, as bytes.
 
     Errors then name this path.
     """
@@ -112,7 +112,7 @@ def _rewrite(path: pathlib.Path) -> None:
 
 
 def _own_count(group: h5py.Group) -> int:
-    """Count the weights of a layer in Keras's own float8, without its state.
+    """Return how many weights, without state, a group of Keras's float8 has.
 
     Returns:
         1 or 2; 0 if the variables in the group are not those of such a layer.
@@ -151,7 +151,7 @@ def _move_state(group: h5py.Group, own: int) -> None:
 
 
 def _own_policies(config: Any) -> Any:
-    """Replace Keras's float8 policies in a config by those of this package."""
+    """Return a config with Keras's float8 policies in this package's form."""
     if isinstance(config, list):
         return [_own_policies(item) for item in config]
     if not isinstance(config, dict):
@@ -165,7 +165,7 @@ _ASSETS = "assets"
 
 
 def has_frozen_layers(path: Source) -> bool:
-    """Return True if a file has frozen layers; False if it cannot be read."""
+    """Return True if a file has frozen layers; False if it is unreadable."""
     return bool(files.count(path, _is_frozen))
 
 
@@ -201,7 +201,7 @@ def load_model(
 
 @contextlib.contextmanager
 def frozen_when_built(weights: PathLike) -> Iterator[None]:
-    """Freeze layers as soon as they are built, for the duration of a block.
+    """In the block, freeze each layer as soon as Keras has built it.
 
     Their kernels are zeros, and the recipe is that of the first frozen layer in
     the file. `freeze_as_saved` later corrects which layers are frozen, and how.
@@ -229,7 +229,7 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
 
 
 def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
-    """Freeze the layers that were frozen when saved, and thaw all others.
+    """Freeze the layers that are frozen in a file, and thaw all others.
 
     Their kernels are then zeros, and the weights are still to be loaded.
 
@@ -247,7 +247,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 
 @contextlib.contextmanager
 def dequantized(path: PathLike) -> Iterator[PathLike]:
-    """Yield a file of weights with frozen kernels dequantized.
+    """In the block, a copy of a weights file without float8 kernels exists.
 
     These are the weights of the model that `thaw` returns.
 
@@ -275,7 +275,7 @@ def _is_frozen(group: h5py.Group) -> bool:
 
 
 def _dequantize(group: h5py.Group) -> None:
-    """Write float weights as a stock layer stores them, with LoRA merged."""
+    """Rewrite a frozen layer's group with float weights, LoRA merged in."""
     found = stored_files.stored_kernels_in(group, group.name)
     lora = stored_files.header_in(group, group.name)["lora"]
     values: list[Any] = []
@@ -297,7 +297,7 @@ def _dequantize(group: h5py.Group) -> None:
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Return True if a weight that a layer adds will be frozen."""
+    """Return True if a weight that a layer is adding will be frozen."""
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
         return False
@@ -306,7 +306,7 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
 
 
 def _enter_composite(layer: keras.Layer) -> None:
-    """Give a composite such as LSTM the float8 form, if its cell is frozen.
+    """Convert a composite layer such as LSTM if its cell is frozen.
 
     The stock layer would read the codes of the cell as values.
     """
@@ -316,7 +316,7 @@ def _enter_composite(layer: keras.Layer) -> None:
 
 
 def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
-    """Freeze a layer by a recipe, or thaw it if the recipe is None."""
+    """Freeze a layer by a recipe; thaw it if the recipe is None."""
     policy = float8_policy_of(layer)
     held = None if policy is None or policy.recipe.trains else policy.recipe
     if held == recipe:
@@ -343,7 +343,7 @@ def _first_recipe(weights: PathLike) -> FrozenKernels | None:
 def _recipes_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenKernels]:
-    """Return the recipes of the frozen layers in a file, by id of the layer.
+    """Return the recipes of frozen layers in a file, by `id` of the layer.
 
     Keras's own loader finds the place of each layer in the file. No weights are
     loaded.
@@ -362,7 +362,7 @@ def _recipes_in(
 def _noting(
     layer: keras.Layer, found: dict[int, FrozenKernels]
 ) -> Iterator[None]:
-    """Make a layer record its recipe instead of loading, within a block."""
+    """In the block, a layer that loads weights only records its recipe."""
 
     def note(store: Any) -> None:
         if stored_files.STORED not in store:
@@ -378,7 +378,7 @@ def _noting(
 
 
 def _load_assets(model: keras.Model, path: PathLike) -> None:
-    """Load assets such as vocabularies, if a saved model has them."""
+    """Load the assets of a saved model, such as vocabularies, if any."""
     place = pathlib.Path(str(path))
     if place.is_dir():
         if (place / _ASSETS).is_dir():

@@ -28,7 +28,7 @@ _silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
 
 @contextlib.contextmanager
 def without_warning_of_lost_float8() -> Iterator[None]:
-    """Suppress `warn_of_lost_float8`, for a loader that restores the layers."""
+    """In the block, do not warn that loaded layers have lost float8."""
     token = _silent.set(True)
     try:
         yield
@@ -37,7 +37,7 @@ def without_warning_of_lost_float8() -> Iterator[None]:
 
 
 def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
-    """Warn if fewer layers are in float8 than when the model was saved.
+    """Warn if a loaded model has fewer float8 layers than the saved model.
 
     Only `.keras` files and folders are checked.
     """
@@ -59,12 +59,12 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 
 
 def states_in_file(source: Source) -> int:
-    """Return how many layers were in float8 when a model was saved."""
+    """Return how many layers of a saved model were in float8."""
     return files.count(source, _is_state)
 
 
 def _is_state(group: h5py.Group) -> bool:
-    """Return True if a group is the state of a layer with weights of its own.
+    """Return True if an HDF5 group is the float8 state of a layer with weights.
 
     A composite such as attention has a state too, which records its float8
     form. If it is frozen, it also has a header that names no weight.
@@ -92,7 +92,7 @@ KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
 
 
 def check_export(model: keras.Model, format: str) -> None:
-    """Raise if an exported file would not compute what the model computes.
+    """Raise if Keras's export cannot write a model's float8 layers correctly.
 
     Raises:
         NotImplementedError: If the model has layers in float8, and files of
@@ -125,7 +125,7 @@ _POLICIES = "dtype_policies"
 
 
 def policies_of_models(model: keras.Layer) -> dict[str, Any]:
-    """Return the dtype policies of models, as entries of a file's metadata."""
+    """Return the dtype policies of a model and inner models, for its file."""
     found = [
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)
@@ -134,7 +134,7 @@ def policies_of_models(model: keras.Layer) -> dict[str, Any]:
 
 
 def restore_policies(model: keras.Layer, path: PathLike) -> None:
-    """Restore the policies that the models of a file had when saved.
+    """Give a model and its inner models the dtype policies in a file.
 
     Nothing changes if the file has no policies, or lists other models than the
     loaded ones.
@@ -157,7 +157,7 @@ def _models(model: keras.Layer) -> list[Any]:
 
 
 def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
-    """Return the names and policies of models in a file's metadata."""
+    """Return (name, policy) of each model from the metadata in a file."""
     try:
         metadata = _input_files.json_in(_bytes(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
@@ -174,7 +174,7 @@ def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
 
 
 def _bytes(path: PathLike) -> bytes:
-    """Return the metadata of a file or folder; `{}` if it has none."""
+    """Return the JSON metadata of a file or folder; `{}` if it has none."""
     place = pathlib.Path(str(path))
     try:
         if place.is_dir():

@@ -53,7 +53,7 @@ def load_model(
     compile: bool = True,
     safe_mode: bool = True,
 ) -> keras.Model:
-    """Load a model as Keras does, with every layer in float8 as it was saved.
+    """Load a model with every layer in float8 as it was saved.
 
     Layers that their model recreates as stock layers get the policy and the
     state that they were saved with. Models get their saved policies, whatever
@@ -105,7 +105,7 @@ def load_whole(
     compile: bool,
     safe_mode: bool,
 ) -> keras.Model | None:
-    """Load a model that Keras's loader would not restore completely.
+    """Load a file if Keras's loader would lose float8 layers; else return None.
 
     Files with frozen layers are loaded here, because Keras's loader fails on
     them. For a file whose layers lose float8, Keras's loader is used and warns.
@@ -134,7 +134,7 @@ def _load_model(
     custom_objects: dict[str, object] | None,
     **options: Any,
 ) -> keras.Model:
-    """Load a model from a checked file in the form of this package."""
+    """Load a model by `load`, then restore its float8 policies and state."""
     legacy = str(path).endswith((".h5", ".hdf5"))
     config = None
     if not legacy:
@@ -172,7 +172,7 @@ def load_weights(
     as_saved: bool = False,
     dequantize: bool = False,
 ) -> None:
-    """Load weights as `model.load_weights` does, but all or nothing.
+    """Load weights as `model.load_weights` does; on an error, undo all.
 
     If Keras fails after it has loaded the weights of some layers, these
     weights and the optimizer's variables are restored. This needs a copy of
@@ -232,7 +232,7 @@ def load_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The entries of a file for the state of a layer.
+    """The float8 policy and state of one layer, as read from a file.
 
     Attributes:
         layer: The layer.
@@ -250,7 +250,7 @@ class _Found:
 def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
-    """Load weights, and give layers the policies that they were saved under.
+    """Load weights, and give layers the float8 policies in the file.
 
     Returns:
         Whether this changed the variables of the optimizer, so that the
@@ -277,7 +277,7 @@ def _load_as_saved(
 def _for_layers_of(
     model: keras.Layer, path: PathLike
 ) -> AbstractContextManager[PathLike]:
-    """Yield a file in the form that the layers of a model read.
+    """In the block, a file of weights exists that the model's layers can read.
 
     Layers in Keras's own float8 read the file as Keras wrote it.
     """
@@ -290,7 +290,7 @@ def _for_layers_of(
 def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[_Found]:
-    """Load weights, and return the file's entries for the states of layers."""
+    """Load weights, and return the float8 state in the file for each layer."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
@@ -304,7 +304,7 @@ def _read(
 def _handing_on(
     layer: keras.Layer, take: Callable[[dict[str, np.ndarray]], None]
 ) -> Iterator[None]:
-    """Capture the state entries that a layer loads; add a state if needed."""
+    """In the block, pass a layer's float8 state from the file to `take`."""
     if isinstance(layer, Float8Mixin):
         with layer.float8_state.capture_entries(take):
             yield
@@ -320,7 +320,7 @@ def _handing_on(
 
 
 def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
-    """Check the entries of a layer's state, and return its policy with them."""
+    """Check the saved state of a layer; return it with the saved policy."""
     layer = place.layer
     path = f"{path_of(layer)}/float8_state"
     name = text_in(entries, POLICY_KEY, path)
@@ -365,7 +365,7 @@ def _unknown(path: str, what: str, value: str, allowed: str) -> str:
 
 
 def _restore_float8(found: _Found) -> None:
-    """Give a layer the policy and the state that it was saved with."""
+    """Give a layer the policy and the float8 state that it was saved with."""
     layer, policy = found.layer, found.policy
     if policy is not None and policy_of(layer) != policy:
         to_float8_class(layer, policy)
@@ -390,7 +390,7 @@ def _restore_float8(found: _Found) -> None:
 
 
 def _places(model: keras.Layer) -> list[Candidate]:
-    """Return the layers that can be in float8, and their composites."""
+    """Return a model's convertible layers and the composites that hold them."""
     found = candidates.survey(model)
     return [
         *found.candidates,
@@ -399,7 +399,7 @@ def _places(model: keras.Layer) -> list[Candidate]:
 
 
 def _is_as_in_file(layer: keras.Layer) -> bool:
-    """Return True if a loaded layer has the policy that it was saved with."""
+    """Return True if a loaded layer has the policy that its file names."""
     if not isinstance(layer, Float8Mixin):
         return False
     state, policy = layer.float8_state, policy_of(layer)
@@ -417,7 +417,7 @@ def _optimizer_sizes(model: keras.Layer) -> list[int]:
 
 
 def _variables(model: keras.Layer) -> list[keras.Variable]:
-    """Return all variables that a file may have a value for."""
+    """Return the variables of a model, its metrics and its optimizers."""
     return [
         *model.variables,
         *getattr(model, "metrics_variables", ()),
@@ -432,7 +432,7 @@ _OF_TASK = "task.weights.h5"
 
 @_user_code.once
 def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
-    """Load a KerasHub preset with every layer frozen as it was saved.
+    """Load a KerasHub preset, and freeze the layers that were saved frozen.
 
     It calls `cls.from_preset(preset)`. At most one of the float kernels that
     KerasHub creates is in memory at a time.

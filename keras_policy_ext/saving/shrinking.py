@@ -28,7 +28,7 @@ from keras_policy_ext.saving.loading import load_model
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShrunkReport(BaseReport):
-    """The report of `shrink` on the layers of a model.
+    """The report of `keras-policy-ext shrink`: which layers are frozen.
 
     Attributes:
         frozen: The report of `freeze`.
@@ -67,7 +67,7 @@ class ShrunkReport(BaseReport):
 
 @dataclasses.dataclass(frozen=True)
 class Shrunk:
-    """A frozen model, and the file to write.
+    """A frozen model that is to be saved, and the path of its file.
 
     Attributes:
         model: The frozen model.
@@ -82,7 +82,7 @@ class Shrunk:
     report: ShrunkReport
 
     def run(self) -> None:
-        """Write the file and print what was done."""
+        """Save the frozen model, and print the report and the file sizes."""
         with whole(self.output) as path:
             self.model.save(path)
         before, after = (
@@ -94,7 +94,7 @@ class Shrunk:
 
 
 def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
-    """Check the output path, then load a file and freeze its model.
+    """Load a model file and freeze the model, to be saved at `output`.
 
     Args:
         source: A `.keras` file.
@@ -128,7 +128,7 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
 
 
 def _in_a_shell(error: ValueError, options: dict[str, Any]) -> str:
-    """Return only the fault of an error, with advice for the command line."""
+    """Return the first part of an error, with advice for the command line."""
     fault = str(error).partition(" Received: ")[0]
     if options["activations"] != "static":
         return fault

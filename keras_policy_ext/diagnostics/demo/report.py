@@ -1,4 +1,4 @@
-"""Print the results of the demo, and write its files of numbers."""
+"""Print the results of the demo, and write CSV and JSON files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CSV_COLUMNS = (
 
 
 def by_precision(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Group runs by precision, one run for each seed."""
+    """Group training runs by the name of their precision."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.precision, []).append(run)
@@ -35,13 +35,13 @@ def by_precision(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def gaps(runs: Sequence[Run], baselines: Sequence[Run]) -> list[float]:
-    """Return the gaps, in percent, of runs to the baselines of their seeds."""
+    """Return each run's gap in percent to the baseline run of equal seed."""
     of_seed = {run.seed: run for run in baselines}
     return [run.gap_percent(of_seed[run.seed]) for run in runs]
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """Return a table with a row for each precision."""
+    """Return a table of losses and speeds, with a row for each precision."""
     columns = (
         Column("precision"),
         Column("loss", right=True),
@@ -55,7 +55,7 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def caption(runs: Sequence[Run]) -> str:
-    """Return a sentence that explains the numbers of `results`."""
+    """Return the text that explains the columns of the `results` table."""
     seeds = {run.seed for run in runs}
     means = f"means of {len(seeds)} seeds, and the least and largest gap. "
     return (means if len(seeds) > 1 else "") + (
@@ -65,7 +65,7 @@ def caption(runs: Sequence[Run]) -> str:
 
 
 def result_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the cells of `results`."""
+    """Return the rows of the `results` table, one for each precision."""
     found = by_precision(runs)
     return [
         (
@@ -93,7 +93,7 @@ def _steps_per_second(runs: list[Run]) -> str:
 
 
 def conclusion(runs: Sequence[Run]) -> str:
-    """Return sentences on how the losses compare."""
+    """Return sentences that compare the float8 losses with bfloat16."""
     found = by_precision(runs)
     bases = found[BASELINE]
     means = {
@@ -129,7 +129,7 @@ def _compared(gap: float) -> str:
 
 
 def matmuls(runs: Sequence[Run]) -> Table:
-    """Return a table of the matmuls, native or emulated, with the reason."""
+    """Return a table of the model's matmuls: native or emulated, and why."""
     found = by_precision(run for run in runs if run.matmuls)
     title = "Matmuls in the forward pass"
     if len(found) == 1:
@@ -146,7 +146,7 @@ def matmuls(runs: Sequence[Run]) -> Table:
 def matmul_rows(
     found: dict[str, tuple[Matmul, ...]],
 ) -> list[tuple[str, ...]]:
-    """Return the cells of `matmuls`; equal rows share one, with all recipes."""
+    """Return the rows of the `matmuls` table; equal rows are merged."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for precision, own in found.items():
         for row in _rows_of_layers(own):
@@ -172,7 +172,7 @@ def _rows_of_layers(matmuls: tuple[Matmul, ...]) -> list[tuple[str, ...]]:
 
 
 def write_csv(runs: Sequence[Run], path: pathlib.Path) -> None:
-    """Write every loss in full precision, one line for each step."""
+    """Write the loss of every step of every run to a CSV file."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
@@ -186,7 +186,7 @@ def write_csv(runs: Sequence[Run], path: pathlib.Path) -> None:
 def write_json(
     runs: Sequence[Run], settings: Settings, path: pathlib.Path
 ) -> None:
-    """Write the results of the tables, the machine and the settings as JSON."""
+    """Write results, machine and settings of the demo to a JSON file."""
     baselines = by_precision(runs)[BASELINE]
     content = {
         "machine": machine.facts(),

@@ -32,7 +32,7 @@ LINES = 10
 
 
 class Prepared(NamedTuple):
-    """The checked inputs of the demo; the output folder exists."""
+    """The demo's settings, its text and the output folder, all checked."""
 
     settings: Settings
     corpus: Corpus
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The results of the demo: runs by precision and seed, and files."""
+    """The training runs of the demo, and the paths of its plot and CSV file."""
 
     runs: list[train.Run]
     plot: pathlib.Path
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Check the settings before training, and make the output folder.
+    """Check the demo's settings, load its text, and make the output folder.
 
     Raises:
         ValueError: If matplotlib is missing, the text cannot be read or is
@@ -76,7 +76,7 @@ def _make(folder: pathlib.Path) -> None:
 
 
 def run(prepared: Prepared, console: Console | None = None) -> Outcome:
-    """Train in every precision, print the tables, write the files."""
+    """Train the demo in every precision, print tables, and write files."""
     settings, corpus, folder = prepared
     console = console or Console()
     console.print(_introduction(settings, corpus), highlight=False)
@@ -106,7 +106,7 @@ def run(prepared: Prepared, console: Console | None = None) -> Outcome:
 
 
 def in_time(settings: Settings, corpus: Corpus, console: Console) -> Settings:
-    """Return the settings, with fewer steps if the runs would take long."""
+    """Return the settings, with fewer steps if training would take too long."""
     compared = train.policies_compared(*settings.recipes)
     start = train.draw(corpus, settings, settings.seeds[0])
     found = train.forecast(compared, corpus, settings, start)
@@ -166,7 +166,7 @@ Advance = Callable[[str, float], None]
 def show_progress(
     console: Console, names: Iterable[str], total: int
 ) -> Iterator[Advance]:
-    """Show progress bars in a terminal, and lines elsewhere."""
+    """In the block, show progress: bars in a terminal, lines elsewhere."""
     if not console.is_terminal:
         yield _lines(console, total)
         return
@@ -185,7 +185,7 @@ def show_progress(
 
 
 def _lines(console: Console, total: int) -> Advance:
-    """Return a function that prints a line for each tenth of the steps."""
+    """Return a function that prints a line after each tenth of the steps."""
     taken: Counter[str] = Counter()
     began: dict[str, float] = {}
 

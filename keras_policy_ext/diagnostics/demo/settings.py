@@ -17,7 +17,7 @@ writes a plot and a CSV file of the losses, and says what was seen.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the demo to a parser."""
+    """Add the command-line options of the demo to an argparse parser."""
     parser.add_argument(
         "--text",
         metavar="FILE",
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of the demo from parsed arguments."""
+    """Convert parsed command-line arguments to the demo's `Settings`."""
     compare = getattr(arguments, "compare", False)
     steps = getattr(arguments, "steps", None)
     return Settings(
@@ -88,7 +88,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """Return an argparse type for integers of at least `least`."""
+    """Return an argparse `type` that parses integers of at least `least`."""
 
     def integer(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -101,12 +101,12 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    """Parse integers separated by commas, without repeats; for argparse."""
+    """Parse "0,1,2" to a tuple of distinct integers, for argparse."""
     return tuple(dict.fromkeys(map(_at_least(0), text.split(","))))
 
 
 def _recipe(text: str) -> str:
-    """Check the text of a recipe to train with; for `type=` of argparse."""
+    """Return the text of a recipe; raise if it cannot train, for argparse."""
     try:
         recipe = recipes.parse(text)
     except (TypeError, ValueError) as error:
@@ -121,7 +121,7 @@ def _recipe(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of a decoder.
+    """The layer sizes of the demo's decoder model.
 
     Attributes:
         context: The number of characters of its input.
@@ -140,7 +140,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of the demo, with the defaults of the command.
+    """The settings of the demo; the defaults are those of the command.
 
     Attributes:
         steps: Training steps of each run.

@@ -17,7 +17,7 @@ VALIDATION_FRACTION = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Windows of tokens and their next tokens, each (windows, context)."""
+    """Input tokens and the next tokens, each of shape (windows, context)."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -25,7 +25,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text split for training and validation, as int32 tokens.
+    """A text as int32 tokens, split into training and validation parts.
 
     Attributes:
         source: Where the text comes from, in words.
@@ -42,17 +42,17 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """The number of different tokens."""
+        """The number of distinct tokens."""
         return len(self.vocabulary) + 1
 
     def batch(self, step: int, seed: int, windows: int, context: int) -> Batch:
-        """Return the training batch of a step, equal for all precisions."""
+        """Return the training batch for a step and a seed, drawn at random."""
         random = np.random.default_rng((seed, step))
         starts = random.integers(len(self.train) - context, size=windows)
         return _windows(self.train, starts, context)
 
     def validation_batch(self, windows: int, context: int) -> Batch:
-        """Return at most `windows` windows, spread over the validation text."""
+        """Return up to `windows` windows, spread over the validation text."""
         last = len(self.validation) - context - 1
         count = min(windows, last // context + 1)
         starts = np.linspace(0, last, count).astype(int)
@@ -60,7 +60,7 @@ class Corpus:
 
 
 def load(path: str | None, context: int) -> Corpus:
-    """Read a UTF-8 file, or the topics of Python's own `pydoc`.
+    """Read a UTF-8 file; without a path, read the help topics of `pydoc`.
 
     Both parts of the text hold a window of `context` characters.
 
@@ -80,7 +80,7 @@ def load(path: str | None, context: int) -> Corpus:
 
 
 def encode(source: str, text: str) -> Corpus:
-    """Convert a text to tokens, one per character, and split it."""
+    """Convert a text to a `Corpus`, with one token per character."""
     common = Counter(text).most_common(VOCABULARY_LIMIT - 1)
     vocabulary = "".join(sorted(character for character, _ in common))
     number = {character: i + 1 for i, character in enumerate(vocabulary)}

@@ -47,12 +47,12 @@ class CausalAttention(keras.layers.Layer):
         return ops.nn.dot_product_attention(query, key, value, is_causal=True)
 
     def compute_output_shape(self, query_shape: Any, *_: Any) -> Any:
-        """Return the shape of the query."""
+        """Return the shape of the outputs, which is that of the query."""
         return query_shape
 
 
 def decoder(tokens: int, size: Size, policy: object) -> keras.Model:
-    """Build the model, from characters to logits of the next characters.
+    """Build the demo's decoder model: character tokens to next-token logits.
 
     Layers with a kernel come from this package and follow a float8 policy. All
     others follow its source policy.
@@ -112,27 +112,27 @@ FEWEST = 20
 
 
 class Forecast(NamedTuple):
-    """The time of a step in seconds, by precision."""
+    """The measured seconds per training step, by precision."""
 
     seconds: dict[str, float]
 
     @property
     def slowest(self) -> str:
-        """The precision with the longest steps."""
+        """The name of the precision with the longest steps."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
     @property
     def times(self) -> float:
-        """The time of its steps as a multiple of those in float32."""
+        """The slowest precision's step time, divided by that of float32."""
         return self.seconds[self.slowest] / self.seconds["float32"]
 
     def total(self, settings: Settings) -> float:
-        """Return the seconds of all runs."""
+        """Return the estimated seconds of all training runs together."""
         runs = len(settings.seeds)
         return settings.steps * runs * sum(self.seconds.values())
 
     def steps(self, settings: Settings) -> int:
-        """Return the number of steps that take no longer than `PATIENCE`."""
+        """Return how many steps per run fit into `PATIENCE` seconds."""
         share = PATIENCE / self.total(settings)
         return min(settings.steps, max(FEWEST, int(settings.steps * share)))
 
@@ -143,7 +143,7 @@ def forecast(
     settings: Settings,
     start: Start,
 ) -> Forecast | None:
-    """Time the first steps of each precision.
+    """Time the first steps of each precision; None if none of them is slow.
 
     This compiles each of them once more, so it is done only where a bfloat16
     matmul is slow.
@@ -163,7 +163,7 @@ def forecast(
 
 
 def told(found: Forecast, settings: Settings, steps: int) -> str:
-    """Return a sentence on what is slow, and how many steps are taken."""
+    """Return the message that training is slow, with the steps to be taken."""
     slow = (
         f"A step in {found.slowest} takes {found.times:.0f} times as long as "
         f"in float32 on this machine: {settings.steps} steps in every "
@@ -178,7 +178,7 @@ def told(found: Forecast, settings: Settings, steps: int) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """Return a duration in words."""
+    """Return a duration as text, such as "50 seconds" or "3 minutes"."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes"
@@ -196,7 +196,7 @@ TIMED_STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matmul of the model, as it ran in float8.
+    """A matmul of the demo's model, and whether it ran natively.
 
     Attributes:
         layer: Name of the layer.
@@ -213,7 +213,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The measurements of one training run.
+    """The losses, times and matmuls of one training run.
 
     Attributes:
         precision: Short name.
@@ -237,22 +237,22 @@ class Run:
 
     @property
     def validation_loss(self) -> float:
-        """The validation loss after the last step."""
+        """The validation loss after the last step of the run."""
         return self.validation[len(self.losses)]
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second, from the median step; None if all compiled."""
+        """Steps per second, from the median step after compilation, or None."""
         timed = self.seconds[COMPILATION_STEPS:]
         return 1.0 / statistics.median(timed) if timed else None
 
     def gap_percent(self, baseline: Run) -> float:
-        """Return by how many percent the loss is above that of another run."""
+        """Return by how many percent this run's loss exceeds the baseline's."""
         return 100.0 * (self.validation_loss / baseline.validation_loss - 1.0)
 
 
 def policies_compared(*specs: str) -> dict[str, keras.DTypePolicy]:
-    """Return the policies that are compared, by short name.
+    """Return the policies that the demo compares, by short name.
 
     Args:
         specs: Recipes, as `recipes.parse` reads them. One alone is called
@@ -267,7 +267,7 @@ def policies_compared(*specs: str) -> dict[str, keras.DTypePolicy]:
 
 
 def float8_policy(spec: str) -> policies.Float8DTypePolicy:
-    """Return the float8 policy of a recipe, given as its compact string.
+    """Return the demo's float8 policy for a recipe string.
 
     The last layer stays in the source policy, as is common in float8 training:
     its output gradient comes directly from the loss.
@@ -279,14 +279,14 @@ def float8_policy(spec: str) -> policies.Float8DTypePolicy:
 
 
 class Start(NamedTuple):
-    """The seed of some runs, and their initial weights by path."""
+    """A random seed, and the initial weights of the model by path."""
 
     seed: int
     weights: dict[str, np.ndarray]
 
 
 def draw(corpus: Corpus, settings: Settings, seed: int) -> Start:
-    """Draw all weights of the model.
+    """Return the random initial weights for a seed, equal on all backends.
 
     Matrices are drawn from a normal distribution by NumPy, so that all
     frameworks start with the same weights.
@@ -311,7 +311,7 @@ def train(
     start: Start,
     on_step: Callable[[float], None],
 ) -> Run:
-    """Train a model from given weights; `on_step` gets each training loss."""
+    """Train the demo's model from `start`; return the losses as a `Run`."""
     keras.utils.set_random_seed(start.seed)
     model = _compiled(corpus, settings, policy, start.weights)
     evaluated = _evaluated_after(settings)
@@ -339,7 +339,7 @@ def train(
 def seconds_per_step(
     policy: keras.DTypePolicy, corpus: Corpus, settings: Settings, start: Start
 ) -> float:
-    """Return the time of a training step, from the first steps of a run."""
+    """Time the first training steps; return the seconds of the fastest."""
     model = _compiled(corpus, settings, policy, start.weights)
     steps = range(COMPILATION_STEPS + TIMED_STEPS)
     timed = [_step(model, corpus, settings, start.seed, n)[1] for n in steps]
@@ -366,7 +366,10 @@ def _compiled(
 def _learning_rate(
     settings: Settings,
 ) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Return a schedule: a tenth of the steps of warm-up, then a cosine."""
+    """Return a learning rate schedule: linear warm-up, then cosine decay.
+
+    The warm-up takes a tenth of the steps.
+    """
     rising = settings.steps // 10
     return keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=settings.learning_rate / 100,
@@ -389,7 +392,7 @@ def _step(
     seed: int,
     step: int,
 ) -> tuple[float, float]:
-    """Run a training step; return its loss and its duration in seconds."""
+    """Run one training step; return the loss and the seconds that it took."""
     batch = corpus.batch(step, seed, settings.windows, settings.size.context)
     began = time.perf_counter()
     model.reset_metrics()

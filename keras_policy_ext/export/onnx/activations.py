@@ -16,7 +16,7 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 
 
 def _operator(kind: str, **attributes: Any) -> Callable[..., Value]:
-    """Return a function that adds one ONNX operator."""
+    """Return a function that applies one ONNX operator to a `Value`."""
     return lambda x: x.op(kind, **attributes)
 
 
@@ -52,7 +52,7 @@ def _celu(x: Value, alpha: float = 1.0) -> Value:
 
 
 def _gelu(x: Value, approximate: bool = False) -> Value:
-    """Compute GELU without the operator `Gelu`, which opset 19 lacks."""
+    """Add nodes that compute GELU; opset 19 has no operator `Gelu`."""
     if approximate:
         inner = x + x * x * x * 0.044715
         bent = (inner * _SQRT_2_OVER_PI).op("Tanh")
@@ -65,7 +65,7 @@ _hard_sigmoid = _operator("HardSigmoid", alpha=1 / 6, beta=0.5)
 
 
 def _softmax(kind: str) -> Callable[..., Value]:
-    """Return a function that adds `Softmax` or `LogSoftmax`."""
+    """Return a function that adds a `Softmax` or `LogSoftmax` node."""
 
     def write(x: Value, axis: Any = -1) -> Value:
         axes = list(axis) if isinstance(axis, (list, tuple)) else [axis]
@@ -77,7 +77,7 @@ def _softmax(kind: str) -> Callable[..., Value]:
 
 
 def _glu(x: Value, axis: int = -1) -> Value:
-    """Multiply the first half of an axis by the sigmoid of the second."""
+    """Add nodes that multiply half of an axis by the other half's sigmoid."""
     size = x.size(axis)
     half = size / np.asarray(2)
     at = np.asarray([axis])
@@ -94,14 +94,14 @@ def _soft_shrink(x: Value, threshold: float = 0.5) -> Value:
 
 
 def _sparse_plus(x: Value) -> Value:
-    """Compute 0 below -1, `x` above 1, and a parabola between."""
+    """Add nodes for `sparse_plus`: 0 below -1, `x` above 1, else a parabola."""
     low = (x + 1.0).op("Relu")
     parabola = low * low * 0.25
     return (x < 1.0).where(parabola, x)
 
 
 def _sparsemax(x: Value, axis: int = -1) -> Value:
-    """Compute sparsemax as the installed Keras does."""
+    """Add nodes that compute sparsemax as the installed Keras does."""
     size = x.size(axis)
     along = np.asarray(axis)
     largest = x.op("TopK", size, axis=axis, unused=1)
@@ -116,7 +116,7 @@ def _sparsemax(x: Value, axis: int = -1) -> Value:
 
 
 def _sparsemax_is_a_projection() -> bool:
-    """Return True if Keras computes sparsemax of (1, 0.5) as (0.75, 0.25).
+    """Return True if Keras's sparsemax of (1, 0.5) is (0.75, 0.25).
 
     This is right, since it adds up to 1. Keras up to 3.15 returns (0.25, 0):
     its threshold comes from a sum of cumulative sums.
@@ -166,7 +166,7 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
 
 
 def activated(context: Context, activation: Any, x: Value) -> Value:
-    """Apply the activation of a layer.
+    """Add the nodes of a layer's activation function.
 
     Raises:
         Refused: If it cannot be written.

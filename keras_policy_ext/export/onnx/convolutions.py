@@ -77,7 +77,7 @@ def _transposed(context: Context, layer: keras.Layer, x: Value) -> Value:
 
 @layer(*(f"{kind}Pooling{d}" for kind in ("Max", "Average") for d in _RANKS))
 def _pool(context: Context, layer: keras.Layer, x: Value) -> Value:
-    """Pool over windows; averages do not count the padding."""
+    """Add a pooling node; an average leaves out the padding."""
     padding: dict[str, Any] = {}
     if layer.padding == "same":
         padding = _same_padding(layer, x, layer.pool_size)
@@ -143,7 +143,7 @@ def _convolved(
     kind: str = "Conv",
     **options: Any,
 ) -> Value:
-    """Convolve inputs, with channels first, and add the bias."""
+    """Add a `Conv` node with the layer's kernel and bias, channels first."""
     kernel = context.kernels.of(layer)
     x = kernels.rounded(x, kernel, range(1, layer.rank + 2))
     operand = kernels.convolution_kernel(context.graph, kernel)
@@ -157,7 +157,7 @@ def _by_channel(
     x: Value,
     bias: list[Value],
 ) -> Value:
-    """Convolve each channel with `depth_multiplier` windows of its own."""
+    """Add a depthwise `Conv` node: each channel has kernels of its own."""
     values = context.kernels.weight(kernel, _DEPTHWISE)
     *window, channels, multiplier = values.shape
     values = values.transpose(layer.rank, layer.rank + 1, *range(layer.rank))
@@ -174,7 +174,7 @@ def _by_channel(
 
 
 def _channels_first(layer: keras.Layer, x: Value) -> Value:
-    """Cast inputs to float32, of shape (batch, channels, *window axes)."""
+    """Return inputs as float32 of shape (batch, channels, *window axes)."""
     x, rank = x.cast("float32"), x.rank
     if getattr(layer, "data_format", "") == "channels_first":
         return x
@@ -182,14 +182,14 @@ def _channels_first(layer: keras.Layer, x: Value) -> Value:
 
 
 def _put_back(layer: keras.Layer, y: Value, rank: int) -> Value:
-    """Transpose outputs of this rank to the data format of the layer."""
+    """Transpose outputs from channels first to the layer's data format."""
     if getattr(layer, "data_format", "") == "channels_first":
         return y
     return y.transpose(0, *range(2, rank), 1)
 
 
 def _padding(layer: keras.Layer, x: Value) -> dict[str, Any]:
-    """Return the attributes that pad a convolution."""
+    """Return the padding attributes of a layer's `Conv` node."""
     window = [
         (size - 1) * rate + 1
         for size, rate in zip(
@@ -206,7 +206,7 @@ def _padding(layer: keras.Layer, x: Value) -> dict[str, Any]:
 def _same_padding(
     layer: keras.Layer, x: Value, window: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the attributes that pad both sides, the odd one at the end.
+    """Return the attributes for padding "same"; an odd one goes to the end.
 
     `auto_pad` is used if an unknown size matters. onnxruntime refuses it for
     convolutions with dilation, which Keras has only without strides. It
@@ -236,7 +236,7 @@ def _same_padding(
 
 
 def _cut_off(layer: keras.Layer) -> dict[str, Any]:
-    """Return the attributes that crop both ends, or pad the end."""
+    """Return the padding attributes of a layer's `ConvTranspose` node."""
     contraction = ConvTranspose(
         layer.strides,
         layer.padding,
@@ -253,7 +253,7 @@ def _cut_off(layer: keras.Layer) -> dict[str, Any]:
 
 
 def _stock_name(layer: keras.Layer) -> str:
-    """Return the name of the Keras class that a layer is based on."""
+    """Return the name of the first Keras class in a layer's MRO."""
     return next(
         base.__name__
         for base in type(layer).__mro__

@@ -29,7 +29,7 @@ _ALIGNMENT = 4096  # so that a reader can map each tensor into memory
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A tensor in the graph; each operator on it adds a node.
+    """A tensor in an ONNX graph; operators such as `+` on it add nodes.
 
     Attributes:
         graph: The graph that the nodes are added to.
@@ -49,11 +49,11 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """Return the number of axes; 0 if the shape is not known."""
+        """The number of axes; 0 if the shape is not known."""
         return len(self.shape or ())
 
     def op(self, kind: str, *others: Operand, **options: Any) -> Value:
-        """Add a node with this value as first input; see `OnnxGraph.op`."""
+        """Add a node whose first input is this value; return the output."""
         return self.graph.op(kind, self, *others, **options)
 
     def __add__(self, other: Operand) -> Value:
@@ -66,7 +66,7 @@ class Value:
         return self.op("Mul", other)
 
     def __truediv__(self, other: Operand) -> Value:
-        """Divide; integers use integer division."""
+        """Add a `Div` node; for integers it is an integer division."""
         return self.op("Div", other)
 
     def __neg__(self) -> Value:
@@ -79,43 +79,43 @@ class Value:
         return self.op("Less", other, dtype="bool")
 
     def where(self, x: Value | float, y: Value | float) -> Value:
-        """Select `x` where this flag is set, else `y`, element by element."""
+        """Add a node that selects `x` where this value is True, else `y`."""
         dtype = next(z.dtype for z in (x, y) if isinstance(z, Value))
         return self.op("Where", x, y, dtype=dtype)
 
     def cast(self, dtype: str) -> Value:
-        """Cast to another dtype; add no node if it is the same."""
+        """Return this value in another dtype; add a `Cast` node if needed."""
         if self.dtype == dtype:
             return self
         cast = self.op("Cast", dtype=dtype, to=onnx_type(dtype))
         return dataclasses.replace(cast, shape=self.shape)
 
     def reduce(self, kind: str, axes: Axes, keepdims: bool = True) -> Value:
-        """Reduce over axes; `kind` is "Mean", "Sum", "Max" or similar."""
+        """Add a `ReduceMean`, `ReduceSum`, … node over some axes."""
         over = np.asarray(axes, "int64")
         return self.op(f"Reduce{kind}", over, keepdims=int(keepdims))
 
     def size(self, axis: int) -> Value:
-        """Return the size of an axis at run time, int64 of shape (1,)."""
+        """Add a node for the size of an axis at run time: int64, shape (1,)."""
         end = {} if axis == -1 else {"end": axis + 1}
         return self.op("Shape", dtype="int64", start=axis, **end)
 
     def reshape(self, *sizes: int) -> Value:
-        """Reshape; 0 keeps the size of an axis, -1 infers it."""
+        """Add a `Reshape` node; 0 keeps the size of an axis, -1 infers it."""
         return self.op("Reshape", np.asarray(sizes, "int64"))
 
     def transpose(self, *order: int) -> Value:
-        """Permute the axes; add no node if they keep their order."""
+        """Return this value with the axes permuted; add a node if needed."""
         if order == tuple(range(len(order))):
             return self
         return self.op("Transpose", perm=list(order))
 
     def unsqueeze(self, axes: Axes) -> Value:
-        """Insert axes of size 1."""
+        """Add a node that inserts axes of size 1."""
         return self.op("Unsqueeze", np.asarray(axes, "int64"))
 
     def squeeze(self, axes: Axes) -> Value:
-        """Remove axes of size 1."""
+        """Add a node that removes axes of size 1."""
         return self.op("Squeeze", np.asarray(axes, "int64"))
 
 
@@ -123,7 +123,7 @@ Operand = Value | Array | float
 
 
 class OnnxGraph:
-    """Nodes and initializers, in the order in which they are added."""
+    """The nodes and initializers of an ONNX graph, in order."""
 
     def __init__(self, initializers: Initializers):
         self.nodes: list[Any] = []
@@ -134,7 +134,7 @@ class OnnxGraph:
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix the names that are created within the block."""
+        """In the block, new node names begin with `name` and a slash."""
         before, self._scope = self._scope, f"{name}/"
         try:
             yield
@@ -142,7 +142,7 @@ class OnnxGraph:
             self._scope = before
 
     def unique(self, name: str) -> str:
-        """Reserve a name, with a number if it is taken."""
+        """Return a name that is not used yet, with a number if needed."""
         found, number = name, 1
         while found in self._names:
             found, number = f"{name}_{number}", number + 1
@@ -157,7 +157,7 @@ class OnnxGraph:
         unused: int = 0,
         **attributes: Any,
     ) -> Value:
-        """Add a node, and return its first output.
+        """Add a node to the graph, and return its first output as a `Value`.
 
         Args:
             kind: The name of the operator.
@@ -175,23 +175,23 @@ class OnnxGraph:
         return Value(self, name, dtype or inputs[0].dtype)
 
     def constant(self, array: Any, name: str = "constant") -> Value:
-        """Add an initializer, or return an existing one that is equal."""
+        """Return an array as a `Value`: an initializer, shared if equal."""
         array = np.ascontiguousarray(array).reshape(np.shape(array))
         return self._initializer(array, array.dtype.name, name)
 
     def values(self, operands: Iterable[Any]) -> list[Value]:
-        """Convert Keras constants to values, floats in float32; keep values."""
+        """Convert constants to `Value`s, floats as float32; keep `Value`s."""
         return [
             each if isinstance(each, Value) else self.constant(_array(each))
             for each in operands
         ]
 
     def codes(self, codes: Array, format: str, name: str) -> Value:
-        """Add an initializer of float8 values, from their codes in uint8."""
+        """Return float8 codes (uint8) as a `Value` of the float8 dtype."""
         return self._initializer(np.ascontiguousarray(codes), format, name)
 
     def _initializer(self, array: Array, dtype: str, name: str) -> Value:
-        """Add an initializer, once for equal arrays."""
+        """Return an array as a `Value`; equal arrays share one initializer."""
         digest = hashlib.blake2b(array.data, digest_size=16).digest()
         key = (dtype, array.shape, digest)
         if key not in self._constants:
@@ -209,7 +209,7 @@ class OnnxGraph:
 
 
 class Initializers:
-    """Tensors whose data are written to disk as soon as they are added.
+    """The constant tensors of a graph; large data go to disk at once.
 
     So at most one of them is in memory.
     """
@@ -221,7 +221,7 @@ class Initializers:
         self._places: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, data_type: int, array: Array) -> None:
-        """Add a tensor with the bytes of an array, read as this type."""
+        """Add a constant tensor; write large data to the file."""
         tensor = TensorProto(name=name, data_type=data_type, dims=array.shape)
         data = np.ascontiguousarray(array)
         if data.nbytes < _SMALL:
@@ -233,7 +233,7 @@ class Initializers:
         self.tensors.append(tensor)
 
     def finish(self) -> None:
-        """Move the data into the tensors, and remove their file.
+        """Complete the tensors: copy data from the file, or refer to it.
 
         If they are too large for a model file, they remain in their own file,
         which is then part of the model.
@@ -253,12 +253,12 @@ class Initializers:
             self._path.unlink()
 
     def close(self) -> None:
-        """Close the file, finished or not."""
+        """Close the file, whether or not `finish` was called."""
         self._file.close()
 
 
 class Refused(Exception):
-    """A layer or operation cannot be written: the reason, and what can be.
+    """Raised for a layer that cannot be written, with the reason.
 
     It is raised where the name of the layer is not known. `Walk.call`, which
     knows it, writes the whole message.
@@ -271,7 +271,7 @@ class Refused(Exception):
 
 
 def onnx_type(dtype: str) -> int:
-    """Return ONNX's number for a dtype or a float8 format."""
+    """Return ONNX's type number for a dtype or a float8 format."""
     if dtype in FLOAT8:
         return int(getattr(TensorProto, FLOAT8[dtype]))
     return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
@@ -283,7 +283,7 @@ def _array(constant: Any) -> Array:
 
 
 def _refer(tensor: Any, location: str, offset: int, length: int) -> None:
-    """Make a tensor refer to its data in the file beside the model."""
+    """Set the file, offset and length where the data of a tensor are."""
     tensor.data_location = TensorProto.EXTERNAL
     places = {"location": location, "offset": offset, "length": length}
     for key, value in places.items():

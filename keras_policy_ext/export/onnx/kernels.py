@@ -38,7 +38,7 @@ _NOT_FOUND = "its layer cannot be frozen"
 
 @dataclasses.dataclass(frozen=True)
 class OnnxKernel:
-    """The kernel of a layer, and how the layer's inputs are quantized.
+    """A layer's kernel to be written, and how to quantize its inputs.
 
     Attributes:
         data: Its codes and scales; or its values, if it stays float32.
@@ -54,14 +54,14 @@ class OnnxKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the kernel in its layer."""
+        """The shape of the kernel in the Keras layer."""
         data = self.data
         return (data.codes if isinstance(data, StoredKernel) else data).shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The kernels of a model, and how they are stored.
+    """The kernels of a model, quantized when a layer is written.
 
     Attributes:
         found: All kernels of the model, by the `id` of their variables.
@@ -75,7 +75,7 @@ class Kernels:
     written: dict[int, Written] = dataclasses.field(default_factory=dict)
 
     def of(self, layer: keras.Layer) -> OnnxKernel:
-        """Read the kernel of a layer, and quantize it unless it is frozen.
+        """Return the kernel of a layer in float8, quantized unless frozen.
 
         Raises:
             Refused: If the kernel cannot be written.
@@ -100,7 +100,7 @@ class Kernels:
     def weight(
         self, variable: keras.Variable, reason: str = kernels.NO_KERNEL
     ) -> Array:
-        """Read a weight that is not stored in float8, as float32."""
+        """Return a weight as a float32 array, and record it as written."""
         wide = keras.ops.cast(variable, "float32")
         values = np.asarray(keras.ops.convert_to_numpy(wide))
         self._note(variable, "float32", reason, values.nbytes)
@@ -112,7 +112,7 @@ class Kernels:
         variable: keras.Variable,
         found: kernels.ExportedKernel | None,
     ) -> OnnxKernel:
-        """Read a kernel that is written in float32."""
+        """Return a kernel that stays in float32, and record the reason."""
         frozen = kernels.is_frozen(variable)
         if not frozen and not keras.backend.is_float_dtype(variable.dtype):
             raise Refused(
@@ -136,7 +136,7 @@ class Kernels:
 
 
 def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
-    """Add a kernel in float32, with its summed axes first.
+    """Add nodes for a kernel in float32, with the summed axes first.
 
     It is stored in the file as a matrix of summed by kept axes, so that there
     is one axis for the scales, however many axes the kernel has.
@@ -153,9 +153,11 @@ def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
 
 
 def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
-    """Add a kernel (*window, in, out) in float32, as (out, in, *window).
+    """Add nodes for a convolution kernel in float32: (out, in, *window).
 
-    That of a transposed convolution, (*window, out, in), is added as
+    The kernel in Keras is (*window, in, out).
+
+    A kernel of a transposed convolution, (*window, out, in), is added as
     (in, out, *window).
     """
     stored = kernel.data
@@ -178,7 +180,7 @@ def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
 
 
 def rows_of_table(kernel: OnnxKernel, indices: Value) -> Value:
-    """Look up rows of embeddings (rows, columns) by integers, in float32.
+    """Add nodes that look up rows of an embedding table, in float32.
 
     `Gather` takes no float8, and dequantizing a whole table for a few rows
     would be slow. So codes are looked up first, and then the value of each
@@ -199,7 +201,7 @@ def rows_of_table(kernel: OnnxKernel, indices: Value) -> Value:
 
 
 def rounded(x: Value, kernel: OnnxKernel, axes: Sequence[int]) -> Value:
-    """Quantize and dequantize inputs as the layer of this kernel does.
+    """Add nodes that quantize and dequantize a layer's inputs.
 
     `QuantizeLinear` is not used: onnxruntime moves and fuses the nodes around
     it, and drops a `Relu` before it.
@@ -224,7 +226,7 @@ def rounded(x: Value, kernel: OnnxKernel, axes: Sequence[int]) -> Value:
 
 
 def _variable(layer: keras.Layer) -> keras.Variable:
-    """Return the kernel or table of a layer, without adapters."""
+    """Return a layer's kernel or embedding table, without LoRA adapters."""
     if hasattr(layer, "embeddings"):
         return variable_values.stored_embeddings(layer)
     if hasattr(layer, "pointwise_kernel"):
@@ -233,7 +235,9 @@ def _variable(layer: keras.Layer) -> keras.Variable:
 
 
 def _dynamic_scale(x: Value, axes: Sequence[int]) -> Value:
-    """Compute `amax / 448`, at least the smallest normal number.
+    """Add nodes that compute the scale `amax / 448`, which is never 0.
+
+    The smallest scale is the smallest normal float32.
 
     A scale of 0 would cause a division of 0 by 0.
     """
@@ -245,14 +249,14 @@ def _dynamic_scale(x: Value, axes: Sequence[int]) -> Value:
 
 
 def _dequantized(codes: Value, stored: StoredKernel, kept: int) -> Value:
-    """Multiply codes by their scales; `kept` is the axis that is not summed."""
+    """Add a `DequantizeLinear` node; `kept` is the axis not summed over."""
     scale, options = _scales(stored, kept)
     given = codes.graph.constant(scale, "kernel_scale")
     return codes.op("DequantizeLinear", given, dtype="float32", **options)
 
 
 def _scales(stored: StoredKernel, kept: int) -> tuple[Array, dict[str, int]]:
-    """Return the scales for `DequantizeLinear`, and its attributes."""
+    """Return scales, and attributes of the `DequantizeLinear` node for them."""
     if stored.granularity == "tensor":
         return stored.scale.reshape(()), {}
     if stored.granularity == "channel":
@@ -264,7 +268,7 @@ def _scales(stored: StoredKernel, kept: int) -> tuple[Array, dict[str, int]]:
 
 
 def _row_scales(stored: StoredKernel, indices: Value) -> Value:
-    """Return the scales of looked-up rows, or that of the table."""
+    """Add nodes for the scales of the looked-up rows of a table."""
     constant = indices.graph.constant
     if stored.granularity == "tensor":
         return constant(stored.scale.reshape(()), "embeddings_scale")

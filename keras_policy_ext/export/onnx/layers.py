@@ -46,7 +46,7 @@ def _einsum_dense(context: Context, layer: keras.Layer, x: Value) -> Value:
 
 
 def _finished(context: Context, layer: keras.Layer, y: Value) -> Value:
-    """Add the bias, and apply the activation."""
+    """Add the nodes of a layer's bias and activation."""
     for bias in context.bias(layer):
         y = y + bias
     return activated(context, layer.activation, y)
@@ -153,19 +153,19 @@ def _rescaling(context: Context, layer: keras.Layer, x: Value) -> Value:
 
 
 def of_length_one(x: Value, axes: Axes, epsilon: float = 1e-12) -> Value:
-    """Compute `x / sqrt(sum(x²))`, or `x / epsilon` if that is near zero."""
+    """Add nodes: `x / sqrt(sum(x²))`, or `x / epsilon` if the sum is near 0."""
     x = x.cast("float32")
     root = (x * x).reduce("Sum", axes).op("Sqrt")
     return x * root.op("Reciprocal").op("Min", 1 / epsilon)
 
 
 def _of_unit_variance(x: Value, axes: Axes, epsilon: float) -> Value:
-    """Compute `(x - mean(x)) / sqrt(variance(x) + epsilon)`."""
+    """Add nodes: `(x - mean(x)) / sqrt(variance(x) + epsilon)`."""
     return _of_unit_size(x - x.reduce("Mean", axes), axes, epsilon)
 
 
 def _of_unit_size(x: Value, axes: Axes, epsilon: float) -> Value:
-    """Compute `x / sqrt(mean(x²) + epsilon)`."""
+    """Add nodes: `x / sqrt(mean(x²) + epsilon)`."""
     square = (x * x).reduce("Mean", axes)
     return x / (square + float(epsilon)).op("Sqrt")
 
@@ -176,7 +176,7 @@ def _sorted_axes(axis: Any, rank: int) -> Array:
 
 
 def _along(context: Context, weight: Any, axes: Array, rank: int) -> Array:
-    """Read a weight along some axes, with size 1 for all other axes."""
+    """Return a weight reshaped to `rank` axes: sizes at `axes`, 1 elsewhere."""
     values = context.kernels.weight(weight)
     sizes = [1] * rank
     for axis, size in zip(axes, values.shape, strict=True):

@@ -207,7 +207,7 @@ def _reduction(context: Context, operation: keras.Operation, x: Value) -> Value:
 
 
 def _reduced_axes(operation: keras.Operation, x: Value) -> Any:
-    """Return the axes that an operation reduces; all axes for None."""
+    """Return the axes over which an operation reduces `x`."""
     axis = operation.axis
     return range(x.rank) if axis is None else np.atleast_1d(axis)
 
@@ -323,7 +323,7 @@ def _get_item(
 
 
 def _cut(x: Value, axis: int, entry: int | slice) -> Value:
-    """Slice one axis, and keep the axis for an integer."""
+    """Add a node that slices one axis; an integer index keeps the axis."""
     if entry == slice(None):
         return x
     if isinstance(entry, int):
@@ -338,7 +338,10 @@ def _cut(x: Value, axis: int, entry: int | slice) -> Value:
 
 
 def _promoted(graph: OnnxGraph, operands: Any, floating: bool) -> list[Value]:
-    """Cast operands to float32 if one of them, or the result, is floating."""
+    """Convert operands to one dtype: float32 if any is floating.
+
+    The dtype is also float32 with `floating`, or if operands differ.
+    """
     values = graph.values(operands)
     dtypes = {
         each.dtype

@@ -20,7 +20,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a function needs to write a layer.
+    """The graph, kernels and callback that are passed to each layer's writer.
 
     Attributes:
         graph: The graph that the nodes are added to.
@@ -33,7 +33,7 @@ class Context:
     call: Callable[..., Value]
 
     def bias(self, layer: keras.Layer) -> list[Value]:
-        """Return the bias of a layer as a list; empty if it has none."""
+        """Return the bias of a layer as a list of at most one `Value`."""
         if layer.bias is None:
             return []
         bias = self.kernels.weight(layer.bias)
@@ -41,7 +41,7 @@ class Context:
 
 
 def layer(*names: str) -> Callable[[Any], Any]:
-    """Register a function for layers, by their names in `keras.layers`.
+    """Register the decorated function as the writer of these Keras layers.
 
     Names that this Keras does not have are skipped.
     """
@@ -56,7 +56,7 @@ def layer(*names: str) -> Callable[[Any], Any]:
 
 
 def operation(*names: str) -> Callable[[Any], Any]:
-    """Register a function for operations, by the names of their classes."""
+    """Register the decorated function as the writer of these operations."""
 
     def register(function: Callable[..., Value]) -> Callable[..., Value]:
         OPERATIONS.update(dict.fromkeys(names, function))

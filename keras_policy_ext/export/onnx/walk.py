@@ -42,12 +42,12 @@ _HARMLESS = frozenset(
 
 
 def is_functional(layer: keras.Layer) -> bool:
-    """Return True for a Functional model whose `call` is Keras's own."""
+    """Return True for a Functional model that does not override `call`."""
     return _is_graph(layer, "operations") and hasattr(layer, "inputs")
 
 
 def is_sequential(layer: keras.Layer) -> bool:
-    """Return True for a Sequential model whose `call` is Keras's own."""
+    """Return True for a Sequential model that does not override `call`."""
     return isinstance(layer, keras.Sequential) and _is_graph(layer, "layers")
 
 
@@ -76,7 +76,7 @@ def write(
     opset: int,
     overwrite: bool,
 ) -> None:
-    """Write a model to a temporary file, check it, and move it to its path."""
+    """Write a model as an ONNX file, check it, and move it to `path`."""
     target = pathlib.Path(path).absolute()
     with (
         contextlib.ExitStack() as undo,
@@ -101,7 +101,7 @@ def _write(
     kernels: Kernels,
     opset: int,
 ) -> None:
-    """Write a model file, and a data file beside it if it is large."""
+    """Write a model to `path`, with large data in the file `data`."""
     with contextlib.closing(Initializers(data)) as initializers:
         graph = OnnxGraph(initializers)
         inputs, results = Walk(graph, kernels).model(model)
@@ -120,7 +120,7 @@ def _write(
 
 
 def _removed_after_error(path: pathlib.Path) -> Callable[..., None]:
-    """Return a callback that removes a file after an error."""
+    """Return an exit callback that removes a file after an error."""
 
     def leave(error: type | None, *_: object) -> None:
         if error is not None:
@@ -140,14 +140,14 @@ def _check_free(path: pathlib.Path) -> None:
 
 
 class Walk:
-    """Write one model into one graph."""
+    """Writes the layers of one model into one ONNX graph."""
 
     def __init__(self, graph: OnnxGraph, kernels: Kernels):
         self._graph = graph
         self._context = Context(graph, kernels, self.call)
 
     def model(self, model: keras.Layer) -> tuple[list[Any], list[Any]]:
-        """Write a whole model.
+        """Write a whole model; return ONNX's descriptions of (inputs, outputs).
 
         Returns:
             The inputs and outputs of the graph, as ONNX describes them.
@@ -163,7 +163,7 @@ class Walk:
         return [_described(x, batch="batch") for x in inputs], outputs
 
     def call(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        """Write one call of a layer, a model in the model, or an operation.
+        """Add the nodes for one call of a layer, model or operation.
 
         Raises:
             NotImplementedError: If it cannot be written.
@@ -201,7 +201,7 @@ class Walk:
         return Value(self._graph, name, dtype, tuple(tensor.shape))
 
     def _output(self, name: str, value: Value) -> Any:
-        """Add a named output; one value may have several names."""
+        """Add an output of the graph under a name; return its description."""
         name = self._graph.unique(name)
         self._graph.nodes.append(
             helper.make_node("Identity", [value.name], [name], f"{name}:out")
@@ -220,7 +220,7 @@ def _described(value: Value, batch: str | None) -> Any:
 
 
 def _writer_of(layer: keras.Layer) -> Any:
-    """Return the function that writes a layer or an operation."""
+    """Return the registered function that writes a layer or operation."""
     if not isinstance(layer, keras.Layer):
         write = OPERATIONS.get(type(layer).__name__)
         if write is None or not type(layer).__module__.startswith("keras."):
@@ -251,7 +251,7 @@ def _writer_of(layer: keras.Layer) -> Any:
 def _replaced(
     layer: keras.Layer, classes: tuple[type, ...], known: type
 ) -> list[str]:
-    """List the members of a Keras class that a layer overrides."""
+    """Return the names of methods of a Keras class that a layer overrides."""
     members = [each for cls in classes for each in vars(cls).items()]
     found = {
         name
@@ -263,7 +263,7 @@ def _replaced(
 
 
 def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if a layer is called with arguments besides its inputs."""
+    """Raise if a layer's call has arguments besides the inputs."""
     given = {key for key, value in kwargs.items() if value is not None}
     if kwargs.get("training") is False:
         given -= {"training"}
@@ -278,7 +278,7 @@ def _check_arguments(args: Any, kwargs: dict[str, Any]) -> None:
 def _shape(
     layer: keras.Layer, args: Any, kwargs: Any
 ) -> tuple[int | None, ...]:
-    """Compute the shape of the output of a layer or operation."""
+    """Return the output shape of a layer or operation, by Keras's rules."""
     symbolic = keras.tree.map_structure(
         lambda x: (
             keras.KerasTensor(x.shape, x.dtype) if isinstance(x, Value) else x
@@ -292,7 +292,7 @@ def _shape(
 
 
 def _is_graph(model: keras.Layer, attribute: str) -> bool:
-    """Return True if a model has an attribute, and Keras's own `call`."""
+    """Return True if a model has `attribute` and does not override `call`."""
     return (
         isinstance(model, keras.Model)
         and hasattr(model, attribute)
