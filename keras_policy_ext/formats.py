@@ -1,4 +1,4 @@
-"""Narrow floating-point formats as data.
+"""Narrow floating-point formats, described as data.
 
 Every constant is computed from `ml_dtypes`, from its `finfo` and from all
 codes of a format. None is typed in by hand. `docs/formats.md` lists them. This
@@ -34,7 +34,7 @@ ALIASES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """A narrow floating-point format.
+    """The description of a narrow floating-point format, such as e4m3fn.
 
     Attributes:
         name: The exact ml_dtypes name, e.g. `"float8_e4m3fn"`.
@@ -78,18 +78,21 @@ class Format:
 
     @functools.cached_property
     def family(self) -> str | None:
-        """The key of `FAMILIES` for this format, or None."""
+        """The family in `FAMILIES` that has this format, or None."""
         found = (each for each, names in FAMILIES.items() if self.name in names)
         return next(found, None)
 
     @property
     def numbers_per_byte(self) -> int:
-        """2 for four-bit formats, the first in the low four bits; else 1."""
+        """The number of values in a byte: 2 for four-bit formats, else 1.
+
+        The first value is in the low four bits.
+        """
         return 8 // self.bits
 
     @property
     def storage(self) -> dict[str, str]:
-        """The dtype that stores this format on each framework, by its name.
+        """The dtype that stores this format, by framework name.
 
         It is the format's own dtype if the framework computes with it,
         otherwise `"uint8"`, for codes. TensorFlow has kernels for few
@@ -101,12 +104,12 @@ class Format:
 
 
 def names() -> tuple[str, ...]:
-    """Return the exact names that `get` accepts."""
+    """Return the exact names of formats, such as `"float8_e4m3fn"`."""
     return _NAMES
 
 
 def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
-    """Return the format of an ml_dtypes name or dtype.
+    """Return the `Format` of an ml_dtypes name or dtype.
 
     Args:
         identifier: A name from `names()`, the NumPy dtype or scalar type of

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def is_state(variable: object) -> bool:
-    """Return True if a variable is float8 state, not for an optimizer.
+    """Return True if a variable is float8 state, which no optimizer may update.
 
     Args:
         variable: A variable of a model.
@@ -57,7 +57,7 @@ def is_state(variable: object) -> bool:
 
 
 def weights(model: keras.Layer) -> list[keras.Variable]:
-    """Return the weights of a model without its float8 state.
+    """Return all weights of a model except the float8 state.
 
     They are the `model.weights` from before the conversion, in the same order.
     So they can be paired with the weights of a copy, in float8 or not. (The
@@ -91,7 +91,7 @@ def weights(model: keras.Layer) -> list[keras.Variable]:
 
 
 def parameters(model: keras.Layer) -> list[Tensor]:
-    """Return what an optimizer may update: trainable weights, no state.
+    """Return the trainable tensors of a model, without float8 state.
 
     Args:
         model: A Keras model or layer. On PyTorch also a module with Keras
@@ -122,7 +122,7 @@ def parameters(model: keras.Layer) -> list[Tensor]:
 def settle(
     model: keras.Layer, gradients: Sequence[Tensor] | None = None
 ) -> None:
-    """Enter the observations in gradients into the float8 state of a model.
+    """Update a model's float8 state with the observations in its gradients.
 
     Call it once per optimizer step, before or after it. The state of
     unobserved operands is unchanged, and so is a history if an amax is not
@@ -154,7 +154,9 @@ def settle(
 def settled(
     model: keras.Layer, gradients: Sequence[Tensor], values: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the values after `settle`, for a compiled functional step.
+    """Return a copy of `values` in which the float8 state is updated.
+
+    It is `settle` for a compiled functional step.
 
     ```python
     labels = [
@@ -193,7 +195,7 @@ def settled(
 
 
 def uncut(model: keras.Layer) -> set[Tensor]:
-    """Return the parameters that `fully_shard` of PyTorch must ignore.
+    """Return the parameters that PyTorch's `fully_shard` must ignore.
 
     Args:
         model: See `parameters`.
@@ -210,7 +212,7 @@ def uncut(model: keras.Layer) -> set[Tensor]:
 
 
 def follow_shards(model: keras.Layer) -> None:
-    """Make the variables of a model read the shards of `fully_shard`.
+    """Make a model's variables read the parameters that `fully_shard` made.
 
     Call it once, after `fully_shard` and before an optimizer is created. A
     Keras variable keeps the tensor that it was created with, and PyTorch puts
@@ -252,7 +254,10 @@ def _trainable(model: keras.Layer) -> list[keras.Variable]:
 
 
 def _variables(model: keras.Layer, kind: str) -> list[keras.Variable]:
-    """Return the variables of one kind of a Keras layer or a torch module."""
+    """Return `model.weights` or another list, also of a torch module.
+
+    `kind` is the name of the list.
+    """
     if isinstance(model, keras.layers.Layer):
         return list(getattr(model, kind))
     modules = getattr(model, "modules", None)
@@ -270,7 +275,7 @@ def _variables(model: keras.Layer, kind: str) -> list[keras.Variable]:
 def _check(
     variables: list[keras.Variable], tensors: Sequence[Tensor | None], what: str
 ) -> None:
-    """Raise unless there is one tensor per variable, in order."""
+    """Raise unless there is one tensor per variable, in the same order."""
     order = "Pass them in the order of `model.trainable_variables`."
     if len(tensors) != len(variables):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Float8 kernels with their scales on the host, to freeze, save and export.
+"""Float8 kernels with their scales, on the host, to freeze, save and export.
 
 All code here is NumPy, so that a kernel has the same bytes on every backend.
 Only one kernel at a time is in float32.
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Axes(NamedTuple):
-    """The axes of a kernel that a matmul sums over, and the others.
+    """The axes of a kernel: those that a matmul sums over, and the others.
 
     Attributes:
         summed: The summed axes, in the order in which they form the columns of
@@ -40,14 +40,14 @@ class Axes(NamedTuple):
     free: tuple[int, ...]
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the number of columns and of rows of a kernel's matrix."""
+        """Return the number of columns, then of rows, of a kernel's matrix."""
         columns = math.prod([shape[axis] for axis in self.summed])
         return columns, math.prod([shape[axis] for axis in self.free])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredKernel:
-    """A kernel of float8 codes, with its scales.
+    """A kernel as float8 codes and scales, in NumPy arrays.
 
     Attributes:
         codes: Uint8, in the shape of the kernel.
@@ -72,11 +72,11 @@ class StoredKernel:
 
     @property
     def values(self) -> Array:
-        """The codes as values, in the ml_dtypes dtype of the format."""
+        """The codes as float8 values, in the ml_dtypes dtype of the format."""
         return self.codes.view(formats.get(self.weights).dtype)
 
     def dequantized(self) -> Array:
-        """Return the dequantized kernel, float32, in its own shape.
+        """Return the dequantized kernel in float32, in the kernel's shape.
 
         Each element is `float32(value) * scale`, rounded once.
         """
@@ -90,7 +90,7 @@ class StoredKernel:
 
     @property
     def matrix(self) -> Array:
-        """The codes as a contiguous matrix (free axes, summed axes)."""
+        """The codes as a contiguous matrix: free axes by summed axes."""
         return np.ascontiguousarray(as_matrix(self.codes, self.axes))
 
     @property
@@ -108,7 +108,7 @@ def quantize(
     weights: str = "float8_e4m3fn",
     scale: float | Array | None = None,
 ) -> StoredKernel:
-    """Quantize a kernel to store it.
+    """Quantize a float kernel to a `StoredKernel`.
 
     A scale is `amax / max` in float32, as in compressed-tensors, or 1 if all
     values are 0. A value is divided by it, rounded to nearest, ties to even,
@@ -160,21 +160,21 @@ def quantize(
 
 
 def as_matrix(kernel: Array, axes: Axes) -> Array:
-    """Reshape a kernel, or its scales, to (rows, columns)."""
+    """Reshape a kernel, or its scales, to a matrix: free by summed axes."""
     return kernel.transpose(axes.free + axes.summed).reshape(
         math.prod(kernel.shape[axis] for axis in axes.free), -1
     )
 
 
 def of_matrix(matrix: Array, shape: tuple[int, ...], axes: Axes) -> Array:
-    """Reshape a matrix of `as_matrix` to a kernel of this shape."""
+    """Reshape a matrix that `as_matrix` returned to the kernel's shape."""
     order = axes.free + axes.summed
     turned = matrix.reshape([shape[axis] for axis in order])
     return np.ascontiguousarray(turned.transpose(np.argsort(order)))
 
 
 def spread_blocks(scale: Array, shape: tuple[int, ...]) -> Array:
-    """Expand the scales of blocks to one scale per element of a matrix."""
+    """Expand block scales to one scale per element of a matrix."""
     rows, columns = (np.arange(size) // BLOCK for size in shape)
     return np.asarray(scale[rows[:, None], columns[None, :]])
 
@@ -182,7 +182,7 @@ def spread_blocks(scale: Array, shape: tuple[int, ...]) -> Array:
 def scale_shape(
     shape: tuple[int, ...], axes: Axes, granularity: str
 ) -> tuple[int, ...]:
-    """Return the shape of `StoredKernel.scale`, for a kernel of this shape."""
+    """Return the shape of the scales of a stored kernel of this shape."""
     if granularity == "tensor":
         return (1,) * len(shape)
     if granularity == "channel":

@@ -29,7 +29,7 @@ primitives. It raises NotImplementedError if Keras runs on another backend.
 
 
 def engine() -> Engine:
-    """Return the float8 matmuls and casts of the backend that Keras runs on.
+    """Return the `Engine` (matmul and cast kernels) of Keras's backend.
 
     Raises:
         NotImplementedError: If it is not TensorFlow, JAX or PyTorch.

@@ -1,4 +1,4 @@
-"""Quantize an operand once for two matmuls, in the layout of each."""
+"""Quantize an operand once for two matmuls, and write it in both layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_policy_ext.recipes import OPERANDS, Quantization
 
 
 class ScaleHint(NamedTuple):
-    """What is known of an operand's scale, on the operand's device.
+    """The scale of an operand, or how to compute it.
 
     Attributes:
         scale: Float32 scalar; None for a recipe without state.
@@ -30,7 +30,7 @@ class ScaleHint(NamedTuple):
 
 
 class Both(NamedTuple):
-    """A quantized operand in both layouts.
+    """A quantized matrix and its transpose, each in its own memory.
 
     Attributes:
         values: (m, k), in the dtype of the format.
@@ -47,12 +47,12 @@ class Both(NamedTuple):
 
 
 class BothLayouts(Protocol):
-    """A kernel that quantizes a matrix and writes it in both layouts."""
+    """A kernel that quantizes a matrix, and writes it and its transpose."""
 
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
-        """Return why an operand cannot be quantized here; None if it can.
+        """Return why the kernel cannot quantize an operand; None if it can.
 
         Args:
             like: A tensor on the device of the operand.
@@ -67,7 +67,7 @@ class BothLayouts(Protocol):
         known: ScaleHint,
         observe: bool,
     ) -> Both:
-        """Quantize a matrix with one scale, in both layouts.
+        """Quantize a matrix with one scale; write it and its transpose.
 
         Args:
             matrix: (m, k).
@@ -78,7 +78,7 @@ class BothLayouts(Protocol):
 
 
 class QuantizedForBoth(NamedTuple):
-    """An operand, quantized for each of its two matmuls.
+    """One operand, quantized for the two matmuls that read it.
 
     Attributes:
         first: For the first matmul; the home matrix if cast in both layouts.
@@ -103,7 +103,7 @@ def read_both(
     history: HistoryScales | None,
     observe: bool,
 ) -> QuantizedForBoth:
-    """Quantize a matrix in both layouts, with one scale per tensor.
+    """Quantize an operand's matrix with one scale, once for both matmuls.
 
     Args:
         both: The kernel that quantizes.

@@ -1,4 +1,4 @@
-"""The float8 abilities of devices, as data.
+"""The table of devices and of what each can do in float8.
 
 Each framework's `engine` finds the current device in this table. Kernels are
 selected by its description only, never by running a test on the device.
@@ -18,7 +18,7 @@ from keras_policy_ext.formats import FAMILIES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """The float8 abilities of a device.
+    """What a device can do in float8: formats, kinds of scales, layouts.
 
     Attributes:
         title: Its name in a sentence.
@@ -50,7 +50,7 @@ class Device:
 
     @property
     def summary(self) -> str:
-        """Describe in one sentence what this device can do."""
+        """A sentence that says what this device can do in float8."""
         sums = f"emulated products are of {self.multiplies_in}"
         if not self.holds_float8:
             sums += ", and float8 numbers are kept as bytes"
@@ -61,7 +61,7 @@ class Device:
         return f"multiplies {read}, with scales of {scales}; {sums}"
 
     def lacking(self, *formats: str) -> str | None:
-        """Return why its matmuls do not read these formats; None if they do."""
+        """Return why the device has no matmul of these formats, or None."""
         if self.maker == "unknown":
             return (
                 f"{self.title} is not known here, and taken for a device "
@@ -264,7 +264,7 @@ _pretended: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
 
 
 def get(name: str) -> Device:
-    """Return the device with a given name.
+    """Return the `Device` of a product or device name, such as `"h100"`.
 
     Args:
         name: A name in `KNOWN` or of a product, such as `"RTX 4090"`. Case,
@@ -287,7 +287,7 @@ def get(name: str) -> Device:
 
 
 def _by_product() -> dict[str, Device]:
-    """Return the devices by names without blanks, titled by product."""
+    """Return all devices by product name, in lower case without blanks."""
     found = {_plain(name): device for name, device in KNOWN.items()}
     for name, products in PRODUCTS.items():
         device = KNOWN[name]
@@ -300,7 +300,7 @@ def _by_product() -> dict[str, Device]:
 
 
 def _spaced(product: str) -> str:
-    """Return the product as its maker writes it: RTX 4090, RX 7900."""
+    """Put blanks into a product name: `RTX4090` to `RTX 4090`."""
     return re.sub(r"^(RTX|RX)(\d+)", r"\1 \2 ", product).strip()
 
 
@@ -309,7 +309,7 @@ def _plain(name: str) -> str:
 
 
 def _plain_names(name: str) -> Iterator[str]:
-    """Yield the keys that a name may have in the table, exact ones first."""
+    """Yield spellings of a device name to look up, the exact one first."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     others = [w for w in words if not re.fullmatch(f"{_MAKER}|{_VARIANT}", w)]
     product = "".join(others)
@@ -320,14 +320,14 @@ def _plain_names(name: str) -> Iterator[str]:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with similar names, or an empty string."""
+    """Return `" Did you mean …?"` with similar names, or `""` without any."""
     alike = difflib.get_close_matches(_plain(name), known, cutoff=0.7)
     return f" Did you mean {' or '.join(alike)}?" if alike else ""
 
 
 @contextlib.contextmanager
 def pretend(name: str) -> Iterator[None]:
-    """Select kernels inside a `with` block as if this device were present.
+    """In the block, select kernels as if the named device were present.
 
     Use it to inspect the choice of kernels. A function that is compiled in the
     block uses that choice after the block, too.
@@ -343,12 +343,12 @@ def pretend(name: str) -> Iterator[None]:
 
 
 def pretended() -> Device | None:
-    """Return the device of the innermost `pretend`, or None outside of one."""
+    """Return the device set by the innermost `pretend` block, or None."""
     return _pretended.get()
 
 
 def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
-    """Return an NVIDIA device by its compute capability.
+    """Return the `Device` of an NVIDIA GPU with this compute capability.
 
     Unlisted newer devices are assumed to have what every device has since Ada:
     float8 matmuls with one scale per tensor.
@@ -364,17 +364,17 @@ def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
 
 
 def of_amd(architecture: str, title: str) -> Device:
-    """Return an AMD device by its architecture, such as `gfx942:sramecc+`."""
+    """Return the `Device` of an AMD architecture such as `gfx942:sramecc+`."""
     return _of(AMD.get(architecture.partition(":")[0]), title)
 
 
 def of_google(kind: str) -> Device:
-    """Return a TPU by its name in JAX."""
+    """Return the `Device` of a TPU, found by the name that JAX gives it."""
     return _of(TPUS.get(kind), kind)
 
 
 def unknown(title: str) -> Device:
-    """Return a device without known abilities: all is emulated in float32."""
+    """Return a `Device` that emulates all float8 matmuls in float32."""
     return Device(title=title, maker="unknown")
 
 

@@ -22,7 +22,7 @@ from keras_policy_ext.recipes import Quantization
 
 
 class KerasConvolutions(Convolutions):
-    """Keras's convolutions, differentiated by transposing them.
+    """Keras's convolutions; their gradients are computed by transposition.
 
     Args:
         reason: Why there is no float8 convolution; for the user.
@@ -58,7 +58,7 @@ SMALLEST = 2.0**-126
 
 
 class Emulated(MatmulKernel):
-    """Multiplies the values of float8 operands in float32.
+    """A kernel that multiplies the values of float8 operands in float32.
 
     Scales that are constant along the contracted axis multiply the output.
     Other scales multiply the operands first.
@@ -74,11 +74,11 @@ class Emulated(MatmulKernel):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
-        """Return None: every request is supported."""
+        """Return None: this kernel supports every request."""
         return None
 
     def reason(self, request: Request) -> str:
-        """Return one sentence for the user on what this kernel is."""
+        """Return a sentence that tells users what this kernel computes."""
         return "float8 numbers are multiplied in float32"
 
     @override
@@ -90,7 +90,7 @@ class Emulated(MatmulKernel):
 
 
 class Plain(MatmulKernel):
-    """Multiplies operands that are not quantized.
+    """A kernel that multiplies operands that are not quantized.
 
     It accumulates in float32, or in float64 for float64 operands.
 
@@ -108,7 +108,7 @@ class Plain(MatmulKernel):
         return "not for float8 operands"
 
     def reason(self, request: Request) -> str:
-        """Return one sentence for the user on what this kernel is."""
+        """Return a sentence that tells users what this kernel computes."""
         return "a matmul in the compute dtype"
 
     @override
@@ -119,12 +119,19 @@ class Plain(MatmulKernel):
 
 
 def float32(operand: Quantized) -> Tensor:
-    """Return the unscaled values of an operand in float32."""
+    """Cast the values of an operand to float32, without applying scales."""
     return casting.as_dtype(operand.values, "float32")
 
 
 def unscaled(operand: Quantized) -> Tensor:
-    """Return the values, times the scales that cannot multiply the output."""
+    """Convert an operand to float32; apply scales that vary along the sum.
+
+    A scale that is constant along the contracted axis multiplies the output
+    later.
+
+    A scale that is constant along the contracted axis is left out: it
+    multiplies the output later.
+    """
     asked = operand.quantization
     if asked is None or asked.scale_leaves_sum:
         return float32(operand)
@@ -132,7 +139,10 @@ def unscaled(operand: Quantized) -> Tensor:
 
 
 def folded(operand: Quantized, across: bool) -> Quantized:
-    """Multiply the values by the scales that cannot multiply the output.
+    """Apply to an operand's values the scales that vary along the sum.
+
+    A scale that varies along the contracted axis must multiply the operand
+    before the matmul.
 
     It is done before transposing. A compiler that multiplies and transposes in
     one kernel reads memory with large strides (three times as slow, JAX 0.10,
@@ -159,7 +169,7 @@ def folded(operand: Quantized, across: bool) -> Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class Folded(Quantized):
-    """Values that are already multiplied by their scales.
+    """An operand whose values are already multiplied by their scales.
 
     Attributes:
         exact: Whether bfloat16 represents the values exactly.
@@ -168,7 +178,7 @@ class Folded(Quantized):
     exact: bool = False
 
     def with_values(self, values: Tensor) -> Folded:
-        """Return the same scales with other values."""
+        """Return a copy of this operand with other values, and its scales."""
         return self._with(values, self.scale, self.quantization)
 
     def _with(
@@ -200,7 +210,7 @@ def _is_exact_in(dtype: str, operand: Quantized) -> bool:
 def times_scales(
     product: Tensor, a: Quantized, b: Quantized, multiply: Any = ops.multiply
 ) -> Tensor:
-    """Multiply the product of `unscaled` operands by their scales.
+    """Multiply a matmul's float32 result by the scales of both operands.
 
     Two normal scales can have a subnormal or infinite product although the
     result is normal. Then a power of two multiplies the scales and divides the
@@ -223,7 +233,7 @@ def times_scales(
 
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """Return two factors to multiply a product of `unscaled` operands by."""
+    """Return two factors that scale the matmul of two `unscaled` operands."""
     of_a, of_b = a.quantization, b.quantization
     if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
         return a.scale, b.scale
@@ -238,7 +248,7 @@ def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def _scale_of_product(operand: Quantized) -> Tensor:
-    """Return the factor for the output from one operand's scales."""
+    """Return the scale with which an operand multiplies the output, or 1."""
     quantization = operand.quantization
     if quantization is None or quantization.scale_leaves_sum:
         return operand.spread_scale
@@ -246,7 +256,7 @@ def _scale_of_product(operand: Quantized) -> Tensor:
 
 
 def _split(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a power of two and its reciprocal, to scale each row by.
+    """Return, per row, a power of two and its reciprocal, to avoid overflow.
 
     Both are 1 unless the largest product of scales in a row is tiny or
     overflows.
@@ -267,13 +277,13 @@ def _ones() -> Tensor:
 
 
 def are_powers_of_two(*operands: Quantized) -> bool:
-    """Return True if all scales are powers of two, so that they are exact."""
+    """Return True if all scales of these operands are powers of two."""
     asked = [each.quantization for each in operands]
     return all(q is not None and q.scale_rounding != "nearest" for q in asked)
 
 
 def have_vector(a: Quantized, b: Quantized) -> bool:
-    """Return True if an operand is a vector.
+    """Return True if one of the two operands is a vector.
 
     XLA does not compile a product with a vector to a matmul. It accumulates in
     the output dtype.
@@ -282,5 +292,5 @@ def have_vector(a: Quantized, b: Quantized) -> bool:
 
 
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
-    """Apply both scales in float32, then cast to `dtype`."""
+    """Multiply a matmul's result by both scales; cast it to `dtype`."""
     return ops.cast(times_scales(product, a, b), dtype)

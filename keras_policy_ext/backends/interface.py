@@ -18,7 +18,7 @@ Shape = tuple[Any, ...]
 
 
 class SavedTensors(Protocol):
-    """The tensors that are saved for the backward pass.
+    """The tensors that an operation saves for its backward pass.
 
     Attributes:
         shapes: The shapes of the inputs and of the kernel.
@@ -27,7 +27,7 @@ class SavedTensors(Protocol):
     shapes: tuple[Shape, Shape]
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """Return the tensors in a fixed order.
+        """Return the saved tensors in a fixed order.
 
         Args:
             narrow: Whether to store them in as few bytes as possible.
@@ -35,7 +35,7 @@ class SavedTensors(Protocol):
 
 
 class Operation(Hashable, Protocol):
-    """A function of tensors that defines its own gradient; hashable data.
+    """A function of tensors with a gradient of its own; hashable data.
 
     Equal operations compute the same function and share its compiled form.
     """
@@ -46,22 +46,22 @@ class Operation(Hashable, Protocol):
 
     @property
     def training(self) -> bool | None:
-        """True observes amaxes, False does not, None only if differentiated."""
+        """Whether to record amaxes; None: only where a gradient is taken."""
 
     @property
     def first_use(self) -> Operation:
-        """The operation of the layer's first use; all uses share its passes."""
+        """A copy with slot 0, so that a layer's uses share compiled passes."""
 
     @property
     def another_use(self) -> Operation:
-        """The same computation, with an observation slot of its own."""
+        """A copy of this operation with another slot for its observation."""
 
     def resolved(self) -> Operation:
-        """Return this operation with open settings replaced by current ones."""
+        """Return a copy whose `prefer` setting is the current one."""
 
     @property
     def bound(self) -> BoundOperation:
-        """This operation with the kernels for the current device."""
+        """This operation, bound to the kernels of the current device."""
 
 
 class BoundOperation(Protocol):
@@ -75,18 +75,18 @@ class BoundOperation(Protocol):
         observe: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """Return the outputs plus the bias, and the residuals."""
+        """Return the outputs plus the bias, and the saved tensors."""
 
     def residuals(
         self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
     ) -> Any:
-        """Rebuild the residuals from tensors in the order of their `leaves`."""
+        """Rebuild the saved tensors from a list in the order of `leaves`."""
 
     def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
-        """Add amaxes to the residuals of a forward pass without observation."""
+        """Add the operands' amaxes to tensors saved without them."""
 
     def caught_up(self, kernel: Tensor, state: Shape) -> Any:
-        """Return the state, updated to cover the current kernel.
+        """Return a state with a scale large enough for the current kernel.
 
         For a pass whose observations are discarded.
         """
@@ -108,7 +108,7 @@ class BoundOperation(Protocol):
         kernel_grad_grad: Tensor | None,
         needed: tuple[bool, bool, bool] = (True, True, True),
     ) -> tuple[Tensor | None, ...]:
-        """Differentiate the gradients that `backward` returns.
+        """Return the gradients of the gradients that `backward` returns.
 
         Args:
             residuals: As for `backward`.
@@ -126,22 +126,22 @@ class BoundOperation(Protocol):
 
 
 class FrozenOperation(Hashable, Protocol):
-    """A function of inputs and of constants without gradient."""
+    """A function of inputs and constants; only the inputs have a gradient."""
 
     @property
     def only_widens(self) -> bool:
-        """True if nothing is rounded, so that a compiler may optimize it."""
+        """True if the operation rounds no value, only converts to wider."""
 
     def resolved(self) -> FrozenOperation:
-        """Return this operation with open settings replaced by current ones."""
+        """Return a copy whose `prefer` setting is the current one."""
 
     def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
-        """Return the outputs."""
+        """Return the outputs for these inputs and constants."""
 
     def inputs_grad(
         self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
     ) -> Tensor:
-        """Return the gradient of the inputs."""
+        """Return the gradient of the inputs, from that of the outputs."""
 
 
 DIFFERENTIATED_AGAIN = (
@@ -158,7 +158,7 @@ Settle = Callable[[Tensor, Tensor], Tensor]
 
 @functools.cache
 def saved_dtype(format_name: str) -> str:
-    """Return a one-byte dtype in which to store values of a format.
+    """Return the one-byte dtype that stores values of a format.
 
     It is the dtype of the format for OCP's float8 formats, otherwise uint8,
     for codes.
@@ -168,7 +168,7 @@ def saved_dtype(format_name: str) -> str:
 
 
 class Arithmetic(Primitives):
-    """Arithmetic that depends on what a device or a compiler does."""
+    """Arithmetic whose best form depends on the device or compiler."""
 
     def in_parts(
         self,
@@ -196,11 +196,11 @@ class Arithmetic(Primitives):
         return product(codes, scale)
 
     def cuts(self, numbers: int) -> bool:
-        """Return True if `in_parts` splits kernels with this many elements."""
+        """Return True if `in_parts` splits a kernel of `numbers` elements."""
         return False
 
     def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """Return the same scalars, tied together for a compiler.
+        """Return the same scalars; a compiler must compute all before any use.
 
         The compiler then cannot reuse what it computed earlier from one of the
         scalars alone.
@@ -208,7 +208,7 @@ class Arithmetic(Primitives):
         return scalars
 
     def stored(self, x: Tensor) -> Tensor:
-        """Return the same tensor, materialized once by a compiler.
+        """Return the same tensor; a compiler must store it in memory once.
 
         Without this, a compiler may recompute it for each consumer, from
         larger inputs.
@@ -216,7 +216,7 @@ class Arithmetic(Primitives):
         return x
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
-        """Return True if the products of these scales are known to be normal.
+        """Return True if the products `a * b` of scales are normal numbers.
 
         The caller then skips the handling of subnormal and infinite products.
         Return False if a compiler fuses that handling at no cost.
@@ -224,19 +224,19 @@ class Arithmetic(Primitives):
         return False
 
     def known_any(self, flags: Tensor) -> bool | None:
-        """Return whether any flag is set, or None where reading would wait."""
+        """Return whether any flag is True; None if reading would wait."""
         return None
 
     def on_cpu(self, x: Tensor) -> bool:
-        """Return True if a tensor is known to be on a CPU."""
+        """Return True if the tensor's memory is known to be on a CPU."""
         raise NotImplementedError
 
 
 class Tracing:
-    """Tracing, compiled steps and eager runs."""
+    """Questions about tracing and compilation, and switches to eager runs."""
 
     def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        """Trace a function: return its outputs and matmuls, without computing.
+        """Trace a function; return its outputs and matmuls, computing nothing.
 
         Args:
             function: Takes tensors and returns nested tensors.
@@ -245,14 +245,14 @@ class Tracing:
         raise NotImplementedError
 
     def is_compiling(self) -> bool:
-        """Return True while a compiler traces that reads no context variables.
+        """Return True while a compiler that reads no context variables traces.
 
         JAX and TensorFlow run the Python code as it is.
         """
         return False
 
     def is_traced(self, x: Tensor) -> bool:
-        """Return True if this Python code runs once for many steps.
+        """Return True if this Python code is traced, to run for many steps.
 
         Also True if several threads run a step, one for each replica. `x` is a
         tensor of the step.
@@ -260,11 +260,13 @@ class Tracing:
         return self.is_compiling()
 
     def traces_for_xla(self) -> bool:
-        """Return True if XLA is going to compile the current call, if known."""
+        """Return True if the current call is known to be traced for XLA."""
         return False
 
     def step_by_step(self) -> AbstractContextManager[None]:
-        """Return a context in which loops run eagerly, without gradients.
+        """Return a context in which recurrent loops run eagerly.
+
+        Loops in the context have no gradients.
 
         For code that must read the values of each step of a recurrent layer.
         """
@@ -275,16 +277,16 @@ class Tracing:
         return nullcontext()
 
     def runs_now(self) -> bool:
-        """Return True if calls in such contexts run eagerly, not traced."""
+        """Return True if calls in a `step_by_step` context run eagerly."""
         return True
 
     def known_integer(self, x: Tensor) -> int | None:
-        """Return an integer scalar as an int, or None while it is traced."""
+        """Return an integer scalar as an int; None if it is being traced."""
         return int(x)
 
 
 class Replicas:
-    """Data-parallel replicas, and sharded kernels."""
+    """Operations on data-parallel replicas and on sharded kernels."""
 
     def run_if(
         self,
@@ -293,7 +295,7 @@ class Replicas:
         arguments: tuple[Any, ...],
         variables: Sequence[Any],
     ) -> None:
-        """Update variables if a flag is set.
+        """Call `update(*arguments)` if a flag is set, also in compiled code.
 
         Args:
             flag: Bool scalar, the same on every replica.
@@ -304,11 +306,11 @@ class Replicas:
         ops.cond(flag, lambda: update(*arguments), lambda: None)
 
     def on_all_replicas(self, flag: Tensor) -> Tensor:
-        """Return whether a bool scalar is true on all replicas."""
+        """Return whether `flag` is true on every data-parallel replica."""
         return flag
 
     def combine_replicas(self, observation: Tensor) -> Tensor:
-        """Combine the observations of all data-parallel replicas.
+        """Combine this replica's observation with those of all replicas.
 
         Args:
             observation: (rows, width), the observation of this replica, or a
@@ -321,7 +323,7 @@ class Replicas:
         return observation
 
     def gathering_of(self, variable: Any) -> Any:
-        """Return how a kernel is gathered before it is multiplied, or None.
+        """Return how a sharded kernel is gathered for a matmul, or None.
 
         Args:
             variable: The kernel.
@@ -336,7 +338,7 @@ class Replicas:
     def gathered(
         self, x: Tensor, gathering: Any, axes: Sequence[Any]
     ) -> Tensor:
-        """Gather a tensor so that each device has the part that it multiplies.
+        """Gather the shards of a tensor that each device needs for a matmul.
 
         Args:
             x: The tensor; each device has computed one shard of it.
@@ -351,11 +353,11 @@ class Gradients:
     """Operations that define their own gradient."""
 
     def may_take_gradients(self) -> bool:
-        """Return True if a gradient of the current call may be taken."""
+        """Return True if the current call may have a backward pass."""
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """Return the dtype in which a format is saved for the backward pass.
+        """Return the one-byte dtype that saves a format for the backward pass.
 
         It has one byte: uint8, for codes, if no framework computes in the
         dtype of the format.
@@ -373,7 +375,7 @@ class Gradients:
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        """Compute `activation(x)`; save at most `x` for the gradient.
+        """Compute `activation(x)`; save no more than `x` for the gradient.
 
         The gradient is equal to the bit. If a compiler would round a
         recomputation differently, the choice of what to save is left to the
@@ -392,19 +394,19 @@ class Gradients:
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """Run `operation.forward`, differentiable by `operation.backward`."""
+        """Run `operation.forward`; the gradient is `operation.backward`."""
         raise NotImplementedError
 
     def run_and_add(
         self, bias: Tensor, operation: Operation, *tensors: Tensor
     ) -> Tensor:
-        """Run an operation and add a bias to its outputs."""
+        """Run an operation by `run`, and add a bias to the outputs."""
         return ops.add(self.run(operation, *tensors), bias)
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """Run `operation.forward`, with the gradient `operation.inputs_grad`.
+        """Run `operation.forward`; the gradient is `operation.inputs_grad`.
 
         Only the constants are saved for the gradient.
         """
@@ -416,7 +418,7 @@ class Gradients:
         shape: Shape,
         cotangent: Tensor,
     ) -> Tensor:
-        """Apply the transpose of a linear function of a float32 tensor.
+        """Apply the transpose of a linear function to a float32 cotangent.
 
         Args:
             function: A function that is linear in its argument.
@@ -430,19 +432,19 @@ class Gradients:
 
 
 class Memory:
-    """The memory of a training step."""
+    """Measurements of the memory that a training step takes."""
 
     name: str
 
     def kept(self, step: MeasuredStep) -> Measured:
-        """Measure the tensors that are saved for the backward pass.
+        """List the tensors that a step saves for its backward pass.
 
         The step is not run if the framework can measure it without.
         """
         raise NotImplementedError
 
     def planned_bytes(self, step: MeasuredStep) -> int:
-        """Return the bytes that a compiler plans for both passes.
+        """Return the bytes that the compiler plans for a whole training step.
 
         Raises:
             ValueError: If no compiler plans the memory of a whole step.
@@ -455,16 +457,16 @@ class Memory:
 
 
 class States(Replicas):
-    """State variables; their gradients carry the observations."""
+    """State variables, whose "gradients" are observations of amaxes."""
 
     name: str
 
     def seen_lately(self, state: Tensor) -> bool:
-        """Return whether a device reported that all operands were observed."""
+        """Return True if a GPU reported that all operands were observed."""
         return False
 
     def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-        """Compute the new state, the same on every replica.
+        """Compute a state's new value, equal on every replica.
 
         Args:
             settle: Function of the assigned value and the state before.
@@ -476,19 +478,19 @@ class States(Replicas):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        """Call `settle` without combining values over replicas."""
+        """Return `settle(value, previous)`, without combining replicas."""
         return settle(value, previous)
 
     def version(self, x: Tensor) -> int | None:
-        """Return how often a tensor was changed in place; None if unknown."""
+        """Return the count of in-place changes of a tensor; None if unknown."""
         return None
 
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
-        """Return the new value of a state variable that is assigned `value`."""
+        """Return the new state of `variable` after `value` is assigned."""
         return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
-        """Store the observations of a state apart from its gradient.
+        """Store a state's observations in the variable, not in `.grad`.
 
         Does nothing on a framework that returns gradients to the caller.
 
@@ -505,7 +507,7 @@ class States(Replicas):
         """
 
     def is_compiled(self, function: Any) -> bool:
-        """Return True if a compiled function reuses its trace.
+        """Return True if `function` is compiled and may reuse an old trace.
 
         Args:
             function: Any object.
@@ -524,7 +526,7 @@ class States(Replicas):
         """
 
     def earlier_observation(self, variable: Any) -> Tensor | None:
-        """Return the observations of earlier micro-batches.
+        """Return the observations of micro-batches since the last update.
 
         Returns:
             Float32 (operands, width); None if there are none, or if the
@@ -533,10 +535,10 @@ class States(Replicas):
         return None
 
     def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
-        """Restore what `earlier_observation` returned."""
+        """Restore into a state what `earlier_observation` returned for it."""
 
     def known_value(self, variable: Any) -> Tensor | None:
-        """Return the value of a state variable if it can be read now.
+        """Return a state variable's value; None if it cannot be read now.
 
         Returns:
             Its value; None while it is traced, or if reading it would stall
@@ -547,7 +549,7 @@ class States(Replicas):
     def follow_shards(
         self, variables: Sequence[Any], modules: Sequence[Any]
     ) -> None:
-        """Make variables read their parameters where `fully_shard` puts them.
+        """Make variables read the sharded parameters of `fully_shard`.
 
         Args:
             variables: The variables of one model.
@@ -564,7 +566,7 @@ class States(Replicas):
         )
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
-        """Enter the observations of states into the states.
+        """Update state variables with the observations stored for them.
 
         Args:
             variables: State variables.
@@ -582,7 +584,7 @@ class States(Replicas):
 
 
 class Backend(Arithmetic, Tracing, Gradients, Memory, States):
-    """The interface of a backend, implemented in `keras.ops` where possible."""
+    """The base class of backends, in `keras.ops` where possible."""
 
     name = "keras.ops"
 

@@ -1,4 +1,4 @@
-"""The protocols of matmul kernels and of contractions."""
+"""The protocols of matmul kernels, convolutions and state kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW = Tile(free=1)
 
 
 class Choice(NamedTuple):
-    """The kind of kernel that runs a contraction, and the reason.
+    """Whether a contraction runs natively or emulated, and the reason.
 
     Attributes:
         kind: `"native"` (the matmul reads float8 operands) or `"emulated"`
@@ -40,12 +40,12 @@ class Choice(NamedTuple):
 
     @property
     def native(self) -> bool:
-        """Return True if the kind is `"native"`."""
+        """True if `kind` is `"native"`."""
         return self.kind == "native"
 
 
 class Request(NamedTuple):
-    """A matmul that needs a kernel.
+    """The description of a matmul for which a kernel is selected.
 
     Attributes:
         matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
@@ -65,22 +65,22 @@ class Request(NamedTuple):
 
     @property
     def of_whole_tensors(self) -> bool:
-        """Return True if each operand has one scale."""
+        """True if each operand has one scale for the whole tensor."""
         return self.tiles == (Tile(), Tile())
 
     @property
     def of_rows(self) -> bool:
-        """True if one operand has row scales, the other row or tensor ones."""
+        """True if an operand has row scales, the other row or tensor scales."""
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
 
     @property
     def formats(self) -> tuple[str, str]:
-        """The formats of both operands."""
+        """The names of the formats of the two operands."""
         return self.a.format, self.b.format
 
     @property
     def tiles(self) -> tuple[Tile, Tile]:
-        """The part of each operand that shares one scale."""
+        """For each of the two operands, the tile that shares one scale."""
         return self.a.tile, self.b.tile
 
 
@@ -98,15 +98,15 @@ class MatmulKernel(Protocol):
         """True if the kernel reads float8 operands."""
 
     def supports(self, request: Request) -> str | None:
-        """Return why this kernel does not support a matmul, or None."""
+        """Return why this kernel cannot compute a matmul; None if it can."""
 
     def reason(self, request: Request) -> str:
-        """Return one sentence for the user on what this kernel is."""
+        """Return a sentence that tells users what this kernel computes."""
 
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """Multiply two matrices, accumulated in float32.
+        """Multiply two quantized matrices; sum in float32.
 
         Args:
             a: (b, m, k).
@@ -120,27 +120,27 @@ class MatmulKernel(Protocol):
 
 
 class Convolutions(Protocol):
-    """A convolution of float32 tensors, and its gradients."""
+    """The convolution of float32 tensors, and its two gradients."""
 
     reason: str
     """Why there is no float8 convolution."""
 
     def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
-        """Compute the outputs of a convolution."""
+        """Compute the outputs of the convolution of inputs and a kernel."""
 
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
-        """Compute the gradient of inputs of this shape."""
+        """Compute the gradient of a convolution's inputs, of this shape."""
 
     def kernel_grad(
         self, conv: Any, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
-        """Compute the gradient of a kernel of this shape."""
+        """Compute the gradient of a convolution's kernel, of this shape."""
 
 
 class StateKernels(Protocol):
-    """Kernels for the state arithmetic of a scale source.
+    """Kernels that compute the scales and states of a scale source.
 
     Their methods have the names of the source's methods and return the same
     values.
@@ -150,20 +150,20 @@ class StateKernels(Protocol):
         """Return why these kernels do not support a source's state, or None."""
 
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
-        """Read the scales of a state, as they are before the step."""
+        """Read the scales of the coming step from a state."""
 
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        """Return the observation of one use of a layer."""
+        """Return the amaxes of one use of a layer as a state's gradient."""
 
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
-        """Return the new state when a value is assigned to it."""
+        """Return the new state after `value` is assigned to it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """The kernels of one framework.
+    """The kernels of one framework: matmuls, convolutions, casts, states.
 
     Attributes:
         name: The name of the framework.
@@ -212,20 +212,20 @@ class Engine:
 
     @property
     def cast_in_training(self) -> Cast:
-        """The cast for layers in training; see `training_cast`."""
+        """`training_cast` if there is one, else `cast`."""
         return self.training_cast or self.cast
 
     def state_kernels_for(
         self, source: Any, state: Tensor
     ) -> StateKernels | None:
-        """Return the first kernels for a state of a source; None if none."""
+        """Return the first kernels that support a source's state, or None."""
         for states in self.states:
             if states.supports(source, state) is None:
                 return states
         return None
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
-        """Return the first kernel that supports a matmul, and the reason.
+        """Select the first kernel that supports a matmul; return its `Choice`.
 
         If the matmul is not native, the reason is that of the first kernel for
         such scales which does not support it.
@@ -246,7 +246,7 @@ class Engine:
 
 
 def _described(tile: Tile) -> str:
-    """Describe in words what shares one scale."""
+    """Return a tile in words, such as `"scales of rows"`."""
     if tile.is_whole:
         return "a scale for a tensor"
     return "scales of rows" if tile == ROW else "scales of blocks"

@@ -1,4 +1,4 @@
-"""Types of traced programs: their matmuls, and the tensors that they save."""
+"""Descriptions of traced programs: their matmuls, and the tensors they save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_policy_ext._types import Tensor
 
 
 class Product(NamedTuple):
-    """A matmul or a convolution in a program.
+    """The size of a matmul or convolution in a traced program.
 
     Attributes:
         multiplications: The number of multiplications, each with its addition.
@@ -24,7 +24,7 @@ class Product(NamedTuple):
     sizes: tuple[int, int]
 
     def times(self, repeats: int) -> Product:
-        """Return the same matmul, computed several times."""
+        """Return this matmul's size when it runs `repeats` times."""
         return self._replace(multiplications=repeats * self.multiplications)
 
 
@@ -43,7 +43,7 @@ class Traced(NamedTuple):
 
 
 def einsum(equation: str, *shapes: Sequence[int]) -> Product:
-    """Return the matmul of an einsum equation of two operands."""
+    """Return the size of the matmul of an einsum of two operands."""
     sizes: dict[str, int] = {}
     terms = equation.replace(" ", "").partition("->")[0].split(",")
     for term, shape in zip(terms, shapes, strict=True):
@@ -58,7 +58,7 @@ def einsum(equation: str, *shapes: Sequence[int]) -> Product:
 
 
 def matmul(first: Sequence[int], second: Sequence[int]) -> Product:
-    """Return the matmul of two tensors, by the rules of `ops.matmul`."""
+    """Return the size of `ops.matmul` of tensors with these shapes."""
     left = "..." + "rk"[-len(first) :]
     right = "...kc" if len(second) > 1 else "...k"
     return einsum(f"{left},{right}", first, second)
@@ -67,7 +67,7 @@ def matmul(first: Sequence[int], second: Sequence[int]) -> Product:
 def convolution(
     positions: int, inputs: Sequence[int], kernel: Sequence[int]
 ) -> Product:
-    """Return the multiplications of a convolution.
+    """Return the size of a convolution of tensors with these shapes.
 
     Args:
         positions: How often each kernel element is used: the number of output
@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The saved tensors, and how they were found."""
+    """The tensors that a step saves, and how they were found."""
 
     kept: list[Kept]
     by: str
@@ -132,18 +132,18 @@ class MeasuredStep:
 
 
 def scope_name(number: int) -> str:
-    """Return a name scope for a layer's operations; see `layer_of`."""
+    """Return the name scope of a layer's operations, for `layer_of`."""
     return f"{_SCOPE}{number}"
 
 
 def layer_of(name: str) -> int | None:
-    """Return the innermost layer's number in an operation's name, or None."""
+    """Return the number of the innermost layer in a name scope, or None."""
     found = re.findall(rf"{_SCOPE}(\d+)", name)
     return int(found[-1]) if found else None
 
 
 class Origin:
-    """A tensor that owns memory, or a view of it.
+    """The memory of a tensor: the size, and what it is computed from.
 
     Attributes:
         bytes: The size in bytes.
@@ -160,7 +160,7 @@ class Origin:
 
 
 def kept_of(origin: Origin, layer: int | None) -> Kept | None:
-    """Return what is saved of a tensor; None if it exists anyway.
+    """Return a saved tensor as `Kept`; None if it exists without the step.
 
     Weights, the batch and constants exist anyway.
     """
@@ -171,5 +171,5 @@ def kept_of(origin: Origin, layer: int | None) -> Kept | None:
 
 
 def source_of_variable(is_weight: bool) -> str:
-    """Return the name in `Origin.sources` for a variable."""
+    """Return `"weights"` or `"others"`, a name for `Origin.sources`."""
     return "weights" if is_weight else "others"

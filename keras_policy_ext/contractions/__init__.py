@@ -1,4 +1,4 @@
-"""Contractions in float8: outputs and gradients.
+"""Contractions in float8: compute the outputs and the gradients.
 
 `kinds` defines the contractions, `equations` turns them into matmuls, and a
 `Plan` defines how the operands are quantized. `run` computes a plan.
@@ -90,7 +90,7 @@ def make_plan(
     gathering: Any = None,
     cast_before_amax: bool = False,
 ) -> Plan:
-    """Return the plan of a contraction for this backend and these settings.
+    """Return a contraction's plan for the current backend and settings.
 
     The arguments are attributes of `Plan`.
     """
@@ -105,7 +105,7 @@ def make_plan(
 def run(
     plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
 ) -> Any:
-    """Compute the outputs of a plan, with its gradients.
+    """Compute the outputs of a planned contraction; its plan has the gradients.
 
     Args:
         plan: From `make_plan`.
@@ -124,13 +124,13 @@ def run(
 
 @functools.cache
 def _unrounded(plan: Plan) -> Plan:
-    """Return a faster plan for outputs of the same shape and dtype."""
+    """Return a plan without rounding; the outputs have the same shape."""
     return dataclasses.replace(plan, recipe=_NOTHING_ROUNDED)
 
 
 @functools.cache
 def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
-    """Return the function that turns an assigned value into a state.
+    """Return the function that turns a value assigned to a state into a state.
 
     Returns:
         A function `(value, previous)` that returns the new state, (rows,
@@ -154,7 +154,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
 def catching_up(
     recipe: Recipe, beyond: float = 1.0
 ) -> Callable[[Any, Any], Any]:
-    """Return the function that raises the scale of a state to fit a kernel.
+    """Return a function that raises a state's scale to fit a larger kernel.
 
     Args:
         recipe: A recipe that observes amaxes.
@@ -174,7 +174,7 @@ def select(
     recipe: Recipe | str | None = None,
     dtype: str = "float32",
 ) -> Choice:
-    """Select the kernel of the forward matmul; return its kind and the reason.
+    """Return how a contraction's forward matmul would run here, and the reason.
 
     Args:
         contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.
@@ -208,7 +208,7 @@ def select(
 
 
 def compute_dtype(dtype: Any) -> str:
-    """Return the name of a dtype that a matmul can compute in.
+    """Return a dtype's name; raise if matmuls cannot compute in the dtype.
 
     Raises:
         ValueError: If it is not such a dtype.

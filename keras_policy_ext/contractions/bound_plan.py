@@ -28,7 +28,7 @@ from keras_policy_ext.recipes import MATMULS, OPERANDS
 
 
 class BoundMatmul:
-    """One of the three matmuls of a contraction, with its kernel.
+    """One of a contraction's three matmuls, with the kernel that runs it.
 
     Args:
         plan: A `Plan`.
@@ -82,12 +82,12 @@ class BoundMatmul:
 
 
 class MatmulWithBias(BoundMatmul):
-    """A matmul whose kernel adds a bias per column before it rounds."""
+    """A forward matmul that can add the bias before it rounds the output."""
 
     def add(
         self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
     ) -> Tensor:
-        """Multiply; let the kernel add the bias if it can."""
+        """Multiply two operands and add a bias, in one kernel if possible."""
         if bias is not None:
             columns = self._contraction.of_columns(bias, shapes)
             kernel = None if columns is None else self._kernel.adding(columns)
@@ -102,7 +102,7 @@ def bind_matmul(
     selection: tuple[Any, Choice],
     operands: dict[str, BoundOperand],
 ) -> BoundMatmul:
-    """Select how a matmul of a plan is computed.
+    """Return the `BoundMatmul` that computes a plan's matmul with a kernel.
 
     Args:
         plan: A `Plan`.
@@ -118,7 +118,7 @@ def bind_matmul(
 
 
 def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
-    """Return the output dtype of a matmul.
+    """Return the dtype in which a matmul of a plan writes the output.
 
     The kernel gradient is rounded to the compute dtype, with two exceptions.
     In float16 the gradient of a float32 kernel could overflow. If the matmul
@@ -136,7 +136,7 @@ def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The tensors that are saved for the backward pass.
+    """The tensors that a contraction saves for its backward pass.
 
     Attributes:
         inputs: The quantized inputs that `kernel_grad` reads. With one scale
@@ -160,7 +160,7 @@ class Residuals:
     engine: Engine
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """Return the tensors in the order that `BoundPlan.residuals` takes.
+        """List the saved tensors in the order that `BoundPlan.residuals` takes.
 
         Args:
             narrow: Whether to convert operands to the dtypes in which the
@@ -177,7 +177,7 @@ class Residuals:
 
 
 def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
-    """Convert operands to the dtypes in which the framework saves them."""
+    """Convert operands to the dtypes that are saved for the backward pass."""
     framework, encode = backends.current(), engine.encode
     found = []
     for operand in operands:
@@ -192,7 +192,7 @@ def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
 def settled(
     known: StateReading | None, state: tuple[Tensor, ...] = ()
 ) -> StateReading | None:
-    """Return the reading of a state, without flags that are known.
+    """Return what was read from a state, without flags that are all False.
 
     If the host knows that all operands were observed, the flags of unobserved
     operands are dropped, or `seen_lately` is set.
@@ -207,10 +207,10 @@ def settled(
 
 
 class SavedKernel:
-    """Saves the codes of a kernel for the backward pass."""
+    """How a plan saves its kernel for the backward pass: as float8 codes."""
 
     def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
-        """Return the tensor to save for a kernel.
+        """Return what to save of a kernel: its codes.
 
         Args:
             kernel: The weights.
@@ -221,7 +221,7 @@ class SavedKernel:
     def load(
         self, saved: Quantized, outputs_grad: Quantized
     ) -> tuple[Quantized, Quantized]:
-        """Return outputs gradient and kernel as `inputs_grad` reads them.
+        """Return the outputs gradient and the saved kernel for `inputs_grad`.
 
         Args:
             saved: From `save`, with the quantization of the kernel.
@@ -231,7 +231,7 @@ class SavedKernel:
 
 
 class RequantizedKernel(SavedKernel):
-    """Saves the weights, and quantizes them again in the backward pass.
+    """How a plan saves its kernel: as weights, to quantize a second time.
 
     Args:
         contraction: The contraction.
@@ -242,14 +242,14 @@ class RequantizedKernel(SavedKernel):
         self._contraction, self._engine = contraction, engine
 
     def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
-        """Return the weights with the scale of their codes."""
+        """Return what to save of a kernel: the weights and their scale."""
         # With a quantization `encoded` would make codes of the weights.
         return dataclasses.replace(codes, values=kernel, quantization=None)
 
     def load(
         self, saved: Quantized, outputs_grad: Quantized
     ) -> tuple[Quantized, Quantized]:
-        """Quantize the weights again, once the scale of the gradient is known.
+        """Return the outputs gradient, and the weights quantized again.
 
         The two scales are tied together, so that a compiler does not quantize
         the kernel earlier, in the forward pass.
@@ -270,7 +270,7 @@ class RequantizedKernel(SavedKernel):
 def bind_saved_kernel(
     plan: Any, engine: Engine, selections: dict[str, tuple[Any, Choice]]
 ) -> SavedKernel:
-    """Select how a plan saves its kernel for the backward pass.
+    """Return how a plan saves its kernel: `SavedKernel` or a subclass.
 
     Args:
         plan: A `Plan`.
@@ -345,7 +345,7 @@ class BoundPlan:
         observe: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Residuals]:
-        """Compute the outputs, and the tensors saved for the backward pass.
+        """Compute the outputs; return the tensors to save for gradients too.
 
         Args:
             inputs: Of dtype `Plan.inputs_dtype`.
@@ -371,7 +371,7 @@ class BoundPlan:
         )
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Rebuild residuals from the tensors that `Residuals.leaves` lists.
+        """Rebuild `Residuals` from the tensors that `Residuals.leaves` lists.
 
         Args:
             leaves: The tensors.
@@ -388,7 +388,7 @@ class BoundPlan:
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Add amaxes to the residuals of a forward pass without observation.
+        """Add the operands' amaxes to residuals saved without them.
 
         Outside of training the amax of the kernel is used for both operands.
         """
@@ -438,18 +438,18 @@ class BoundPlan:
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states, with scales that are large enough for a kernel."""
+        """Return the states; raise a scale that is too small for the kernel."""
         if not self._observes_amaxes:
             return state
         amax = scaling.amax(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        """Differentiate the gradients once more; see `gradients`."""
+        """Return the gradients of the gradients; see `gradients`."""
         return gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
-        """Read the state before the step; None for a recipe without state."""
+        """Read scales or the step count from a state; None without state."""
         if not state:
             return None
         states = self.engine.state_kernels_for(self._source, *state)
@@ -465,7 +465,7 @@ class BoundPlan:
         outputs_grad_amax: Tensor | None,
         state: Tensor,
     ) -> Tensor:
-        """Compute the gradient of the state: the observation, or zeros."""
+        """Return the "gradient" of the state: an observation, or zeros."""
         amaxes = residuals.amaxes
         if self._observes_kernel_alone:
             if amaxes is None:
@@ -479,7 +479,7 @@ class BoundPlan:
         return self._observation(numbers, state)
 
     def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
-        """Return the observation, from one observed number per row."""
+        """Return one number per row as the gradient of the state."""
         states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
@@ -489,7 +489,10 @@ class BoundPlan:
         return found
 
     def _of_kernel(self, amax: Tensor, known: Any, state: Tensor) -> Tensor:
-        """Return the gradient of the state, observing the kernel only."""
+        """Return the amax of an outgrown kernel as the state's gradient.
+
+        Return zeros if the kernel does not exceed what its scale allows.
+        """
         outgrown = self._source.outgrown(amax, known)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)
@@ -498,7 +501,7 @@ class BoundPlan:
 
 
 def _select(plan: Any, engine: Engine) -> Selections:
-    """Select the kernel of each matmul of a plan, with the reason."""
+    """Select a kernel for each matmul of a plan; return it and the reason."""
     quantization = plan.operands.quantizations
     how = {"prefer": plan.prefer, "for_xla": plan.for_xla}
     return {

@@ -14,7 +14,7 @@ from keras_policy_ext._types import Tensor
 
 
 class Terms(NamedTuple):
-    """The three terms of an explicit equation of two operands."""
+    """The terms of the inputs, the kernel and the outputs in an equation."""
 
     first: str
     second: str
@@ -22,7 +22,7 @@ class Terms(NamedTuple):
 
 
 def split(equation: str) -> Terms:
-    """Split an equation such as `"ab,bc->ac"` into terms, and check it.
+    """Split an equation such as `"ab,bc->ac"` into its terms; raise if invalid.
 
     Args:
         equation: Two operands, an explicit output; `...` is allowed.
@@ -57,7 +57,7 @@ def split(equation: str) -> Terms:
 
 
 def explicit(equation: str, first_rank: int, second_rank: int) -> str:
-    """Replace `...` by letters, for operands of these ranks.
+    """Replace `...` in an equation by letters, for operands of these ranks.
 
     Args:
         equation: E.g. `"...x,xy->...y"`.
@@ -105,7 +105,7 @@ Sizes = dict[str, Any]
 
 
 class Form(NamedTuple):
-    """The matrices of an explicit equation, by letters.
+    """The letters of an equation, grouped by their role in the matmul.
 
     Attributes:
         first: The term of the inputs.
@@ -128,7 +128,7 @@ class Form(NamedTuple):
     contracted: str
 
     def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
-        """Return the size of each letter.
+        """Return the size of each letter of the equation, by letter.
 
         Args:
             inputs: The shape of the inputs.
@@ -138,7 +138,7 @@ class Form(NamedTuple):
         return dict(zip(letters, (*inputs, *kernel), strict=True))
 
     def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
-        """Sum an operand over the axes that no other term has.
+        """Sum an operand over the axes whose letters no other term has.
 
         This is done before quantization.
 
@@ -151,9 +151,10 @@ class Form(NamedTuple):
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
-        """Return the home matrix of an operand.
+        """Reshape an operand to its matrix: (batch, free, contracted).
 
-        It has three axes: batch, free and contracted letters, each flattened.
+        This is the home matrix. Each of its three axes flattens a group of
+        letters: batch, free and contracted ones.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -172,7 +173,7 @@ class Form(NamedTuple):
         return framework.reshape(x, shape)
 
     def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
-        """Map entries for the axes of an operand to the axes of its matrix.
+        """Convert a list with an entry per operand axis to its matrix's axes.
 
         A matrix axis gets the entry of the first axis flattened into it. It is
         None if one of the other axes has an entry too.
@@ -189,7 +190,7 @@ class Form(NamedTuple):
         )
 
     def lies_across(self, operand: str) -> bool:
-        """Return True if an operand is stored as its matrix transposed.
+        """Return True if an operand is in memory as its matrix transposed.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -200,24 +201,24 @@ class Form(NamedTuple):
         return kept == order and bool(free) and bool(summed)
 
     def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Return the outputs from their matrix (B, R, C)."""
+        """Reshape an output matrix (B, R, C) to the outputs' axes."""
         return self._tensor(
             matrix, self.batch + self.rows + self.columns, self.out, sizes
         )
 
     def inputs_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Return the gradient of the inputs from its matrix (B, R, K)."""
+        """Reshape a gradient matrix (B, R, K) to the axes of the inputs."""
         return self._tensor(
             matrix, self.batch + self.rows + self.contracted, self.first, sizes
         )
 
     def kernel_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Return the gradient of the kernel from its matrix (B, K, C)."""
+        """Reshape a gradient matrix (B, K, C) to the axes of the kernel."""
         order = self.batch + self.contracted + self.columns
         return self._tensor(matrix, order, self.second, sizes)
 
     def _home(self, operand: str) -> tuple[str, str, str]:
-        """Return the term of an operand, its free and its summed letters."""
+        """Return an operand's term, and the letters it keeps and sums."""
         return {
             "inputs": (self.first, self.rows, self.contracted),
             "kernel": (self.second, self.columns, self.contracted),
@@ -227,7 +228,7 @@ class Form(NamedTuple):
     def _tensor(
         self, matrix: Tensor, order: str, term: str, sizes: Sizes
     ) -> Tensor:
-        """Reshape and transpose a matrix to the axes of a term.
+        """Reshape and transpose a matrix to the axes of a term of the equation.
 
         Broadcast it over axes that were summed: the gradient is constant
         there.
@@ -247,7 +248,7 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def form_of(equation: str) -> Form:
-    """Return the matrices of an explicit equation, such as `"abc,cd->abd"`."""
+    """Return the `Form` of an explicit equation, such as `"abc,cd->abd"`."""
     first, second, out = split(equation)
     return Form(
         first,
@@ -262,7 +263,7 @@ def form_of(equation: str) -> Form:
 
 @functools.lru_cache(maxsize=4096)
 def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
-    """Return the axes of an operand that no other term has."""
+    """Return the axes of an operand whose letters no other term has."""
     term, *groups = form._home(operand)
     order = "".join((form.batch, *groups))
     return tuple(i for i, letter in enumerate(term) if letter not in order)
@@ -272,7 +273,7 @@ def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
 def _home_axes(
     form: Form, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Return how the axes of an operand are flattened into its home matrix.
+    """Return how to permute and flatten an operand into its matrix.
 
     Returns:
         The permutation of the axes, None if they are in order; and, for each

@@ -1,4 +1,4 @@
-"""The contraction with a float8 kernel that is stored and not trained."""
+"""Contractions with a kernel that is stored in float8 and not trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_INPUT = formats.get(_INPUTS).max
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
-    """A contraction with a stored kernel, ready to run; hashable.
+    """How to contract inputs with a stored float8 kernel; hashable data.
 
     Its other operands are constants: the codes of the kernel, its scales, and
     the scale of the inputs if it is static.
@@ -51,19 +51,19 @@ class FrozenPlan:
     for_xla: bool = False
 
     def resolved(self) -> FrozenPlan:
-        """Return this plan with the current value of `prefer`."""
+        """Return a copy of this plan with the current value of `prefer`."""
         if self.prefer:
             return self
         return dataclasses.replace(self, prefer=preferred())
 
     @property
     def only_widens(self) -> bool:
-        """True if the inputs are not quantized."""
+        """True if the plan does not quantize the inputs."""
         return self.recipe.activations is None
 
     @property
     def choice(self) -> Choice:
-        """The kind of kernel that runs the matmul, and the reason."""
+        """Whether the matmul runs natively or emulated, and the reason."""
         if self._asked("inputs") is None:
             return Choice(
                 "emulated",
@@ -75,7 +75,7 @@ class FrozenPlan:
         return self._chosen[1]
 
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
-        """Compute the outputs.
+        """Compute the outputs from inputs and a stored kernel.
 
         Args:
             inputs: Of dtype `dtype`.
@@ -106,7 +106,7 @@ class FrozenPlan:
     def inputs_grad(
         self, outputs_grad: Tensor, constants: Constants, shape: Any
     ) -> Tensor:
-        """Compute the gradient of the inputs, in the compute dtype.
+        """Return the gradient of the inputs, in the compute dtype.
 
         The gradient ignores the rounding of the inputs (straight-through).
 
@@ -129,7 +129,7 @@ class FrozenPlan:
 
     @property
     def _is_einsum(self) -> bool:
-        """True if one einsum on the unpermuted kernel computes this plan.
+        """True if one `ops.einsum` with the kernel as stored gives the outputs.
 
         A permuted kernel would be read with large strides: for one row XLA
         takes twice as long (JAX 0.10, CPU).
@@ -141,7 +141,7 @@ class FrozenPlan:
 
     @property
     def _gradient_equation(self) -> str | None:
-        """The einsum of the inputs gradient; None if it is not an einsum."""
+        """The einsum equation of the inputs gradient; None if there is none."""
         if not self._is_einsum:
             return None
         first, second, out = equations.split(self.contraction.equation)
@@ -151,7 +151,7 @@ class FrozenPlan:
     def _einsum(
         self, equation: str, x: Tensor, codes: Tensor, scale: Tensor
     ) -> Tensor:
-        """Compute an einsum with the kernel in the dtype of `x`, then cast."""
+        """Compute an einsum of `x` and the dequantized kernel, and cast it."""
         dtype = keras.backend.standardize_dtype(x.dtype)
 
         def product(codes: Tensor, scale: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class FrozenPlan:
 
     @functools.cached_property
     def _chosen(self) -> tuple[Any, Choice]:
-        """The kernel for two quantized operands, and the reason."""
+        """The matmul kernel for quantized operands, and its `Choice`."""
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
         request = Request("forward", a, b, False, self.prefer, self.for_xla)
@@ -184,7 +184,7 @@ class FrozenPlan:
 
     @functools.cached_property
     def _has_matrix(self) -> bool:
-        """True if the scales fit the axes of the kernel's home matrix."""
+        """True if the kernel can be read as a matrix with these scales."""
         if not self._is_einsum:
             return False
         form = self.contraction.form
@@ -196,7 +196,7 @@ class FrozenPlan:
         return set(summed) == set(form.contracted) and not form.batch
 
     def _runs_natively(self, codes: Tensor) -> bool:
-        """Return True if a float8 matmul can read the codes."""
+        """Return True if a float8 matmul on this device can read the codes."""
         native = self._has_matrix and self._chosen[1].native
         return native and not _is_wide(codes)
 
@@ -211,17 +211,17 @@ class FrozenPlan:
         )
 
     def _read(self, operand: str, x: Tensor, dtype: str) -> Quantized:
-        """Return the matrix of an operand that is not quantized."""
+        """Return the matrix of an unquantized operand, cast to `dtype`."""
         home = self.contraction.operand(operand, x, None)
         plain = quantized.passthrough(ops.cast(home, dtype))
         return self.contraction.read(operand, plain)
 
     def _dequantized(self, codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
-        """Dequantize the kernel, in its own axes."""
+        """Return the dequantized kernel, in the kernel's own axes."""
         return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
-        """Quantize and dequantize the inputs; float32, in their own axes."""
+        """Return the inputs, rounded to float8 values times their scale."""
         scale = known[0] if known else self._scale(inputs)
         engine = backends.engine()
         numbers = engine.cast(inputs, scale, _INPUTS, False)
@@ -229,7 +229,7 @@ class FrozenPlan:
         return ops.multiply(numbers, scale)
 
     def _scale(self, inputs: Tensor) -> Tensor:
-        """Return the scale of each token, or of each example of a convolution.
+        """Return one scale per token, or per example of a convolution.
 
         It is NaN if a value is not finite, so that the outputs show it.
         """
@@ -246,7 +246,7 @@ class FrozenPlan:
         known: list[Tensor],
         shapes: Any,
     ) -> Tensor:
-        """Compute the outputs with a matmul that reads float8."""
+        """Quantize the inputs; compute the outputs by a float8 matmul."""
         engine = backends.engine()
         contraction: Any = self.contraction
         asked: Any = self._asked("inputs")
@@ -263,7 +263,7 @@ class FrozenPlan:
         )
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
-        """Return the home matrix of the stored kernel."""
+        """Return the stored kernel as a quantized matrix."""
         contraction: Any = self.contraction
         narrow = backends.current().as_float8(codes, self.recipe.weights)
         values = contraction.form.matrix("kernel", narrow)
@@ -277,7 +277,7 @@ class FrozenPlan:
 def dequantized(
     recipe: FrozenKernels, axes: Axes, codes: Tensor, scale: Tensor, dtype: str
 ) -> Tensor:
-    """Dequantize a stored kernel, in its own axes.
+    """Return a stored kernel as floats, in the kernel's own axes.
 
     Args:
         recipe: How the kernel is stored.
@@ -295,7 +295,7 @@ def dequantized(
 
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:
-    """Return True if this device's matmuls read codes stored this way."""
+    """Return True if float8 matmuls here can read a kernel stored this way."""
     a, b = (
         recipe.quantization(operand, "forward")
         for operand in ("inputs", "kernel")
@@ -311,7 +311,7 @@ def _is_wide(codes: Tensor) -> bool:
 
 
 def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Expand the scales of blocks to one scale per element of the kernel."""
+    """Expand a stored kernel's block scales to one scale per element."""
     columns, rows = axes.sizes(shape)
     for axis in (0, 1):
         scale = backends.current().repeat(scale, BLOCK, axis)
@@ -330,7 +330,7 @@ def _plan_of(*fields: Any) -> FrozenPlan:
 def frozen_plan(
     contraction: Contraction, recipe: FrozenKernels, axes: Axes, dtype: str
 ) -> FrozenPlan:
-    """Return the plan of a frozen contraction for the current settings.
+    """Return a frozen contraction's plan for the current settings.
 
     The arguments are the first attributes of `FrozenPlan`.
     """
@@ -348,7 +348,7 @@ def frozen_plan(
 
 
 def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
-    """Compute the outputs of a plan, differentiable by the inputs.
+    """Compute the outputs of a frozen plan; only the inputs have a gradient.
 
     Args:
         plan: From `frozen_plan`.

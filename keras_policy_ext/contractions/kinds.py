@@ -28,7 +28,7 @@ from keras_policy_ext.recipes import Quantization
 
 
 class Contraction(Hashable, Protocol):
-    """A contraction, without its scaling; hashable.
+    """A contraction: three matmuls of inputs, kernel and outputs gradient.
 
     Its three matmuls take operands as `read` returns them: quantized, or
     unchanged if the recipe's quantization is None.
@@ -36,15 +36,15 @@ class Contraction(Hashable, Protocol):
 
     @property
     def reads_what_is_quantized(self) -> bool:
-        """True if matmuls read the whole matrix that was quantized."""
+        """True if the matmuls read each quantized matrix as a whole."""
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Any, Choice]:
-        """Select the kernel for two quantizations; return it and the reason."""
+        """Select the kernel for operands quantized as `a` and `b`."""
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """Adapt the quantization that a recipe asks for to this contraction."""
+        """Return how this contraction can do the quantization of a recipe."""
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """Return the axes of the inputs that one output depends on.
@@ -53,7 +53,7 @@ class Contraction(Hashable, Protocol):
         """
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the tensor to quantize, in the axes of its home matrix.
+        """Return the tensor to quantize: an operand, perhaps as a matrix.
 
         Args:
             name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -62,7 +62,7 @@ class Contraction(Hashable, Protocol):
         """
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """Map entries for the kernel's axes to the axes of its `operand`.
+        """Convert a list with an entry per kernel axis to `operand`'s axes.
 
         Args:
             axes: An entry, possibly empty, for each axis of the kernel.
@@ -74,13 +74,13 @@ class Contraction(Hashable, Protocol):
         """
 
     def lies_across(self, name: str) -> bool:
-        """Return True if an operand is stored as its matrix transposed."""
+        """Return True if an operand is in memory as its matrix transposed."""
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return an operand as the matrix that its first matmul reads."""
+        """Return a quantized operand as the matrix of its first matmul."""
 
     def transposed(self, read: Quantized) -> Quantized:
-        """Return an operand as the matrix that its second matmul reads."""
+        """Return a `read` operand as the matrix of its second matmul."""
 
     def product(
         self,
@@ -91,7 +91,7 @@ class Contraction(Hashable, Protocol):
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """Run one matmul: the outputs, or the gradient of an operand."""
+        """Run a matmul; return the outputs, or the gradient of an operand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +108,13 @@ class Einsum:
 
     @functools.cached_property
     def form(self) -> Form:
-        """The matrices of the equation."""
+        """The `Form` of the equation: its letters by role."""
         return form_of(self.equation)
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[MatmulKernel, Choice]:
-        """Select the kernel for two quantizations; return it and the reason."""
+        """Select a matmul kernel for operands quantized as `a` and `b`."""
         if a is None or b is None:
             reason = f"{matmul} is not in float8 under this recipe"
             return engine.plain, Choice("emulated", reason)
@@ -122,17 +122,17 @@ class Einsum:
         return engine.select(Request(matmul, a, b, batched, **how))
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """Return the quantization that the recipe asks for, unchanged."""
+        """Return a recipe's quantization unchanged: an einsum can do any."""
         # What a recipe asks.
         return asked
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """Return the axes of the inputs that one output depends on."""
+        """Return the inputs' axes that one output may depend on."""
         first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the operand unchanged: convolutions keep its axes."""
+        """Return the tensor to quantize: an operand as a matrix or as is."""
         # A tensor with one scale keeps its own axes while it is quantized, so
         # that what is moved to make a matrix of it is narrow.
         form = self.form
@@ -144,7 +144,7 @@ class Einsum:
         return x if in_axes else form.matrix(name, x)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """Map entries for the kernel's axes to the axes of its `operand`."""
+        """Convert a list with an entry per kernel axis to `operand`'s axes."""
         if not in_one_scale(asked):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
@@ -152,11 +152,11 @@ class Einsum:
         return tuple(each for c, each in said if c in form.first + form.out)
 
     def lies_across(self, name: str) -> bool:
-        """Return True if an operand is stored as its matrix transposed."""
+        """Return True if an operand is in memory as its matrix transposed."""
         return self.form.lies_across(name)
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return an operand as the matrix that its first matmul reads."""
+        """Return a quantized operand as the matrix of its first matmul."""
         # The home matrix.
         quantization = quantized.quantization
         if quantization is not None and not quantization.keeps_axes:
@@ -164,14 +164,14 @@ class Einsum:
         return quantized.with_values(self.form.matrix(name, quantized.values))
 
     def transposed(self, read: Quantized) -> Quantized:
-        """Return an operand as the matrix that its second matmul reads."""
+        """Return a `read` operand as the matrix of its second matmul."""
         return read.transposed
 
     def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
-        """Reshape a bias to one value per column of the output matrix.
+        """Return a bias as a vector with one value per output column, or None.
 
-        Return None if it varies between rows, or if several columns share a
-        value.
+        Return None if the bias varies between rows, or if several columns
+        share a value.
         """
         form, sizes = self.form, self.form.sizes(*shapes)
         columns = [sizes[c] for c in form.columns]
@@ -188,7 +188,7 @@ class Einsum:
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """Run one matmul: the outputs, or the gradient of an operand."""
+        """Run a matmul; return the outputs, or the gradient of an operand."""
         matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
         sizes = self.form.sizes(*shapes)
         if matmul == "forward":
@@ -250,42 +250,42 @@ class Conv:
         }
 
     def of(self, x: Tensor, w: Tensor) -> Tensor:
-        """Compute Keras's convolution of inputs and a kernel."""
+        """Compute Keras's convolution of `x` with the kernel `w`."""
         return ops.conv(x, w, **self.arguments)
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Convolutions, Choice]:
-        """Select the kernel for two quantizations; return it and the reason."""
+        """Select how to convolve operands quantized as `a` and `b`."""
         return engine.convolutions, Choice(
             "emulated", engine.convolutions.reason
         )
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
-        """Return the requested quantization with one scale per tensor."""
+        """Return a recipe's quantization, with one scale per tensor."""
         # One scale for a tensor.
         return None if asked is None else asked.tensorwise
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
-        """Return the axes of the inputs that one output depends on."""
+        """Return the inputs' axes that one output may depend on."""
         return tuple(range(1, rank))
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the operand unchanged: convolutions keep its axes."""
+        """Return the operand unchanged: a convolution needs its axes."""
         # The tensor as it is.
         return x
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """Map entries for the kernel's axes to the axes of its `operand`."""
+        """Return `axes` as a tuple: a convolution keeps the kernel's axes."""
         return tuple(axes)
 
     def lies_across(self, name: str) -> bool:
-        """Return False: convolutions have no home matrix."""
+        """Return False: a convolution reads no transposed matrix."""
         # It is read as it lies.
         return False
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return the operand unchanged: convolutions read its axes."""
+        """Return the quantized operand unchanged: its axes are needed."""
         # As it is.
         return quantized
 
@@ -303,7 +303,7 @@ class Conv:
         shapes: Shapes,
         dtype: str,
     ) -> Tensor:
-        """Run one convolution: the outputs, or the gradient of an operand."""
+        """Run a convolution; return the outputs, or an operand's gradient."""
         first, second = (emulated.float32(each) for each in (a, b))
         if matmul == "forward":
             result = kernel.outputs(self, first, second)
@@ -333,11 +333,11 @@ class ConvTranspose(Conv):
         return {**super().arguments, "output_padding": self.output_padding}
 
     def of(self, x: Tensor, w: Tensor) -> Tensor:
-        """Compute Keras's transposed convolution of inputs and a kernel."""
+        """Compute Keras's transposed convolution of `x` with the kernel `w`."""
         return ops.conv_transpose(x, w, **self.arguments)
 
     def around(self, kernel_size: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return the zeros to add around the outputs of each axis.
+        """Return the zeros to add before and after the outputs, per axis.
 
         A negative number is a crop. It applies to the unpadded outputs, of
         size `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. If "same"
@@ -369,7 +369,7 @@ class ConvTranspose(Conv):
 
 
 def in_one_scale(asked: Quantization | None) -> bool:
-    """Return True if quantization does not depend on the operand's axes."""
+    """Return True for a quantization that needs no matrix, and for None."""
     return asked is None or asked.keeps_axes
 
 

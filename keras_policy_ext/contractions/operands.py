@@ -1,4 +1,4 @@
-"""The operands of a plan: how each is quantized, cast and laid out."""
+"""How each operand of a contraction is quantized, cast and laid out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from keras_policy_ext.recipes import (
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of a contraction under a recipe.
+    """How a recipe quantizes the three operands of a contraction.
 
     Attributes:
         contraction: The contraction.
@@ -42,7 +42,7 @@ class Operands:
 
     @functools.cached_property
     def quantizations(self) -> dict[tuple[str, str], Quantization | None]:
-        """The quantization of each operand in each matmul."""
+        """The quantization by operand and matmul, None if not quantized."""
         return {
             (operand, matmul): self.contraction.quantization(
                 self.recipe.quantization(operand, matmul)
@@ -53,7 +53,7 @@ class Operands:
 
     @functools.cached_property
     def shares_quantization(self) -> dict[str, bool]:
-        """For each operand, True if it is quantized once for both matmuls."""
+        """By operand, True if both its matmuls read one quantized matrix."""
         return {
             operand: read_transposed(
                 *(self.quantizations[operand, m] for m in matmuls_of(operand))
@@ -63,7 +63,7 @@ class Operands:
 
     @functools.cached_property
     def cast_for_both(self) -> dict[str, Quantization | None]:
-        """The quantization that one cast can write for both matmuls.
+        """By operand, the quantization one cast writes for both matmuls.
 
         None unless both matmuls read the same values, with one scale.
         """
@@ -78,7 +78,7 @@ class Operands:
 
     @functools.cached_property
     def stored_transposed(self) -> dict[tuple[str, str], bool]:
-        """True if an operand is quantized as the transpose of its matrix.
+        """By operand and matmul, True if the matrix's transpose is quantized.
 
         That is so if it is stored in memory this way, as most kernels are. A
         compiler that scales and transposes in one kernel would otherwise read
@@ -92,19 +92,19 @@ class Operands:
         }
 
     def reads_transpose(self, operand: str, matmul: str) -> bool:
-        """Return True if a matmul reads the quantized matrix transposed."""
+        """Return True if a matmul reads the quantized operand transposed."""
         is_second = matmul != matmuls_of(operand)[0]
         return is_second != self.stored_transposed[operand, matmul]
 
     def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
-        """Return the quantization of an operand in its memory layout."""
+        """Return how an operand is quantized, in the layout that is stored."""
         asked = self.quantizations[operand, matmul]
         if asked is None or not self.reads_transpose(operand, matmul):
             return asked
         return asked.transposed
 
     def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
-        """Map entries for the kernel's axes to the axes it is quantized in.
+        """Convert a list with an entry per kernel axis to the quantized axes.
 
         Args:
             axes: See `Contraction.kernel_axes`.
@@ -119,7 +119,7 @@ class Operands:
 
     @functools.cached_property
     def kept(self) -> dict[str, Quantization | None]:
-        """The quantization of each operand saved for the backward pass."""
+        """By operand, the quantization in which the operand is saved."""
         return {
             operand: self.quantized_as(operand, matmuls_of(operand)[1])
             for operand in ("inputs", "kernel")
@@ -128,12 +128,12 @@ class Operands:
 
 @functools.lru_cache(maxsize=1024)
 def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
-    """Return the operands of a contraction; the same object for equal ones."""
+    """Return a contraction's `Operands` under a recipe, from a cache."""
     return Operands(contraction, recipe)
 
 
 def storing(cast: Any) -> Any:
-    """Wrap a cast so that its result is materialized; see `Backend.stored`."""
+    """Wrap a cast so that compilers store the result; see `Backend.stored`."""
 
     def casting(*how: Any) -> Any:
         return backends.current().stored(cast(*how))
@@ -142,7 +142,7 @@ def storing(cast: Any) -> Any:
 
 
 def amax_of(operand: str) -> Any:
-    """Return the function that computes the amax of an operand.
+    """Return the function that computes the amax of this operand.
 
     The amax of an outputs gradient is reduced by columns first, like the sum
     that is the bias gradient.
@@ -152,7 +152,7 @@ def amax_of(operand: str) -> Any:
 
 
 def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
-    """All-gather the codes of a sharded kernel.
+    """All-gather the quantized shards of a kernel; return the whole kernels.
 
     The kernel is quantized before it is gathered. The scales are computed from
     the amax over all shards, so that they are equal on all devices.
@@ -185,7 +185,7 @@ Selections = dict[str, tuple[Any, Choice]]
 
 
 class OperandUse:
-    """An operand in one of the two matmuls that read it.
+    """How an operand is quantized and read in one of its two matmuls.
 
     Args:
         plan: A `Plan`.
@@ -245,7 +245,7 @@ class OperandUse:
     def quantize(
         self, home: Tensor, amax: Amax, known: StateReading | None, cast: Any
     ) -> tuple[Quantized, Quantized]:
-        """Quantize an operand, once for the outputs and once for gradients.
+        """Quantize an operand; return one copy for outputs, one for gradients.
 
         The outputs use saturated values. If a value is not finite and the
         recipe has no state to report it, the gradients are NaN.
@@ -287,7 +287,7 @@ class OperandUse:
         return saturated, marked
 
     def read(self, operand: Quantized) -> Quantized:
-        """Return the matrix of an operand as this matmul reads it.
+        """Return a quantized operand as the matrix that this matmul reads.
 
         Transpose last: XLA commutes a transpose with one operation per pass.
 
@@ -311,12 +311,12 @@ class OperandUse:
 
 
 class UseOfBothLayouts(OperandUse):
-    """An operand that one cast has written in both layouts."""
+    """How a matmul reads an operand that one cast wrote in both layouts."""
 
     is_in_both_layouts: Callable[[Tensor], bool]
 
     def read(self, operand: Quantized) -> Quantized:
-        """Return the matrix, which is already transposed in memory."""
+        """Return the operand's matrix, in the layout that this matmul reads."""
         if not self.is_in_both_layouts(operand.values):
             return super().read(operand)
         if self.reads_transpose:
@@ -325,7 +325,7 @@ class UseOfBothLayouts(OperandUse):
 
 
 class BoundOperand:
-    """An operand of a plan, bound to a device.
+    """How an operand of a plan is quantized on a device, for both matmuls.
 
     It is quantized once if the second matmul can read the transpose of the
     first one's matrix. Otherwise it is quantized twice.
@@ -370,7 +370,7 @@ class BoundOperand:
     def quantize(
         self, x: Tensor, known: StateReading | None, observe: bool
     ) -> QuantizedForBoth:
-        """Quantize an operand for both of its matmuls.
+        """Quantize an operand for the two matmuls that read it.
 
         Args:
             x: The operand.
@@ -393,12 +393,12 @@ class BoundOperand:
         return QuantizedForBoth(first, marked, amax.known if observe else None)
 
     def matrix(self, operand: Quantized) -> Quantized:
-        """Return the home matrix, or the tensor that a convolution reads."""
+        """Return a quantized operand as its matrix (batch, rows, columns)."""
         return self.first.contraction.read(self.operand, operand)
 
 
 class OperandInBothLayouts(BoundOperand):
-    """An operand whose matrices are both written by one cast on the device."""
+    """How one cast quantizes an operand and writes it in both layouts."""
 
     use = UseOfBothLayouts
     first: UseOfBothLayouts
@@ -417,20 +417,20 @@ class OperandInBothLayouts(BoundOperand):
             use.is_in_both_layouts = self.is_in_both_layouts
 
     def matrix(self, operand: Quantized) -> Quantized:
-        """Return the home matrix; a cast in both layouts has made it."""
+        """Return a quantized operand as its matrix (batch, rows, columns)."""
         if self.is_in_both_layouts(operand.values):
             return operand
         return super().matrix(operand)
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
-        """Return True if an operand is quantized in both layouts."""
+        """Return True if one cast writes this operand in both layouts."""
         how = values, self._dtype, self._quantization.format
         return self._both.supports(*how) is None
 
     def quantize(
         self, x: Tensor, known: StateReading | None, observe: bool
     ) -> QuantizedForBoth:
-        """Quantize with the cast for both layouts, if it supports `x`."""
+        """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
             return super().quantize(x, known, observe)
         home = self._home(x, self.first.quantization)
@@ -444,7 +444,7 @@ class OperandInBothLayouts(BoundOperand):
 def bind_operand(
     plan: Any, operand: str, engine: Engine, selections: Selections
 ) -> BoundOperand:
-    """Select how an operand is quantized.
+    """Return the `BoundOperand` that quantizes an operand of a plan.
 
     Args:
         plan: A `Plan`.
@@ -465,7 +465,7 @@ def bind_operand(
 def _cast_of(
     plan: Any, engine: Engine, first: OperandUse, second: OperandUse
 ) -> Any:
-    """Return the cast of an operand, to a float8 dtype if a matmul reads it."""
+    """Return the cast of an operand: to float8 if a native matmul reads it."""
     if first.native or second.native:
         return engine.narrow_cast
     return engine.cast_in_training if plan.training else engine.cast
@@ -474,7 +474,7 @@ def _cast_of(
 def _casts_before_amax(
     plan: Any, operand: BoundOperand, engine: Engine
 ) -> bool:
-    """Return True if one compiled kernel casts an operand and finds its amax.
+    """Return True if one kernel should cast an operand and find its amax.
 
     XLA does not fuse an amax into a kernel that transposes. Storing codes and
     transposing them moves 5 bytes per bfloat16 element. The amax and a cast in

@@ -1,4 +1,4 @@
-"""A plan: how a contraction is quantized, as data; and `prefer`."""
+"""A plan says how a contraction is quantized; `prefer` says how it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _preferred = contextvars.ContextVar("preferred kind of kernel", default="auto")
 
 
 def preferred() -> str:
-    """Return the kind of the innermost `prefer`, or `"auto"`.
+    """Return the kind that the innermost `prefer` block sets, or `"auto"`.
 
     A plan stores it, so that a backward pass on another thread does not need
     to look it up.
@@ -34,7 +34,7 @@ def preferred() -> str:
 
 @contextlib.contextmanager
 def prefer(kind: str) -> Iterator[None]:
-    """Ask for native or for emulated matmuls inside a `with` block.
+    """In the block, prefer native or emulated matmuls, as `kind` says.
 
     Both kinds quantize the operands to the same values. Their results are
     equal up to the order of summation. If no native matmul exists, asking for
@@ -72,7 +72,7 @@ def prefer(kind: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One float8 contraction; hashable data.
+    """How to compute one float8 contraction; hashable data.
 
     `bound` has the kernels, casts and layouts that are chosen for a device.
 
@@ -107,12 +107,12 @@ class Plan:
 
     @functools.cached_property
     def first_use(self) -> Plan:
-        """This plan in slot 0: all slots have the same forward pass."""
+        """A copy of this plan with slot 0; all slots have the same outputs."""
         return dataclasses.replace(self, slot=0)
 
     @functools.cached_property
     def another_use(self) -> Plan:
-        """This plan in the slot that is farthest from its own.
+        """A copy of this plan with the slot farthest from the plan's slot.
 
         For gradients that are differentiated, as in a gradient penalty. They
         may be much larger or smaller than gradients of the loss. Up to 4 uses
@@ -123,21 +123,21 @@ class Plan:
 
     @functools.cached_property
     def source(self) -> Any:
-        """The source of the recipe's scales."""
+        """The object that computes the recipe's scales."""
         return source_of(self.recipe)
 
     def resolved(self) -> Plan:
-        """Return this plan with the current value of `prefer`."""
+        """Return a copy of this plan with the current value of `prefer`."""
         return self if self.prefer else preferring(self, preferred())
 
     @functools.cached_property
     def operands(self) -> Operands:
-        """For each operand: its quantization in each matmul, and its layout."""
+        """How the three operands are quantized and laid out."""
         return operands_of(self.contraction, self.recipe)
 
     @property
     def bound(self) -> BoundPlan:
-        """This plan with the kernels for the current device.
+        """This plan with the kernels selected for the current device.
 
         It is the same object until the device, the simulated device or the
         engine changes.
@@ -156,22 +156,22 @@ class Plan:
         return bound
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
-        """Return the kernel of a matmul, and the reason."""
+        """Return the kernel selected for a matmul, and its `Choice`."""
         return self.bound.selections[matmul]
 
     @property
     def choice(self) -> Choice:
-        """The kind of kernel that runs the forward pass, and the reason."""
+        """Whether the outputs are computed natively or emulated, and why."""
         return self.choose("forward")[1]
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(*fields: Any) -> Plan:
-    """Return a plan with these fields; the same object for equal ones."""
+    """Return a `Plan` with these fields, from a cache."""
     return Plan(*fields)
 
 
 @functools.lru_cache(maxsize=4096)
 def preferring(plan: Plan, kind: str) -> Plan:
-    """Return a plan with this preference; the same object for equal ones."""
+    """Return a copy of a plan with `prefer` set to `kind`, from a cache."""
     return dataclasses.replace(plan, prefer=kind)

@@ -1,4 +1,4 @@
-"""The derivatives of the two gradients of a contraction.
+"""The derivatives of a contraction's two gradients.
 
 `y = C(x, w)` is linear in each operand, and so are its gradients. Rounding and
 scaling count as the identity, as in the gradients themselves. Let `g` be the
@@ -38,7 +38,7 @@ def gradients(
     u: Tensor | None,
     needed: Needed = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of `g`, `x` and `w`.
+    """Differentiate both gradients by outputs gradient, inputs and kernel.
 
     Args:
         bound: A `BoundPlan`.
@@ -68,7 +68,7 @@ def gradients(
 
 
 class _Operands:
-    """The home matrices of unquantized or dequantized operands."""
+    """The operands of a contraction as matrices of floats."""
 
     def __init__(self, bound: Any, residuals: Any, outputs_grad: Tensor):
         self._bound, self._plan = bound, bound.plan
@@ -92,7 +92,7 @@ class _Operands:
         return self.plain("outputs_grad", self._outputs_grad)
 
     def product(self, matmul: str, a: Quantized, b: Quantized) -> Tensor:
-        """Run one of the three matmuls on home matrices of operands."""
+        """Run a matmul of a contraction on two matrices of floats."""
         contraction = self._plan.contraction
         engine = self._bound.engine
         kernel, _ = contraction.choose(engine, matmul, None, None)
@@ -106,14 +106,14 @@ class _Operands:
         return contraction.product(matmul, kernel, *operands, shapes, dtype)
 
     def plain(self, operand: str, x: Tensor) -> Quantized:
-        """Return the home matrix of a tensor that is not quantized."""
+        """Return an unquantized operand as its matrix."""
         plan = self._plan
         home = plan.contraction.operand(operand, x, None)
         plain = quantized.passthrough(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
     def _decoded(self, operand: str, kept: Quantized) -> Quantized:
-        """Dequantize a saved operand, in its home matrix."""
+        """Dequantize a saved operand, and return it as a matrix of floats."""
         bound = getattr(self._bound, operand)
         across = bound.second.reads_transpose
         asked = kept.quantization

@@ -64,7 +64,7 @@ class _Float8Attention(Float8Mixin):
     def build(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None
     ) -> None:
-        """Build the projections; in float8 under a float8 policy."""
+        """Build the projections; swap them to float8 under a float8 policy."""
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # The path is known now.
         made = walking.layers_within(self)[1:]
@@ -78,14 +78,14 @@ class _Float8Attention(Float8Mixin):
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
-        """The float8 policy of the scores and the weighted sum, or None.
+        """The float8 policy of the two attention matmuls, or None.
 
         The projections are layers with policies of their own.
         """
         return super().float8_policy if self._float8_attention else None
 
     def choose_attention(self, attention: str | None) -> None:
-        """Set `attention` of an existing layer, as `convert` does.
+        """Set `attention` of a layer that already exists; `convert` calls it.
 
         Raises:
             ValueError: If it is `"float8"` and the layer was made with
@@ -108,7 +108,7 @@ class _Float8Attention(Float8Mixin):
         self._resolve_float8_policy()
 
     def get_config(self) -> dict[str, Any]:
-        """Return the stock config, plus `attention` if the class takes it.
+        """Return the stock layer's config, with `attention` if it is set.
 
         A subclass of a stock layer that `convert` has changed is saved under
         its own name, and its constructor may not take `attention`. So
@@ -134,7 +134,7 @@ class _Float8Attention(Float8Mixin):
         stock_attention.replace_attention(self, _Float8Attention, attend)
 
     def _attend_in_float8(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute Keras's attention with both matmuls in float8."""
+        """Compute scores, softmax and weighted sum, matmuls in float8."""
         contract = self.float8_activations_einsum
         return stock_attention.attend(
             self, self._float8_scores, contract, *args, **kwargs
@@ -142,7 +142,7 @@ class _Float8Attention(Float8Mixin):
 
     @property
     def _dtype_of_scores(self) -> str:
-        """The compute dtype, but float32 instead of float16.
+        """The dtype of attention scores: float32 for float16, else as set.
 
         In float16 scores above 65504 would be infinite, and the softmax NaN.
         """
@@ -156,7 +156,7 @@ class _Float8Attention(Float8Mixin):
 
 
 def _attention_drop_in(cls: LayerClass) -> LayerClass:
-    """Register a class as `drop_in` does; add `attention` to its signature."""
+    """Register an attention class as `drop_in` does, with `attention`."""
     layer: Any = drop_in(cls)
     *parameters, rest = layer.__signature__.parameters.values()
     attention = inspect.Parameter(
@@ -227,6 +227,6 @@ class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
 
 
 def _over_root(query: Tensor, size: int) -> Tensor:
-    """Compute `query / sqrt(size)`, with the factor rounded to its dtype."""
+    """Compute `query / sqrt(size)`; round the factor to the query's dtype."""
     factor = ops.cast(float(size) ** -0.5, query.dtype)
     return ops.multiply(query, factor)

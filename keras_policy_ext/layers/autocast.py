@@ -1,4 +1,4 @@
-"""Autocasting that each layer can control: `AutocastMixin`."""
+"""Autocasting that a layer can control: `AutocastMixin`, `autocast_scope`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _POSITIONAL = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CastArguments:
-    """The arguments of a `call` that are cast to the compute dtype.
+    """Which arguments of a layer's `call` are cast to the compute dtype.
 
     Attributes:
         positional: Names of the positional parameters.
@@ -64,7 +64,7 @@ class CastArguments:
 
     @classmethod
     def of(cls, call: Callable[..., object], way: str, exclude: object) -> Self:
-        """Read the signature of `call` and the settings of the layer.
+        """Return which arguments of `call` the layer's settings cast.
 
         Raises:
             ValueError: If `way` is not in `WAYS`, or `call` has no parameter
@@ -91,7 +91,7 @@ class CastArguments:
         )
 
     def at(self, position: int) -> bool:
-        """Return True if a positional argument is cast."""
+        """Return True if the argument at this position is cast."""
         known = position < len(self.positional)
         name = self.positional[position] if known else self.rest
         if self.only_first and position > 0:
@@ -99,14 +99,14 @@ class CastArguments:
         return name not in self.excluded
 
     def named(self, name: str) -> bool:
-        """Return True if a keyword argument is cast."""
+        """Return True if the keyword argument of this name is cast."""
         if self.only_first and name not in self.positional[:1]:
             return False
         return name not in self.excluded
 
 
 def exclusion(exclude: object) -> tuple[str, ...]:
-    """Convert `autocast_exclude` to a tuple of names.
+    """Convert the value of `autocast_exclude` to a tuple of names.
 
     Raises:
         TypeError: If it is not a name or a collection of names.
@@ -140,7 +140,7 @@ def _excluded(
 def read_add_weight(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of `add_weight` from tf_keras's form to Keras's.
+    """Convert tf_keras's arguments of `add_weight` to those of Keras.
 
     In tf_keras the name is the first argument: `add_weight("kernel", (3, 4))`.
     Its `experimental_autocast` is Keras's `autocast`.
@@ -167,7 +167,7 @@ def read_add_weight(
 
 
 def _is_legacy(args: tuple[Any, ...]) -> bool:
-    """Return True if the first argument is a name, or None for no name."""
+    """Return True if `add_weight` got tf_keras's arguments: a name first."""
     first, second = (*args, None, None)[:2]
     unnamed = first is None and isinstance(second, (tuple, list))
     return isinstance(first, str) or unnamed
@@ -188,7 +188,7 @@ _SCOPES = _scopes.Scopes(
 
 
 def autocast_scope(dtype: object) -> AbstractContextManager[None]:
-    """Read variables in another dtype inside a `with` block.
+    """In the block, read autocast variables in this dtype.
 
     It affects variables read in the block itself: a layer's call enters the
     scope of its own compute dtype. The scope belongs to the thread and all its
@@ -240,7 +240,7 @@ def autocast_scope(dtype: object) -> AbstractContextManager[None]:
 
 
 class AutocastVariable(keras.Variable):
-    """A variable that is always written in its own dtype.
+    """A variable to which values are always written in its variable dtype.
 
     Inside a mixed layer Keras adds in the compute dtype before it assigns. On
     torch it assigns to the cast copy that it returned.
@@ -254,27 +254,27 @@ class AutocastVariable(keras.Variable):
     asked: bool
 
     def assign(self, value: Tensor) -> Tensor:
-        """Assign a value in the dtype of the variable."""
+        """Assign a value, cast to the variable's own dtype."""
         with calls.autocast_scope(None):
             return super().assign(value)
 
     def assign_add(self, value: Tensor) -> Tensor:
-        """Add in the dtype of the variable."""
+        """Add a value in the variable's own dtype."""
         with calls.autocast_scope(None):
             return super().assign_add(value)
 
     def assign_sub(self, value: Tensor) -> Tensor:
-        """Subtract in the dtype of the variable."""
+        """Subtract a value in the variable's own dtype."""
         with calls.autocast_scope(None):
             return super().assign_sub(value)
 
     def follow(self, mixed: bool) -> None:
-        """Set whether it autocasts: if requested and the owner is mixed."""
+        """Autocast from now on if that was requested and `mixed` is True."""
         variable_values.set_autocasts(self, self.asked and mixed)
 
 
 def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
-    """Register a layer as the owner of a variable.
+    """Turn a layer's variable into an `AutocastVariable` of the layer.
 
     It changes the class of the object. `Layer.add_weight` creates the
     variable, with Keras's name scope and tracking, and does not let the caller
@@ -290,7 +290,7 @@ def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
 
 
 def assigned_variables(value: object) -> list[keras.Variable]:
-    """Return the variables in an attribute, also in lists and dicts."""
+    """Return the variables in an attribute's value, also in lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -318,7 +318,7 @@ def is_autocast_variable(variable: object) -> bool:
 
 
 class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
-    """Lets a layer choose what it casts: arguments, variables, outputs.
+    """A mixin for layers that choose which arguments and variables are cast.
 
     ```python
     class MyLayer(kpe.layers.AutocastMixin, keras.layers.Layer):
@@ -403,7 +403,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     # its constructor.
     @functools.wraps(keras.layers.Layer.get_config, assigned=())
     def get_config(self) -> dict[str, Any]:
-        """Return the layer's config, with the autocast arguments it got."""
+        """Return the layer's config, with the autocast arguments given."""
         config = dict(super().get_config())
         for name in ("autocast_args", "autocast_exclude", "strict"):
             value = self.__dict__["_autocast_config"].get(name)
@@ -415,7 +415,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return config
 
     def add_weight(self, *args: Any, **kwargs: Any) -> keras.Variable:
-        """Add a weight; accept tf_keras's arguments besides Keras's.
+        """Add a weight, by the arguments of Keras or of tf_keras.
 
         Args:
             *args: The arguments of Keras (shape, initializer, dtype) or, if
@@ -445,7 +445,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 own(variable, self, self._is_mixed())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer, with arguments cast by the layer's settings."""
+        """Call the layer; cast the arguments that the layer's settings say."""
         if "_cast_arguments" not in self.__dict__:
             return super().__call__(*args, **kwargs)  # Keras says what lacks.
         self._follow_policy()
@@ -463,7 +463,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return_losses: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Call the layer statelessly, by way of `__call__`.
+        """Call the layer with given values of its variables, like `__call__`.
 
         Keras's `stateless_call` runs `call` directly, so that no argument and
         no variable of the layer itself is cast.
@@ -503,7 +503,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return (outputs, state, losses) if return_losses else (outputs, state)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the output spec in the dtypes of `__call__`."""
+        """Return the output spec, in the dtypes that `__call__` gives."""
         args, kwargs = self._convert(args, kwargs, symbolic=True)
         with self._call_scope():
             return super().compute_output_spec(*args, **kwargs)
@@ -511,7 +511,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     def rematerialized_call(
         self, layer_call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Return a rematerialized call that recomputes in the same dtypes.
+        """Return a rematerialized call that casts as the first call does.
 
         The recomputation is in the backward pass, outside of the call's scope.
         """
@@ -525,13 +525,13 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
     @property
     def losses(self) -> list[Tensor]:
-        """The losses of the layer, from variables in their own dtype."""
+        """The layer's losses, computed in the variable dtype."""
         with calls.autocast_scope(None):
             return super().losses
 
     @property
     def activity_regularizer(self) -> Any:
-        """The regularizer of the outputs; None if there is none.
+        """The regularizer of the layer's outputs; None if there is none.
 
         During a call it casts to the variable dtype first, since in float16 a
         sum of squares overflows at 65504.
@@ -559,7 +559,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return bool(self.autocast and self.compute_dtype != self.variable_dtype)
 
     def _has_made(self, variable: keras.Variable) -> bool:
-        """Return True if an assigned variable was not created by another layer.
+        """Return True if this layer, and no other, created a variable.
 
         A variable that another layer created has the path of that layer.
         """
@@ -568,7 +568,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         return variable.path in (variable.name, f"{self.path}/{variable.name}")
 
     def _own_variables(self) -> None:
-        """Register as owner of variables that were not assigned to attributes.
+        """Make all variables of this layer `AutocastVariable`s of the layer.
+
+        Some were not assigned to an attribute, and are not known yet.
 
         A list may be filled after it was assigned. Keras tracks no new
         variables once the layer is built, so that calls need no check.
@@ -585,7 +587,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 variable_values.set_autocasts(variable, False)
 
     def _follow_policy(self) -> None:
-        """Update the variables if the policy has changed."""
+        """Update the variables' autocasting after a change of policy."""
         mixed = self._is_mixed()
         if self.__dict__.get("_was_mixed") == mixed:
             return
@@ -596,7 +598,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 variable.follow(mixed)
 
     def _call_scope(self) -> AbstractContextManager[object]:
-        """Return the scope that Keras's `__call__` enters around `call`."""
+        """Return the autocast scope that Keras enters around `call`."""
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):
             return calls.autocast_scope(None)
@@ -607,7 +609,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
     def _convert(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert arrays to tensors, and cast floats by the layer's settings.
+        """Convert arguments to tensors; cast floats by the layer's settings.
 
         Symbolic tensors are cast only after Keras has made a node of the
         layer. Before, each cast would be a node of its own.
@@ -663,7 +665,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
 
 
 def _unmarked_get_config(cls: Any) -> Any:
-    """Return a `get_config` for a class that calls its parent's."""
+    """Return a `get_config` method that calls the parent class's method."""
 
     def get_config(self: Any) -> dict[str, Any]:
         return super(cls, self).get_config()
@@ -672,12 +674,12 @@ def _unmarked_get_config(cls: Any) -> Any:
 
 
 def _regularize(regularizer: Any, x: Tensor, *, dtype: str) -> Tensor:
-    """Apply a regularizer to a floating tensor in a given dtype."""
+    """Call a regularizer on a tensor cast to `dtype`, if it is floating."""
     return regularizer(x if _floating_dtype(x) is None else ops.cast(x, dtype))
 
 
 def _floating_dtype(x: Tensor) -> str | None:
-    """Return the dtype of a floating tensor, or None for other objects.
+    """Return the name of a floating tensor's dtype, or None.
 
     None also for symbolic tensors and torch's meta tensors: while shapes are
     inferred on torch, Keras returns variables in their own dtype.

@@ -1,4 +1,4 @@
-"""Swap built layers to their float8 classes and back, in place.
+"""Turn built layers into their float8 classes and back, in place.
 
 A layer keeps its identity, its variables and its place in the model. Only its
 class changes, and a layer with kernels gets a float8 state.
@@ -33,7 +33,7 @@ def to_float8_class(
     policy: Any = None,
     frozen: Iterable[Frozen] | None = None,
 ) -> None:
-    """Turn a built layer into its float8 form, in place.
+    """Change a built layer to its float8 class and a float8 policy, in place.
 
     Args:
         layer: A built layer whose class has a float8 form (`form_of`) or is
@@ -71,7 +71,7 @@ def to_float8_class(
 
 
 def to_stock_class(layer: keras.Layer) -> None:
-    """Undo `to_float8_class`: stock class, source policy, no float8 state.
+    """Change a float8 layer to its stock class, without float8, in place.
 
     A class without a stock original, such as a user's own class with the
     mixin, is kept. Weights are unchanged to the bit. Stored kernels become

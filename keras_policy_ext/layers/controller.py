@@ -1,4 +1,4 @@
-"""What a float8 layer holds: the policy that it follows, and its kernels."""
+"""The controller of a float8 layer: its float8 policy, kernels and states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _USED = "_float8_states_used"
 
 
 class Float8Controller:
-    """The part of a float8 layer that Keras does not see.
+    """The float8 policy and kernels of a layer, which Keras does not see.
 
     The layer has one, `float8_controller`; the mixin hands on to it what
     Keras calls. The state is a sub-layer, `float8_state`, since files have a
@@ -69,7 +69,7 @@ class Float8Controller:
 
     @classmethod
     def join(cls, layer: keras.Layer) -> None:
-        """Give a layer a controller, if it has none yet."""
+        """Create the `float8_controller` of a layer, if it has none yet."""
         # Keras tracks no such object, and PyTorch no attribute before its
         # own constructor has run.
         vars(layer).setdefault("float8_controller", cls(layer))
@@ -78,13 +78,16 @@ class Float8Controller:
 
     @property
     def current_policy(self) -> Float8DTypePolicy | None:
-        """The float8 policy for the path of the layer, or None."""
+        """The layer's float8 policy, looked up anew if its path changed.
+
+        None if the layer does not follow float8.
+        """
         if self._path != self.layer.path:
             self.layer._resolve_float8_policy()
         return self.policy
 
     def resolve_policy(self) -> None:
-        """Look up the policy for the path of the layer, and keep it.
+        """Look up and store the float8 policy for the layer's path.
 
         A step does not look it up: torch.compile takes the class of a mapping
         for another one and would leave float8 out (torch 2.13).
@@ -101,7 +104,7 @@ class Float8Controller:
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
-        """Let the state follow another policy that is set.
+        """Prepare the layer's float8 state for another policy, or raise.
 
         Raises:
             ValueError: If the state does not fit the policy, or kernels are
@@ -139,7 +142,7 @@ class Float8Controller:
         state.follow(recipe)
 
     def replace_policy(self, policy: keras.DTypePolicy) -> None:
-        """Follow another policy with existing kernels of an unlocked layer.
+        """Set another policy on an unlocked layer; create new states for it.
 
         The states are created anew and keep their amaxes. See
         `layers.class_swap`. Users set `dtype_policy` instead.
@@ -169,7 +172,7 @@ class Float8Controller:
         return [v for v in self.layer.weights if v.path in self.kernel_paths]
 
     def add_kernel(self, variable: keras.Variable) -> None:
-        """Contract a new weight of the layer in float8; make its state."""
+        """Register a new weight as a float8 kernel, and create its state."""
         self.kernel_paths += (variable.path,)
         policy = self.layer.float8_policy
         if policy is not None:
@@ -193,7 +196,7 @@ class Float8Controller:
         dtype: Any = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Contract inputs with a kernel of the layer, and add a bias.
+        """Contract inputs with a kernel of the layer in float8; add a bias.
 
         Args:
             contraction: What is multiplied.
@@ -257,7 +260,7 @@ class Float8Controller:
         second: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract two activations; each is scaled by its own amax."""
+        """Contract two activations in float8, each scaled by its own amax."""
         plan = contractions.make_plan(
             contraction,
             self.recipe_of_activations,
@@ -311,7 +314,7 @@ class Float8Controller:
 
 
 def new_state(layer: keras.Layer) -> Float8State:
-    """Return an empty state for a layer."""
+    """Return an empty `Float8State` for a layer."""
     saved_weights.watch()
     state = Float8State(layer.trainable)
     state.belong_to(layer)
@@ -320,18 +323,21 @@ def new_state(layer: keras.Layer) -> Float8State:
 
 
 def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias, unless it is None."""
+    """Return `x` plus a bias; `x` itself if the bias is None."""
     return x if bias is None else ops.add(x, bias)
 
 
 def _numbered(state: StateVariable, matrix: Tensor) -> Tensor:
-    """Add the number of its kernel to a state that counts, for one step."""
+    """Return a copy of a counting state with its kernel's number in it."""
     row = numbered_row(matrix.shape[1], number_of(state))
     return ops.add(matrix, ops.convert_to_tensor([row], "float32"))
 
 
 def number_of(state: StateVariable) -> int:
-    """Return the number of a kernel in the call that is under way."""
+    """Return how many other kernels were used before in this call.
+
+    Outside of a call, return a hash of the kernel's path.
+    """
     root = calls.root_of_call()
     if root is None:
         return zlib.crc32(state.kernel.path.encode()) % _MOST

@@ -1,4 +1,4 @@
-"""Convolutions in float8: the forward pass and both gradients are quantized."""
+"""Convolution layers whose forward pass and gradients are in float8."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from keras_policy_ext.stored_kernels import Axes
 
 
 class _Convolves(Float8Mixin):
-    """The common base of all convolutions."""
+    """The common base of all float8 convolution layers."""
 
     float8_kernels = ("kernel",)
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """Compute the convolution, its bias and its activation.
+        """Compute the convolution, add the bias, and apply the activation.
 
         Args:
             inputs: (batch, *spatial, channels), or channels first; floating.
@@ -39,7 +39,7 @@ class _Convolves(Float8Mixin):
         return activated(self.activation, x)
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
-        """Convolve inputs of the compute dtype, without bias or activation."""
+        """Return the float8 convolution alone, without bias and activation."""
         raise NotImplementedError
 
     def _aligned_bias(self) -> Tensor:
@@ -50,7 +50,7 @@ class _Convolves(Float8Mixin):
 
 
 class _Float8Conv(_Convolves):
-    """The common base of convolutions of every rank."""
+    """The common base of `Conv1D`, `Conv2D` and `Conv3D`."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         padding = self.padding
@@ -73,7 +73,7 @@ class _Float8Conv(_Convolves):
 
 
 class _Float8ConvTranspose(_Convolves):
-    """The common base of transposed convolutions of every rank."""
+    """The common base of the transposed convolutions of rank 1 to 3."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         contraction = contractions.ConvTranspose(
@@ -94,7 +94,7 @@ class _Float8ConvTranspose(_Convolves):
 
 
 class _Float8SeparableConv(_Convolves):
-    """The common base of separable convolutions.
+    """The common base of `SeparableConv1D` and `SeparableConv2D`.
 
     Only the pointwise convolution is in float8; it sums over all channels. The
     depthwise one sums over the few elements of a window.

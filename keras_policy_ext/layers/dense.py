@@ -1,4 +1,4 @@
-"""`Dense` and `EinsumDense` in float8."""
+"""The float8 layers `Dense` and `EinsumDense`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
 
     @property
     def _has_stored_gradient(self) -> bool:
-        """True if the bias gradient reads the outputs gradient too.
+        """True if the outputs gradient is in memory, for the bias gradient.
 
         See `Float8Mixin`. The gradient of a ReLU is not stored: XLA recomputes
         it from the mask in each kernel.
@@ -91,7 +91,7 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
 def _einsum_call(
     layer: keras.Layer, equation: str, inputs: Tensor, training: bool | None
 ) -> Tensor:
-    """Contract, add the LoRA adapters and the bias, and activate."""
+    """Compute a layer's einsum in float8; add LoRA, bias and activation."""
     inputs = layer.convert_input(inputs)
     kernel = variable_values.stored_kernel(layer)
     bias = layer.bias

@@ -1,4 +1,4 @@
-"""The registry of float8 forms of stock layers."""
+"""The registry of float8 classes that replace stock layer classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LayerClass = TypeVar("LayerClass", bound=type)
 
 
 def drop_in(cls: LayerClass) -> LayerClass:
-    """Register a class as the float8 form of the stock layer of its name.
+    """Register a class as the float8 form of the stock layer of the same name.
 
     It gets the signature of the stock layer, and is registered for saving.
 
@@ -44,17 +44,17 @@ def drop_in(cls: LayerClass) -> LayerClass:
 
 
 def drop_ins() -> dict[type, Any]:
-    """Return the drop-in class of each stock layer class."""
+    """Return a dict from stock layer classes to their float8 classes."""
     return {stock: _FORMS[stock] for stock in _STOCK}
 
 
 def drop_in_of(cls: type) -> Any:
-    """Return the drop-in for a stock class or a subclass of one, or None."""
+    """Return the float8 class of a stock class, or of a subclass; or None."""
     return next((_FORMS[base] for base in cls.__mro__ if base in _STOCK), None)
 
 
 def form_of(cls: type) -> type | None:
-    """Return the float8 form of a class of layers.
+    """Return the float8 form of a layer class; None if it has none.
 
     For a subclass of a stock layer, a class is created: the subclass with the
     drop-in as a further base, so that its `super().call(...)` runs in float8.
@@ -100,12 +100,12 @@ def _new_form(cls: type, stock: type) -> type:
 
 
 def original_of(cls: type) -> type | None:
-    """Return the class that a float8 form replaces; None for other classes."""
+    """Return the class that a float8 form replaces, or None."""
     return _ORIGINALS.get(cls)
 
 
 def _replaced(cls: type, stock: type) -> str | None:
-    """Return the name of a method that a subclass computes in another way.
+    """Return the name of a method by which a subclass excludes float8, or None.
 
     An override may call `super()` if the float8 form has the method too and
     the class declares `float8_calls_super`. Other overrides would be skipped

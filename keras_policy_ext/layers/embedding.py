@@ -1,4 +1,4 @@
-"""Embeddings: tied ones with a float8 projection, and frozen ones."""
+"""Embedding layers with float8 projections or float8 storage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         reverse: bool = False,
         training: bool | None = None,
     ) -> Tensor:
-        """Look up rows, or project to logits.
+        """Look up embeddings or, with `reverse`, project inputs to logits.
 
         Args:
             inputs: Integers of any shape; with `reverse` floating,
@@ -61,7 +61,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         reverse: bool = False,
         training: bool | None = None,
     ) -> Any:
-        """Compute the output spec, with logits in the dtype of `call`."""
+        """Return the output spec; logits have the dtype that `call` gives."""
         spec = super().compute_output_spec(inputs, reverse=reverse)
         if not reverse or self.float8_policy is None:
             return spec
@@ -74,7 +74,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         reverse: bool = False,
         training: bool | None = None,
     ) -> Tensor:
-        """Call the layer; Keras calls this if there is a quantization mode."""
+        """Call the layer for Keras, which calls this in a quantization mode."""
         if self.float8_policy is not None:
             return self.call(inputs, reverse, training)
         stock: Any = keras.layers.ReversibleEmbedding
@@ -119,7 +119,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         return logits
 
     def _adapter(self, inputs: Tensor) -> Tensor:
-        """Compute what LoRA adds to the logits, in the dtype of the inputs."""
+        """Return what LoRA adds to the logits, in the dtype of the inputs."""
         a, b = (
             ops.cast(ops.convert_to_tensor(factor), inputs.dtype)
             for factor in (self.lora_embeddings_a, self.lora_embeddings_b)
@@ -130,7 +130,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
 
 @drop_in
 class Embedding(Float8Mixin, keras.layers.Embedding):
-    """`keras.layers.Embedding` that can be frozen.
+    """`keras.layers.Embedding` whose embeddings can be stored in float8.
 
     It has no matmul, so it follows no policy in training.
     """
@@ -140,7 +140,7 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
     float8_trains = False
 
     def call(self, inputs: Tensor) -> Tensor:
-        """Look up rows.
+        """Return the embeddings of integer inputs.
 
         Args:
             inputs: Integers of any shape.
@@ -167,7 +167,7 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
 
 
 def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
-    """Look up rows of stored embeddings, and add the LoRA adapters.
+    """Return embeddings stored in float8, dequantized, plus LoRA's share.
 
     Args:
         layer: An embedding layer that is frozen.
@@ -198,7 +198,7 @@ def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
 def _scale_of(
     scale: Tensor, inputs: Tensor, variable: keras.Variable
 ) -> Tensor:
-    """Return the scales of rows, broadcastable to (..., output_dim)."""
+    """Return the scales of looked-up rows, to multiply (..., output_dim)."""
     if variable.granularity == "tensor":
         return ops.reshape(scale, ())
     if variable.granularity == "channel":

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a float8 kernel.
+"""LoRA: low-rank adapters beside a float8 kernel.
 
 The kernel is contracted in float8 and the adapters in the compute dtype: `x·W
 + (alpha / rank)·(x·A)·B`. Stock layers merge them first. Quantized with the
@@ -18,7 +18,7 @@ from keras_policy_ext.contractions import equations
 
 
 def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
-    """Compute what the adapters add to `einsum(equation, inputs, kernel)`.
+    """Compute what LoRA adds to `einsum(equation, inputs, kernel)`.
 
     Args:
         layer: A layer with LoRA enabled.
@@ -52,7 +52,7 @@ def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
 def conv_adapter(
     layer: keras.Layer, inputs: Tensor, arguments: dict[str, Any]
 ) -> Tensor:
-    """Compute what the adapters add to a convolution.
+    """Compute what LoRA adds to the outputs of a convolution.
 
     It is a convolution with the first factor, then one of size 1 with the
     second. With groups, the product of the factors is convolved instead.

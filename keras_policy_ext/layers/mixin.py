@@ -49,7 +49,7 @@ class Float8Mixin(
     BuiltUnderSavedPath,
     _bases.MixedInto,
 ):
-    """Makes a layer's contractions follow a float8 policy.
+    """A mixin for layers whose contractions follow a float8 policy.
 
     ```python
     class MyDense(kpe.layers.Float8Mixin, keras.layers.Layer):
@@ -118,7 +118,7 @@ class Float8Mixin(
     # The getter is Keras's: torch.compile does not follow `super` into one.
     @keras.layers.Layer.dtype_policy.setter
     def dtype_policy(self, value: Any) -> None:
-        """The dtype policy of this layer.
+        """Set the dtype policy, and with it the float8 policy, of this layer.
 
         Raises:
             ValueError: If it is set after the layer has kernels, to a policy
@@ -299,7 +299,7 @@ class Float8Mixin(
 
     @property
     def _has_stored_gradient(self) -> bool:
-        """True if XLA stores the outputs gradient in memory.
+        """True if XLA stores the outputs gradient in memory anyway.
 
         It does if several kernels read the gradient; see
         `Plan.cast_before_amax`.
@@ -312,7 +312,7 @@ class Float8Mixin(
     def is_float8_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        """Return True if a weight is contracted, as far as the class knows.
+        """Return True if this class contracts a weight of a layer in float8.
 
         Args:
             layer: A layer of this class, or of the stock class.
@@ -331,7 +331,7 @@ class Float8Mixin(
     def is_stored_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        """Return True if a weight is stored in float8 when the layer is frozen.
+        """Return True if freezing a layer stores a weight of it in float8.
 
         Args:
             layer: A layer of this class, or of the stock class.
@@ -344,7 +344,7 @@ class Float8Mixin(
 
     @classmethod
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        """Return the axes of a kernel that its matmul sums, and the others.
+        """Return a kernel's axes: those that the matmul sums, and the others.
 
         Args:
             layer: A layer of this class, or of the stock class.
@@ -361,7 +361,7 @@ class Float8Mixin(
     def add_weight(
         self, *args: Any, float8: bool | None = None, **kwargs: Any
     ) -> keras.Variable:
-        """Add a weight as `Layer.add_weight` does, and the state of a kernel.
+        """Add a weight; if it is a float8 kernel, create its state too.
 
         Args:
             *args: As for `keras.layers.Layer.add_weight`.
@@ -388,7 +388,7 @@ class Float8Mixin(
 
     @property
     def is_frozen(self) -> bool:
-        """True if kernels are stored in float8 and not trained."""
+        """True if this layer's kernels are stored in float8 and not trained."""
         return is_frozen(self)
 
     @property
@@ -398,22 +398,22 @@ class Float8Mixin(
 
     @property
     def weights(self) -> list[Any]:
-        """The layer's weights; a frozen kernel reads as dequantized values."""
+        """The layer's weights; stored kernels read as dequantized values."""
         found: list[Any] = super().weights
         return in_place_of_codes(self, found) if self.is_frozen else found
 
     def when_built(self) -> None:
-        """Make attributes of a frozen layer read as dequantized values."""
+        """Replace stored codes in attributes by kernels that decode them."""
         if self.is_frozen:
             read_as_numbers(self)
 
     def count_params(self) -> int:
-        """Return `Layer.count_params`, without the float8 state."""
+        """Return the number of parameters, without float8 state."""
         # Within a summary the stock method leaves it out itself.
         return sum(math.prod(v.shape) for v in self.weights if not is_state(v))
 
     def set_weights(self, weights: list[np.ndarray]) -> None:
-        """Set weights as `Layer.set_weights` does, all of them or none.
+        """Set all weights of this layer or, on an error, none.
 
         Raises:
             ValueError: If the arrays do not fit, one is no float8 state, or
@@ -424,14 +424,18 @@ class Float8Mixin(
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
-        """Save as `Layer.save_own_variables`, which merges LoRA's adapters."""
+        """Write this layer's weights to a file; codes, if it is frozen.
+
+        As in `Layer.save_own_variables`, LoRA adapters are merged into a float
+        kernel.
+        """
         if self.is_frozen:
             stored_files.save(self, store)
         else:
             super().save_own_variables(store)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
-        """Load as `Layer.load_own_variables`, and what Keras's float8 wrote.
+        """Load this layer's weights, also from a file of Keras's own float8.
 
         The state notes whether the weights were loaded.
 
@@ -443,16 +447,16 @@ class Float8Mixin(
 
     @property
     def merges_adapters(self) -> bool:
-        """True if the kernel in a file has the LoRA adapters merged in."""
+        """True if files get the kernel with the LoRA adapters added to it."""
         return bool(getattr(self, "lora_enabled", False)) and not self.is_frozen
 
     def texts_for_file(self) -> dict[str, str]:
-        """Return the strings to save for this layer, such as its policy."""
+        """Return the strings to save with this layer, such as a policy."""
         return saved_weights.texts_for_file(self)
 
     @property
     def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:
-        """Return which weights are saved: in float8 those of a float layer.
+        """The names of the weights that files get, by quantization mode.
 
         None for a layer that Keras cannot quantize.
         """
@@ -460,7 +464,7 @@ class Float8Mixin(
         return {**spec, "float8": spec[None]} if spec else None
 
     def stock_serialization_spec(self) -> dict[str | None, list[str]]:
-        """Return what the stock layer saves in each mode; empty without modes.
+        """Return which weights the stock layer saves in each mode, or {}.
 
         Keras's base class has None from 3.16 on, and had nothing before.
         """
@@ -473,7 +477,7 @@ class Float8Mixin(
         type_check: bool = True,
         config: Any = None,
     ) -> None:
-        """Quantize as the stock layer, under a policy that is not float8.
+        """Quantize this layer by Keras; raise if it follows a float8 policy.
 
         `Model.quantize` warns with the text of the error, and goes on.
 
@@ -502,13 +506,13 @@ class Float8Mixin(
         type_check: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Quantize with a given function of the stock layer."""
+        """Call `stock` to quantize this layer; raise if it is in float8."""
         stock_calls.refuse_quantize(self, mode)
         type_check = type_check and type(self) not in drop_ins().values()
         stock(mode, type_check=type_check, **kwargs)
 
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the layer; Keras calls this if there is a quantization mode."""
+        """Call the layer for Keras, which calls this in a quantization mode."""
         policy = self.float8_controller.policy
         if policy is None and stock_float8.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
@@ -517,7 +521,7 @@ class Float8Mixin(
     def rematerialized_call(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
-        """Rematerialize a function of the floating tensors only.
+        """Return a call that is rematerialized, as a function of floats only.
 
         Other arguments are bound. Keras would rematerialize a function of all
         arguments. JAX then traces `training`. TensorFlow refuses keyword
@@ -531,7 +535,7 @@ class Float8Mixin(
         return lambda *args, **kwargs: again(*tensors)
 
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `add_weight` makes the state of a float8 layer."""
+        """Do nothing in float8: `add_weight` has created the state."""
         if self.quantization_mode != "float8":
             super().quantized_build(*args, **kwargs)
 
@@ -539,7 +543,7 @@ class Float8Mixin(
 def _contraction_of(
     equation: str, first: Tensor, second: Tensor
 ) -> contractions.Einsum:
-    """Return the contraction of an equation for two operands."""
+    """Return the `Einsum` of an equation, for two operands."""
     # torch.compile leaves caches out, and sizes that it traces have no hash.
     compiling = backends.current().is_compiling()
     is_plain = compiling or not isinstance(equation, str)

@@ -1,4 +1,4 @@
-"""Checks of the operands of a float8 layer, and its contraction hooks."""
+"""Checks of a float8 layer's operands, activations, and contraction hooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECOMPUTED = (
 
 
 def activated(activation: Any, x: Tensor) -> Tensor:
-    """Compute `activation(x)`, saving as little as possible for its gradient.
+    """Return `activation(x)`; save as little as possible for the gradient.
 
     Args:
         activation: The activation of a layer; None for none.
@@ -49,7 +49,7 @@ _hooks: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def contraction_hook(hook: Hook) -> Iterator[None]:
-    """Call `hook(state, inputs)` at every contraction in the block.
+    """In the block, call `hook(state, inputs)` at every contraction.
 
     Only contractions of this thread and asyncio task count.
 
@@ -66,24 +66,24 @@ def contraction_hook(hook: Hook) -> Iterator[None]:
 
 
 def has_contraction_hooks() -> bool:
-    """Return True if a contraction hook is set."""
+    """Return True inside a `contraction_hook` block."""
     return bool(_hooks.get())
 
 
 def call_hooks(state: Any, inputs: Tensor) -> None:
-    """Call the current hooks for one contraction."""
+    """Call each hook of the `contraction_hook` blocks for one contraction."""
     for hook in _hooks.get():
         hook(state, inputs)
 
 
 def static_flag(training: Any) -> bool | None:
-    """Return a flag as True or False, or None if it is traced."""
+    """Return `training` as a bool; None if it is None or a traced tensor."""
     known = isinstance(training, (bool, int, np.bool_))
     return bool(training) if known else None
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
-    """Return the message for operands that are not a tensor and a weight."""
+    """Return an error message: the operands are no tensor and weight."""
     return (
         "The operands are not a tensor and a weight of this layer. Received: "
         f"inputs {inputs!r}, kernel {kernel!r}. Allowed: a tensor or array, "
@@ -93,7 +93,7 @@ def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
 
 
 def is_floating_tensor(x: Tensor) -> bool:
-    """Return True if this is a tensor of a floating dtype."""
+    """Return True if `x` is a tensor with a floating dtype."""
     return keras.ops.is_tensor(x) and is_floating(x.dtype)
 
 
@@ -105,7 +105,7 @@ def is_floating(dtype: Any) -> bool:
 def contraction_of(
     equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
 ) -> Einsum:
-    """Return the contraction of an equation for operands of these shapes.
+    """Return the `Einsum` of an equation for operands of these shapes.
 
     Args:
         equation: An equation of two operands; `...` is allowed.
@@ -125,7 +125,10 @@ known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
 
 
 def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:
-    """Raise if an axis has two sizes; einsum would broadcast a size of 1."""
+    """Raise if two operands of an einsum differ in the size of a letter.
+
+    An einsum would broadcast a size of 1.
+    """
     terms = equations.split(equation)
     sizes = dict(zip(terms.first, first, strict=True))
     for axis, size in zip(terms.second, second, strict=True):

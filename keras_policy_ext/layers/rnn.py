@@ -1,4 +1,4 @@
-"""Recurrent layers with float8 cells."""
+"""Recurrent layers whose cells compute in float8."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keras_policy_ext.numerics.quantized import Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Gates(contractions.Einsum):
-    """An einsum with a kernel whose columns belong to several gates.
+    """An einsum with a recurrent kernel, whose columns belong to several gates.
 
     With one scale per tensor the whole kernel is quantized and then sliced, so
     that all gates share the scale and the amax. With finer tiles it is sliced
@@ -42,14 +42,17 @@ class Gates(contractions.Einsum):
     reads_what_is_quantized: ClassVar[bool] = False
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the operand unchanged: convolutions keep its axes."""
+        """Return an operand as the tensor to quantize; a kernel by gate.
+
+        A kernel with one scale is not sliced by gate before it is quantized.
+        """
         # Of a kernel (inputs, gates * units).
         if name == "kernel":
             x = x if in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """Map entries for the kernel's axes to the axes of its `operand`."""
+        """Convert a list with an entry per kernel axis to `operand`'s axes."""
         # Where it is cut, of its rows.
         if in_one_scale(asked):
             return tuple(axes)
@@ -58,7 +61,10 @@ class Gates(contractions.Einsum):
         return gates, None if columns else features, units
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
-        """Return an operand as the matrix that its first matmul reads."""
+        """Return a quantized operand as the matrix of its first matmul.
+
+        Of a kernel, it is the gates from `first` to before `last`.
+        """
         # The gates that are multiplied.
         if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
@@ -67,7 +73,11 @@ class Gates(contractions.Einsum):
     def product(
         self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
     ) -> Tensor:
-        """Run one matmul: the outputs, or the gradient of an operand."""
+        """Run a matmul; return the outputs, or the gradient of an operand.
+
+        The gradient of a kernel has zeros for the gates that are not
+        multiplied.
+        """
         # Of a whole kernel the gradient.
         inputs, (rows, columns) = shapes
         cut = rows, self.last - self.first, columns // self.count
@@ -86,7 +96,7 @@ class Gates(contractions.Einsum):
 def gates_of(
     rank: int, per_gate: bool, first: int, last: int, count: int
 ) -> Gates:
-    """Return the contraction of a recurrent cell.
+    """Return the contraction of inputs with some gates of a cell's kernel.
 
     Args:
         rank: The rank of the inputs: (..., features), or (..., gate, features)
@@ -105,7 +115,7 @@ def gates_of(
 
 
 class Float8Cell(Float8Mixin):
-    """The common base of the cells.
+    """The common base of the float8 recurrent cells.
 
     A step has two parts, `float8_projection` and `float8_step`. So a recurrent
     layer can multiply the inputs of all steps at once.
@@ -119,7 +129,7 @@ class Float8Cell(Float8Mixin):
     def call(
         self, inputs: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """Compute one step.
+        """Compute one step of the recurrent cell.
 
         Args:
             inputs: (batch, features), floating.
@@ -137,7 +147,7 @@ class Float8Cell(Float8Mixin):
     def float8_projection(
         self, inputs: Tensor, training: bool | None = None
     ) -> Tensor:
-        """Multiply the inputs by the kernel, and add the bias.
+        """Multiply inputs by the input kernel in float8, and add the bias.
 
         Args:
             inputs: (batch, features), or (batch, steps, features) for all
@@ -160,7 +170,7 @@ class Float8Cell(Float8Mixin):
     def float8_step(
         self, projected: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """Compute the step from the projected inputs and the states.
+        """Compute a step of the cell from projected inputs and states.
 
         Args:
             projected: (batch, gates * units), from `float8_projection`.
@@ -173,11 +183,14 @@ class Float8Cell(Float8Mixin):
         raise NotImplementedError
 
     def _drops(self, rate: float) -> bool:
-        """Return True if the stock cell drops units at this rate."""
+        """Return True if the stock cell applies dropout at this rate."""
         return 0.0 < rate < 1.0
 
     def _recurrent(self, state: Tensor, training: bool | None) -> Tensor:
-        """Apply recurrent dropout to a state; return a list if masks differ."""
+        """Apply recurrent dropout to a state.
+
+        Return a list of tensors if each gate has its own mask.
+        """
         masks = None
         if self._drops(self.recurrent_dropout) and training:
             masks = self.get_recurrent_dropout_mask(state)
@@ -191,7 +204,9 @@ class Float8Cell(Float8Mixin):
         first: int = 0,
         last: int | None = None,
     ) -> Tensor:
-        """Compute `x @ kernel` for the gates from `first` to before `last`.
+        """Compute `x @ kernel` in float8, for some gates of the kernel.
+
+        These are the gates from `first` to before `last`.
 
         Args:
             kernel: (features, gates * units).
@@ -216,7 +231,7 @@ class Float8Cell(Float8Mixin):
         return ops.concatenate(ops.unstack(x, axis=-2), axis=-1)
 
     def _bias(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the biases of the input matmul and of the recurrent matmul."""
+        """Return the biases of the input matmul and the recurrent matmul."""
         if self.bias is None:
             return None, None
         return self.convert_input(ops.convert_to_tensor(self.bias)), None
@@ -231,7 +246,7 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
     def call(
         self, sequence: Tensor, states: Any, training: bool | None = None
     ) -> tuple[Tensor, Any]:
-        """Compute one step; see `Float8Cell.call`."""
+        """Compute one step of the cell; see `Float8Cell.call`."""
         return super().call(sequence, states, training=training)
 
     @override
@@ -271,7 +286,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     def _reset_after(
         self, shares: list[Tensor], state: Tensor, training: bool | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the update gate and candidate, for `reset_after=True`."""
+        """Return the update gate and the candidate, for `reset_after=True`."""
         inner = self._recurrent(state, training)
         kernel = self.recurrent_kernel
         inner = self._product(kernel, inner, training)
@@ -286,7 +301,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     def _reset_before(
         self, shares: list[Tensor], state: Tensor, training: bool | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the update gate and candidate, for `reset_after=False`."""
+        """Return the update gate and the candidate, for `reset_after=False`."""
         kernel = self.recurrent_kernel
         inner = self._recurrent(state, training)
         gates = self._product(kernel, inner, training, last=2)
@@ -331,7 +346,10 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
 
 
 def _masked(x: Tensor, masks: Any) -> Any:
-    """Multiply by dropout masks; return a list if each gate has a mask."""
+    """Multiply a tensor by dropout masks.
+
+    Return a list of tensors if each gate has its own mask.
+    """
     if masks is None:
         return x
     if isinstance(masks, (list, tuple)):
@@ -350,7 +368,7 @@ def _like(states: Any, outputs: Tensor) -> Any:
 
 
 class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
-    """The common base of recurrent layers: a float8 cell and its loop.
+    """The common base of recurrent layers with a float8 cell.
 
     The inputs of all steps are multiplied at once, before the loop. The loop
     contains only the matmul with the state.
@@ -376,7 +394,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
 
     @property
     def quantization_mode(self) -> str | None:
-        """The mode set by Keras; None for float8, as only the cell has it."""
+        """The mode set by Keras; never `"float8"`: only the cell has that."""
         return stock_float8.other_mode(self)
 
     def call(
@@ -386,7 +404,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         mask: Tensor = None,
         training: bool | None = None,
     ) -> Any:
-        """Run the layer like the stock layer.
+        """Run the recurrent layer; arguments and result are the stock layer's.
 
         Args:
             sequences: (batch, steps, features), floating.
@@ -409,7 +427,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         mask: Tensor,
         training: bool | None = None,
     ) -> Any:
-        """Run the loop; without fused kernels if the cell is in float8.
+        """Run the loop over steps; a float8 cell uses no fused kernel.
 
         Args:
             sequences: See `call`.
@@ -446,7 +464,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         )
 
     def _check_cudnn(self) -> None:
-        """Raise if this layer has `use_cudnn=True`."""
+        """Raise if this layer has `use_cudnn=True`, which excludes float8."""
         if self.__dict__.get("use_cudnn") is True:
             raise ValueError(
                 f"use_cudnn=True is not possible for {self.name!r}: its cell "
@@ -458,11 +476,11 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
 
 
 class _CuDNN(_bases.MixedInto):
-    """Disables fused kernels for a cell in float8."""
+    """A mixin that turns cuDNN's fused kernels off for a float8 cell."""
 
     @property
     def use_cudnn(self) -> Any:
-        """`"auto"`, True or False; False if the cell is in float8.
+        """`"auto"`, True or False; always False if the cell is in float8.
 
         `keras.layers.Bidirectional` reads it too.
         """

@@ -1,4 +1,4 @@
-"""Save, load and count the weights of a float8 layer."""
+"""Set and load the weights of a float8 layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OWN = (StateVariable, StoredConstant, StoredVariable)
 
 
 def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
-    """Set the weights of a layer or model, after checking all of them.
+    """Check all given weights of a layer or model; then set all of them.
 
     A frozen kernel takes codes, or the dequantized values that `get_weights`
     returned. The values must match the codes under the scale that is set with
@@ -69,7 +69,7 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
 
 
 def watch() -> None:
-    """Make `set_weights` of models with float8 layers call `set_all`."""
+    """Make Keras's `set_weights` call `set_all` for models with float8."""
     built_layers.around_set_weights(_set)
 
 
@@ -81,7 +81,7 @@ def _set(stock: Any, layer: keras.Layer, weights: Sequence[Any]) -> None:
 
 
 def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
-    """Return the value to assign to a variable; raise if it does not fit."""
+    """Return the value to assign to a variable; raise if it is invalid."""
     value = given[id(variable)]
     if isinstance(variable, StateVariable):
         variable.check(value)
@@ -93,7 +93,7 @@ def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
 
 
 def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
-    """Raise if a NumPy array is not numeric; tensors always are."""
+    """Raise if a NumPy array's dtype is not numeric."""
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufcV":
         raise ValueError(
@@ -119,7 +119,7 @@ def _check_constant(variable: keras.Variable, value: Tensor) -> None:
 def _codes(
     variable: StoredVariable, value: Tensor, given: dict[int, Any]
 ) -> np.ndarray:
-    """Return the codes of a frozen kernel, given codes or their values."""
+    """Return the codes of a frozen kernel, from codes or dequantized values."""
     array = np.asarray(ops.convert_to_numpy(value))
     if array.dtype == "uint8":
         variable.check(array)
@@ -144,7 +144,9 @@ def _codes(
 
 
 def warn(policy: Float8DTypePolicy) -> None:
-    """Warn if only the family of its formats makes a policy emulated.
+    """Warn if a policy has formats that this device's matmuls do not read.
+
+    That is a family of formats: OCP's, or the one named fnuz.
 
     A loaded model keeps the formats that it was trained in, on any device, so
     that values and scales do not change.
@@ -157,7 +159,7 @@ def warn(policy: Float8DTypePolicy) -> None:
 
 
 def _formats_of(recipe: Recipe) -> list[str]:
-    """Return the formats that a recipe quantizes to, each once."""
+    """List the formats that a recipe quantizes operands to, each once."""
     asked = (
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
@@ -186,7 +188,7 @@ def _text(policy: Float8DTypePolicy, native: str) -> str:
 
 
 def texts_for_file(layer: keras.Layer) -> dict[str, str]:
-    """Return the texts that a file holds about a float8 layer."""
+    """Return the strings that a file stores about a float8 layer."""
     policy = policy_of(layer)
     if not isinstance(policy, Float8DTypePolicy):
         return {}
@@ -201,7 +203,7 @@ def load(
     store: Mapping[str, np.ndarray],
     stock: Callable[[Mapping[str, np.ndarray]], None],
 ) -> None:
-    """Load the weights of a float8 layer, all of them or none.
+    """Load all weights of a float8 layer from a file or, on an error, none.
 
     Args:
         layer: The layer.
@@ -238,7 +240,7 @@ def load(
 
 
 def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
-    """Load codes and scales; raise if the layer or the file has none."""
+    """Load codes and scales; raise unless both layer and file are frozen."""
     if not layer.is_frozen:
         stored_files.refuse(layer)
     if stored_files.STORED not in store:
@@ -249,7 +251,9 @@ def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
 def _stock_store(
     layer: keras.Layer, store: Mapping[str, np.ndarray]
 ) -> stock_state.StockStore | None:
-    """Return what a file of Keras's own float8 has for a layer, or None.
+    """Split a layer's entries from a file of Keras's own float8.
+
+    Return None for any other file.
 
     Only a layer whose stock form knows float8 can have been in it.
     """

@@ -1,4 +1,4 @@
-"""The float8 state of a layer: a sublayer with one matrix per kernel."""
+"""The float8 state of a layer: a sublayer with one variable per kernel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STEPS = "steps"
 def entries_for_file(
     number: int, variable: StateVariable
 ) -> dict[str, np.ndarray]:
-    """Return the entries of a state for a file."""
+    """Return a kernel's state as the named arrays that a file stores."""
     layout = variable.rows_layout
     matrix = variable.trusted()
     if not variable.observes_amaxes:
@@ -68,7 +68,7 @@ def entries_for_file(
 
 
 def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Read the entries in the store of a layer, each once."""
+    """Read all arrays that a file has for a layer's state, by name."""
     return {
         key: _input_files.array_in("float8_state", store[key])
         for key in sorted(store.keys())
@@ -76,7 +76,7 @@ def entries_of(store: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
-    """Return a text about a layer in a file; "" if there is none.
+    """Return a string that a file stores about a layer; "" if it has none.
 
     Args:
         entries: The entries of the file for the state of the layer.
@@ -100,7 +100,7 @@ def text_in(entries: dict[str, np.ndarray], key: str, path: str) -> str:
 def matrices_in(
     entries: dict[str, np.ndarray], recipe: Recipe, count: int, path: str
 ) -> list[np.ndarray]:
-    """Return the states that a file has for the kernels of a layer.
+    """Convert a file's named arrays to states, one per kernel of a layer.
 
     Args:
         entries: The entries of the file for the state of the layer.
@@ -128,7 +128,10 @@ def matrices_in(
 def matrices_from(
     variables: list[StateVariable], entries: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """Return the matrices in a file; missing ones start anew."""
+    """Convert a file's named arrays to a state for each variable.
+
+    An unobserved state replaces a missing one.
+    """
     if not variables:
         return []
     path = variables[0].path.rpartition("/")[0]
@@ -183,7 +186,7 @@ def _matrix(
 
 
 def _looks(row: np.ndarray) -> float:
-    """Return the first column that fits the other values of a row."""
+    """Return -1 for an observed row of a state, -2 for an unobserved one."""
     return VALID_MARK if row[1:].any() else UNSEEN
 
 
@@ -192,7 +195,7 @@ def _part_in(
     prefix: str,
     damaged: Callable[[str], str],
 ) -> np.ndarray:
-    """Return the fraction of an operand's row that was observed, 0 to 1."""
+    """Return the fraction (0 to 1) of an averaged row that was observed."""
     key = f"{prefix}.observed"
     part = entries[key]
     is_part = not part.shape and part.dtype.kind == "f"
@@ -204,7 +207,7 @@ def _part_in(
 def _steps_in(
     number: int, entries: dict[str, np.ndarray], path: str
 ) -> np.ndarray:
-    """Return the count of steps in a file; 0 if there is none."""
+    """Return the count of steps that a file has; 0 if it has none."""
     key = f"{number}.{STEPS}"
     steps = entries.get(key, np.array(0, "int32"))
     is_count = not steps.shape and steps.dtype.kind in "iu"
@@ -217,7 +220,7 @@ def _steps_in(
 def amaxes_in(
     entries: Mapping[str, np.ndarray], key: str, damaged: Callable[[str], str]
 ) -> np.ndarray:
-    """Return a scale or an amax history of a file, in float32.
+    """Return a scale or an amax history from a file, in float32.
 
     Raises:
         ValueError: If the entry is malformed; `damaged` makes the message.
@@ -235,12 +238,12 @@ def amaxes_in(
 
 
 def earlier_key(number: int) -> str:
-    """Return the key of observations of micro-batches before the next step."""
+    """Return the name under which a kernel's pending observation is saved."""
     return f"{number}.observed"
 
 
 def earlier_for_file(observation: Any) -> np.ndarray:
-    """Convert an observation for a file: divide it by `UNIT`.
+    """Convert an observation to a file's units: divide it by `UNIT`.
 
     NaN becomes infinity.
     """
@@ -249,7 +252,7 @@ def earlier_for_file(observation: Any) -> np.ndarray:
 
 
 def earlier_of_file(array: np.ndarray) -> np.ndarray:
-    """Convert the array of `earlier_for_file` back to an observation."""
+    """Convert an array of `earlier_for_file` back to an observation."""
     return array * np.float32(UNIT)
 
 
@@ -281,7 +284,7 @@ def _damaged(path: str, found: str) -> str:
 
 
 def _resized(ring: np.ndarray, length: int) -> np.ndarray:
-    """Cut a history or pad it with zeros, keeping the newest entries.
+    """Crop an amax history, or pad it with zeros; keep the newest.
 
     In the ring index 0 is the newest, and the last index the second newest.
     """
@@ -291,19 +294,19 @@ def _resized(ring: np.ndarray, length: int) -> np.ndarray:
 
 
 def _no_layer() -> None:
-    """Return None, like a dead weak reference."""
+    """Return None, as a weak reference to a deleted layer does."""
 
 
 _Take = Callable[[dict[str, np.ndarray]], None]
 
 
 def has_state(recipe: Recipe) -> bool:
-    """Return True if a kernel has a state under a recipe."""
+    """Return True if kernels have a state under this recipe."""
     return source_of(recipe).state_shape is not None
 
 
 class LastCall:
-    """The plan of the last contraction of a layer.
+    """The plan of the last contraction that a layer computed.
 
     It is a separate object, since torch.compile breaks the graph if a call
     sets attributes of a layer.
@@ -316,7 +319,7 @@ class LastCall:
 
 
 class Float8State(keras.layers.Layer):
-    """A sublayer that holds one matrix for each kernel of its layer.
+    """A sublayer that holds one state variable per kernel of a float8 layer.
 
     Args:
         trainable: Whether that layer is trainable. Keras passes the attribute
@@ -343,7 +346,7 @@ class Float8State(keras.layers.Layer):
         self.built = True
 
     def belong_to(self, layer: keras.Layer) -> None:
-        """Set the layer whose texts are saved with this state.
+        """Set the layer whose strings are saved together with this state.
 
         The texts are saved here, since a layer may override how it saves its
         weights.
@@ -354,7 +357,7 @@ class Float8State(keras.layers.Layer):
         self._layer = weakref.ref(layer)
 
     def add(self, kernel: keras.Variable, recipe: Recipe) -> None:
-        """Create the state of a kernel, if the recipe has state.
+        """Create the state variable of a kernel, if the recipe has state.
 
         Raises:
             ValueError: If there is already a kernel with this path.
@@ -383,47 +386,47 @@ class Float8State(keras.layers.Layer):
         built_layers.track_again([self])
 
     def observe(self, kernels: list[keras.Variable]) -> None:
-        """Enter the amax of each kernel that has a state."""
+        """Enter the current amaxes of kernels into their state variables."""
         for kernel in kernels:
             variable = self.of(kernel)
             if variable is not None and variable.observes_amaxes:
                 variable.observe("kernel", self.amax(kernel))
 
     def amax(self, kernel: keras.Variable) -> np.float32:
-        """Compute the amax of the current value of a kernel."""
+        """Return the amax of a kernel's current value, on the host."""
         value = variable_values.value_without_autocast(kernel)
         return np.float32(ops.convert_to_numpy(scaling.amax(value)))
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:
-        """Return the state of a kernel, or None if it has none."""
+        """Return the state variable of a kernel; None if it has none."""
         name = self._owners.get(getattr(kernel, "path", ""))
         return None if name is None else getattr(self, name)
 
     @property
     def owners(self) -> list[str]:
-        """Paths of the kernels that have a state here."""
+        """The paths of the kernels that have a state variable here."""
         return list(self._owners)
 
     @property
     def matrices(self) -> list[StateVariable]:
-        """All state variables, in the order of creation."""
+        """The state variables of this layer, in the order of creation."""
         return [getattr(self, name) for name in self._owners.values()]
 
     def fits(self, recipe: Recipe) -> bool:
-        """Return True if these matrices can be the state of a recipe."""
+        """Return True if these state variables have the shape of a recipe's."""
         shape = source_of(recipe).state_shape
         return shape is None or all(
             tuple(variable.shape) == shape for variable in self.matrices
         )
 
     def follow(self, recipe: Recipe) -> None:
-        """Switch to another recipe that `fits`."""
+        """Set another recipe in all state variables; it must pass `fits`."""
         if has_state(recipe):
             for variable in self.matrices:
                 variable.recipe = recipe
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the texts, and the scale and amax history of each operand."""
+        """Save the layer's strings, scales and amax histories."""
         layer = self._layer()
         texts = {} if layer is None else layer.texts_for_file()
         # Files then hold another kernel, the one with adapters merged in:
@@ -442,7 +445,7 @@ class Float8State(keras.layers.Layer):
                 store[earlier_key(number)] = earlier_for_file(earlier)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` saved, as far as the file has it.
+        """Load what `save_own_variables` saved; reset states not in the file.
 
         A state that is not in the file starts anew. A history of another
         length is cut or padded with zeros; the newest entries are kept. Either
@@ -478,7 +481,7 @@ class Float8State(keras.layers.Layer):
 
     @contextlib.contextmanager
     def capture_entries(self, take: _Take) -> Iterator[None]:
-        """Pass the entries of a file to a function instead of loading them.
+        """In the block, pass loaded arrays to `take` instead of assigning them.
 
         Args:
             take: Called with the entries.
@@ -504,18 +507,18 @@ class Float8State(keras.layers.Layer):
                 framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:
-        """Note that the layer is about to load its weights."""
+        """Record that the layer is about to load its own weights."""
         self._layer_loaded = False
         self._stock_loaded = False
         if len(store.keys()):
             self._failure = None
 
     def layer_has_loaded(self) -> None:
-        """Note that the layer has loaded its weights."""
+        """Record that the layer has loaded its own weights."""
         self._layer_loaded = True
 
     def load_stock(self, entries: dict[str, np.ndarray]) -> None:
-        """Load the state that Keras's own float8 stores among the weights.
+        """Load the scales and histories that a file of Keras's float8 has.
 
         Such a file has no group for this sublayer. The empty group that
         Keras's loader passes afterwards leaves the state unchanged.

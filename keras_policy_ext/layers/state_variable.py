@@ -1,4 +1,4 @@
-"""A float8 state: a variable that Keras overwrites with its "gradient"."""
+"""The variable of a float8 state; Keras overwrites it with its "gradient"."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STEPS_SUFFIX = "_steps"
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
-    """Return a replicated layout for a variable on JAX, for any LayoutMap.
+    """Return arguments that replicate a variable on all JAX devices.
 
     Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
     also matches the state of that kernel. Other patterns name whole layers.
@@ -68,7 +68,7 @@ class StateVariable(
     variable_values.TellsItsValue,
     keras.Variable,
 ):
-    """A variable that Keras overwrites with its "gradient".
+    """A float8 state, a variable that Keras overwrites with its "gradient".
 
     An observation is entered into the state by assigning it; see
     `numerics.observations`. Zeros, JAX's gradient of an unused variable, leave
@@ -111,11 +111,11 @@ class StateVariable(
         return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
     def value_made(self, value: Tensor) -> None:
-        """Attach the observations to the tensor that now has the value."""
+        """Store observations beside the tensor that this variable now has."""
         backends.current().keep_observations(self, value)
 
     def assign(self, value: Tensor) -> Any:
-        """Settle `value`, an observation or a state, and store the result.
+        """Compute the new state from an observation or a state, and store it.
 
         Raises:
             ValueError: If `value` has another shape, or is a NumPy array, as
@@ -129,7 +129,7 @@ class StateVariable(
         return assigned
 
     def enter(self, value: Tensor) -> Any:
-        """Assign without checking that the kernel's amax is up to date."""
+        """Assign an observation or a state; do not check the kernel's amax."""
         if self.is_stand_in(value):
             # Nothing was observed. On PyTorch observations wait for the step
             # of the optimizer, and between two batches of one step there is
@@ -160,7 +160,7 @@ class StateVariable(
 
         @property
         def value(self) -> Any:
-            """The state, with the amax of the current kernel.
+            """The state; it includes the amax of the kernel's current value.
 
             A compiled step takes values that are read here, and cannot read
             the variables.
@@ -182,7 +182,7 @@ class StateVariable(
             self._ahead = max(self._ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
-        """Mark the kernel as newer if an assignment left its row unchanged.
+        """Mark the state as behind its kernel if an assignment changed nothing.
 
         That happens if a compiled step does not return observations.
         """
@@ -208,7 +208,7 @@ class StateVariable(
             self.catch_up()
 
     def look_at(self, kernel: Tensor) -> None:
-        """Update the amax of a kernel that changed while this state did not.
+        """Update the state if other code has changed the kernel since.
 
         Args:
             kernel: The tensor of the kernel, before the matmul.
@@ -249,14 +249,14 @@ class StateVariable(
         return put_back
 
     def _seen(self) -> int | None:
-        """Return the version of the kernel's tensor, or None if unknown."""
+        """Return the kernel tensor's count of changes; None if unknown."""
         if not variable_values.has_value(self.kernel):
             return None
         kernel = variable_values.value_without_autocast(self.kernel)
         return backends.current().version(kernel)
 
     def catch_up(self, beyond: float = 1.0) -> None:
-        """Enter the amax of the kernel if it exceeds what the scale allows.
+        """Enter the kernel's amax if the stored scale is too small for it.
 
         Pending observations of a step are kept.
 
@@ -270,7 +270,7 @@ class StateVariable(
             super().assign(self.kept_up(kernel, matrix, beyond))
 
     def kept_up(self, kernel: Tensor, matrix: Any, beyond: float = 1.0) -> Any:
-        """Return the state that `catch_up` would assign.
+        """Return the state with a scale large enough for a kernel's value.
 
         Args:
             kernel: The tensor in the kernel.
@@ -285,14 +285,14 @@ class StateVariable(
 
     @property
     def settling(self) -> Any:
-        """The function that makes the new state from an assigned value.
+        """The function that computes the new state from an assigned value.
 
         See `contractions.settling`.
         """
         return contractions.settling(self.recipe)
 
     def matrix(self) -> Any:
-        """Return the tensor of this variable.
+        """Return this variable's tensor; raise if it is not float32.
 
         Raises:
             ValueError: If a PyTorch module has cast it, as by
@@ -305,7 +305,7 @@ class StateVariable(
         return value
 
     def warn_if_moved(self) -> None:
-        """Warn once if other code changed this state and it is readable now."""
+        """Warn once if other code has changed this state; never wait for it."""
         value = backends.current().known_value(self)
         if value is None or value is self._looked_at:
             return
@@ -316,7 +316,7 @@ class StateVariable(
             self.trusted(value)
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
-        """Return the state, with externally changed rows reset to unobserved.
+        """Return a copy of the state; reset rows that other code changed.
 
         Warn once if there are any, and again only after they were repaired.
 
@@ -337,7 +337,9 @@ class StateVariable(
         return matrix
 
     def observe(self, operand: str, amax: Any) -> None:
-        """Enter the amax of one operand; leave the other operands unchanged.
+        """Enter the amax of one operand into the state.
+
+        The other operands' rows are unchanged.
 
         Args:
             operand: One of `recipes.OPERANDS`.
@@ -358,7 +360,7 @@ class StateVariable(
 
     @property
     def rows_layout(self) -> StateLayout:
-        """The columns of a row of this state."""
+        """The `StateLayout` of this state: which columns mean what."""
         return state_source_of(self.recipe).layout
 
     @property
@@ -367,7 +369,7 @@ class StateVariable(
         return bool(source_of(self.recipe).observes_amaxes)
 
     def rows(self) -> dict[str, tuple[np.float32, np.ndarray]]:
-        """Return the last scale and the amaxes of each operand, newest first.
+        """Return each operand's last scale and amaxes, newest first.
 
         A scale is 0 until one was computed from a history. An amax is 0 if it
         was never observed, or if the state is an average of which too little
@@ -389,12 +391,12 @@ class StateVariable(
         }
 
     def is_unseen(self, operand: str) -> bool:
-        """Return True if an operand was never observed, with an intact row."""
+        """Return True if an operand's amax was never observed."""
         matrix = ops.convert_to_numpy(self.matrix())
         return bool(matrix[OPERANDS.index(operand), 0] == UNSEEN)
 
     def newest(self, operand: str) -> np.float32:
-        """Return the newest amax of an operand, 0 if there is none."""
+        """Return the newest observed amax of an operand; 0 without one."""
         newest: np.float32 = self.rows()[operand][1][0]
         return newest
 
@@ -412,7 +414,7 @@ class StateVariable(
         )
 
     def check(self, value: Tensor) -> None:
-        """Raise if an array is neither an observation nor a state.
+        """Raise if a NumPy array is neither an observation nor a state.
 
         Raises:
             ValueError: If it is neither; tensors are not checked.
@@ -422,11 +424,11 @@ class StateVariable(
 
     @property
     def overwrite_with_gradient(self) -> bool:
-        """True, so that optimizers assign the gradient to this variable."""
+        """True: Keras's optimizers assign the gradient to this variable."""
         return True
 
     def next_slot(self) -> int:
-        """Return the number of the next use since the last assignment.
+        """Return the slot for this use of the kernel in the current step.
 
         It is modulo `SLOTS`, since each number needs a plan compiled for it.
         """
@@ -436,7 +438,7 @@ class StateVariable(
 
 
 def check_rows(variable: StateVariable, value: np.ndarray) -> None:
-    """Raise if an array is neither an observation nor a state."""
+    """Raise if a NumPy array is neither an observation nor a state."""
     if value.shape != tuple(variable.shape):
         return  # Keras says so.
     uses = value[:, 0]
@@ -465,41 +467,41 @@ def _cast(path: str, dtype: str) -> str:
 
 
 def _kernel_row(value: np.ndarray) -> int:
-    """Return a hash of the kernel's row, to detect changes."""
+    """Return a hash of a state's row for the kernel, to detect changes."""
     return hash(value[min(1, len(value) - 1)].astype("float32").tobytes())
 
 
 def newest_first(ring: np.ndarray) -> np.ndarray:
-    """Convert a ring to an array, newest entry first."""
+    """Sort an amax history from newest to oldest, from its ring order."""
     return np.concatenate([ring[:1], ring[:0:-1]])
 
 
 def _is_sealed(first: np.ndarray) -> np.ndarray:
-    """Return a mask of the rows whose first column marks them valid."""
+    """Return True for each first column that marks a valid row, about -1."""
     return np.abs(first - VALID_MARK) <= ROUNDING
 
 
 def _moved_rows(matrix: np.ndarray) -> np.ndarray:
-    """Return a mask of the rows that are no state or average of states."""
+    """Return True for each row that is no state and no average of states."""
     has_observations: Any = matrix[:, 1 : SLOTS + 1].any(axis=1)
     is_moved: np.ndarray = has_observations | ~_is_state(matrix[:, 0])
     return is_moved
 
 
 def _is_state(first: np.ndarray) -> np.ndarray:
-    """Return a mask of the rows that are states, or averages of states."""
+    """Return True for each first column that a state, or an average, has."""
     return (first >= UNSEEN - ROUNDING) & (first <= VALID_MARK + ROUNDING)
 
 
 def _sealed(value: np.ndarray) -> np.ndarray:
-    """Return a settled state with seals that are exact, not rounded."""
+    """Return a copy of a state in which marks of valid rows are exactly -1."""
     value = np.array(value)
     value[_is_sealed(value[:, 0]), 0] = VALID_MARK
     return value
 
 
 def _is_settled(value: Tensor) -> bool:
-    """Return True if an array is a state whose rows are all settled."""
+    """Return True if a NumPy array is a state, not an observation."""
     return (
         isinstance(value, np.ndarray)
         and value.ndim == 2
@@ -508,5 +510,5 @@ def _is_settled(value: Tensor) -> bool:
 
 
 def is_amax(values: np.ndarray) -> bool:
-    """Return True if all values are finite and not negative."""
+    """Return True if all values are finite and at least 0."""
     return bool(np.all(np.isfinite(values)) and np.all(values >= 0))

@@ -1,4 +1,4 @@
-"""Calls of Keras beside `call`: `quantize` and rematerialization."""
+"""Help with Keras's `quantize` and rematerialization of float8 layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keras_policy_ext.layers.operands import is_floating_tensor
 
 
 def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
-    """Raise if a float8 layer cannot be quantized by Keras.
+    """Raise if Keras must not quantize a float8 layer.
 
     Raises:
         NotImplementedError: If it follows float8, or `mode` is `"float8"`.
@@ -54,7 +54,7 @@ def of_floating_tensors(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return a call as a function of its floating tensors, and these.
+    """Return a layer's call as a function of floats only, and the floats.
 
     Args:
         layer_call: The call of a layer.

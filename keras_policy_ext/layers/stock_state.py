@@ -1,4 +1,4 @@
-"""The state of Keras's own float8 layers, in files and attributes.
+"""The state of Keras's own float8 layers: read from files, shown as attributes.
 
 `keras.layers.Dense` and `EinsumDense` under `quantize("float8")` save all
 their variables by number: the kernel, the bias if there is one, and then for
@@ -35,7 +35,7 @@ LENGTH_KEY = "keras_amax_history_length"
 
 @dataclasses.dataclass(frozen=True)
 class StockStore:
-    """The entries of a file for a layer that was in Keras's own float8.
+    """The file entries of a layer that was saved in Keras's own float8.
 
     Attributes:
         own: The kernel and the bias, by number.
@@ -48,7 +48,7 @@ class StockStore:
 
 
 def split(store: Mapping[str, np.ndarray], own: int) -> StockStore | None:
-    """Separate a layer's own weights from the state saved after them.
+    """Split a layer's file entries into weights and Keras's float8 state.
 
     Return None if the store has no such state after `own` weights.
     """
@@ -63,7 +63,7 @@ def split(store: Mapping[str, np.ndarray], own: int) -> StockStore | None:
 
 
 def checked(state: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
-    """Check the state of a layer; return it with unobserved scales set to 0.
+    """Check a file's float8 state; set unobserved operands' scales to 0.
 
     Raises:
         ValueError: If an entry has another rank, is not floating point, or is
@@ -74,7 +74,7 @@ def checked(state: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
 
 
 def observed(entries: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the entries with scale 0 for operands that were not observed."""
+    """Return a copy of the entries; operands never observed get scale 0."""
     entries = dict(entries)
     for operand in OPERANDS:
         scale, history = (
@@ -86,7 +86,7 @@ def observed(entries: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class _View:
-    """A read-only attribute of Keras's float8 layers, read from the state.
+    """An attribute that shows a scale or history under Keras's name.
 
     It has no setter. A layer that Keras quantizes to int8 has a variable of
     the same name, which Python finds first.
@@ -121,7 +121,7 @@ class _View:
 
 
 class StockAttributes:
-    """Scales and histories under the names of Keras's float8 layers.
+    """A mixin that shows scales and histories under Keras's names.
 
     They are tensors to read. A scale is float32 (), the last one used or 1. An
     amax history is float32 (length,), newest at index 0.

@@ -1,4 +1,4 @@
-"""The weights of a frozen layer in a file.
+"""Save and load the weights of a frozen layer.
 
 They are in the group of the layer's own weights. A layer that is not frozen
 rejects them, since Keras counts the entries:
@@ -44,7 +44,7 @@ Entries = Mapping[str, np.ndarray]
 
 
 def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
-    """Write the weights of a frozen layer."""
+    """Write the codes, scales and other weights of a frozen layer to a file."""
     weights = _own(layer)
     recipe = layer.float8_policy.recipe
     header = {
@@ -75,7 +75,7 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
 
 
 def load(layer: keras.Layer, store: Entries) -> None:
-    """Load what `save` saved; on an error no weight is assigned.
+    """Load all weights that `save` wrote or, on an error, none.
 
     Raises:
         ValueError: If the entries belong to another layer, are damaged, or
@@ -106,7 +106,7 @@ def load(layer: keras.Layer, store: Entries) -> None:
 
 
 def header_in(store: Entries, path: str) -> dict[str, Any]:
-    """Return the JSON header of a group.
+    """Return the JSON header of a frozen layer's group in a file.
 
     Raises:
         ValueError: If it is damaged, or of a newer version.
@@ -169,7 +169,7 @@ _FIELDS = {"names": _are_names, "summed": _are_summed, "lora": _is_lora}
 
 
 def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
-    """Return the recipe that the kernels of a group are stored with.
+    """Return the `FrozenKernels` recipe that a file's header describes.
 
     Raises:
         ValueError: If there is no such recipe.
@@ -184,7 +184,9 @@ def recipe_of(header: dict[str, Any], path: str) -> FrozenKernels:
 def stored_kernels_in(
     store: Entries, path: str
 ) -> dict[str, StoredKernel | np.ndarray]:
-    """Return the weights of a group by name, kernels in stored form.
+    """Return a frozen layer's weights from a file, by name.
+
+    Kernels are `StoredKernel` objects, other weights are arrays.
 
     Raises:
         ValueError: If an entry is damaged.
@@ -207,14 +209,14 @@ def stored_kernels_in(
 
 
 def _as_array(entry: Any) -> np.ndarray:
-    """Return a weight as an array; bfloat16, raw bytes in h5py, as float32."""
+    """Convert a file's entry to an array; bfloat16 becomes float32."""
     if getattr(entry, "attrs", {}).get("dtype") == "bfloat16":
         return np.array(entry, "V2").view(ml_dtypes.bfloat16).astype("float32")
     return np.asarray(entry)
 
 
 def refuse(layer: keras.Layer) -> None:
-    """Raise: a layer that is not frozen was given frozen weights."""
+    """Raise ValueError: the file's weights are frozen, the layer's are not."""
     raise ValueError(
         f"The weights of layer {layer.path!r} in this file are stored in "
         "float8, and the layer is not frozen. Received: codes and scales. "
@@ -227,7 +229,7 @@ def refuse(layer: keras.Layer) -> None:
 
 
 def refuse_float(layer: keras.Layer) -> None:
-    """Raise: a frozen layer was given float weights."""
+    """Raise ValueError: the layer is frozen, the file has float weights."""
     raise ValueError(
         f"Layer {layer.path!r} is frozen, and its weights in this file are "
         "not. Received: float weights. Allowed: codes and scales, as a frozen "
@@ -237,7 +239,7 @@ def refuse_float(layer: keras.Layer) -> None:
 
 
 def damaged(path: str, found: str) -> str:
-    """Return the message for damaged weights of a frozen layer."""
+    """Return an error message: a file's frozen weights are damaged."""
     return (
         f"The frozen weights of {path!r} in this file are damaged; the layer "
         f"was not changed. Received: {found}. Allowed: an entry {STORED!r} "
@@ -249,7 +251,7 @@ def damaged(path: str, found: str) -> str:
 
 
 def _own(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the weights of a layer without its state."""
+    """Return a layer's own weights, without its float8 state."""
     return list(walking.own_weights(layer))
 
 
@@ -262,7 +264,7 @@ def _lora(layer: keras.Layer) -> dict[str, Any] | None:
 def _check_rank(
     layer: keras.Layer, store: Entries, header: dict[str, Any]
 ) -> None:
-    """Raise if adapters in a file have another rank than the header says."""
+    """Raise if a file's LoRA adapters have another rank than its header."""
     if not header["lora"]:
         return
     names = [name for name in header["names"] if name.startswith("lora_")]
@@ -274,7 +276,7 @@ def _check_rank(
 
 
 def _adapt(layer: keras.Layer, header: dict[str, Any]) -> None:
-    """Enable LoRA on a layer if its saved weights have adapters."""
+    """Enable LoRA on a layer if the file has LoRA adapters for it."""
     lora = header["lora"]
     if lora and not getattr(layer, "lora_enabled", False):
         layer.enable_lora(int(lora["rank"]), lora_alpha=lora["alpha"])
@@ -283,7 +285,7 @@ def _adapt(layer: keras.Layer, header: dict[str, Any]) -> None:
 def _pairs(
     layer: keras.Layer, header: dict[str, Any]
 ) -> list[tuple[keras.Variable, str]]:
-    """Pair the weights of a layer with their names in the file.
+    """Pair each weight of a layer with its name in the file.
 
     An unnamed weight gets another name in each model, so weights without a
     match are paired in order. Adapters that the file lacks are unchanged.
@@ -313,7 +315,7 @@ def _checked(
     name: str,
     header: dict[str, Any],
 ) -> Any:
-    """Return the value to assign to a weight; raise if it does not fit."""
+    """Return the value for a weight from a file; raise if it does not fit."""
     is_codes = name in header["summed"]
     if is_codes != isinstance(variable, StoredVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")

@@ -1,4 +1,4 @@
-"""Stored kernels of a layer: create them, swap them in and out."""
+"""Stored float8 kernels: create them, put them into layers, dequantize them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ WIDENED = "_widened"
 
 
 class StoredConstant(keras.Variable):
-    """A scale of a stored kernel or of its inputs, or the kernel in float32.
+    """A float32 variable of a stored kernel: a scale, or the whole kernel.
 
     It is float32 and not a parameter.
     """
 
     @property
     def as_stored(self) -> Any:
-        """The tensor, detached from gradients.
+        """The variable's tensor, float32, detached from gradients.
 
         Raises:
             ValueError: If it was cast, which may have rounded it.
@@ -63,7 +63,7 @@ class StoredConstant(keras.Variable):
 
 
 class StoredCodes(keras.Variable):
-    """The codes of a kernel, uint8, in the shape of the kernel.
+    """The variable of a stored kernel's codes, uint8, in the kernel's shape.
 
     Attributes:
         read: The variable that dequantizes the codes, while a layer being
@@ -89,11 +89,11 @@ class StoredCodes(keras.Variable):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        """Ignored: Keras sets it with that of the layer."""
+        """Do nothing: Keras sets this whenever `layer.trainable` is set."""
 
 
 class StoredVariable(variable_values.ComputedVariable, keras.Variable):
-    """A kernel stored as codes, which reads as dequantized values.
+    """A kernel that is stored as codes and reads as dequantized values.
 
     Attributes:
         codes: The variable of the codes.
@@ -119,13 +119,13 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def codes(self) -> StoredCodes:
-        """The variable of the codes."""
+        """The variable that holds the kernel's codes."""
         held: StoredCodes = self.held
         return held
 
     @property
     def value(self) -> Any:
-        """The dequantized values, computed anew, in the autocast dtype."""
+        """The kernel's dequantized values, in the autocast dtype."""
         if self.widened is not None:
             return ops.cast(self.widened.as_stored, self.dtype)
         codes, scale, *_ = self.constants
@@ -134,7 +134,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         )
 
     def assign(self, value: Tensor) -> Any:
-        """Set the codes; accept the current values without effect.
+        """Assign codes to the kernel; do nothing for its current values.
 
         Args:
             value: Codes, uint8; or the current dequantized values.
@@ -151,7 +151,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return value
 
     def _has_numbers(self, value: Tensor) -> bool:
-        """Return True if these are the current values of the kernel."""
+        """Return True if `value` equals the kernel's dequantized values."""
         try:
             asked = np.asarray(ops.convert_to_numpy(value))
         # Each framework raises another error for a tensor of a compiled
@@ -162,17 +162,17 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def weights(self) -> str:
-        """The format of the stored values."""
+        """The name of the kernel's float8 format."""
         return self.recipe.weights
 
     @property
     def granularity(self) -> str:
-        """The granularity of the scales; see `FrozenKernels.per`."""
+        """What shares a scale in this kernel; see `FrozenKernels.per`."""
         return self.recipe.per
 
     @property
     def stored(self) -> StoredKernel:
-        """A copy of the kernel on the host."""
+        """A copy of the codes and scales on the host, a `StoredKernel`."""
         return StoredKernel(
             codes=np.array(ops.convert_to_numpy(self.codes.value)),
             scale=np.array(ops.convert_to_numpy(self.scale.as_stored)),
@@ -183,14 +183,14 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The tensors that a matmul reads."""
+        """The tensors of codes, scales and, if static, the inputs' scale."""
         codes = variable_values.value_without_autocast(self.codes)
         scales = (self.scale, self.inputs_scale)
         return codes, *(each.as_stored for each in scales if each is not None)
 
     @property
     def multiplied(self) -> tuple[Any, ...]:
-        """The tensors that a matmul reads, gathered on every device.
+        """The tensors for a matmul: codes gathered on all devices, scales.
 
         The codes are gathered, since XLA would gather the larger dequantized
         kernel. If there is a kernel in float32, it replaces the codes.
@@ -205,7 +205,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return codes, *scales
 
     def check(self, value: Tensor) -> None:
-        """Raise if an array is not uint8 codes of finite values.
+        """Raise if a value is not uint8 codes of finite values.
 
         Raises:
             ValueError: If it is not.
@@ -227,7 +227,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         )
 
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
-        """Store another kernel of the same shapes.
+        """Assign the codes and scales of another kernel of the same shape.
 
         Args:
             stored: The kernel.
@@ -250,7 +250,7 @@ def add_stored(
     stored: StoredKernel | None = None,
     inputs_scale: float | None = None,
 ) -> StoredVariable:
-    """Create the variables of a stored kernel.
+    """Create the variables of a stored kernel; return the `StoredVariable`.
 
     Args:
         layer: The layer, with its `float8_state`; unlocked.
@@ -291,7 +291,7 @@ def add_stored(
 
 
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
-    """Store a kernel in float32 too, for matmuls to read.
+    """Add a float32 copy of a stored kernel, which matmuls then read.
 
     Args:
         layer: The layer of the kernel.
@@ -307,7 +307,7 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 
 def read_as_numbers(layer: keras.Layer) -> None:
-    """Replace codes in the attributes of a layer by dequantized kernels.
+    """Replace codes in a layer's attributes by their `StoredVariable`s.
 
     The layer still tracks the codes, since they were assigned first.
     """
@@ -319,7 +319,7 @@ def read_as_numbers(layer: keras.Layer) -> None:
 def in_place_of_codes(
     layer: keras.Layer, variables: list[keras.Variable]
 ) -> list[Any]:
-    """Replace the codes in a list of a layer's variables by their kernels."""
+    """Return a list of variables with codes replaced by `StoredVariable`s."""
     found = {
         id(each.codes): each
         for each in vars(layer).values()
@@ -329,12 +329,12 @@ def in_place_of_codes(
 
 
 def held(variable: keras.Variable) -> Any:
-    """Return the entry of `layer.variables` for one of `layer.weights`."""
+    """Return what `layer.variables` has for a weight: its codes, or itself."""
     return variable.codes if isinstance(variable, StoredVariable) else variable
 
 
 def is_state(variable: object) -> bool:
-    """Return True if a variable holds scales or amaxes, not a parameter."""
+    """Return True if a variable holds scales or amaxes, and is no parameter."""
     return isinstance(variable, (StateVariable, StoredConstant))
 
 
@@ -366,7 +366,7 @@ Frozen = tuple[Any, StoredKernel | Axes, Any]
 
 
 class Weight(NamedTuple):
-    """The name, shape and dtype of a weight to be created."""
+    """The name, shape and dtype of a weight that is not created yet."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -376,7 +376,7 @@ class Weight(NamedTuple):
 def made(
     layer: keras.Layer, stored: bool | None, *args: Any, **kwargs: Any
 ) -> StoredCodes | None:
-    """Create a stored kernel for `add_weight` of a frozen layer.
+    """Create a stored kernel in `add_weight` of a frozen layer; return codes.
 
     Args:
         layer: The layer.
@@ -415,7 +415,7 @@ def made(
 
 
 def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Raise if a policy would need existing kernels in another form.
+    """Raise if a policy needs a layer's kernels stored in another way.
 
     Args:
         layer: A layer.
@@ -444,7 +444,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
-    """Return the weights of a layer that are stored when it is frozen.
+    """Return the weights of a layer that freezing stores in float8.
 
     Args:
         layer: A built layer.
@@ -467,7 +467,7 @@ def stored_in(layer: keras.Layer) -> list[StoredVariable]:
 
 
 def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
-    """Store the float kernels of an unlocked layer, if it is frozen.
+    """Replace the float kernels of a layer by stored ones, if it is frozen.
 
     Args:
         layer: The layer.
@@ -496,7 +496,7 @@ def store(
     stored: StoredKernel | Axes,
     scale: Any,
 ) -> StoredVariable:
-    """Replace a float kernel of a layer by a stored one.
+    """Replace a layer's float kernel by a `StoredVariable`; return the latter.
 
     Args:
         layer: An unlocked layer that follows `FrozenKernels`.
@@ -521,7 +521,7 @@ def store(
 
 
 def widen_all(layer: keras.Layer) -> None:
-    """Replace all stored kernels of a layer by float ones.
+    """Replace all stored kernels of a layer by dequantized float kernels.
 
     The order of the weights is again that of a stock layer.
     """
@@ -531,7 +531,7 @@ def widen_all(layer: keras.Layer) -> None:
 
 
 def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
-    """Replace a stored kernel by a dequantized float kernel.
+    """Replace a stored kernel by a dequantized float kernel; return the latter.
 
     Args:
         layer: An unlocked layer.
@@ -551,6 +551,6 @@ def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
 
 
 def float_value(kernel: keras.Variable) -> np.ndarray:
-    """Return a float kernel on the host, float32."""
+    """Return the value of a float kernel as a float32 NumPy array."""
     value = variable_values.value_without_autocast(kernel)
     return np.asarray(ops.convert_to_numpy(ops.cast(value, "float32")))

@@ -1,4 +1,4 @@
-"""Change layers in place, all or nothing: restore them on an error.
+"""Change layers in place, all or nothing: an error restores them.
 
 Layers and optimizers are changed here from outside, while the caller goes on
 using them. A failed change is not undone step by step, which could fail too.
@@ -26,7 +26,7 @@ _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
 def unchanged_on_error(
     things: Iterable[Any], variables: Iterable[keras.Variable] = ()
 ) -> Iterator[None]:
-    """Restore layers and optimizers if the block fails.
+    """If the block raises, restore the layers and optimizers on exit.
 
     It restores class and attributes, and the contents of the lists, dicts and
     sets among them. So sublayers, variables, slots, compiled functions and
@@ -61,7 +61,7 @@ def unchanged_on_error(
 
 @contextlib.contextmanager
 def undone(things: Iterable[Any]) -> Iterator[None]:
-    """Restore layers at the end of the block, in any case.
+    """On exit of the block, restore the layers as they were on entry.
 
     Args:
         things: See `unchanged_on_error`.
@@ -72,11 +72,11 @@ def undone(things: Iterable[Any]) -> Iterator[None]:
 
 
 class _Over(Exception):
-    """Ends a block that is undone."""
+    """The exception that ends the block of `undone`."""
 
 
 class _Memory:
-    """Remembers the contents of a layer or optimizer.
+    """A copy of the class, attributes and lists of a layer or optimizer.
 
     Args:
         thing: The layer or optimizer.
@@ -104,7 +104,7 @@ class _Memory:
         ]
 
     def restore(self) -> None:
-        """Restore the class, the attributes and their contents."""
+        """Restore the object's class, attributes, and lists, dicts and sets."""
         for each, attributes in self._attributes:
             vars(each).clear()
             vars(each).update(attributes)
@@ -114,13 +114,13 @@ class _Memory:
             built_layers.put_class_back(self._thing, self._class)
 
     def restore_companions(self) -> None:
-        """Restore what states know of their kernels' values."""
+        """Restore what float8 state variables recorded about their kernels."""
         for put_back in self._companions:
             put_back()
 
 
 def _base(container: Any) -> Any:
-    """Return the base type of a container; None for another object."""
+    """Return a container's built-in type (list, dict, set); None for others."""
     # By its type: an `ObjectProxy` says to be what it stands for.
     return next((b for b in _BASES if issubclass(type(container), b)), None)
 
@@ -132,7 +132,7 @@ def _entries(container: Any, base: Any) -> list[Any]:
 
 
 def _refill(container: Any, base: Any, entries: list[Any]) -> None:
-    """Put entries back into a container, in their order."""
+    """Replace the contents of a list, dict or set by these entries."""
     now = _entries(container, base)
     if len(now) == len(entries) and all(map(_same, now, entries)):
         return

@@ -1,4 +1,4 @@
-"""Float8 arithmetic in `keras.ops`: the same bits on every backend.
+"""Float8 arithmetic in `keras.ops`, bit-identical on every backend.
 
 `casting` changes dtypes, `scaling` turns amaxes into scales, `tiles` and
 `quantized` make quantized tensors, `scale_sources` finds their scales,

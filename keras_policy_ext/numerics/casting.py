@@ -23,7 +23,9 @@ SIGN_BIT = -0x80000000
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """Cast to float8, saturating; the same bits on every backend.
+    """Cast values to float8; clip those beyond the format's largest value.
+
+    The result has the same bits on every backend.
 
     Finite values beyond the largest of the format, and infinities, become that
     largest value. NaN stays NaN. Rounding is to nearest, ties to even;
@@ -58,7 +60,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 def quantize(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Divide by the scale in float32, then `cast`.
+    """Divide a tensor by a scale, clip, and cast the result to float8.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
@@ -87,7 +89,7 @@ def quantize(
 def quantize_float32(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Compute the values that `quantize` gives, in float32.
+    """Return in float32 the values to which `quantize` rounds a tensor.
 
     It uses no float8 dtype. A cast to float8 takes a CPU most of the time, and
     a compiler may drop it.
@@ -105,7 +107,7 @@ def quantize_float32(
 
 
 def round_to_format(x: Tensor, dtype: str) -> Tensor:
-    """Round float32 to the values of a format, staying in float32.
+    """Round float32 values to the nearest values of a format, in float32.
 
     Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
     nearest, ties to even. Here k - 23 is the exponent of the value's last
@@ -134,7 +136,7 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
 
 
 def grid_constants(dtype: str) -> tuple[int, int]:
-    """Return the constants that `round_to_format` adds to exponent bits.
+    """Return two integers with which `round_to_format` finds the spacing.
 
     Returns:
         The bits of the exponent of the smallest normal number, and the number
@@ -147,7 +149,7 @@ def grid_constants(dtype: str) -> tuple[int, int]:
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
-    """Undo `quantize`: `float32(q) * scale`, cast to `dtype`.
+    """Convert float8 values to float32, times a scale; cast to `dtype`.
 
     Args:
         q: Float8 tensor of any shape.
@@ -162,12 +164,12 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
-    """Convert float8 values to float32, whatever the compute dtype."""
+    """Convert float8 values to float32; `compute_dtype` is ignored."""
     return as_dtype(q, "float32")
 
 
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
-    """Cast like `ops.cast`, also for formats that Keras does not know."""
+    """Cast a tensor, also to and from formats that Keras does not know."""
     if "fnuz" in f"{x.dtype} {dtype}":
         return primitives().as_dtype(x, dtype)
     return ops.cast(x, dtype)
@@ -176,7 +178,7 @@ def as_dtype(x: Tensor, dtype: str) -> Tensor:
 def quantize_dequantize(
     x: Tensor, scale: Tensor, dtype: str, out_dtype: str = "float32"
 ) -> Tensor:
-    """Round `x` to float8 and back: `dequantize(quantize(x))`.
+    """Round `x` to float8 values times a scale; return them as `out_dtype`.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
@@ -209,7 +211,7 @@ def _limit(dtype: Any) -> float:
 
 
 def _cast(x: Tensor, dtype: str) -> Tensor:
-    """Cast values in range, with the same NaN on every backend.
+    """Cast clipped values to float8; write NaN with the same bits everywhere.
 
     `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
     """
@@ -224,7 +226,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 def scaled(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Divide by the scale in float32, and clip to the range of a format.
+    """Divide by a scale in float32, and clip to the range of a format.
 
     Args:
         x: Tensor of any shape and real dtype; read as float32.
@@ -241,9 +243,10 @@ def scaled(
 
 
 def view(x: Tensor, dtype: str) -> Tensor:
-    """View as a dtype; also for a last axis of unknown size on TensorFlow.
+    """Reinterpret a tensor's bits as a dtype of the same size.
 
-    `ops.view` fails there (keras 3.15; for a scalar keras 3.12).
+    It also works for a last axis of unknown size on TensorFlow, where
+    `ops.view` fails (keras 3.15; for a scalar keras 3.12).
     """
     known = len(x.shape) > 0 and x.shape[-1] is not None
     if known or keras.backend.backend() != "tensorflow":
@@ -262,13 +265,13 @@ _INF_OF_HALF = 0x7C00
 
 
 def shifted_right(x: Tensor, count: int) -> Tensor:
-    """Shift int32 right by some bits, filling with zeros."""
+    """Shift int32 values right by `count` bits, filling with zeros."""
     mask = (1 << (32 - count)) - 1
     return ops.bitwise_and(ops.right_shift(x, count), mask)
 
 
 def encode(values: Tensor, format_name: str) -> Tensor:
-    """Encode values of a format as codes.
+    """Convert float32 values of a narrow format to codes (its bits), uint8.
 
     Args:
         values: Float32 numbers of the format, of any shape.
@@ -303,7 +306,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
-    """Decode codes to the values that `encode` took.
+    """Convert codes (the bits of a narrow format) to float32 values.
 
     Args:
         codes: Uint8 tensor of any shape.
@@ -334,7 +337,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 
 
 def _cuts_float16(format_name: str) -> bool:
-    """Return True if codes are made by dropping bits of float16.
+    """Return True if codes can be the upper bits of float16 values.
 
     That takes less than half the operations, which XLA compiles for every
     layer (JAX 0.10, CPU). PyTorch cannot do it: it shifts no unsigned
@@ -345,7 +348,7 @@ def _cuts_float16(format_name: str) -> bool:
 
 
 def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
-    """Encode by way of float16; see `encode`."""
+    """Convert values to codes by way of float16; see `encode`."""
     shift, factor = HALVES[format_name]
     halves = ops.cast(values * (1.0 / factor), "float16")
     bits = ops.cast(view(halves, "uint16"), "int32")
@@ -359,7 +362,7 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
-    """Decode with the framework's cast, and NaN of e4m3fn; see `decode`."""
+    """Convert codes to values by the framework's cast; see `decode`."""
     found = primitives().numbers(codes, format_name)
     if HALVES[format_name][0] == _BITS:
         return found
@@ -368,7 +371,7 @@ def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
-    """Encode scales in their own format, one byte each.
+    """Convert scales to codes of the scale format, one byte each.
 
     Args:
         scale: Float32 values of the format, of any shape.
@@ -382,7 +385,7 @@ def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
 
 
 def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
-    """Decode the scales of `encode_scales` to float32.
+    """Convert the codes of `encode_scales` to float32 scales.
 
     Byte 0 of E8M0 is 2^-127, which a backend that flushes subnormals reads as
     0; byte 255 is NaN.
@@ -399,16 +402,16 @@ def _bits(number: float) -> int:
 
 
 def _offset(fmt: formats.Format) -> int:
-    """Return what to add to a code so that its exponent has float32's bias."""
+    """Return what to add to a code so that float32's exponent bias results."""
     exponent = _bits(fmt.smallest_normal) >> MANTISSA
     return (exponent - 1) << fmt.mantissa_bits
 
 
 def _largest_code(fmt: formats.Format) -> int:
-    """Return the code of the format's largest value."""
+    """Return the code of the largest finite value of a format."""
     return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
 
 
 def _nan_code(fmt: formats.Format) -> int:
-    """Return the code of NaN; the largest code if the format has no NaN."""
+    """Return the code of NaN, or of the largest value without a NaN."""
     return _largest_code(fmt) if fmt.nan_code is None else fmt.nan_code

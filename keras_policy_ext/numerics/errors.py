@@ -1,4 +1,4 @@
-"""Measure the error of a quantization."""
+"""Measure the rounding error of a quantization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_policy_ext.numerics.scaling import amax
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
-    """Compute the signal-to-quantization-noise ratio, in decibels.
+    """Return the signal-to-quantization-noise ratio, in decibels.
 
     It is `20 log10(|reference| / |reference - approximation|)`, with Frobenius
     norms in float32; infinite if both tensors are equal.
@@ -44,7 +44,7 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
 
 
 def _log_norm(x: Tensor) -> Tensor:
-    """Compute the logarithm of the Frobenius norm.
+    """Return the logarithm of a tensor's Frobenius norm.
 
     The values are scaled by the largest, since their squares might overflow.
     """
@@ -55,7 +55,7 @@ def _log_norm(x: Tensor) -> Tensor:
 
 
 def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
-    """Compute the fraction of nonzero values that quantize to zero.
+    """Return the fraction of nonzero values that quantize to zero.
 
     Args:
         x: Tensor of any shape.

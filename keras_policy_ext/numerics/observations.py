@@ -81,7 +81,7 @@ seal by more in its first step.
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The columns of a row of the state.
+    """The columns of a delayed-scaling state, and its arithmetic.
 
     Attributes:
         length: Length of the amax history.
@@ -96,25 +96,25 @@ class StateLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns."""
+        """The number of columns of a state."""
         return _FIRST + self.length
 
     def never_observed(self) -> np.ndarray:
-        """Return the settled state before any observation, (rows, width)."""
+        """Return an initial state, with no observation, (rows, width)."""
         state = np.zeros((len(self.constant), self.width), "float32")
         state[:, 0] = self.unseen
         return state
 
     def history(self, state: Tensor) -> Tensor:
-        """Return the amax histories, (rows, length), newest at index 0."""
+        """Return the state's amax histories, (rows, length), newest first."""
         return state[:, _FIRST:]
 
     def scale(self, state: Tensor) -> Tensor:
-        """Return the scales last used, (rows,); 0 if there is none."""
+        """Return each row's last used scale, (rows,); 0 if there is none."""
         return state[:, _FIRST - 1]
 
     def observation(self, amaxes: Tensor, slot: int) -> Tensor:
-        """Return the observation of one use.
+        """Return the amaxes of one use of a layer as a gradient of the state.
 
         Args:
             amaxes: Float32 (rows,).
@@ -132,7 +132,7 @@ class StateLayout:
         return ops.concatenate([use, entries, zeros], axis=1)
 
     def largest(self, state: Tensor) -> Tensor:
-        """Return the largest amax of each row; infinite if its seal is broken.
+        """Return each row's largest amax; infinity for one not `is_intact`.
 
         One reduction finds both, which compilers turn into one kernel.
         """
@@ -144,11 +144,11 @@ class StateLayout:
         return ops.max(ops.where(moved, np.inf, amaxes), axis=1)
 
     def is_intact(self, state: Tensor) -> Tensor:
-        """Return which rows of a settled state are unchanged, bool (rows,)."""
+        """Return True for each observed row that no other code changed."""
         return ops.less(self.largest(state), np.inf)
 
     def settle(self, value: Tensor, previous: Tensor, used: Tensor) -> Tensor:
-        """Return the new state for an assigned value.
+        """Return the new state after `value` is assigned to it.
 
         It is computed column by column, so that a compiler makes one kernel of
         it. That matters, since every layer has a state.
@@ -188,7 +188,9 @@ class StateLayout:
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
     def _entries(self, value: Tensor) -> Tensor:
-        """Return slots, scale and newest amax, (rows, replicas, 10).
+        """Return an observation's slots, scale and amax, without `uses`.
+
+        The result is (rows, replicas, 10).
 
         The last two are 0 in an observation and nonzero in a state in use, so
         that the sum of both is not an observation. The other columns are left
@@ -202,7 +204,9 @@ class StateLayout:
     def _entered(
         self, uses: Tensor, entries: Tensor, previous: Tensor
     ) -> Tensor:
-        """Return the history with the newest amax; it starts at `_FIRST`.
+        """Return each row's history with the newest amax added.
+
+        The history starts at column `_FIRST`.
 
         As in Keras and Flax, the ring turns left and index 0 is overwritten.
         So index 1 has the oldest entry and the last index the one before the
@@ -221,7 +225,7 @@ class StateLayout:
         return ops.where(ops.expand_dims(finite, 1), rolled, before)
 
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
-        """Return which rows are unscaled sums over uses, bool (rows, 1).
+        """Return True for each row that is an unscaled sum of observations.
 
         A sum that was scaled, as by clipping a norm or averaging batches, has
         a fractional number of uses, or more amaxes than uses.
@@ -235,7 +239,7 @@ class StateLayout:
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
-        """Return the amax to enter, (rows, 1); `first` is the newest so far."""
+        """Return each row's newly observed amax, (rows, 1)."""
         total = ops.expand_dims(ops.sum(entries, axis=(1, 2)), 1)
         mean = total / ops.maximum(uses, 1.0)
         largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)
@@ -244,7 +248,7 @@ class StateLayout:
 
 
 def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
-    """Return the kernel's row of an observation if a flag is set, else zeros.
+    """Return the kernel's row of an observation if `flag` is set, else zeros.
 
     Args:
         observation: (rows, width), one row per operand of `OPERANDS`.
@@ -255,7 +259,7 @@ def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
 
 
 class Counting(StateLayout):
-    """A state of one row whose history is one number: the count of steps.
+    """A state of one row that counts steps instead of recording amaxes.
 
     An observation only says that there was a use. The count in it is ignored,
     since its sum over many uses, as in a scan, is not exact in float32, and
@@ -276,10 +280,10 @@ class Counting(StateLayout):
 
 
 def numbered_row(width: int, kernel: int) -> list[int]:
-    """Return the row to add to a `Counting` state for a step of a kernel."""
+    """Return the row that adds a kernel's number to a `Counting` state."""
     return [kernel if i == _FIRST - 1 else 0 for i in range(width)]
 
 
 def following(steps: Tensor) -> Tensor:
-    """Return the number of the next step."""
+    """Return the step number after `steps`; 0 after the largest."""
     return ops.where(steps + 1.0 < MOST_STEPS, steps + 1.0, 0.0)

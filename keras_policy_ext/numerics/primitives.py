@@ -1,4 +1,4 @@
-"""The backend operations that codes and scales are computed with.
+"""The backend operations with which codes and scales are computed.
 
 They are written in `keras.ops` here. A backend replaces those that its
 compiler would change, or that it can run faster.
@@ -33,43 +33,43 @@ _loaded: dict[str, Primitives] = {}
 
 @functools.cache
 def numbers_of_codes(format_name: str) -> np.ndarray[Any, Any]:
-    """Return the value of each code of a format, float32 (256,)."""
+    """Return a table of the values of all 256 codes, float32 (256,)."""
     codes = np.arange(256, dtype="uint8")
     return codes.view(formats.get(format_name).dtype).astype("float32")
 
 
 class Primitives:
-    """Reshaping and rounding, in `keras.ops`."""
+    """Reshaping, table look-ups and casts, in `keras.ops`."""
 
     def reshape(self, x: Tensor, shape: Any) -> Tensor:
-        """Reshape as `ops.reshape` does."""
+        """Reshape a tensor as `ops.reshape` does."""
         return ops.reshape(x, shape)
 
     def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """Transpose as `ops.transpose` does."""
+        """Transpose a tensor as `ops.transpose` does."""
         return ops.transpose(x, axes)
 
     def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:
-        """Repeat as `ops.repeat` does."""
+        """Repeat each entry along an axis as `ops.repeat` does."""
         return ops.repeat(x, repeats, axis=axis)
 
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
-        """Stack as `ops.stack` does."""
+        """Stack tensors along a new axis as `ops.stack` does."""
         return ops.stack(tensors, axis)
 
     def known_number(self, x: Tensor) -> float | None:
-        """Return a float32 scalar as a float; None where reading it costs."""
+        """Return a float32 scalar as a float; None if reading it is slow."""
         return None
 
     def abs_or_inf(self, x: Tensor) -> Tensor:
-        """Return absolute values, on some backends with infinity for NaN.
+        """Return absolute values; some backends turn NaN into infinity.
 
         A backend does so if its maximum can lose NaN.
         """
         return ops.abs(x)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """Decode codes by a table of all 256.
+        """Convert codes to float32 values by a table of 256 values.
 
         Args:
             codes: Uint8 tensor of any shape, without codes of NaN or infinity.
@@ -82,15 +82,17 @@ class Primitives:
         return ops.take(table, ops.cast(codes, "int32"), axis=0)
 
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
-        """View codes as a float8 dtype, without changing a byte."""
+        """Reinterpret uint8 codes as a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)
 
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """Cast like `ops.cast`, also for formats that Keras does not know."""
+        """Cast a tensor, also to and from formats Keras does not know."""
         return ops.cast(x, dtype)
 
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return `scale` in a form that XLA does not see as a broadcast scalar.
+        """Return `scale` in a form by which XLA really divides.
+
+        XLA must not see a broadcast scalar.
 
         It is NaN where `x` is. XLA for a CPU turns a division by a broadcast
         scalar into a multiplication by its reciprocal, which differs by one
@@ -104,7 +106,7 @@ class Primitives:
 
 
 def primitives() -> Primitives:
-    """Return the primitives of Keras's backend.
+    """Return the `Primitives` of the backend that Keras runs on.
 
     They are found by the name of the backend, so that this module imports no
     framework.

@@ -27,7 +27,7 @@ Source: Transformer Engine's NVFP4 recipe.
 
 
 def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
-    """Compute `x · diag(signs) · H / 4` for each block of 16 along an axis.
+    """Transform each block of 16 along an axis: `x · diag(signs) · H / 4`.
 
     H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`. With the factor
     it is orthogonal, so a matmul of two operands that are both transformed
@@ -58,7 +58,7 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
 
 
 def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
-    """Undo `hadamard`, and drop the zeros that `padded` appended.
+    """Undo `hadamard`; crop the axis to `size`.
 
     Args:
         matrix: Float32 (b, m, k), as `hadamard` returns it.
@@ -89,7 +89,7 @@ def padded(matrix: Tensor, axis: int = 2) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix, `values * scale`, with the contracted axis last.
+    """A quantized matrix: narrow values, and scales to multiply them by.
 
     An operand with one scale keeps its own axes until a matmul reads it;
     operands of convolutions always keep theirs. So the tensor that is
@@ -116,12 +116,12 @@ class Quantized:
 
     @property
     def tile(self) -> Tile:
-        """The shape of the tile that shares one scale."""
+        """The shape of the part of the matrix that shares one scale."""
         return WHOLE if self.quantization is None else self.quantization.tile
 
     @property
     def transposed(self) -> Quantized:
-        """The same operand for a matmul that sums over the other axis."""
+        """The transpose, for a matmul that sums over the other axis."""
         quantization = self.quantization
         if quantization is None or quantization.has_one_scale:
             return self.with_values(swapped(self.values))
@@ -131,14 +131,14 @@ class Quantized:
 
     @property
     def spread_scale(self) -> Tensor:
-        """The scale of each element, broadcastable to the values."""
+        """The scale of each element; its shape broadcasts to the values."""
         quantization = self.quantization
         if quantization is None or quantization.has_one_scale:
             return self.scale
         return tiles.spread(self.scale, quantization.tile, self.values)
 
     def encoded(self, dtype: str, encode: Any = casting.encode) -> Quantized:
-        """Convert the values to a narrow dtype, without changing them.
+        """Return a copy whose values are in a narrow dtype, or codes.
 
         This is the form saved for the backward pass. Unquantized and narrow
         tensors are returned unchanged.
@@ -173,7 +173,7 @@ class Quantized:
         decode: Any = casting.decode,
         compute_dtype: str = "float32",
     ) -> Quantized:
-        """Convert the values and scales to float32.
+        """Return a copy whose values and scales are in float32.
 
         Args:
             widen: Takes values in a float8 dtype and a compute dtype; returns
@@ -195,7 +195,7 @@ class Quantized:
 
     @property
     def with_float32_scales(self) -> Quantized:
-        """The same operand, with scales decoded to float32."""
+        """A copy of this operand, with scales decoded to float32."""
         quantization = self.quantization
         if quantization is None or quantization.scale_format == "float32":
             return self
@@ -205,7 +205,7 @@ class Quantized:
         return self._with(self.values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
-        """Multiply the values by the scales, but not by `tensor_scale`.
+        """Return the values times the scales, without `tensor_scale`.
 
         Args:
             dtype: The dtype of the result.
@@ -216,7 +216,7 @@ class Quantized:
         return casting.dequantize(self.values, self.spread_scale, dtype)
 
     def with_nan_scales(self, amax: Tensor) -> Quantized:
-        """Return this with NaN scales for tiles whose amax is not finite.
+        """Return a copy with NaN scales for tiles of infinite or NaN amax.
 
         A saturating cast makes an infinite value finite. A recipe with history
         reports the infinity in its observation. Without history only NaN
@@ -226,7 +226,7 @@ class Quantized:
         return self._with(self.values, self.scale * mark, self.quantization)
 
     def with_values(self, values: Tensor) -> Quantized:
-        """Return other values with the same scales."""
+        """Return a copy with other values and the same scales."""
         return Quantized(
             values, self.scale, self.quantization, self.tensor_scale
         )
@@ -234,11 +234,11 @@ class Quantized:
     def _with(
         self, values: Tensor, scale: Tensor, quantization: Quantization | None
     ) -> Quantized:
-        """Return other values and scales with the same `tensor_scale`."""
+        """Return a copy with other values, scales and quantization."""
         return Quantized(values, scale, quantization, self.tensor_scale)
 
     def leaves(self) -> list[Tensor]:
-        """Return the tensors in a fixed order."""
+        """Return the operand's tensors in a fixed order."""
         above = [] if self.tensor_scale is None else [self.tensor_scale]
         return [self.values, self.scale, *above]
 
@@ -246,7 +246,7 @@ class Quantized:
 def of_leaves(
     leaves: Iterator[Tensor], quantization: Quantization | None
 ) -> Quantized:
-    """Rebuild a quantized tensor from the next tensors of `leaves`."""
+    """Rebuild a `Quantized` from the next tensors of an iterator."""
     values, scale = next(leaves), next(leaves)
     above = quantization is not None and quantization.has_tensor_scale
     tensor_scale = next(leaves) if above else None
@@ -254,7 +254,7 @@ def of_leaves(
 
 
 def is_wide(values: Tensor) -> bool:
-    """Return True if values are in float32.
+    """Return True if a tensor is in float32, not in a narrow dtype.
 
     It compares the name of the dtype, since Keras does not know all dtypes.
     """
@@ -262,7 +262,7 @@ def is_wide(values: Tensor) -> bool:
 
 
 def passthrough(x: Tensor) -> Quantized:
-    """An operand that is read as it is."""
+    """Return a tensor as an unquantized operand with a scale of 1."""
     return Quantized(x, ops.ones((1, 1, 1), "float32"), None)
 
 
@@ -275,7 +275,7 @@ def quantize(
     key: Tensor | None = None,
     across: bool = False,
 ) -> tuple[Quantized, Tensor | None]:
-    """Quantize an operand.
+    """Quantize a matrix; return the `Quantized`, and amaxes if computed.
 
     Args:
         x: (b, m, k), of any real dtype, read as float32; any shape with one
@@ -323,7 +323,7 @@ def quantize(
 def _at_random(
     x: Tensor, format_name: str, key: Tensor | None, across: bool
 ) -> Tensor:
-    """Round to either neighbour in a format at random; float32."""
+    """Round each value up or down at random to a value of a format."""
     if key is None:
         raise ValueError(
             "Stochastic rounding needs `key`. Received: key=None. Allowed: "
@@ -339,7 +339,7 @@ def _is_code(values: Tensor) -> bool:
 
 
 def swapped(matrix: Tensor) -> Tensor:
-    """Transpose (b, m, k) to (b, k, m)."""
+    """Transpose matrices (b, m, k) to (b, k, m)."""
     if keras.backend.backend() == "torch":
         # A tenth of the time that the operation takes in an eager call.
         return matrix.mT

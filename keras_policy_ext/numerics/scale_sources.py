@@ -1,4 +1,4 @@
-"""Sources of scales: the tensor's own amax, a history, or constants."""
+"""Sources of scales: a tensor's own amax, a history of amaxes, or constants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from keras_policy_ext.recipes import (
 
 @dataclasses.dataclass(frozen=True)
 class HistoryScales:
-    """The scales of the operands, read from the state before the step.
+    """The three operands' scales for a step, read from a state.
 
     Attributes:
         scales: Float32 (3,), one per operand; 0 for one that was never
@@ -51,7 +51,7 @@ class HistoryScales:
     seen_lately: bool = False
 
     def leaves(self) -> list[Tensor]:
-        """Return the tensors in a fixed order."""
+        """Return the fields that are tensors, in a fixed order."""
         if self.unseen is None:
             return [self.scales]
         return [self.scales, self.unseen]
@@ -59,7 +59,7 @@ class HistoryScales:
 
 @dataclasses.dataclass(frozen=True)
 class StepCount:
-    """The number of steps and the kernel's number, read from a counting state.
+    """The count of steps and the kernel's number, from a counting state.
 
     Attributes:
         number: Float32 scalar, the number of steps so far.
@@ -72,7 +72,7 @@ class StepCount:
     unseen: ClassVar[None] = None
 
     def leaves(self) -> list[Tensor]:
-        """Return the tensors in a fixed order."""
+        """Return the fields that are tensors, in a fixed order."""
         return [self.number, self.kernel]
 
 
@@ -81,7 +81,7 @@ StateReading = HistoryScales | StepCount
 
 
 class Amax:
-    """The amax of an operand, computed on demand.
+    """The amax of an operand, computed when it is called.
 
     Args:
         x: The operand, any shape.
@@ -106,16 +106,16 @@ class Amax:
         self.known: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:
-        """Return the amax, a float32 scalar."""
+        """Return the operand's amax, a float32 scalar."""
         return self.anew() if self.known is None else self.known
 
     def anew(self) -> Tensor:
-        """Compute the amax where this is called, such as in a branch."""
+        """Compute the amax again, for use inside a compiled branch."""
         return self._of(self._x)
 
 
 class ScaleRule(NamedTuple):
-    """How a scale is computed from an amax, for kernels that do it themselves.
+    """Which formula computes a scale from an amax, for fused kernels.
 
     Attributes:
         inverted: Whether by `scaling.scale_of_multiplier`, otherwise by
@@ -128,7 +128,7 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleSource(Protocol):
-    """How the scales of a recipe are computed.
+    """The object that computes the scales of a recipe.
 
     Attributes:
         recipe: The recipe.
@@ -145,12 +145,12 @@ class ScaleSource(Protocol):
     observes_amaxes: bool
 
     def history_scales(self, state: Tensor) -> StateReading:
-        """Read the count of steps before this step."""
+        """Read the scales, or the count of steps, from a state."""
 
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from the first of some tensors.
+        """Take scales or step count from saved tensors; return the rest too.
 
         Returns:
             The reading, None for a source without state; and the other
@@ -164,7 +164,7 @@ class ScaleSource(Protocol):
         amax: Amax,
         known: StateReading | None,
     ) -> Tensor | None:
-        """Return the scale of an operand.
+        """Return the scale of an operand; None to use the tensor's own amax.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -177,7 +177,7 @@ class ScaleSource(Protocol):
         """
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return what a use reports to the state, one value per row.
+        """Return the values that a use of a layer reports to its state.
 
         Args:
             known: The reading of the state.
@@ -186,7 +186,7 @@ class ScaleSource(Protocol):
 
 
 class StateSource(ScaleSource, Protocol):
-    """How scales are computed for a recipe whose kernels have a state.
+    """The object that computes a recipe's scales by a state per kernel.
 
     Attributes:
         layout: The columns of a row of the state.
@@ -196,7 +196,7 @@ class StateSource(ScaleSource, Protocol):
     layout: StateLayout
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
-        """Return an observation as the gradient of the state.
+        """Return one value per row as a gradient of the state.
 
         Args:
             amaxes: Float32 scalars, one per row of the state, from `observed`.
@@ -207,7 +207,7 @@ class StateSource(ScaleSource, Protocol):
         """
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Return whether a kernel exceeds what its scale allows.
+        """Return True if a kernel's amax is too large for the stored scale.
 
         Args:
             amax: Float32 scalar, the amax of the kernel.
@@ -220,7 +220,7 @@ class StateSource(ScaleSource, Protocol):
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
-        """Return the state with a scale that is large enough for a kernel.
+        """Return the state, with a larger scale if the kernel needs one.
 
         Args:
             amax: Float32 scalar, the amax of the kernel.
@@ -233,7 +233,7 @@ class StateSource(ScaleSource, Protocol):
         """
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """Return the new state when `value` is assigned to it.
+        """Return the new state after `value` is assigned to it.
 
         Args:
             value: (rows, width): an observation, a settled state, or zeros.
@@ -245,7 +245,7 @@ class StateSource(ScaleSource, Protocol):
 
 
 class CurrentSource:
-    """Computes scales from the tensor itself; has no state."""
+    """A source that computes scales from a tensor's own amax."""
 
     observes_amaxes = False
 
@@ -257,16 +257,16 @@ class CurrentSource:
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Return None, since there is no state, and all tensors."""
+        """Return None, as there is no state, and all the saved tensors."""
         return None, leaves
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return nothing, since there is no state to report to."""
+        """Return an empty list: there is no state to report to."""
         # Nothing, without a state.
         return []
 
     def history_scales(self, state: Tensor) -> StateReading:
-        """Raise: this recipe has no state."""
+        """Raise: current scaling has no state to read."""
         raise ValueError(
             f"Recipe {self.recipe!r} has no state. Received: a state. Allowed: "
             "no state. Pass the inputs and the kernel alone."
@@ -279,12 +279,12 @@ class CurrentSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """Return None, so that scales are computed from the tensor."""
+        """Return None: the scale comes from the tensor's own amax."""
         return None
 
 
 class DelayedSource:
-    """Computes one scale per tensor from the amaxes of earlier steps."""
+    """A source that computes scales from the amaxes of earlier steps."""
 
     observes_amaxes = True
 
@@ -312,7 +312,7 @@ class DelayedSource:
         amax: Amax,
         known: Any,
     ) -> Tensor | None:
-        """Return the scale of an operand."""
+        """Return an operand's scale from its history or, at first, its amax."""
         # The amax counts only for what was never observed. Without a branch
         # XLA waits for it in every step, which for a kernel is a pass over it
         # that nothing else needs. With a branch XLA has to store the operand
@@ -339,7 +339,7 @@ class DelayedSource:
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from the first of some tensors."""
+        """Take `HistoryScales` from saved tensors; return the rest too."""
         # The amaxes that follow are two or none: of an even number of tensors
         # one says what was never observed.
         count = 1 + (len(leaves) % 2 == 0)
@@ -347,17 +347,17 @@ class DelayedSource:
         return HistoryScales(leaves[0], unseen), leaves[count:]
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return the amaxes, which are what the state records."""
+        """Return the amaxes: a delayed-scaling state records them."""
         # The amaxes.
         return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
-        """Return an observation as the gradient of the state."""
+        """Return the amaxes of one use of a layer as a state's gradient."""
         # In the order of `OPERANDS`.
         return self.layout.observation(ops.stack(amaxes), slot)
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Return whether a kernel exceeds what its scale allows."""
+        """Return True if a kernel's amax is too large for the stored scale."""
         # A kernel that was never observed is scaled by its own amax already,
         # unless the recipe starts from a fixed scale.
         index = OPERANDS.index("kernel")
@@ -368,18 +368,18 @@ class DelayedSource:
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
-        """Return the state with a scale that is large enough for a kernel."""
+        """Return the state, with a larger scale if the kernel needs one."""
         outgrown = self.outgrown(amax / beyond, self.history_scales(state))
         observation = self.observation([amax] * len(OPERANDS), 0)
         return self.settle(of_kernel_alone(observation, outgrown), state)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """Return the new state when `value` is assigned to it."""
+        """Return the new state after `value` is assigned to it."""
         used = self.history_scales(previous).scales
         return self.layout.settle(value, previous, used)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
-        """Compute the scales from the histories in `state`, (3, width).
+        """Compute the operands' scales from a state's amax histories.
 
         Without a fixed initial scale, an operand that was never observed has
         scale 0. `unseen` is computed from the scales. Computed from the state,
@@ -403,7 +403,7 @@ class DelayedSource:
 
 
 class CountingSource(CurrentSource):
-    """Computes scales from the tensor itself; its state counts steps.
+    """A source that uses a tensor's own amax, and a state that counts steps.
 
     The count seeds the stochastic rounding: each use of a kernel reports the
     number of the next step. It has one more method than a `ScaleSource`,
@@ -417,7 +417,7 @@ class CountingSource(CurrentSource):
         self.seed = int(getattr(recipe, "seed", 0))
 
     def history_scales(self, state: Tensor) -> StepCount:
-        """Read the count of steps before this step."""
+        """Read the step count and the kernel's number from a state."""
         steps = self.layout.history(state)[:, 0]
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
         return StepCount(steps[0], self.layout.scale(state)[0])
@@ -425,11 +425,11 @@ class CountingSource(CurrentSource):
     def known_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Rebuild the reading of a state from the first of some tensors."""
+        """Take a `StepCount` from saved tensors; return the rest too."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
-        """Return the random key that an operand is rounded with in a matmul.
+        """Return the random key for rounding an operand of a matmul.
 
         Args:
             known: The reading of the state.
@@ -446,16 +446,16 @@ class CountingSource(CurrentSource):
         return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return the number of the next step."""
+        """Return the number of the next step, for the state to record."""
         # The number of the next step.
         return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
-        """Return an observation as the gradient of the state."""
+        """Return the number of the next step as a state's gradient."""
         return self.layout.observation(ops.stack(numbers), slot)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
-        """Return the new state when `value` is assigned to it."""
+        """Return the new state after `value` is assigned to it."""
         return self.layout.settle(value, previous, ops.zeros((1,), "float32"))
 
 
@@ -468,7 +468,7 @@ _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {
 
 @functools.cache
 def source_of(recipe: Recipe) -> ScaleSource:
-    """Return the source of a recipe's scales.
+    """Return the object that computes a recipe's scales, from a cache.
 
     Args:
         recipe: Any recipe. An unregistered one is scaled by the amaxes of its
@@ -504,14 +504,14 @@ def source_of(recipe: Recipe) -> ScaleSource:
 
 
 def state_source_of(recipe: Recipe) -> StateSource:
-    """Return the source of scales of a recipe whose kernels have a state."""
+    """Return the `StateSource` of a recipe whose kernels have a state."""
     return cast(StateSource, source_of(recipe))
 
 
 def register(
     recipe_class: type[Recipe], source_class: Callable[[Recipe], Any]
 ) -> None:
-    """Register the source of scales for a class of recipes.
+    """Register the class that computes scales for a class of recipes.
 
     Args:
         recipe_class: A subclass of `Recipe`.

@@ -27,7 +27,7 @@ _MANTISSA_BITS = 0x007FFFFF
 
 
 def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
-    """Compute the largest magnitude, as float32.
+    """Return the largest magnitude along axes of a tensor, in float32.
 
     Args:
         x: Tensor of any shape and real dtype. An empty one has amax 0.
@@ -57,7 +57,7 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
 
 
 def amax_by_columns(x: Tensor) -> Tensor:
-    """Compute `amax(x)` by reducing each column first.
+    """Return `amax(x)`, on JAX by reducing each column first.
 
     The gradient of a bias is the sum of each column of an outputs gradient.
     XLA for a GPU, as JAX configures it, fuses two reductions along the same
@@ -79,7 +79,7 @@ def scale_from_amax(
     power_of_two: bool = False,
     previous: Tensor = 1.0,
 ) -> Tensor:
-    """Compute the scale that maps `amax` to the largest value of a format.
+    """Return the scale that maps `amax` to a format's largest value.
 
     It is `amax / max(dtype) * 2**margin` in float32, never below 2^-126 (a
     scale of 0 would give NaN) and never infinite. An `amax` below 2^-126
@@ -112,7 +112,7 @@ def scale_for_limit(
     power_of_two: bool = False,
     previous: Tensor = 1.0,
 ) -> Tensor:
-    """Compute `scale_from_amax` for largest values instead of a format."""
+    """Return the scale that maps `amax` to `limit`; see `scale_from_amax`."""
     number = primitives().known_number(amax)
     if number is not None and isinstance(limit, float):
         divisor = with_margin(limit, margin)
@@ -135,7 +135,9 @@ def scale_for_limit(
 def _scale_of_number(
     amax: float, divisor: float, power_of_two: bool
 ) -> float | None:
-    """Compute `scale_for_limit` of a float; None to keep the previous scale.
+    """Return `scale_for_limit` of a float; None if the amax is unusable.
+
+    An amax is unusable if it is 0 or not finite.
 
     It uses float64: the quotient of two float32 values, rounded to float32, is
     the same.
@@ -153,7 +155,7 @@ def _scale_of_number(
 def scale_of_multiplier(
     amax: Tensor, limit: Any, margin: int = 0, previous: Tensor = 1.0
 ) -> Tensor:
-    """Compute `1 / (limit / 2**margin / amax)`, the scale of delayed scaling.
+    """Return `1 / (limit / 2**margin / amax)`, delayed scaling's scale.
 
     Flax and Transformer Engine compute the quantizing multiplier and invert
     it. The result differs from `amax / limit` by one ulp at most. Delayed
@@ -188,7 +190,7 @@ def scale_of_multiplier(
 
 
 def inverted_of_number(amax: float, divisor: float) -> float:
-    """Compute `scale_of_multiplier` of a positive finite float.
+    """Return `scale_of_multiplier` of a positive finite float.
 
     It uses float64: each quotient of two float32 values, rounded to float32,
     is the same.
@@ -199,7 +201,7 @@ def inverted_of_number(amax: float, divisor: float) -> float:
 
 
 def with_margin(limit: Any, margin: int) -> Any:
-    """Divide the limit of a format by the headroom, a power of two."""
+    """Divide a format's largest value by `2**margin`, the headroom."""
     # An exact division. Applied to the quotient instead it might go through
     # a subnormal, which JAX and TensorFlow on a CPU flush to 0, and XLA
     # would turn a / b / c into a / (b * c), which can overflow.
@@ -207,7 +209,7 @@ def with_margin(limit: Any, margin: int) -> Any:
 
 
 def is_positive_finite(amax: Tensor) -> Tensor:
-    """Return whether float32 values are positive and finite.
+    """Return, per element, whether a value is positive and finite.
 
     It reads the bits, since JAX and TensorFlow on a CPU compare a subnormal as
     0 and torch does not.

@@ -1,4 +1,4 @@
-"""Stochastic rounding, and its random bits."""
+"""Stochastic rounding, and the random bits that it uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_policy_ext.numerics.casting import (
 
 
 def mix(x: Tensor) -> Tensor:
-    """Compute the hash lowbias32 of int32, in arithmetic that wraps.
+    """Return the hash lowbias32 of int32 values; overflow wraps.
 
     Source: Chris Wellons, "Prospecting for Hash Functions" (2018).
     """
@@ -58,7 +58,7 @@ def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
 def key_of_use(
     step: Tensor, seed: int, slot: int, kernel: Tensor | int = 0
 ) -> Tensor:
-    """Return the random key of one use of a kernel in one step.
+    """Return the random key for one use of a kernel in one step.
 
     Args:
         step: Int32 scalar, the number of steps so far.
@@ -74,7 +74,7 @@ def key_of_use(
 
 
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
-    """Return the random key of an operand in one matmul.
+    """Return the random key for rounding an operand of one matmul.
 
     It depends on the amax of the operand, since micro-batches, replicas and
     the steps of a scan share the key of their step.
@@ -117,7 +117,7 @@ def stochastic_round(
     dtype: str = "bfloat16",
     seed: int | keras.random.SeedGenerator | None = None,
 ) -> Tensor:
-    """Round each value up or down at random, without bias.
+    """Round each value up or down at random, unbiased, to a 16-bit dtype.
 
     A value between two neighbours of the format becomes the one farther from 0
     with a probability equal to its position between them, and the other one
@@ -152,7 +152,7 @@ def stochastic_round(
 
 
 def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
-    """Round as `stochastic_round` does, with given random bits.
+    """Round as `stochastic_round` does, with the random bits given.
 
     The bits are added below the last bit of the format, and all bits below it
     are dropped. A carry makes the result the neighbour farther from 0. It is
@@ -188,7 +188,7 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
 
 
 def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
-    """Round up or down to a value of a narrow format, by 16 random bits.
+    """Round each value up or down to a narrow format, by 16 random bits.
 
     It rounds away from 0 if the position between the two neighbours plus `bits
     * 2^-16` is at least 1. Values of the format do not change.
@@ -219,7 +219,7 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
 
 
 def check_roundable(dtype: str) -> None:
-    """Raise if stochastic rounding does not support a dtype.
+    """Raise if `stochastic_round` does not support this dtype.
 
     Raises:
         ValueError: If the dtype is not supported.
@@ -233,12 +233,12 @@ def check_roundable(dtype: str) -> None:
 
 
 def _bfloat16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Return the upper half of float32 bits, also for subnormal values."""
+    """Round magnitudes to bfloat16 by random bits; return the codes."""
     return ops.right_shift(magnitude + bits, 16)
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Drop 13 bits and change the bias; below 2^-14 use fixed point."""
+    """Round magnitudes to float16 by random bits; return the codes."""
     normal = ops.right_shift(magnitude + ops.right_shift(bits, 3), 13)
     small = view(ops.minimum(magnitude, _FLOAT16_NORMAL), "float32")
     # In units of 2^-40, sixteen bits below the spacing of the subnormals. A

@@ -1,4 +1,4 @@
-"""Tiles of a matrix that share a scale, and their scales."""
+"""The amaxes and scales of tiles, parts of a matrix that share a scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _E4M3 = "float8_e4m3fn"
 
 
 class Scales(NamedTuple):
-    """The scales of an operand.
+    """The scales of an operand's tiles, and how they apply.
 
     Attributes:
         scale: Float32, one per tile: values of the format of scales.
@@ -35,7 +35,9 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute the scales of tiles; an amax that is not finite counts as 0.
+    """Compute one scale per tile from one amax per tile.
+
+    An amax that is not finite counts as 0.
 
     Args:
         amax: Float32 tensor, one per tile, not negative.
@@ -59,7 +61,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute scales in E8M0, from 2^-127 (byte 0) to 2^127.
+    """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127.
 
     Values are multiplied by 2^(127 - byte), which is finite for byte 0. A
     backend that flushes subnormals could not divide by the scale of byte 0.
@@ -79,7 +81,7 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
-    """Return the exponent of the amax minus that of the limit; biased, >= 0.
+    """Return the biased float32 exponent of `amax / limit`, rounded down.
 
     Source: OCP Microscaling formats 1.0, section 6.3.
     """
@@ -88,7 +90,7 @@ def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
 
 
 def _largest_of_byte_0(limit: float) -> float:
-    """Return the largest amax whose scale rounds up to 2^-127, not 2^-126."""
+    """Return the largest amax whose scale rounds up to 2^-127, byte 0."""
     amax, inverse = np.float32(limit * 2.0**-127), np.float32(1 / limit)
     while True:
         larger = np.nextafter(amax, np.float32(1))
@@ -98,7 +100,7 @@ def _largest_of_byte_0(limit: float) -> float:
 
 
 def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute e4m3fn scales of tiles and a float32 scale of the tensor.
+    """Compute e4m3fn scales of tiles, and a float32 scale of the tensor.
 
     The order of operations is Transformer Engine's. XLA would turn a division
     by a constant into a multiplication, which differs in the last bit (JAX
@@ -130,7 +132,7 @@ def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
-    """Compute the largest magnitude in each tile.
+    """Return the largest magnitude in each tile of a matrix.
 
     Args:
         matrix: (b, m, k), of any real dtype.
@@ -148,7 +150,7 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
-    """Expand the scales of tiles to one scale per element of a matrix.
+    """Expand one scale per tile to one scale per element of a matrix.
 
     Args:
         scale: (b, m', k'), one per tile.
@@ -172,7 +174,7 @@ def _whole_axes(tile: Tile) -> tuple[int, ...]:
 
 
 def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
-    """Reshape a padded matrix to (b, m', free, k', contracted)."""
+    """Pad a matrix; reshape it to (b, m', free, k', contracted)."""
     b, m, k = ops.shape(matrix)
     rows, free = _counted(m, tile.free)
     columns, contracted = _counted(k, tile.contracted)
@@ -184,7 +186,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
-    """Return the number of tiles along an axis, and their size.
+    """Return the number of tiles along an axis, and the tile's size.
 
     It is written so that JAX sees that a padded symbolic size divides evenly.
     """

@@ -1,4 +1,4 @@
-"""Dtype policies: the dtypes and formats that a layer computes in.
+"""Dtype policies: in which dtypes and formats a layer computes.
 
 `Float8DTypePolicy` is a map in Keras's sense (`DTypePolicyMap`): float8 for
 the layers that support it, the plain source policy for all others. Stock
@@ -48,12 +48,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def serialize(policy: object) -> dict[str, Any]:
-    """Return the config dict of a policy (or of anything `get` takes)."""
+    """Return the config dict of a policy, or of anything that `get` accepts."""
     return keras.dtype_policies.serialize(get(policy))
 
 
 def deserialize(config: Mapping[str, Any]) -> keras.DTypePolicy:
-    """Build a policy from `serialize(policy)`, tf_keras dicts included.
+    """Build a policy from a config dict of `serialize` or of tf_keras.
 
     Raises:
         TypeError: If the config is not a dict.
@@ -69,7 +69,7 @@ def deserialize(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 
 def set_dtype_policy(policy: object) -> None:
-    """Set the global policy of this thread.
+    """Set the global dtype policy of this thread.
 
     Args:
         policy: Anything `get` takes that computes in floating point. None
@@ -104,7 +104,7 @@ def _state_of(policy: object) -> _global.State:
 
 
 def set_layer_policy(layer: keras.Layer, policy: object) -> None:
-    """Set `layer.dtype_policy`, also of a built layer with a shared policy.
+    """Set the dtype policy of a layer, also after the layer was built.
 
     Keras does not replace a map that a built layer holds, but writes into it.
     The policies of this package are maps that many layers share, and refuse
@@ -130,7 +130,7 @@ def set_layer_policy(layer: keras.Layer, policy: object) -> None:
 
 @contextlib.contextmanager
 def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
-    """Set the global policy of this thread for a `with` block.
+    """In the block, set the global dtype policy of this thread.
 
     Scopes nest. At the end, also after an exception, the very object that was
     set before is restored. Keras has one policy for all asyncio tasks of a
@@ -159,7 +159,9 @@ def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
 
 
 def carry_policy(function: _F) -> _F:
-    """Wrap a function so that it runs under the current policy in any thread.
+    """Wrap a function so that it runs under the current global policy.
+
+    It does so in any thread.
 
     Keras's global policy belongs to one thread. The wrapped function runs
     under the policy of the thread that called `carry_policy`. The thread that

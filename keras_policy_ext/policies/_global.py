@@ -1,4 +1,4 @@
-"""Keras's global policy, read without storing the floatx policy."""
+"""Read Keras's global policy without fixing it to the current floatx."""
 
 import threading
 
@@ -13,7 +13,7 @@ State = tuple[keras.DTypePolicy | None, str | None]
 
 
 class _Following(threading.local):
-    """The floatx last seen while the global policy follows it, or None."""
+    """Per thread, the floatx that the global policy follows, or None."""
 
     floatx: str | None = None
 
@@ -22,7 +22,7 @@ _following = _Following()
 
 
 def dtype_policy() -> keras.DTypePolicy:
-    """Return the global policy of this thread.
+    """Return the global dtype policy of this thread.
 
     Reading it never fixes the floatx. Keras's own function does: it stores the
     policy of the current floatx. After `set_dtype_policy(None)` this function
@@ -45,12 +45,12 @@ def dtype_policy() -> keras.DTypePolicy:
 
 
 def snapshot() -> State:
-    """Return the policy state of this thread, for `restore`."""
+    """Return this thread's global policy and floatx, for `restore`."""
     return global_policy.stored_global_policy(), _following.floatx
 
 
 def restore(state: State) -> None:
-    """Set the policy state of this thread, from `snapshot`."""
+    """Set this thread's global policy and floatx to those of a `snapshot`."""
     policy, _following.floatx = state
     global_policy.store_global_policy(policy)
 

@@ -10,9 +10,9 @@ _are_read = True
 
 
 def names_in_keras(read: bool) -> None:
-    """Set whether Keras accepts the names of float8 policies.
+    """Set whether Keras accepts names of float8 policies, in all threads.
 
-    It does once this package is imported, in all threads.
+    Keras accepts them once this package is imported.
     `keras.layers.Dense(8, dtype="mixed_float8")` and
     `keras.config.set_dtype_policy("float8/current_from_float32")` then work as
     with the policy object. `"float8_from_<source>"` still means Keras's own
@@ -28,7 +28,7 @@ def names_in_keras(read: bool) -> None:
 
 
 def _read(name: str) -> keras.DTypePolicy | None:
-    """Return the policy of a name of this package; None for other names."""
+    """Return the policy of a name of this package; None for any other name."""
     if not policy_names.is_ours(name):
         return None
     if _are_read:

@@ -1,4 +1,4 @@
-"""Plain policies: names, dtypes and arguments that Keras also knows."""
+"""Plain dtype policies, and the arguments of policy constructors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RecipeLike = recipes.Recipe | str | Mapping[str, Any] | None
 
 
 class DefaultLength(int):
-    """The default history length; its type tells it from an explicit one."""
+    """An int type that marks the default history length as not given."""
 
 
 DEFAULT_LENGTH = DefaultLength(recipes.DelayedScaling().amax_history_length)
@@ -25,7 +25,10 @@ DEFAULT_LENGTH = DefaultLength(recipes.DelayedScaling().amax_history_length)
 def mode_first(
     source: object, args: tuple[Any, ...], mode: object, length: int
 ) -> tuple[object, int]:
-    """Return source and length from either order of constructor arguments."""
+    """Return a policy's source and history length, from its arguments.
+
+    The arguments may have either order: Keras's older form has the mode first.
+    """
     explicit_length = not isinstance(length, DefaultLength)
     if len(args) > 2 or (args and mode) or (args[1:] and explicit_length):
         raise TypeError(
@@ -51,7 +54,7 @@ def mode_first(
 def merge_recipes(
     named: recipes.Recipe | None, recipe: RecipeLike, length: int
 ) -> recipes.Recipe:
-    """Return the recipe that name, recipe and length agree on, or raise."""
+    """Return the recipe that all arguments of a policy agree on, or raise."""
     said = [named] if named is not None else []
     explicit_length = not isinstance(length, DefaultLength)
     if explicit_length:
@@ -86,7 +89,7 @@ FLOAT_NAMES = ", ".join(map(repr, FLOATS))
 
 
 def is_plain(policy: object) -> bool:
-    """Return True if a policy is plain: its name describes it completely."""
+    """Return True if a policy is plain: Keras can rebuild it from its name."""
     return type(policy) in (
         keras.DTypePolicy,
         keras.dtype_policies.FloatDTypePolicy,
@@ -94,13 +97,13 @@ def is_plain(policy: object) -> bool:
 
 
 def name_of_dtypes(policy: keras.DTypePolicy) -> str:
-    """Return the name of the plain policy with the dtypes of a policy."""
+    """Return the name of the plain policy with a policy's two dtypes."""
     compute, stored = policy.compute_dtype, policy.variable_dtype
     return str(compute if compute == stored else f"mixed_{compute}")
 
 
 def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Return the policy; restore the name of a plain one that has lost it.
+    """Return the policy, or a named copy of a plain policy without a name.
 
     `get_config` of a map without a default sets the names of the policies in
     it to None (keras 3.8 to 3.15).
@@ -111,7 +114,7 @@ def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
-    """Return the policy if its dtypes are floating point, else raise.
+    """Return the policy; raise if it does not compute in floating point.
 
     Raises:
         ValueError: If a dtype is not; `role` begins the message.
@@ -131,7 +134,7 @@ def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
 
 
 def actual_dtype(dtype: str) -> str:
-    """Return the dtype that tensors get under a policy with `dtype`.
+    """Return the dtype that tensors created with `dtype` really have.
 
     JAX replaces float64 by float32 unless `jax_enable_x64` is set.
     """
@@ -142,7 +145,7 @@ def actual_dtype(dtype: str) -> str:
 
 
 def warn_of_missing_float64(policy: keras.DTypePolicy) -> None:
-    """Warn if a policy has float64 and JAX will use another dtype."""
+    """Warn if a policy has float64 and JAX would use float32 instead."""
     if "float64" not in (policy.compute_dtype, policy.variable_dtype):
         return
     actual = actual_dtype("float64")

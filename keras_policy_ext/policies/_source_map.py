@@ -1,4 +1,4 @@
-"""A policy with more fields than its name, in a form that Keras saves."""
+"""The base of policies that extend a plain policy and that Keras can save."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -9,7 +9,10 @@ from keras_policy_ext._keras import global_policy
 
 
 class SourceMap(keras.dtype_policies.DTypePolicyMap):
-    """A map whose default is a plain policy; immutable and shared.
+    """The base class of policies that extend a plain policy; immutable.
+
+    It is a map whose default is the plain policy. Many layers share one
+    object.
 
     Keras's `from_config` of layers reduces a policy to its name unless the
     policy is a map. A stock layer looks up its path in the map and gets the
@@ -31,7 +34,10 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
     @property
     def name(self) -> str:
-        """The name of the source policy, which Keras parses."""
+        """The name of the plain policy that this policy extends.
+
+        Keras parses the name.
+        """
         return self._source_name
 
     @property
@@ -88,11 +94,11 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         config: Mapping[str, Any],
         custom_objects: Mapping[str, object] | None = None,
     ) -> Self:
-        """Build the policy from `get_config()`."""
+        """Build the policy from the dict of its `get_config()`."""
         return cls(**config)
 
     def _key(self) -> tuple[object, ...]:
-        """Return the fields that `==` and `hash` compare: all of them."""
+        """Return the fields that `==` and `hash` compare."""
         return (self._source_name,)
 
     def _immutable(self, key: object) -> str:
@@ -111,7 +117,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
 
 def is_stock_map(policy: object) -> bool:
-    """Return True if a policy is a map of Keras, not of this package."""
+    """Return True if a policy is one of Keras's `DTypePolicyMap`s."""
     is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
     return is_map and not isinstance(policy, SourceMap)
 

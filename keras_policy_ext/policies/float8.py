@@ -25,7 +25,7 @@ Rules = tuple[tuple[str, keras.DTypePolicy | None], ...]
 
 
 class _Given(NamedTuple):
-    """The contents of a source argument: a plain source, and maybe more."""
+    """What the source argument of a policy contains: source, recipe, rules."""
 
     source: keras.DTypePolicy
     recipe: recipes.Recipe | None = None
@@ -34,7 +34,7 @@ class _Given(NamedTuple):
 
 @keras.saving.register_keras_serializable(package="keras_policy_ext")
 class Float8DTypePolicy(SourceMap):
-    """Float8 for the layers that support it, the source policy for all others.
+    """A dtype policy: float8 for layers that support it, else the source.
 
     It works wherever Keras takes a policy: `dtype=policy` of any layer or
     model, `keras.config.set_dtype_policy(policy)`.
@@ -95,41 +95,41 @@ class Float8DTypePolicy(SourceMap):
 
     @property
     def full_name(self) -> str:
-        """The name that contains all fields: `get(p.full_name) == p`."""
+        """A name from which `get` builds an equal policy."""
         return policy_names.render(
             self._recipe.spec, self._source_name, self._named_rules()
         )
 
     @property
     def amax_history_length(self) -> int | None:
-        """The length of the recipe's history; None if it has none."""
+        """The number of amaxes in the recipe's history; None without one."""
         return self._recipe.history_length or None
 
     @property
     def recipe(self) -> recipes.Recipe:
-        """The recipe that scales values."""
+        """The recipe by which layers scale and quantize values."""
         return self._recipe
 
     @property
     def rules(self) -> Rules:
-        """The ordered pairs `(pattern, policy or None)`."""
+        """The pairs `(path pattern, policy or None)`, in order."""
         return self._rules
 
     @property
     def mode(self) -> str:
-        """The string `"float8"`."""
+        """The string `"float8"`, as in Keras's quantized policies."""
         return "float8"
 
     @property
     def quantization_mode(self) -> None:
-        """None, since Keras dispatches every layer and container on it.
+        """None, so that Keras does not treat every layer as quantized.
 
         The layers in float8 report `"float8"` themselves.
         """
         return None
 
     def for_path(self, path: str | None) -> keras.DTypePolicy:
-        """Return the policy of the layer at a path.
+        """Return the policy that the rules give to the layer at a path.
 
         Args:
             path: The layer's path, e.g. `"model/block/dense"`; None (a layer
@@ -178,7 +178,7 @@ class Float8DTypePolicy(SourceMap):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def get_config(self) -> dict[str, Any]:
-        """Return all fields, as JSON types."""
+        """Return the policy's fields as JSON types, for `from_config`."""
         return {
             "source_name": self._source_name,
             "recipe": recipes.serialize(self._recipe),
@@ -196,7 +196,7 @@ class Float8DTypePolicy(SourceMap):
 
 
 def get(identifier: object) -> keras.DTypePolicy:
-    """Convert an identifier to a dtype policy.
+    """Convert a name, dtype, dict, policy or None to a dtype policy.
 
     Args:
         identifier: A policy, a config dict, a dtype (NumPy, ml_dtypes, JAX,
@@ -239,7 +239,9 @@ SourceMap.read = staticmethod(get)
 
 
 def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Convert Keras's own float8 policy to this package's; return others.
+    """Convert Keras's own float8 policy to a `Float8DTypePolicy`.
+
+    Other policies are returned unchanged.
 
     `keras.dtype_policies.QuantizedFloat8DTypePolicy` means delayed scaling
     with its history length.
@@ -286,7 +288,7 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 
 def _from_legacy(config: object) -> keras.DTypePolicy:
-    """Build a policy from the config of tf_keras's `Policy`.
+    """Build a policy from the config dict of tf_keras's `Policy`.
 
     It has a name and maybe a loss scale. Without one the loss scale is "auto",
     Keras's default.
@@ -332,7 +334,7 @@ def _unknown(identifier: object, cause: str) -> str:
 
 
 def _hint(identifier: object) -> str:
-    """Return a hint: a recipe's policy name, or a similar word."""
+    """Return a hint for an unknown policy name, such as a similar name."""
     sources = ("mixed_bfloat16", "mixed_float16", *_plain.FLOATS)
     words = (policy_names.MODE, policy_names.ALIAS, *sources, *recipes.names())
     hint = did_you_mean(identifier, words)

@@ -1,4 +1,4 @@
-"""Loss scales, and the policy that carries one."""
+"""Loss scales, and a dtype policy that has one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LossScale:
     """The common base of `FixedLossScale` and `DynamicLossScale`."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the fields as JSON types, under the names of tf_keras."""
+        """Return the fields as JSON types, under tf_keras's names."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
-    """A loss scale that never changes.
+    """A loss scale that is the same in every step.
 
     Args:
         loss_scale_value: The factor, from 1 to 2**127.
@@ -55,7 +55,7 @@ class FixedLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """A loss scale that grows while gradients are finite.
+    """A loss scale that grows while gradients are finite, else shrinks.
 
     Args:
         initial_loss_scale: The first scale, from 1 to 2**127.
@@ -96,7 +96,7 @@ _CLASSES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 
 
 def get(identifier: object) -> LossScale | None:
-    """Convert an identifier to a loss scale.
+    """Convert a string, number, dict or None to a loss scale.
 
     Args:
         identifier: `"dynamic"`, None, a number >= 1, a loss scale, or its
@@ -123,7 +123,7 @@ def get(identifier: object) -> LossScale | None:
 
 
 def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
-    """Return the config of a loss scale, which `get` reads."""
+    """Return a loss scale as a config dict, which `get` reads."""
     if loss_scale is None:
         return None
     return {
@@ -133,7 +133,7 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
 
 
 def scale_number(value: object, name: str, least: float) -> float:
-    """Return a scale as a float.
+    """Return a loss scale's value as a float; raise if it is invalid.
 
     Raises:
         TypeError: If it is not a number, or is a bool.
@@ -149,7 +149,7 @@ def scale_number(value: object, name: str, least: float) -> float:
 
 
 def step_count(value: object, name: str) -> int:
-    """Return a number of steps as an int.
+    """Return a number of steps as an int; raise if it is invalid.
 
     Raises:
         TypeError: If it is not an integer, or is a bool.
@@ -167,7 +167,7 @@ def step_count(value: object, name: str) -> int:
 
 
 def growth_factor(value: object) -> float:
-    """Return the multiplier of a dynamic loss scale as a float.
+    """Return a loss scale's growth factor as a float; raise if invalid.
 
     Raises:
         TypeError: If it is not a number.
@@ -282,14 +282,17 @@ class LossScaleDTypePolicy(SourceMap):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale, with `"auto"` resolved."""
+        """The loss scale to use; `"auto"` depends on the policy's name.
+
+        It is dynamic for `"mixed_float16"`, otherwise None.
+        """
         if self._requested != AUTO:
             return self._requested
         return DynamicLossScale() if self.name == "mixed_float16" else None
 
     @property
     def requested_loss_scale(self) -> Any:
-        """The loss scale as it was given: `"auto"`, None or a loss scale."""
+        """The loss scale as you gave it: `"auto"`, None or a loss scale."""
         return self._requested
 
     @property
@@ -298,7 +301,7 @@ class LossScaleDTypePolicy(SourceMap):
         return None
 
     def get_config(self) -> dict[str, Any]:
-        """Return all fields as JSON types, as in tf_keras's `Policy`."""
+        """Return the policy's fields as JSON types, as tf_keras's `Policy`."""
         requested = self._requested
         if requested != AUTO:
             requested = serialize(requested)

@@ -15,7 +15,7 @@ from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
 
 
 def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
-    """Look up a path in a map of Keras, also in nested maps.
+    """Return the policy that a map of Keras, perhaps nested, has for a path.
 
     A policy of this package, which is a map too, is returned with its rules.
 
@@ -37,12 +37,15 @@ def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
 
 
 def held_policy(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the policy that a layer holds, with its rules if it is float8."""
+    """Return the layer's policy, looked up in a `DTypePolicyMap`.
+
+    A `Float8DTypePolicy` keeps its per-path rules.
+    """
     return as_float8(of_path(layer.dtype_policy, layer.path))
 
 
 def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the policy that a float8 layer at this layer's path follows.
+    """Return the policy that a layer would follow as a float8 layer.
 
     It is a `Float8DTypePolicy` without rules, or a policy that is not float8.
     """
@@ -53,7 +56,7 @@ def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the policy that a stock layer at this layer's path follows.
+    """Return the policy that a layer would follow as a stock layer.
 
     It is Keras's own float8 policy only if Keras has quantized the layer.
     """
@@ -65,7 +68,7 @@ def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the source policy of a layer, or its policy if it is not float8.
+    """Return the layer's policy without float8: the plain source policy.
 
     It is plain unless Keras has quantized the layer.
     """
@@ -76,7 +79,7 @@ def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def float8_policy_of(layer: keras.Layer) -> Float8DTypePolicy | None:
-    """Return the policy of a layer that is in float8 now, else None."""
+    """Return a layer's float8 policy; None if it is not in float8 now."""
     return getattr(layer, "float8_policy", None)
 
 
@@ -87,6 +90,6 @@ def is_frozen(layer: keras.Layer) -> bool:
 
 
 def layers_in_float8(model: keras.Layer) -> list[keras.Layer]:
-    """Return the layers of a model that are in float8, in its order."""
+    """Return the layers of a model that are in float8, in the model's order."""
     layers = walking.layers_within(model)
     return [x for x in layers if float8_policy_of(x) is not None]

@@ -16,7 +16,7 @@ BLOCK = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockScaling(Recipe):
-    """One scale per 128 elements along the axis that a matmul sums.
+    """One scale per 128 elements of a row; per 128x128 elements of a kernel.
 
     A kernel has one scale per 128×128 elements. Both of its matmuls read it,
     so it is quantized once. All values are in e4m3fn, and there is no state.

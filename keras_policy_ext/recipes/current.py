@@ -19,7 +19,7 @@ from keras_policy_ext.recipes.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentScaling(Recipe):
-    """One scale per tensor, from the tensor's own amax. No state.
+    """One scale per tensor, from the tensor's current amax; no history.
 
     Source: Transformer Engine's `Float8CurrentScaling`, torchao's
     `tensorwise`. See `Recipe` for the fields that all recipes have.
@@ -53,7 +53,7 @@ class CurrentScaling(Recipe):
 
     @property
     def for_activations(self) -> Recipe:
-        """This recipe if its scales are per tensor, else current scaling."""
+        """The recipe for a matmul of two activations: one scale per tensor."""
         asked = [
             self.quantization(operand, matmul)
             for matmul, operands in MATMULS.items()

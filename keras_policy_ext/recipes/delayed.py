@@ -29,7 +29,7 @@ LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from its amaxes in earlier steps.
+    """One scale per tensor, from the amaxes of the tensor in earlier steps.
 
     Source: Transformer Engine's `DelayedScaling`, Flax's `fp8_ops`. See
     `Recipe` for the fields that all recipes have.
@@ -80,7 +80,7 @@ class DelayedScaling(Recipe):
 
     @property
     def history_length(self) -> int:
-        """The length of the amax history per operand."""
+        """The number of amaxes in the history of each operand."""
         return self.amax_history_length
 
     @property
@@ -90,7 +90,7 @@ class DelayedScaling(Recipe):
 
     @property
     def spec(self) -> str:
-        """The compact string used in policy names; see `Recipe.spec`."""
+        """The short string of a recipe in policy names; see `Recipe.spec`."""
         changed = self._changed_fields
         if type(self) is not DelayedScaling or changed[1:]:
             return super().spec

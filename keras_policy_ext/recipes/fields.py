@@ -1,4 +1,4 @@
-"""Checks of the fields of recipes, with one error text for all."""
+"""Checks of the fields of recipes, with error messages of one form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COUNTERPARTS = {
 def tensorwise(
     fp8_format: str, operand: str, scale_rounding: str = "nearest"
 ) -> Quantization:
-    """Return a quantization with one scale per tensor, for an `fp8_format`."""
+    """Return an operand's `Quantization` with one scale per tensor."""
     forward, gradient = _FORMATS[fp8_format]
     return Quantization(
         format=gradient if operand == "outputs_grad" else forward,
@@ -45,7 +45,7 @@ def tensorwise(
 
 
 def counterpart(recipe: Recipe) -> Recipe | None:
-    """Return the recipe in the other format family; None if it has none."""
+    """Return the recipe with OCP and fnuz formats exchanged, or None."""
     word = getattr(recipe, "fp8_format", None)
     if word not in _COUNTERPARTS:
         return None
@@ -54,14 +54,14 @@ def counterpart(recipe: Recipe) -> Recipe | None:
 
 
 def put(recipe: Recipe, field: str, value: object) -> None:
-    """Set a field of a frozen recipe during its construction."""
+    """Set a field of a frozen recipe; for use in its `__post_init__`."""
     object.__setattr__(recipe, field, value)  # Normalises in __post_init__.
 
 
 def integer(
     recipe: Recipe, field: str, minimum: int, maximum: int | None = None
 ) -> int:
-    """Return a field that must be an integer in a range; bool is refused."""
+    """Return a recipe's field as an int; raise if it is out of range."""
     value = getattr(recipe, field)
     allowed = f"an integer >= {minimum}"
     if maximum is not None:
@@ -78,7 +78,7 @@ def integer(
 
 
 def boolean(recipe: Recipe, field: str) -> bool:
-    """Return a field that must be True or False."""
+    """Return a recipe's field as a bool; raise if it is not one."""
     value = getattr(recipe, field)
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(wrong(recipe, field, "True or False"))
@@ -86,7 +86,7 @@ def boolean(recipe: Recipe, field: str) -> bool:
 
 
 def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
-    """Raise if a field is not one of the allowed words."""
+    """Raise if a recipe's field is not one of the allowed strings."""
     value = getattr(recipe, field)
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(wrong(recipe, field, " or ".join(map(repr, allowed))))
@@ -94,7 +94,7 @@ def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
 
 
 def wrong(recipe: Recipe, field: str, allowed: str) -> str:
-    """Return the message for a field of a wrong type or value."""
+    """Return an error message: a recipe's field has a wrong value."""
     value = getattr(recipe, field)
     defaults = {each.name: each.default for each in fields_of(type(recipe))}
     return (

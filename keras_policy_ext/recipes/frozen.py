@@ -23,7 +23,7 @@ _TILES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenKernels(Recipe):
-    """Kernels of one byte per element that are not trained.
+    """Kernels that are stored in float8 and not trained.
 
     `keras_policy_ext.freeze` gives this recipe to layers. A kernel has the
     values that it was rounded to. Gradients pass through its matmul in the

@@ -16,7 +16,9 @@ LARGEST_SEED = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NVFP4Scaling(Recipe):
-    """E2m1fn values, an e4m3fn scale per 16, a float32 scale per tensor.
+    """Values in e2m1fn (4 bits), a scale per 16 values and one per tensor.
+
+    The scale of 16 values is in e4m3fn, the scale of a tensor in float32.
 
     A kernel has a scale per 16×16 elements, which both of its matmuls read.
     Both operands of `kernel_grad` go through a Hadamard transform. Output

@@ -1,4 +1,4 @@
-"""The quantization of one operand in one matmul, as data."""
+"""How one operand of one matmul is quantized, as data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MATMULS = {
 
 @functools.cache
 def matmuls_of(operand: str) -> tuple[str, str]:
-    """Return the two matmuls that read an operand, in the order they run."""
+    """Return the names of the two matmuls that read an operand, in order."""
     first, second = (m for m, two in MATMULS.items() if operand in two)
     return first, second
 
 
 class Tile(NamedTuple):
-    """The part of a matmul's matrix that shares one scale.
+    """The size of the part of a matrix whose elements share one scale.
 
     `Tile()` is the whole tensor, including batch axes. Every other tile lies
     within one matrix of the batch.
@@ -42,12 +42,12 @@ class Tile(NamedTuple):
 
     @property
     def transposed(self) -> Tile:
-        """The same tile for a matmul that sums over the other axis."""
+        """The tile with both sizes exchanged, for a transposed matrix."""
         return Tile(self.contracted, self.free)
 
     @property
     def is_whole(self) -> bool:
-        """True if the tile is the whole tensor."""
+        """True if all elements of the tensor share one scale."""
         return self == (None, None)
 
 
@@ -61,7 +61,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """The quantization of one operand in one matmul.
+    """How one operand of one matmul is quantized: format, tile and scales.
 
     Attributes:
         format: The ml_dtypes name of the format of the values.
@@ -121,12 +121,12 @@ class Quantization:
 
     @functools.cached_property
     def transposed(self) -> Quantization:
-        """The same quantization with the tile transposed."""
+        """A copy with the tile transposed, for the transposed matrix."""
         return dataclasses.replace(self, tile=self.tile.transposed)
 
     @functools.cached_property
     def tensorwise(self) -> Quantization:
-        """The nearest quantization with one scale per tensor.
+        """The most similar quantization that has one scale per tensor.
 
         Four-bit formats need a scale per few elements, so they become e4m3fn.
         """
@@ -140,32 +140,36 @@ class Quantization:
 
     @functools.cached_property
     def has_one_scale(self) -> bool:
-        """True if the whole tensor has one scale."""
+        """True if all elements of the tensor share one scale."""
         return self.tile.is_whole
 
     @functools.cached_property
     def by_place(self) -> bool:
-        """True if equal values of one tile may be quantized differently."""
+        """True if an element's position can change how it is quantized."""
         return self.hadamard is not None or self.rounding == "stochastic"
 
     @functools.cached_property
     def keeps_axes(self) -> bool:
-        """True if an element's code does not depend on its position."""
+        """True if the operand can be quantized without becoming a matrix.
+
+        There is one scale, and an element's code does not depend on its
+        position.
+        """
         return self.has_one_scale and not self.by_place
 
     @functools.cached_property
     def has_tensor_scale(self) -> bool:
-        """True if there is a scale per tensor besides those of the tiles."""
+        """True if there is a float32 scale per tensor besides tile scales."""
         return self.scale_format == "float8_e4m3fn"
 
     @functools.cached_property
     def scale_leaves_sum(self) -> bool:
-        """True if the scale can multiply the output instead of the operand."""
+        """True if scales can multiply the output, not the operand."""
         return self.tile.contracted is None
 
     @functools.cached_property
     def exact_in_bfloat16(self) -> bool:
-        """True if bfloat16 represents the multiplied values exactly."""
+        """True if bfloat16 holds exactly what the matmul multiplies."""
         narrow = self.scale_format != "float32"
         return self.scale_leaves_sum or narrow or not self._to_nearest
 
@@ -191,7 +195,9 @@ _WORDS = {
 def read_transposed(
     first: Quantization | None, second: Quantization | None
 ) -> bool:
-    """Return True if the second matmul can read the first one's transpose.
+    """Return True if both matmuls can read one quantized matrix.
+
+    The second matmul reads the transpose of it.
 
     Otherwise the operand is quantized twice, once for each matmul.
 

@@ -75,7 +75,7 @@ class Recipe:
         check(self)
 
     def in_high_precision(self, matmul: str) -> bool:
-        """Return True if a field of the recipe excludes a matmul from float8.
+        """Return True if a matmul is excluded from float8 by a field.
 
         Args:
             matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
@@ -83,7 +83,7 @@ class Recipe:
         return bool(getattr(self, matmul) == HIGH_PRECISION)
 
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        """Return the quantization of an operand in a matmul.
+        """Return how an operand of a matmul is quantized; None for not at all.
 
         Args:
             operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
@@ -100,7 +100,7 @@ class Recipe:
 
     @property
     def is_stochastic(self) -> bool:
-        """True if an operand is rounded stochastically.
+        """True if this recipe rounds an operand stochastically.
 
         The random bits are computed from the field `seed`, 0 if there is none,
         and from a counter of steps, the state of a kernel.
@@ -112,7 +112,7 @@ class Recipe:
 
     @property
     def history_length(self) -> int:
-        """The length of the amax history per operand; 0 without a state."""
+        """The number of amaxes in each operand's history; 0 without one."""
         return 0
 
     @property
@@ -124,7 +124,7 @@ class Recipe:
 
     @property
     def for_activations(self) -> Recipe:
-        """The recipe for matmuls without a kernel, which have no state.
+        """The recipe for a matmul of two activations: current scaling.
 
         Each tensor is scaled by its own amax, in float8. Output gradients are
         in e5m2 if they are in this recipe. A matmul that this recipe does not
@@ -169,12 +169,12 @@ class Recipe:
         return found[0] if found else formats.ALIASES["e4m3"]
 
     def get_config(self) -> dict[str, Any]:
-        """Return the fields as a dict of Python literals."""
+        """Return the recipe's fields as a dict, which `from_config` reads."""
         return {f.name: getattr(self, f.name) for f in fields_of(type(self))}
 
     @classmethod
     def from_config(cls: type[_R], config: Mapping[str, Any]) -> _R:
-        """Build the recipe from `get_config()`.
+        """Build a recipe from the dict of its `get_config()`.
 
         Raises:
             TypeError: If the config is not a dict.
@@ -195,7 +195,7 @@ class Recipe:
 
     @property
     def spec(self) -> str:
-        """The compact string used in policy names; `parse` reads it back.
+        """The short string for this recipe in policy names; `parse` reads it.
 
         `""` for the default (delayed, 1024), `"16"` for delayed scaling with
         that history length, otherwise `name` or `name(field=value,…)` with
@@ -208,7 +208,7 @@ class Recipe:
 
     @property
     def _changed_fields(self) -> list[str]:
-        """The names of the fields that differ from their defaults."""
+        """The names of the fields whose values are not the defaults."""
         return [
             field.name
             for field in fields_of(type(self))
@@ -217,7 +217,7 @@ class Recipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise if a recipe asks for something that is not supported.
+    """Raise if a recipe's quantizations are inconsistent or not supported.
 
     Raises:
         ValueError: If one operand of a matmul is quantized and the other is
@@ -239,7 +239,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _fault(first: Quantization | None, second: Quantization | None) -> str:
-    """Return why two operands cannot be multiplied; "" if they can."""
+    """Return why two operands cannot be multiplied, or ""."""
     if first is None or second is None:
         both = first is None and second is None
         return "" if both else "one operand is in float8 and the other is not"
@@ -255,7 +255,7 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
 
 
 def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
-    """Return why quantizations contradict their recipe; "" if they do not."""
+    """Return why a matmul's quantizations contradict their recipe, or ""."""
     quantized = [each for each in asked if each is not None]
     if recipe.in_high_precision(matmul) and quantized:
         return f"its `quantization` does not follow {matmul}='high_precision'"
@@ -275,7 +275,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def _not_computed(asked: Quantization) -> str:
-    """Return what is not implemented in a quantization; "" if all is."""
+    """Return what is not implemented in a quantization, or ""."""
     for name, allowed in _COMPUTED.items():
         if getattr(asked, name) not in allowed:
             words = " or ".join(map(str, allowed))
@@ -316,12 +316,12 @@ def _register(cls: type[Recipe]) -> None:
 
 
 def fields_of(cls: type[Recipe]) -> tuple[dataclasses.Field[Any], ...]:
-    """Return the fields of a recipe class, in order."""
+    """Return the dataclass fields of a recipe class, in order."""
     return dataclasses.fields(cls)
 
 
 def no_recipe(identifier: object) -> str:
-    """Return the message for an object that is not a recipe."""
+    """Return an error message: an object is not a recipe."""
     return (
         "Cannot interpret this as a recipe. Received: "
         f"{identifier!r} (of type {type(identifier).__name__}). Allowed: a "

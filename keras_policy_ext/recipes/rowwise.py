@@ -14,7 +14,7 @@ from keras_policy_ext.recipes.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowwiseScaling(Recipe):
-    """One scale per row of each matrix, over the axis that a matmul sums.
+    """One scale per row of each matrix; the matmul sums along the rows.
 
     Each token has its own scale, and so does each output channel of a kernel.
     The two gradients sum over other axes, so every operand is quantized twice.

@@ -1,4 +1,4 @@
-"""Recipes as text, such as `float8/current`; suggestions for typos."""
+"""Convert recipes to and from strings and dicts; suggest names for typos."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_OTHERS = {
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint for an error, such as `"Did you mean 'delayed'? "`.
+    """Return a hint such as `"Did you mean 'delayed'? "`, or "".
 
     Args:
         word: What was received.
@@ -65,12 +65,12 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the recipes to train with."""
+    """Return the names of all recipes for training, such as `"delayed"`."""
     return tuple(name for name, cls in REGISTRY.items() if cls.trains)
 
 
 def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
-    """Convert an identifier to a recipe.
+    """Convert a name, string, dict or None to a `Recipe`.
 
     Args:
         identifier: A recipe (returned unchanged), a name or spec string (see
@@ -103,7 +103,7 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
 
 
 def serialize(recipe: Recipe) -> dict[str, Any]:
-    """Return `{"class_name": …, "config": …}`, which `deserialize` reads.
+    """Return a recipe as `{"class_name": …, "config": …}`, for `deserialize`.
 
     Raises:
         TypeError: If `recipe` is not a recipe.
@@ -117,7 +117,7 @@ def serialize(recipe: Recipe) -> dict[str, Any]:
 
 
 def deserialize(config: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from a config dict, in a form that `get` accepts.
+    """Build a recipe from a config dict; `get` lists the accepted forms.
 
     Raises:
         TypeError: If `config` is not a dict.
@@ -142,7 +142,9 @@ def deserialize(config: Mapping[str, Any]) -> Recipe:
 
 
 def parse(spec: str) -> Recipe:
-    """Read a recipe's compact string; the inverse of `Recipe.spec`.
+    """Convert a short string such as `"current"` to a recipe.
+
+    It is the inverse of `Recipe.spec`.
 
     Grammar: `""` (delayed, 1024) | `"16"` (delayed, that length) | `name` |
     `name(field=value,…)` with Python literals as values.

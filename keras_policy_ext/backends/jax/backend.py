@@ -1,4 +1,4 @@
-"""JAX: branches without side effects, and arithmetic kept from XLA."""
+"""JAX: branches without side effects, and arithmetic safe from XLA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Names = tuple[str, ...]
 
 
 class Gathering(NamedTuple):
-    """How a kernel is sharded, and along which mesh axis it is gathered.
+    """The sharding of a kernel, and the mesh axis it is gathered along.
 
     Attributes:
         mesh: The devices.
@@ -42,7 +42,7 @@ class Gathering(NamedTuple):
 
 
 def gathering_of(variable: keras.Variable) -> Gathering | None:
-    """Return how a kernel is gathered, or None if its shards are multiplied.
+    """Return the `Gathering` of a kernel; None if no gather is needed.
 
     A device with a shard of the batch needs all of a kernel that is sharded
     along the same mesh axis. Matmuls of kernels that are sharded along other
@@ -70,7 +70,7 @@ def gathering_of(variable: keras.Variable) -> Gathering | None:
 def gathered(
     x: Tensor, gathering: Gathering, axes: Iterable[Names | None]
 ) -> Tensor:
-    """Gather a tensor along the mesh axis of the batch.
+    """Gather the shards of a tensor along the mesh axis of the batch.
 
     The first constraint keeps XLA from gathering the tensors that `x` is
     computed from. Float8 is gathered as bytes: XLA gathers it as float16 if
@@ -94,14 +94,14 @@ def gathered(
 
 
 def _lying(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
-    """Constrain a tensor to be sharded along these mesh axes."""
+    """Constrain each axis of a tensor to be sharded along given mesh axes."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return lax.with_sharding_constraint(x, sharding)
 
 
 def _names(entry: Any) -> Names:
-    """Return the mesh axes in one entry of a partition spec."""
+    """Return the mesh axes in one `PartitionSpec` entry, as a tuple."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -179,7 +179,7 @@ class JaxBackend(Backend):
         )
 
     def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """Put the scalars behind one optimization barrier of XLA."""
+        """Return the scalars behind one optimization barrier of XLA."""
         return tuple(lax.optimization_barrier(scalars))
 
     @override
@@ -366,7 +366,11 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the mask behind a barrier, so that XLA saves bits, not outputs."""
+    """Return `relu(x)`, and its mask packed into bits for the gradient.
+
+    The mask is behind a barrier, so that XLA saves the bits and not the
+    outputs.
+    """
     mask = x > 0
     has_bits = x.ndim and 0 not in x.shape
     kept = jnp.packbits(mask, axis=-1) if has_bits else mask
@@ -391,7 +395,9 @@ _PART = 1 << 20
 
 
 def _parts(size: int, numbers: int) -> int:
-    """Return the number of equal parts of an axis, a million elements or more.
+    """Return into how many equal parts to split an axis of this size.
+
+    A part has at least a million elements.
 
     A part in floats then stays in the cache of a core.
     """

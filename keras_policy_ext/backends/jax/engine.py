@@ -1,4 +1,4 @@
-"""JAX: its devices and its matmul kernels."""
+"""JAX: the current device, and the matmul kernels."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from keras_policy_ext.recipes import Tile
 
 
 def here() -> Device:
-    """Return the device of JAX, or the simulated one if one is set."""
+    """Return the `Device` that `pretend` set, else the one JAX runs on."""
     return devices.pretended() or _found()
 
 
 def lacking(*formats: str) -> str | None:
-    """Return why XLA has no matmul of these formats for the device, or None."""
+    """Return why XLA has no matmul of these formats on the device, or None."""
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -49,7 +49,7 @@ def lacking(*formats: str) -> str | None:
 
 
 def lacking_mx() -> str | None:
-    """Return why XLA has no matmul with scales of MX blocks, or None."""
+    """Return why XLA has no matmul with MX block scales here, or None."""
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -59,7 +59,9 @@ def lacking_mx() -> str | None:
 
 
 def _found() -> Device:
-    """Return the current device; a CPU is always the table's `cpu`.
+    """Return the `Device` that JAX runs on, from the table of devices.
+
+    A CPU is always the table's `cpu`, also if it has bfloat16 instructions.
 
     XLA lacks some bfloat16 matmuls on CPUs: "Unsupported element type for
     DotThunk: BF16 x BF16 = F32" (JAX 0.10).
@@ -81,7 +83,7 @@ def _found() -> Device:
 
 
 def _numbers(capability: Any) -> tuple[int, ...] | None:
-    """Return (9, 0) for `"9.0"`; None if it is not two numbers."""
+    """Convert a compute capability such as `"9.0"` to (9, 0), or None."""
     numbers = capability.split(".")
     if len(numbers) != 2 or not all(each.isdigit() for each in numbers):
         return None
@@ -146,7 +148,7 @@ class ScaledDot(MatmulKernel):
 
 @functools.cache
 def failing() -> str | None:
-    """Return why `lax.scaled_dot` cannot be used on this device, or None.
+    """Return why `lax.scaled_dot` fails on this device; None if it works.
 
     It is tested once per process, with real data. On GPUs XLA compiles it
     through Triton only, which may be missing or not support the device.
@@ -164,7 +166,7 @@ def failing() -> str | None:
 
 
 def _gives_our_numbers() -> bool:
-    """Return True if a matmul with scales of MX blocks gives correct values."""
+    """Return True if `_scaled_product` gives correct values on this device."""
     rng = np.random.default_rng(0)
     operands, exact = [], []
     for rows in (136, 72):
@@ -205,7 +207,7 @@ def _as_exponents(codes: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
-    """Pad the last axis with zeros to a multiple."""
+    """Pad the last axis of a tensor with zeros to a multiple of a number."""
     over = -x.shape[2] % multiple
     return jnp.pad(x, ((0, 0), (0, 0), (0, over)))
 
@@ -232,10 +234,11 @@ def _product(
 
 
 class EmulatedDot(Emulated):
-    """Multiplies in 16 bits where that is exact and faster on the device.
+    """An emulated kernel that multiplies in 16 bits where that is exact.
 
-    It accumulates in float32 in both cases. XLA reduces the precision of
-    float32 operands on TPUs and GPUs, unless full precision is requested.
+    Otherwise it multiplies in float32; the sums are always in float32. XLA
+    reduces the precision of float32 operands on TPUs and GPUs, unless full
+    precision is requested.
     """
 
     @override
@@ -255,13 +258,13 @@ class EmulatedDot(Emulated):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does; float64 operands in float64."""
+    """Multiply as `_product` does, in float64 if an operand is float64."""
     wide = a.dtype == jnp.float64
     return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
 
 
 class Float8Dot(MatmulKernel):
-    """Passes float8 operands to XLA, which has a kernel or converts them."""
+    """A kernel that passes float8 operands with one scale each to XLA."""
 
     native = True
 
@@ -272,7 +275,7 @@ class Float8Dot(MatmulKernel):
         return self.refusal(request)
 
     def refusal(self, request: Request) -> str | None:
-        """Return why no scales make a matmul native here, or None."""
+        """Return why, apart from scales, a matmul is not native; or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
         if request.prefer == "native":
@@ -307,7 +310,7 @@ class Float8Dot(MatmulKernel):
 
 
 class Float8DotOfRows(Float8Dot):
-    """Passes float8 operands to XLA, and multiplies the output by row scales.
+    """A kernel that passes float8 operands with row scales to XLA.
 
     XLA has no float8 matmul that takes row scales, so it gets scales of one.
     """
@@ -349,7 +352,7 @@ class Float8DotOfRows(Float8Dot):
 def _dequantized_product(
     a: Quantized, b: Quantized, precision: lax.Precision, dtype: str
 ) -> Tensor:
-    """Multiply in the form that XLA for CUDA fuses into one matmul.
+    """Dequantize and multiply, so that XLA for CUDA fuses both into a matmul.
 
     The fused matmul reads float8 values and uses the float32 scales from
     before their cast. It adds a bias and writes `dtype`. A plain matmul of
@@ -370,7 +373,9 @@ def _dequantized_product(
 
 
 def _casts_before_amax() -> bool:
-    """Return True if XLA fuses a cast with the amax: for CUDA, one device.
+    """Return True if XLA fuses a tensor's cast to float8 with its amax.
+
+    This is so for CUDA with one device.
 
     A CPU counts as well, since programs for CUDA may be made on one. With
     several devices, the amax in the branch of a first step could be reduced
@@ -381,7 +386,7 @@ def _casts_before_amax() -> bool:
 
 
 def _requantizes_kernels() -> bool:
-    """Return True if kernels are quantized again for the backward pass.
+    """Return True if the backward pass quantizes kernels a second time.
 
     XLA then writes one layout for each pass, if each matmul reads only one.
     Not with several devices, where a sharded kernel could be gathered twice.

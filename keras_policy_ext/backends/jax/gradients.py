@@ -1,4 +1,4 @@
-"""JAX: operations with first and second derivatives.
+"""JAX: run operations with their first and second derivatives.
 
 The backward pass reads quantized copies, which JAX does not connect to the
 operands. Therefore the gradient is also a function of links to the operands:
@@ -36,7 +36,7 @@ _OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
 
 @jax.tree_util.register_pytree_node_class
 class _SavedLeaves:
-    """Residuals as a JAX pytree: the tensors, and static shapes."""
+    """A JAX pytree of saved tensors, with static shapes."""
 
     def __init__(self, leaves: Sequence[Tensor], shapes: Any):
         self.leaves = list(leaves)
@@ -53,7 +53,7 @@ class _SavedLeaves:
 
 
 def _simplified_apart(x: Tensor) -> Tensor:
-    """Return the same tensor, behind a barrier in XLA for a CPU.
+    """Return the same tensor; on a CPU, behind an optimization barrier.
 
     XLA moves the reshape of a matmul past the operations after it one at a
     time, and repeats its pass over the whole program up to 25 times. It
@@ -94,7 +94,7 @@ def _outputs(
 def run(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: State
 ) -> Tensor:
-    """Run an operation; see `Backend.run`.
+    """Run an operation with JAX; see `Backend.run`.
 
     JAX calls this function only if no gradient is taken.
     """
@@ -104,7 +104,7 @@ def run(
 def _run_forward(
     operation: Operation, inputs: Tensor, kernel: Any, state: tuple[Any, ...]
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links]]:
-    """Return the outputs and the tensors saved for the backward pass.
+    """Return the outputs, and the tensors saved for the backward pass.
 
     Links are added where gradients are differentiated; the residuals are then
     computed from constants. If the kernel gets a gradient and its state does
@@ -143,7 +143,7 @@ def _values(primals: tuple[Any, ...]) -> State:
 
 
 def _are_differentiated(*tensors: Any) -> bool:
-    """Return True if JAX differentiates the gradient that is being taken.
+    """Return True if JAX takes a second derivative of these tensors.
 
     JAX then passes tracers. Tracers of finished programs, such as the body of
     a loop, do not count, since links would become part of the program.
@@ -157,7 +157,7 @@ def _are_differentiated(*tensors: Any) -> bool:
 
 @jax.custom_vjp
 def _link(x: Tensor) -> Tensor:
-    """Return zeros of the same shape, whose gradient is passed on to `x`."""
+    """Return zeros like `x`; the gradient of the zeros is passed to `x`."""
     return jnp.zeros(x.shape, x.dtype)
 
 
@@ -172,7 +172,7 @@ def _linked(
     state: State,
     links: Links,
 ) -> Tensor:
-    """Return outputs of constants, with gradients for the linked operands."""
+    """Return `outputs` unchanged; the gradients go to `links` and `state`."""
     return outputs
 
 
@@ -197,7 +197,7 @@ _LARGE = 1 << 16
 
 
 def _is_large(x: Tensor) -> bool:
-    """Return True if a tensor has many elements.
+    """Return True if a tensor has at least `_LARGE` elements.
 
     False for a symbolic size, as in an export with open sizes.
     """
@@ -205,7 +205,7 @@ def _is_large(x: Tensor) -> bool:
 
 
 def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same leaves, ordered after the gradient of the outputs.
+    """Return saved leaves that XLA cannot decode before `outputs_grad`.
 
     In one program XLA for a CPU would decode codes where they are made, and
     save float32: it removes barriers before it fuses. So codes pass through a
@@ -257,7 +257,10 @@ def _gradients_forward(operation: Operation, *how: Any) -> tuple[Any, Any]:
 def _gradients_backward(
     operation: Operation, kept: Any, gradients: Any
 ) -> tuple[Any, ...]:
-    """Differentiate the gradients; the state gets their observations."""
+    """Differentiate `_gradients`; return a gradient per argument.
+
+    The gradient of the state is the observation of the backward pass.
+    """
     saved, observed, links, outputs_grad = kept
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
@@ -278,7 +281,7 @@ def _last(
     inputs_grad_grad: Tensor,
     kernel_grad_grad: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the second derivatives, which cannot be differentiated again."""
+    """Return the second derivatives; a third derivative raises."""
     residuals = operation.bound.residuals(saved.leaves, saved.shapes)
     return operation.bound.second_derivatives(
         residuals, outputs_grad, inputs_grad_grad, kernel_grad_grad
@@ -308,7 +311,7 @@ def _frozen_outputs(
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, constants: State
 ) -> Tensor:
-    """Run a frozen operation; see `Backend.run_frozen`."""
+    """Run a frozen operation with JAX; see `Backend.run_frozen`."""
     return _frozen_outputs(operation, inputs, constants)
 
 

@@ -26,7 +26,7 @@ from keras_policy_ext.backends.tracing import (
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
-    """Trace a function; see `Backend.trace`."""
+    """Trace a function with JAX; see `Backend.trace`."""
     returned: list[Any] = []
 
     def flat(*tensors: Any) -> list[Any]:
@@ -49,7 +49,7 @@ def _described(x: Tensor) -> Any:
 
 
 def _products(program: Any) -> Iterator[tuple[Product, bool]]:
-    """Yield each matmul, and whether the number of its runs is known."""
+    """Yield each matmul of a program, and whether its count is known."""
     for step in program.eqns:
         name = step.primitive.name
         shapes = [getattr(x.aval, "shape", ()) for x in step.invars]
@@ -90,7 +90,7 @@ def _convolution(step: Any, inputs: Tensor, kernel: Any) -> Product:
 
 
 def _inner(step: Any) -> Iterator[Any]:
-    """Yield the programs in a step, such as those of a loop or a function."""
+    """Yield the programs inside of an equation, such as the body of a loop."""
     for value in step.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(_program(each), "eqns"):
@@ -134,7 +134,7 @@ _CALLS = frozenset(
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """Return the forward tensors that a compiled backward pass reads.
+    """List the forward tensors that the compiled backward pass of a step reads.
 
     Each is counted once. XLA may save less: it recomputes what is cheap.
     """
@@ -157,7 +157,7 @@ def kept(step: MeasuredStep) -> Measured:
 
 
 def planned(step: MeasuredStep) -> int:
-    """Return the bytes that XLA plans for temporary tensors of a step."""
+    """Return the bytes that XLA plans for the temporary tensors of a step."""
 
     def gradients(values: Any, batch: Any, outputs_grad: Any) -> Any:
         outputs, backward = _vjp(step, values, batch)
@@ -172,7 +172,7 @@ def planned(step: MeasuredStep) -> int:
 
 
 def _programs(step: MeasuredStep) -> tuple[Jaxpr, Jaxpr, int]:
-    """Return the programs of both passes, and the number of outputs."""
+    """Return the forward program, the backward one, and the output count."""
     structures = []
 
     def forward(values: Any, batch: Any) -> Any:
@@ -225,7 +225,7 @@ def _inputs(step: MeasuredStep, jaxpr: Jaxpr) -> list[Origin]:
 
 
 def _origins(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
-    """Return the tensor that owns the memory of each result of a program."""
+    """Return, for each result of a program, the tensor that owns its memory."""
     known = {id(v): Origin(_bytes(v), (), True) for v in jaxpr.constvars}
     known.update(zip(map(id, jaxpr.invars), inputs, strict=True))
 
@@ -255,7 +255,9 @@ def _results(equation: Any, operands: list[Origin]) -> list[Origin]:
 def _users(
     jaxpr: Jaxpr, wanted: Sequence[bool]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return, for each input of a program, the places and layers that read it.
+    """List, for each input of a program, the equations that read it.
+
+    An equation is given by its place and its layer.
 
     Operations that no wanted result needs are left out, as in XLA.
     """
@@ -277,7 +279,7 @@ def _users(
 
 
 def _read(equation: Any, results: list[bool]) -> list[Any]:
-    """Return the operands that some results of an equation depend on."""
+    """Return the operands that the wanted results of an equation depend on."""
     if equation.primitive.name == "while":
         return _read_by_loop(equation, results)
     within = _within(equation)
@@ -308,7 +310,7 @@ def _read_by_loop(equation: Any, results: list[bool]) -> list[Any]:
 
 
 def _within(equation: Any) -> Jaxpr | None:
-    """Return the program that an equation calls; None if it calls none."""
+    """Return the program that a call equation runs; None for others."""
     if equation.primitive.name not in _CALLS:
         return None
     params = equation.params

@@ -32,7 +32,7 @@ from keras_policy_ext.numerics.primitives import HALVES
 
 
 def let_go(variables: Iterable[keras.Variable]) -> None:
-    """Free the memory of Keras variables as soon as nothing refers to them.
+    """Free the memory of Keras variables once nothing refers to them.
 
     TensorFlow keeps every graph in which a custom gradient was traced, such as
     the sum over replicas in each training step of Keras. The graph keeps the
@@ -388,7 +388,7 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a compiled forward pass: the outputs and the residuals' leaves.
+    """Return a forward pass compiled for an operation and shapes.
 
     All that the graph depends on is in the cache key: the shapes, and whether
     a loop stacks its results.
@@ -406,7 +406,7 @@ def _shared_forward(
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
-    """Return True if saved tensors are stored in few bytes.
+    """Return True if an operation saves tensors in as few bytes as it can.
 
     False if nothing is trained, so that gradients are rare. If that is not
     known, also False if parts would be compiled by XLA, since an export would

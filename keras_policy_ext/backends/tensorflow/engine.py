@@ -1,4 +1,4 @@
-"""TensorFlow: its devices, its matmul kernels, and casts compiled by XLA."""
+"""TensorFlow: the current device, matmul kernels, and casts compiled by XLA."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from keras_policy_ext.numerics.quantized import Quantized
 
 
 def here() -> Device:
-    """Return the GPU best at float8, a CPU, or the simulated device if set."""
+    """Return the `Device` that `pretend` set, else that of this machine."""
     return devices.pretended() or found()
 
 
 def lacking(*formats: str) -> str | None:
-    """Return why XLA has no matmul of these formats for the device, or None.
+    """Return why XLA has no matmul of these formats on the device, or None.
 
     TensorFlow does not tell what AMD's and Google's devices support.
     """
@@ -55,7 +55,7 @@ def lacking(*formats: str) -> str | None:
 
 @functools.cache
 def found() -> Device:
-    """Return the device of this machine, found once per process.
+    """Return this machine's `Device`: the best GPU for float8, else a CPU.
 
     CPUs are not told apart: bfloat16 matmuls took 0.8 to 1.14 times as long as
     float32 ones in steps of six layers (TF 2.21).
@@ -92,7 +92,7 @@ def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
 def cast_in_training(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Quantize to float32 values; see `casting.quantize_float32`.
+    """Quantize a tensor of a training step; return float32 values.
 
     Not for functions that may be exported.
     """
@@ -103,7 +103,7 @@ def cast_in_training(
 
 
 def _like(x: Tensor, compiled: Any, flat: Tensor, *others: Tensor) -> Tensor:
-    """Call a function on flat tensors, and reshape its result like `x`."""
+    """Call `compiled` on a flattened tensor; reshape the result like `x`."""
     found = compiled(tf.reshape(flat, [-1]), *others)
     found = tf.reshape(found, tf.shape(x))
     found.set_shape(x.shape)
@@ -152,14 +152,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does, but narrow operands in float32."""
+    """Multiply as `_product` does, in float64 or else in float32."""
     if a.dtype == tf.float64:
         return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
 class XlaMatmul(MatmulKernel):
-    """Casts operands from float8; XLA fuses the casts into a matmul on a GPU.
+    """A kernel that casts float8 operands; XLA fuses casts and matmul.
 
     `tf.matmul` refuses float8 operands. On a GPU with float8 support, XLA
     turns a matmul of operands that are cast from float8 into a float8 matmul.
@@ -175,7 +175,7 @@ class XlaMatmul(MatmulKernel):
         return self.refusal(request)
 
     def refusal(self, request: Request) -> str | None:
-        """Return why no scales make a matmul native here, or None."""
+        """Return why, apart from scales, a matmul is not native; or None."""
         if request.prefer == "emulated":
             return "asked for by kernels.prefer"
         reason = lacking(*request.formats)
@@ -201,7 +201,7 @@ class XlaMatmul(MatmulKernel):
 
 
 class DequantizedMatmul(XlaMatmul):
-    """Casts and scales operands; XLA fuses all of it into a matmul on a GPU.
+    """A kernel that casts and scales operands; XLA fuses it with the matmul.
 
     The fused matmul uses the float32 scales from before their cast, adds a
     bias and writes `dtype`. A matmul of the casts alone writes float32, which
@@ -233,7 +233,7 @@ class DequantizedMatmul(XlaMatmul):
 
 
 class XlaMatmulOfRows(XlaMatmul):
-    """Casts operands from float8, and multiplies the output by row scales.
+    """A kernel that casts float8 operands; row scales multiply the output.
 
     XLA has no float8 matmul that takes row scales.
     """
@@ -259,7 +259,7 @@ class XlaMatmulOfRows(XlaMatmul):
 
 
 class EmulatedMatmul(Emulated):
-    """Multiplies in 16 bits where that is exact and faster on the device.
+    """An emulated kernel that multiplies in 16 bits where that is exact.
 
     Only XLA has a 16-bit matmul that writes its sums in float32.
     """

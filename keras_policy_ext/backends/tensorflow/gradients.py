@@ -1,4 +1,4 @@
-"""TensorFlow: backward passes and second derivatives."""
+"""TensorFlow: compute backward passes and second derivatives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BODY = "loop_body"
 
 
 class Backward:
-    """The backward pass of an operation.
+    """The backward pass of one call of an operation.
 
     Args:
         operation: The operation.
@@ -80,7 +80,7 @@ class Backward:
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
     def _linked(self, *tensors: Tensor) -> Gradients:
-        """Return the gradients, differentiable once more.
+        """Return the gradients, which can be differentiated once more.
 
         Args:
             tensors: `outputs_grad`, the inputs, the kernel and the state.
@@ -107,7 +107,7 @@ class Backward:
         outputs_grad: Tensor,
         state: tuple[Tensor, ...],
     ) -> Gradients:
-        """Run the graph of the backward pass."""
+        """Run the compiled backward pass; return the gradients."""
         graph = _shared_backward(operation, self._shapes, self._dtypes)
         found: Gradients = graph(
             self._leaves, self._unknown, outputs_grad, state
@@ -115,7 +115,7 @@ class Backward:
         return found
 
     def _differentiated(self, *gradients: Tensor) -> Gradients:
-        """Run the graph of the second derivatives."""
+        """Run the compiled second derivatives; return them."""
         graph = _shared_second(self._operation, self._shapes, self._dtypes)
         found: Gradients = graph(self._leaves, self._unknown, *gradients)
         return found
@@ -139,7 +139,7 @@ def is_recorded(*tensors: Tensor) -> bool:
 
 
 def refuse_vectorized(*tensors: Tensor) -> None:
-    """Raise if a tape records these tensors in a vectorized loop.
+    """Raise if a tape records tensors in a loop that TensorFlow vectorizes.
 
     Raises:
         NotImplementedError: If a tape records them in a loop that TensorFlow
@@ -150,7 +150,7 @@ def refuse_vectorized(*tensors: Tensor) -> None:
 
 
 def _is_vectorized() -> bool:
-    """Return True while a loop is traced that TensorFlow vectorizes."""
+    """Return True inside a loop that TensorFlow is vectorizing."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -162,14 +162,14 @@ def _is_vectorized() -> bool:
 
 
 def _last(gradient: Tensor) -> Tensor:
-    """Return the same gradient, which raises if differentiated again."""
+    """Return the same gradient; differentiating it again raises."""
     return tf.raw_ops.PreventGradient(
         input=gradient, message=DIFFERENTIATED_AGAIN
     )
 
 
 def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
-    """Return the same gradients, ordered after some reads of variables.
+    """Return the same gradients, to be computed after the tensors in `reads`.
 
     A forward pass that is recomputed for its gradient reads a kernel that the
     gradient of the kernel does not need. Only a control edge puts that read
@@ -190,7 +190,7 @@ def sizes_of(x: Tensor) -> tuple[Any, ...]:
 
 
 class CompiledPass:
-    """A pass as one graph, traced at the first call.
+    """A forward or backward pass as one graph, traced at the first call.
 
     Run eagerly, a pass has some thirty operations, most of them on scalars;
     the graph takes half the time (256x512x2048, 2 cores, TensorFlow 2.21). In
@@ -204,7 +204,7 @@ class CompiledPass:
         self._concrete: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the pass; trace it first if this is the first call."""
+        """Run the pass; the first call traces it."""
         if self._concrete is None:
             self._concrete = self._function.get_concrete_function(*arguments)
         return self._concrete(*arguments)
@@ -214,7 +214,7 @@ class CompiledPass:
 def _shared_backward(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> CompiledPass:
-    """Return a compiled backward pass.
+    """Return a backward pass compiled for an operation, shapes and dtypes.
 
     It is cached by the dtypes of the leaves and by the known sizes.
     """
@@ -235,7 +235,7 @@ def _shared_backward(
 def _shared_second(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> CompiledPass:
-    """Return a compiled pass of the second derivatives.
+    """Return second derivatives compiled for an operation and shapes.
 
     It is cached like `_shared_backward`.
     """
@@ -248,7 +248,7 @@ def _shared_second(
 
 
 def _whole(shapes: tuple[Any, ...], unknown: Any) -> tuple[Any, Any]:
-    """Return both shapes with the unknown sizes filled in."""
+    """Return the shapes of inputs and kernel, with unknown sizes filled in."""
     sizes = iter(unknown)
     inputs, kernel = (
         tuple(next(sizes) if n is None else n for n in shape)
@@ -267,7 +267,7 @@ _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 
 
 def relu(x: Tensor, for_xla: bool) -> Tensor:
-    """Compute `tf.nn.relu`, but save a mask for the gradient.
+    """Compute `tf.nn.relu(x)`; save only a mask for the gradient.
 
     TensorFlow's own gradient saves the outputs.
 
@@ -316,7 +316,7 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, for_xla: bool) -> Tensor:
-    """Pack a mask into 8 elements per byte, under XLA.
+    """Pack a mask into 8 elements per byte if XLA compiles the function.
 
     Without XLA, packing needs several passes over memory. Then, or if the last
     axis is no multiple of 8, the mask is returned.
@@ -339,7 +339,7 @@ def _behind_barrier(*tensors: Tensor) -> list[Tensor]:
 
 
 def _unpacked(kept: Tensor) -> Tensor:
-    """Return a tensor that is nonzero where the packed mask is True."""
+    """Unpack a mask of `_packed`: nonzero where the mask is True."""
     if kept.dtype == tf.bool:
         return kept
     return tf.bitwise.bitwise_and(kept[..., tf.newaxis], _BITS)

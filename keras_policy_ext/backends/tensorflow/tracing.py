@@ -39,7 +39,7 @@ _LOOPS = ("While", "StatelessWhile")
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
-    """Trace a function; see `Backend.trace`."""
+    """Trace a function with TensorFlow; see `Backend.trace`."""
     # What Keras computes shapes in; `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
     with graph.as_default():
@@ -58,7 +58,7 @@ def _described(x: Tensor) -> Any:
 
 
 def _products(graph: Any) -> Iterator[tuple[Product, bool]]:
-    """Yield each matmul, and whether the number of its runs is known."""
+    """Yield each matmul of a graph, and whether its count is known."""
     for step in graph.get_operations():
         product = _product(step)
         if product is not None:
@@ -116,7 +116,7 @@ def _shape(tensor: Tensor) -> list[int]:
 
 
 def _inner(step: Any, graph: Any) -> Iterator[Any]:
-    """Yield the graphs in a step, such as those of a loop or a function."""
+    """Yield the graphs inside of an operation, such as the body of a loop."""
     names = [
         name
         for attribute in step.node_def.attr.values()
@@ -162,7 +162,7 @@ _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """Return the forward tensors that gradient operations read, each once."""
+    """List the forward tensors that gradient operations read, each once."""
     graph, given, gradients, count = _traced(step)
     operations = graph.get_operations()
     forward = {each.name for each in operations[:count]}
@@ -191,7 +191,7 @@ def kept(step: MeasuredStep) -> Measured:
 def _traced(
     step: MeasuredStep,
 ) -> tuple[Any, dict[str, Origin], list[Tensor], int]:
-    """Trace both passes in one graph.
+    """Trace the forward and the backward pass of a step in one graph.
 
     Returns:
         The graph; the origins of its inputs, by tensor name; the gradients;
@@ -264,7 +264,7 @@ class _Origins:
                     self._known[tensor.name] = self._made(operation, tensor)
 
     def of(self, tensor: Tensor) -> Origin:
-        """Return the origin of a tensor; one of zero bytes if it is unknown."""
+        """Return the `Origin` of a tensor, of zero bytes if it is unknown."""
         return self._known.get(tensor.name) or Origin(0, ())
 
     def _made(self, operation: tf.Operation, tensor: Tensor) -> Origin:
@@ -307,7 +307,7 @@ class _Origins:
         return int(math.prod(sizes.tolist())) * itemsize * steps
 
     def _steps(self, loop: Any) -> int:
-        """Return the steps of a loop without a limit, by its longest list."""
+        """Return a loop's number of steps, from the longest list it reads."""
         lengths = [1]
         for tensor in loop.inputs:
             if tensor.op.type == "TensorListReserve":
@@ -318,7 +318,7 @@ class _Origins:
 
 
 def _evaluator(graph: Any) -> Callable[[Tensor], int | None]:
-    """Return a function that evaluates an integer tensor of a graph."""
+    """Return a function from a graph's scalar integer tensor to an int."""
 
     def evaluated(tensor: Tensor) -> int | None:
         value = tf.get_static_value(tensor)
@@ -337,7 +337,7 @@ def _reads(
     gradients: list[Tensor],
     functions: _Functions,
 ) -> list[tuple[Any, Tensor]]:
-    """Return the gradient operations that read forward tensors, with these.
+    """List pairs of a gradient operation and a forward tensor it reads.
 
     Operations that no gradient depends on are left out, as in TensorFlow.
     """
@@ -359,14 +359,14 @@ def _reads(
 
 
 class _Functions:
-    """For each function of a graph, the inputs that its results depend on."""
+    """The functions of a graph, and which inputs their results depend on."""
 
     def __init__(self, graph: Any):
         library = graph.as_graph_def().library
         self._functions = {x.signature.name: x for x in library.function}
 
     def used(self, operation: tf.Operation, wanted: list[bool]) -> list[bool]:
-        """Return which operands the wanted results of an operation need."""
+        """Return, for each operand, whether the wanted results depend on it."""
         every = [True] * len(operation.inputs)
         if operation.type not in _CALLS:
             return every
@@ -378,7 +378,7 @@ class _Functions:
 
 
 def _needed(function: Any, wanted: list[bool]) -> set[str]:
-    """Return the nodes and arguments that a function's results depend on."""
+    """Return the names of nodes that a function's wanted results depend on."""
     inputs = {node.name: node.input for node in function.node_def}
     pairs = zip(function.signature.output_arg, wanted, strict=True)
     waiting = [function.ret[out.name] for out, is_wanted in pairs if is_wanted]

@@ -1,4 +1,4 @@
-"""The backend for PyTorch, and the abilities of its current device."""
+"""The backend for PyTorch, and what its current device can do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CUDA_OF_MX = (12, 8)
 
 
 def here() -> Device:
-    """Return the device of PyTorch, or the simulated one if one is set."""
+    """Return the `Device` that `pretend` set, else the one PyTorch runs on."""
     return devices.pretended() or _found()
 
 
@@ -65,19 +65,22 @@ def lacking(*formats: str) -> str | None:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Return True if `scaled_mm` takes row scales, with bfloat16 outputs."""
+    """Return True if `scaled_mm` takes row scales on a device.
+
+    This is so for bfloat16 outputs.
+    """
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
     return sys.platform != "win32" and "rows" in here().scales
 
 
 def lacking_blocks() -> str | None:
-    """Return why there is no matmul with scales of 128 blocks, or None."""
+    """Return why PyTorch has no matmul with scales of 128, or None."""
     return _lacking("blocks", CUDA_OF_BLOCKS, "128")
 
 
 def lacking_mx() -> str | None:
-    """Return why there is no matmul with scales of MX blocks, or None."""
+    """Return why PyTorch has no matmul with MX block scales, or None."""
     return _lacking("mx", CUDA_OF_MX, "32")
 
 
@@ -100,7 +103,7 @@ def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
 
 
 def casts_to_float8(device: torch.device) -> bool:
-    """Return True if this device can cast to float8 dtypes.
+    """Return True if PyTorch can cast to float8 dtypes on a device.
 
     Apple's GPUs raise TypeError (all releases up to September 2026).
     """
@@ -112,12 +115,12 @@ def casts_to_float8(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if this CPU has bfloat16 matmuls, faster than float32."""
+    """Return True if the CPU multiplies bfloat16 faster than float32."""
     return here() is devices.KNOWN["cpu_bf16"]
 
 
 def sums_in_float32(dtype: str) -> bool:
-    """Return True if a 16-bit matmul on this GPU can write float32 sums."""
+    """Return True if the GPU's matmuls of `dtype` can return float32."""
     halves = getattr(
         torch.backends.cuda.matmul, "allow_fp16_accumulation", False
     )
@@ -126,7 +129,9 @@ def sums_in_float32(dtype: str) -> bool:
 
 @functools.cache
 def _sums_in_float32(dtype: str, halves: bool) -> bool:
-    """Test `sums_in_float32` on values whose sum no 16-bit dtype can hold.
+    """Run a matmul of `dtype`; return True if its float32 sums are exact.
+
+    The sum is a value that no 16-bit dtype can hold.
 
     It is tested once per process. Older versions of PyTorch, and builds for
     other makers, have no such matmul.
@@ -156,7 +161,7 @@ def _found() -> Device:
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Return True if this CPU has bfloat16 instructions, as torch reports."""
+    """Return True if torch reports bfloat16 instructions on this CPU."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     checks = [getattr(torch.cpu, name, None) for name in names]
     return any(check is not None and check() for check in checks)
@@ -419,7 +424,7 @@ BACKEND = TorchBackend()
 # This module may be loaded while a step is being compiled.
 @torch.compiler.disable
 def _tables() -> dict[str, Tensor]:
-    """Return the values of all 256 codes, for each format of stored kernels."""
+    """Return, by format name, a table of the values of all 256 codes."""
     return {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
@@ -429,7 +434,7 @@ _TABLES = _tables()
 
 
 def is_real(x: Tensor) -> bool:
-    """Return True if a tensor has data.
+    """Return True if a tensor has data and is no placeholder.
 
     Tensors of other types are placeholders for data.
     """
@@ -437,14 +442,14 @@ def is_real(x: Tensor) -> bool:
 
 
 def is_known(x: Tensor) -> bool:
-    """Return True if a tensor can be read without waiting for a device."""
+    """Return True if reading a tensor does not wait for a device."""
     return type(x) is torch.Tensor and x.device.type == "cpu"
 
 
 def _run_exported(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: Any
 ) -> Tensor:
-    """Run a forward pass that has built-in operations of PyTorch only.
+    """Compute an operation's outputs with built-in PyTorch operations only.
 
     It observes, since the scale of an unobserved operand is then chosen
     without a branch. An exported file cannot have a branch inside the loop of
@@ -494,7 +499,7 @@ def _run(
 
 
 def _refuse_onnx() -> None:
-    """Raise while `torch.onnx.export` traces a model."""
+    """Raise if `torch.onnx.export` is tracing the current call."""
     if torch.onnx.is_in_onnx_export():
         raise NotImplementedError(
             "torch.onnx cannot export a layer in float8, since ONNX has no "
@@ -507,7 +512,7 @@ def _refuse_onnx() -> None:
 
 
 def _refuse_torchscript() -> None:
-    """Raise while `torch.jit.trace` traces a model."""
+    """Raise if `torch.jit.trace` is tracing the current call."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
             "torch.jit.trace cannot trace a layer in float8, since "
@@ -520,7 +525,7 @@ def _refuse_torchscript() -> None:
 
 
 def _refuse_shards(kernel: Tensor) -> None:
-    """Raise if `fully_shard` has replaced a kernel's parameter.
+    """Raise if `fully_shard` has replaced the parameter of this kernel.
 
     It marks the parameter that it replaces (torch 2.13); Keras goes on reading
     that one (keras 3.15).
@@ -530,10 +535,11 @@ def _refuse_shards(kernel: Tensor) -> None:
 
 
 def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
-    """Make variables read their parameters where `fully_shard` puts them.
+    """Make variables read the sharded parameters of `fully_shard`.
 
-    It puts the shard of this process there, and the whole parameter during a
-    pass. Keras stores parameters in a dict per layer, by variable path.
+    Keras stores the parameters of a layer in a dict, by variable path.
+    `fully_shard` puts the shard of this process into that dict, and the whole
+    parameter during a pass.
 
     Args:
         variables: The variables of one model.
@@ -557,12 +563,12 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
 
 
 def group_of(variable: Any) -> Any:
-    """Return the process group that a variable is sharded over."""
+    """Return the process group over which a variable is sharded."""
     return variable.value.device_mesh.get_group()
 
 
 def _holders_of_parts(modules: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return the dicts that hold shards of a parameter, by its name."""
+    """Return, by parameter name, the dicts that hold the parameter's shards."""
     # Not at the top: it takes a tenth of a second.
     from torch.distributed.tensor import DTensor
 

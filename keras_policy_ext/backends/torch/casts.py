@@ -1,4 +1,4 @@
-"""PyTorch: casts to float8 and back, on a CPU and as Triton kernels."""
+"""PyTorch: cast to float8 and back, on a CPU and by Triton kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from keras_policy_ext.recipes import DelayedScaling, Quantization
 def narrow_cast(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Quantize as `casting.quantize` does; in parts on a CPU, saving memory."""
+    """Divide by a scale, clip, and cast to a float8 dtype.
+
+    This is `casting.quantize`; on a CPU it works in parts, which saves memory.
+    """
     narrow = getattr(torch, dtype)
     if scale.numel() > 1 or not _is_on_cpu(x):
         return _clipped(x, scale, dtype, is_factor).to(narrow)
@@ -44,7 +47,7 @@ def narrow_cast(
 def cast(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Quantize to a float8 dtype if there is one, otherwise to float32 values.
+    """Quantize a tensor to a float8 dtype, or to float8 values in float32.
 
     Compiled and exported functions stay in float32: their graphs have no cast
     to float8 and back.
@@ -60,7 +63,7 @@ def cast(
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
-    """Widen as `casting.widen` does; to bfloat16 if a CPU multiplies in it.
+    """Convert float8 values to float32, or to bfloat16 for a CPU that uses it.
 
     Bfloat16 is written in parts, so that the float32 values of the whole
     tensor never exist at once.
@@ -77,7 +80,7 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 
 
 def _widened(q: Tensor) -> Tensor:
-    """Convert float8 values to float32; on a CPU by way of float16.
+    """Convert float8 values to float32, on a CPU by way of float16.
 
     There it takes a tenth of the time of a cast (2 M values on one core: 0.4
     ms against 5.4 ms, torch 2.13).
@@ -101,7 +104,7 @@ _BUT_SIGN_EXTENDED = ~0x4000
 
 
 def _has_nan_of_e4m3fn(q: Tensor) -> bool:
-    """Return True if a code is NaN in e4m3fn.
+    """Return True if an e4m3fn tensor has a NaN; False for other dtypes.
 
     Shifted to the bits of a float16, these codes would be finite. The check
     reads bytes, in less than a tenth of the time of widening them.
@@ -120,14 +123,17 @@ _PART = 1 << 18
 
 
 def _in_parts(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return parts of two tensors; one part unless both are contiguous."""
+    """Yield matching parts of two tensors, in the order of their elements.
+
+    There is one part unless both tensors are contiguous.
+    """
     if x.numel() <= _PART or not (x.is_contiguous() and y.is_contiguous()):
         return iter([(x, y)])
     return zip(x.view(-1).split(_PART), y.view(-1).split(_PART), strict=True)
 
 
 def _is_on_cpu(x: Tensor) -> bool:
-    """Return True if a tensor has data in the memory of a CPU."""
+    """Return True if a tensor has data, and a CPU has it in memory."""
     return x.device.type == "cpu" and is_real(x)
 
 
@@ -143,7 +149,7 @@ def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
-    """Quantize a tensor; return the values in float32."""
+    """Quantize a tensor; return the float8 values in float32."""
     values = _clipped(x, scale, dtype, is_factor)
     if _is_castable(dtype, x.device):
         return widen(values.to(getattr(torch, dtype)))
@@ -151,7 +157,7 @@ def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 
 def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
-    """Copy the signs of `x` to rounded values, if the format has -0."""
+    """Give rounded values the signs of `x`, if the format has -0."""
     if not formats.get(dtype).has_negative_zero:
         return rounded
     if torch.compiler.is_exporting():
@@ -163,7 +169,7 @@ def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
 def _rounded_in_graph(
     x: torch.Tensor, scale: torch.Tensor, dtype: str, is_factor: bool
 ) -> torch.Tensor:
-    """Run `_rounded` as one operation that a compiler cannot look into.
+    """Call `_rounded` as one operation that compilers do not look into.
 
     Inductor computes in float32 throughout and drops a cast to float8 and back
     (torch 2.13): nothing would be quantized.
@@ -177,7 +183,9 @@ def _(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 
 def _round_to_format(x: Tensor, dtype: str) -> Tensor:
-    """Round in place as `casting.round_to_format` does, but for zeros' signs.
+    """Round float32 values to a format, in place.
+
+    It does as `casting.round_to_format`, but zeros may lose their signs.
 
     Allocating a new tensor would take most of the time.
     """
@@ -194,7 +202,7 @@ if HAS_TRITON:
 
 
 class TritonCasts(BothLayouts):
-    """Triton kernels that quantize in both layouts; see `BothLayouts`.
+    """Triton kernels that quantize a matrix and write its transpose too.
 
     Args:
         interpreted: Whether to run on any device, in Triton's interpreter; for
@@ -239,7 +247,7 @@ class TritonCasts(BothLayouts):
 
 
 class TritonStates(StateKernels):
-    """Triton kernels for the state arithmetic; see `StateKernels`.
+    """Triton kernels that compute scales and states; see `StateKernels`.
 
     Args:
         interpreted: Whether to run on any device, in Triton's interpreter; for
@@ -286,7 +294,7 @@ def _refusal(x: Tensor, interpreted: bool) -> str | None:
 
 @functools.cache
 def lacking() -> str | None:
-    """Return why Triton does not run the casts, or None if it does.
+    """Return why Triton's casts cannot be used here, or None.
 
     It is tested once per process, with real data. So a missing compiler, or
     one that rounds differently, is found before its first use.
@@ -305,7 +313,7 @@ def lacking() -> str | None:
 
 
 def _numbers() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors have data, even while tracing.
+    """Return a context in which new tensors have data, also in a trace.
 
     The function of PyTorch is not public (torch 2.11 to 2.13). Without it,
     Triton is not used if the first call is traced.
@@ -319,7 +327,7 @@ def _numbers() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def tells_the_host() -> bool:
-    """Return True if a kernel can write into pinned memory of the host.
+    """Return True if a GPU kernel can write to pinned host memory.
 
     It is tested once per process: a kernel that cannot would raise at its
     launch.

@@ -1,4 +1,4 @@
-"""PyTorch: its matmul kernels, convolutions, and states on a CPU."""
+"""PyTorch: matmul kernels, convolutions, and state arithmetic on a CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Pads = list[tuple[int, int]]
 
 
 class TorchConvolutions(KerasConvolutions):
-    """Keras's convolution with PyTorch's backward pass.
+    """Keras's convolutions, with the backward pass of PyTorch.
 
     A transposed convolution is PyTorch's, cropped to the window of Keras.
     """
@@ -78,7 +78,9 @@ class TorchConvolutions(KerasConvolutions):
 def _conv_backward(
     conv: Any, g: Tensor, x: Tensor, w: Tensor, operand: int
 ) -> Tensor:
-    """Return a convolution's gradient of the inputs (0) or the kernel (1).
+    """Return the gradient of a convolution's operand 0 or 1.
+
+    Operand 0 is the inputs, operand 1 the kernel.
 
     All tensors have Keras's layouts: `(batch, *spatial, channels)` or channels
     first, and `(*spatial, channels / groups, filters)` for the kernel, or
@@ -112,7 +114,11 @@ def _conv_backward(
 
 
 def _how(conv: Any) -> tuple[Any, ...]:
-    """Return the arguments of a convolution, from strides to output padding."""
+    """Return a convolution's arguments for PyTorch, strides to padding.
+
+    These are strides, padding, dilation, whether it is transposed, and output
+    padding.
+    """
     none = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), none, rates, conv.is_transposed, none
@@ -123,25 +129,28 @@ def _channels_first(conv: Any, x: Tensor) -> Tensor:
 
 
 def _as_lying(conv: Any, x: Tensor) -> Tensor:
-    """Reverse `_channels_first`."""
+    """Move channels from axis 1 back to where Keras has them."""
     return x.movedim(1, -1) if conv.data_format == "channels_last" else x
 
 
 def _outputs_first(w: Tensor) -> Tensor:
-    """Transpose a kernel from Keras's layout to PyTorch's."""
+    """Transpose a kernel from Keras's axis order to PyTorch's."""
     rank = w.dim() - 2
     return w.permute(rank + 1, rank, *range(rank))
 
 
 def _flat(pads: Pads) -> list[int]:
-    """Flatten pads for `F.pad`, which takes the last axis first."""
+    """Flatten pairs of paddings into the list that `F.pad` takes.
+
+    `F.pad` takes the last axis first.
+    """
     return [pad for pair in reversed(pads) for pad in pair]
 
 
 def _same_padding(
     conv: Any, sizes: torch.Size, kernel_sizes: torch.Size
 ) -> Pads:
-    """Return the zeros around each spatial axis, by TensorFlow's rule."""
+    """Return the zeros to pad before and after each spatial axis."""
     pads = []
     for size, kernel, stride, dilation in zip(
         sizes, kernel_sizes, conv.strides, conv.dilation_rate, strict=True
@@ -163,7 +172,7 @@ _KERNEL = OPERANDS.index("kernel")
 
 
 class CpuStates(StateKernels):
-    """The state arithmetic on a CPU in NumPy; see `StateKernels`."""
+    """NumPy arithmetic of scales and states on a CPU; see `StateKernels`."""
 
     @override
     def supports(self, source: Any, state: Tensor) -> str | None:
@@ -215,7 +224,7 @@ class CpuStates(StateKernels):
 
 
 def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
-    """Return for each row whether it is intact, and its operand's scale.
+    """Return, per row of a state, whether it is valid, and its scale.
 
     See `StateLayout.is_intact` and `DelayedSource.history_scales`.
     """
@@ -240,7 +249,7 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
 
 
 def _is_observation(numbers: list[float]) -> bool:
-    """Return True if a row is an observation; it has uses above 0.
+    """Return True if a row is an observation of at least one use.
 
     See `StateLayout._is_observation`.
     """
@@ -251,7 +260,7 @@ def _is_observation(numbers: list[float]) -> bool:
 
 
 def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
-    """Return the amax to enter into the history, or None if it is not finite.
+    """Return the amax of an observation; None if an amax is not finite.
 
     See `StateLayout._newest`.
     """
@@ -274,7 +283,7 @@ def _rounded(number: float) -> float:
 
 
 def _give(row: Array, value: Array) -> None:
-    """Assign a row of a state; restore a seal that is nearly right."""
+    """Assign a row to a state; make a rounded mark of valid rows exact."""
     row[:] = value
     if abs(float(value[0]) - VALID_MARK) <= ROUNDING:
         row[0] = VALID_MARK
@@ -283,7 +292,7 @@ def _give(row: Array, value: Array) -> None:
 def _enter(
     row: Array, newest: float | None, intact: bool, scale: float
 ) -> None:
-    """Enter an amax into a settled row; see `StateLayout._entered`."""
+    """Write a scale and a new amax into a row of a settled state."""
     if not intact:
         row[FIRST:] = 0.0
     row[:FIRST] = 0.0
@@ -303,14 +312,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does, but narrow operands in float32."""
+    """Multiply as `_product` does, in float64 or else in float32."""
     if a.dtype == torch.float64:
         return _product(a, b)
     return _product(a.float(), b.float())
 
 
 class Float32Matmul(Emulated):
-    """Multiplies in float32, or in bfloat16 if that is as exact and faster."""
+    """An emulated kernel that multiplies in float32, or exactly in bfloat16."""
 
     @override
     def multiply(
@@ -330,7 +339,7 @@ class Float32Matmul(Emulated):
         return product.to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
-        """Multiply in bfloat16, with scales that are all powers of two.
+        """Multiply in bfloat16 two operands whose scales are powers of two.
 
         The operands are then exact in bfloat16, and the scales that multiply
         the output do not change how it is rounded.
@@ -361,7 +370,7 @@ ENGINE = Engine(
 
 
 def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
-    """Return True if a matmul in bfloat16 is as exact as float32 and faster.
+    """Return True if bfloat16 is as exact as float32 for a matmul, and faster.
 
     Bfloat16 represents every float8 value exactly, also times a power of two.
     256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in float32;
@@ -377,7 +386,7 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
 
 
 def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
-    """Return True if a GPU multiplies in 16 bits exactly, with float32 sums.
+    """Return True if a GPU can multiply these operands exactly in 16 bits.
 
     False for tensors without data, since nothing is computed.
     """
@@ -395,7 +404,7 @@ def _is_cuda(x: Tensor) -> bool:
 
 
 def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
-    """Multiply the values in 16 bits, with sums in float32."""
+    """Multiply the operands' values in 16 bits; return float32 sums."""
     narrow = getattr(torch, backend.here().multiplies_in)
     x, y = unscaled(a).to(narrow), unscaled(b).to(narrow).mT
     if x.shape[0] > 1:
@@ -410,7 +419,7 @@ def _in_one_scale(*operands: Quantized) -> bool:
 
 
 def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:
-    """Multiply as `MatmulKernel.multiply` does, with a bfloat16 result.
+    """Multiply in bfloat16; apply the scale before the result is rounded.
 
     `alpha` multiplies the float32 sums before they are rounded. Scaling a
     bfloat16 result afterwards would round twice.

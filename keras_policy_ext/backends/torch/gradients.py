@@ -1,4 +1,4 @@
-"""PyTorch: operations with first and second derivatives.
+"""PyTorch: run operations with their first and second derivatives.
 
 The backward pass reads quantized copies, which autograd does not connect to
 the operands. Where gradients are differentiated (`create_graph=True`), they
@@ -41,7 +41,7 @@ def are_transforms_active() -> bool:
 
 
 def refuse_compiled_transforms() -> None:
-    """Raise if a transform of `torch.func` is being compiled.
+    """Raise if `torch.compile` compiles a transform of `torch.func`.
 
     Without `fullgraph=True` the compiler then runs the function around the
     transform eagerly, if it can.
@@ -56,16 +56,16 @@ def refuse_compiled_transforms() -> None:
 
 
 class ReverseMode(torch.autograd.Function):
-    """An autograd function that raises in forward mode."""
+    """An autograd function that raises in forward-mode differentiation."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Raise: forward mode is not supported."""
+        """Raise: forward-mode differentiation is not supported."""
         raise NotImplementedError(FORWARD_MODE)
 
 
 class ByExample(ReverseMode):
-    """A function that `torch.func.vmap` calls once per example.
+    """An autograd function that `torch.func.vmap` calls once per example.
 
     So each example is quantized by its own scales, as in JAX's `vmap`, and all
     code may read the values of its tensors.
@@ -76,7 +76,7 @@ class ByExample(ReverseMode):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
-        """Return the stacked outputs of all examples, and their batch axes."""
+        """Call the function per example; return stacked outputs and axes."""
         leaves, structure = pytree.tree_flatten(arguments)
         axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
         found = []
@@ -93,7 +93,7 @@ class ByExample(ReverseMode):
 
 
 def _stacked(outputs: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Stack one output over all examples; None if it is None."""
+    """Stack one output of all examples; return None for an output of None."""
     return None if outputs[0] is None else torch.stack(outputs)
 
 
@@ -101,7 +101,9 @@ Links = tuple[Tensor | None, Tensor | None]
 
 
 def links_of(inputs: Tensor, kernel: Tensor) -> Links:
-    """Return a link to each operand, for second derivatives.
+    """Return links to inputs and kernel, which carry second derivatives.
+
+    A link is a tensor that is never read; its gradient becomes the operand's.
 
     The link of a parameter is the parameter. It is None for a tensor without
     gradient and for tensors of other types, which are differentiated once.
@@ -122,7 +124,7 @@ def _is_parameter(x: Tensor) -> bool:
 
 
 class _Link(ReverseMode):
-    """A tensor of a given shape with one element of memory, never read."""
+    """A tensor of an operand's shape, never read, that passes a gradient on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ class _Link(ReverseMode):
 
 
 class Differentiable(ReverseMode):
-    """An `Operation` and a bias as an autograd function."""
+    """An autograd function that runs an `Operation` and adds a bias."""
 
     @staticmethod
     def forward(
@@ -162,7 +164,7 @@ class Differentiable(ReverseMode):
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of the bias, inputs, kernel and state."""
+        """Return a gradient, or None, for each argument of `forward`."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
@@ -182,7 +184,7 @@ class Differentiable(ReverseMode):
 def _with_amax(
     how: Any, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the amax of the kernel to `saved`, if the kernel is a parameter.
+    """Add the kernel's amax to the saved tensors, if it is a parameter.
 
     It is computed here, since the forward pass may never be differentiated.
 
@@ -226,7 +228,7 @@ def _gradients(
 def linked(
     how: Any, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
-    """Return the gradients of `_gradients`, differentiable once more.
+    """Return the gradients of `_gradients`; they can be differentiated once.
 
     Args:
         how: See `_gradients`.
@@ -245,7 +247,7 @@ def linked(
 
 
 class _Gradients(ByExample):
-    """`_gradients` as a function of links to the operands."""
+    """`_gradients` as an autograd function of links to the operands."""
 
     @staticmethod
     def forward(
@@ -290,7 +292,7 @@ class _Gradients(ByExample):
 
 
 class Frozen(ReverseMode):
-    """A `FrozenOperation` as an autograd function; its gradient is a matmul."""
+    """An autograd function that runs a `FrozenOperation`."""
 
     @staticmethod
     def forward(
@@ -303,7 +305,7 @@ class Frozen(ReverseMode):
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the inputs; constants have none."""
+        """Return the gradient of the inputs, and None for each constant."""
         constants = ctx.saved_tensors
         inputs_grad = ctx.operation.inputs_grad(
             outputs_grad, constants, ctx.shape
@@ -312,7 +314,7 @@ class Frozen(ReverseMode):
 
 
 class _Last(ByExample):
-    """A gradient that raises if it is differentiated again."""
+    """An identity whose gradient raises: no third derivatives."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor | None) -> Tensor:
@@ -332,7 +334,7 @@ class _Last(ByExample):
 def _last(
     gradients: Iterable[Tensor | None], *sources: Tensor | None
 ) -> list[Tensor | None]:
-    """Return the same gradients, which raise if differentiated again.
+    """Return the same gradients; differentiating them again raises.
 
     Args:
         gradients: Gradients that were computed without a graph.
@@ -347,7 +349,7 @@ def _last(
 
 
 def _looked_for(gradient: Tensor) -> Tensor:
-    """Return the same gradient, made to require a gradient.
+    """Return the same gradient as a tensor that requires a gradient.
 
     Inside a transform of `torch.func` it is only detached: there a tensor
     cannot be made to require a gradient.
@@ -357,7 +359,7 @@ def _looked_for(gradient: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """Return a tensor with the same memory that is not a view.
+    """Return the same tensor, as a new one if it is a view.
 
     Autograd refuses to change a view in place if a custom function made it: `y
     += 1` on the outputs, or the softmax of Keras 3.12, which adds its mask.
@@ -374,14 +376,14 @@ The eight bytes are read as one int64; byte i becomes bit i. Source: Warren,
 
 
 class Relu(torch.autograd.Function):
-    """`torch.relu`, which saves a mask for its gradient.
+    """`torch.relu` that saves a mask for the gradient, not the outputs.
 
     PyTorch's own gradient saves the outputs.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the outputs; save their mask in the order of memory."""
+        """Return `relu(x)`; save the mask of positive outputs."""
         outputs = torch.relu(x)
         ctx.axes = _as_in_memory(outputs)
         ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
@@ -389,7 +391,7 @@ class Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
-        """Return the gradient of `x`."""
+        """Return the gradient of `x`: `outputs_grad` where the mask is True."""
         (kept,) = ctx.saved_tensors
         mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
         # Back to the order in memory of the outputs: the gradient gets the
@@ -400,12 +402,12 @@ class Relu(torch.autograd.Function):
 
 
 def _as_in_memory(x: Tensor) -> list[int]:
-    """Return the axes of a tensor in the order of its memory layout."""
+    """Return the axes of a tensor, sorted from largest stride to smallest."""
     return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
 def _kept(outputs: Tensor) -> Tensor:
-    """Return the mask of nonzero outputs; on a CPU 8 elements per byte.
+    """Return the mask of nonzero outputs, on a CPU as bits.
 
     It has a byte per element on other devices, where memory is fast and each
     operation is one more kernel, and if the elements do not fill bytes.
@@ -419,7 +421,7 @@ def _kept(outputs: Tensor) -> Tensor:
 
 
 def _mask(kept: Tensor, shape: Shape) -> Tensor:
-    """Unpack what `_kept` returned for outputs of a shape."""
+    """Return as bool, in this shape, the mask that `_kept` returned."""
     if kept.dtype == torch.bool:
         return kept
     eights = _EIGHTS.index_select(0, kept.int())
@@ -429,7 +431,7 @@ def _mask(kept: Tensor, shape: Shape) -> Tensor:
 # This module may be loaded while a step is being compiled.
 @torch.compiler.disable
 def _eights() -> Tensor:
-    """Return the eight mask bytes of each byte of bits, as one int64."""
+    """Return a table: for each byte, its 8 bits as 8 bytes in an int64."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return bits.bool().view(torch.int64).flatten()
 

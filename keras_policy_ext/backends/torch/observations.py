@@ -1,4 +1,4 @@
-"""PyTorch: observations are stored outside of `.grad`, for any training loop.
+"""PyTorch: store observations outside of `.grad`, for any training loop.
 
 The `.grad` attributes belong to the training loop: `clip_grad_norm_` measures
 and scales them, `GradScaler` divides them, an optimizer reads them. None of
@@ -34,7 +34,7 @@ _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Observed:
-    """The observations of a kernel since its state was last assigned.
+    """The observations of amaxes since a state was last assigned.
 
     Attributes:
         latest: The sum over the uses since the gradient of the state was last
@@ -59,7 +59,7 @@ class Observed:
         self.version = -1
 
     def take_from(self, parameter: Tensor) -> None:
-        """Move the observation out of a gradient that was just accumulated.
+        """Move an observation out of a state's newly accumulated gradient.
 
         If the gradient was cleared since, the earlier observation is discarded
         too: the loop has discarded that backward pass.
@@ -73,18 +73,18 @@ class Observed:
         self.latest, self.gradient = observation, parameter.grad
 
     def keep(self) -> None:
-        """Keep the observations when the gradients are cleared next."""
+        """Move `latest` into `earlier`, which clearing gradients keeps."""
         self.earlier = _largest(self.earlier, self.latest)
         self.latest = self.gradient = None
 
     def taken(self) -> Tensor | None:
-        """Return all observations, and clear them."""
+        """Return the merged observations, and clear them; None if none."""
         self.keep()
         found, self.earlier = self.earlier, None
         return found
 
     def replaced(self) -> None:
-        """Clear all observations, since another state was assigned."""
+        """Clear all observations, after another state was assigned."""
         self.taken()
         if self in _TOLD:
             _TOLD[self].numpy()[:] = True
@@ -104,7 +104,7 @@ The memory is never freed, since a pending kernel may still write into it.
 
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
-    """Move observations of a state out of its gradient, from now on.
+    """Install a hook that moves a state's observations out of `.grad`.
 
     Args:
         variable: A state variable.
@@ -127,7 +127,7 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
 
 
 def with_observed(variable: Any, value: Tensor) -> Tensor:
-    """Return the value to assign to a state, merged with its observations.
+    """Return a value for a state, merged with the stored observations.
 
     Args:
         variable: A state variable.
@@ -153,7 +153,7 @@ def with_observed(variable: Any, value: Tensor) -> Tensor:
 
 
 def enter(states: Iterable[Any]) -> None:
-    """Enter observations into the states, and clear the states' gradients.
+    """Update states with their observations, and clear their gradients.
 
     If gradients are averaged over replicas, every replica must call this for
     the same states in the same order.
@@ -178,7 +178,10 @@ def enter(states: Iterable[Any]) -> None:
 
 
 def changed_value(variable: Any) -> Tensor | None:
-    """Return a state as an array if it changed and is on a CPU; else None."""
+    """Return a state on a CPU as an array if it has changed, else None.
+
+    It has changed if the tensor's version is not that of the last call.
+    """
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -192,7 +195,7 @@ def changed_value(variable: Any) -> Tensor | None:
 
 
 def told(parameter: Tensor) -> Tensor | None:
-    """Return the flags in which a GPU reports unobserved operands.
+    """Return the flags that a GPU sets to report unobserved operands.
 
     Args:
         parameter: The parameter of a state on a GPU.
@@ -220,7 +223,7 @@ def told(parameter: Tensor) -> Tensor | None:
 
 
 def pinned_flags(count: int, pinned: bool = True) -> Tensor:
-    """Return bool (count,), all true, in host memory."""
+    """Return a bool tensor (count,), all True, in host memory."""
     return torch.ones(count, dtype=torch.bool, device="cpu", pin_memory=pinned)
 
 
@@ -232,7 +235,9 @@ def seen_lately(parameter: Tensor) -> bool:
 
 
 def know_replicas(parameter: Tensor) -> None:
-    """Record the replicas of a state, inside DistributedDataParallel.
+    """Record a state's replicas for the next all-reduce of observations.
+
+    It does nothing outside of DistributedDataParallel and `fully_shard`.
 
     Call this in a forward pass whose gradients are taken. All states of the
     module take part in the next all-reduce, on every replica, whichever layers
@@ -255,7 +260,7 @@ def know_replicas(parameter: Tensor) -> None:
 
 
 def know_group(variables: Iterable[Any], group: Any) -> None:
-    """All-reduce observations over a process group, from now on.
+    """Set the process group over which a model's observations are reduced.
 
     Args:
         variables: The variables of a model that `fully_shard` has sharded.
@@ -268,7 +273,10 @@ def know_group(variables: Iterable[Any], group: Any) -> None:
 
 
 def know_replicas_in_graph() -> None:
-    """Call `know_replicas` if a compiler has replaced the parameter."""
+    """Call `know_replicas` for a module whose step is compiled.
+
+    The compiler has replaced the parameters that the layers see.
+    """
     module = _active_module()
     parameters = () if module is None else module.parameters()
     for each in parameters:
@@ -280,7 +288,7 @@ def know_replicas_in_graph() -> None:
 
 
 def _active_module() -> Any:
-    """Return the DistributedDataParallel module being called, or None.
+    """Return the DistributedDataParallel module in whose call this is, or None.
 
     The name is private (torch 2.13). Without it, no replicas are known, and
     each replica keeps its own amaxes.
@@ -289,7 +297,7 @@ def _active_module() -> Any:
 
 
 def _know_replicas(module: Any, state: Any) -> None:
-    """Record the replicas in all states of a module, unless already done."""
+    """Record a module's process group in all its states, once."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
     known = state.observed.group is not None
     if known or joining or module.process_group.size() == 1:
@@ -307,7 +315,7 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _counted(largest: Tensor) -> Tensor:
-    """Count at least one use for each slot of a maximum that has an amax.
+    """Return an observation with at least one use per slot that has an amax.
 
     The observations may have used different slots.
     """
@@ -323,7 +331,9 @@ def _is_settled(value: Tensor) -> bool:
 def _over_replicas(
     states: list[Any], found: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """All-reduce the observations of replicas by maximum, entry by entry.
+    """Combine each observation with those of its replicas, by all-reduce.
+
+    The all-reduce takes the maximum, entry by entry.
 
     There is one all-reduce per process group.
     """
@@ -353,7 +363,7 @@ def _filled(observation: Tensor | None, state: Any) -> Tensor:
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Enter the observations of the kernels that are about to change.
+    """Update the float8 states of an optimizer's kernels before its step.
 
     A closure, which takes gradients inside the step, is wrapped to do the
     same.
@@ -374,7 +384,7 @@ def _before_step(
 
 
 def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
-    """Wrap a closure so that observations are entered after it."""
+    """Wrap an optimizer's closure to update float8 states after each call."""
 
     @functools.wraps(closure)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -397,7 +407,7 @@ def _enter_states_of(optimizer: Any) -> None:
 
 
 def _all_states() -> list[Any]:
-    """Return all states; safe while another thread creates states."""
+    """Return all state variables; other threads may create more meanwhile."""
     references = _STATES.valuerefs()
     found = (reference() for reference in references)
     return [state for state in found if state is not None]

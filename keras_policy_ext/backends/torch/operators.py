@@ -1,4 +1,4 @@
-"""PyTorch: operations as operators that its compiler does not look into.
+"""PyTorch: run operations as custom operators, opaque to the compiler.
 
 A compiled step of a float8 model is one graph with two operators for each
 contraction. If Inductor compiled their contents, a 512-2048-512 MLP would take
@@ -28,7 +28,7 @@ _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
 def run(
     operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
 ) -> Tensor:
-    """Add an operation to the graph being traced; return its outputs.
+    """Run an operation as a custom operator; return the outputs.
 
     Args:
         operation: The operation. Its fields, and the fields of its first
@@ -46,7 +46,7 @@ def run(
 
 
 def _written(operation: Any) -> str:
-    """Return the name of an operation, from values that a compiler knows.
+    """Return the name under which an operation is registered.
 
     An object that was created inside a graph cannot be passed out of it; its
     fields can.
@@ -68,7 +68,7 @@ an operator's arguments. It assumes that the results are unchanged.
 def _name_of(
     operation_class: Any, first_class: Any, fields: Any, *rest: Any
 ) -> str:
-    """Register an operation under a name that is the same in any process."""
+    """Register an operation; return a name that is equal in any process."""
     operation = operation_class(first_class(*fields), *rest).resolved()
     name = text = f"{operation!r}, kept as {_KEPT_AS}"
     number = 1
@@ -87,7 +87,7 @@ def _forward(
     state: torch.Tensor | None,
     keep: bool,
 ) -> list[torch.Tensor]:
-    """Return the outputs and, if `keep` is set, the residuals' leaves."""
+    """Return the outputs and, if `keep` is set, the tensors to save."""
     operation: Any = _OPERATIONS[name]
     observe = keep and operation.training is not False
     if keep and state is not None:
@@ -129,7 +129,7 @@ def _backward(
     rank: int,
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Return the needed gradients, and that of the state if there is one.
+    """Return the needed gradients, and the gradient of a state if there is one.
 
     `shapes` holds the sizes of the inputs, `rank` of them, then those of the
     kernel.
@@ -207,7 +207,7 @@ _backward.register_autograd(_refuse)
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
-    """Add a frozen operation to the graph being traced; return its outputs.
+    """Run a frozen operation as a custom operator; return the outputs.
 
     Args:
         operation: See `run`.
@@ -221,7 +221,7 @@ def run_frozen(
 def _frozen(
     name: str, inputs: torch.Tensor, constants: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the outputs of a frozen operation."""
+    """Return the outputs of the frozen operation of this name."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
     return apart(outputs.contiguous(), [inputs, *constants])
@@ -241,7 +241,7 @@ def _frozen_grad(
     constants: Sequence[torch.Tensor],
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """Return the gradient of inputs of this shape."""
+    """Return the gradient of a frozen operation's inputs, of this shape."""
     operation: Any = _OPERATIONS[name]
     gradient = operation.inputs_grad(
         outputs_grad, tuple(constants), tuple(shape)
@@ -279,14 +279,14 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return a tensor without shared memory, as custom operators require."""
+    """Return the tensor, cloned if it shares memory with one of `others`."""
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)
     return tensor.clone() if shared else tensor
 
 
 def no_autocast(x: Tensor) -> Any:
-    """Keep `torch.autocast` from narrowing unscaled matmuls.
+    """Return a context in which `torch.autocast` is off for a device.
 
     The device "meta" has no autocast to disable.
     """

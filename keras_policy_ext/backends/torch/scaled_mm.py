@@ -1,4 +1,4 @@
-"""PyTorch: `scaled_mm`, which multiplies float8 operands with their scales.
+"""PyTorch: kernels that call `scaled_mm` on float8 operands with scales.
 
 There is one kernel for each kind of scales. Quantized operands are padded with
 zeros to sizes that the hardware accepts. The requirements of devices are from
@@ -40,7 +40,7 @@ MX_BLOCK = 32
 
 
 class ScaledMM(MatmulKernel):
-    """`scaled_mm` of two float8 matrices with one scale each.
+    """A kernel: `scaled_mm` of two float8 matrices with one scale each.
 
     PyTorch's own tests (`test_scaled_matmul_cuda.py`) cover float32 results,
     and a bias in the dtype of a 16-bit result, on every GPU that has it.
@@ -57,16 +57,26 @@ class ScaledMM(MatmulKernel):
 
     @property
     def writes_float32(self) -> bool:
-        """See `MatmulKernel`; False on a CPU, whose results must not change."""
+        """True if a float32 output is cheap; False on a CPU.
+
+        On a CPU the results must not change.
+        """
         return torch_devices.here().maker != "cpu"
 
     def adding(self, bias: Tensor) -> ScaledMM | None:
-        """See `MatmulKernel`; None on a CPU, whose results must not change."""
+        """Return a kernel that adds a bias before it rounds; None on a CPU.
+
+        On a CPU the results must not change.
+        """
         on_cpu = torch_devices.here().maker == "cpu"
         return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
     def supports(self, request: Request) -> str | None:
-        """Return None on float8 CUDA devices, or on a CPU if preferred."""
+        """Return why `scaled_mm` is not used for a matmul; None if it is.
+
+        It is used on CUDA devices with float8, and on a CPU if native matmuls
+        are preferred.
+        """
         if not request.of_whole_tensors:
             return OTHER_SCALES
         return _refusal(request) or _slower_on_a_cpu(request)
@@ -91,7 +101,7 @@ class ScaledMM(MatmulKernel):
 
 
 class ScaledMMOfRows(MatmulKernel):
-    """`scaled_mm` with row scales for one operand or both.
+    """A kernel: `scaled_mm` with row scales for one operand or both.
 
     If PyTorch has no kernel that takes them, the scales multiply the output in
     float32.
@@ -129,7 +139,7 @@ class ScaledMMOfRows(MatmulKernel):
 
 
 class ScaledMMOfBlocks(MatmulKernel):
-    """`scaled_mm` with scales of 1 x 128 blocks; 128 x 128 for the second one.
+    """A kernel: `scaled_mm` with 1 x 128 scales, or 128 x 128 for the second.
 
     It was not run in this release, for want of a Hopper GPU. The layouts are
     those of PyTorch's own test (`test_scaled_matmul_cuda.py`). They are
@@ -181,7 +191,7 @@ class ScaledMMOfBlocks(MatmulKernel):
 
 
 class ScaledMMOfMX(MatmulKernel):
-    """`scaled_mm` with a power of two per 32 elements of a row.
+    """A kernel: `scaled_mm` with a power of two per 32 elements of a row.
 
     It was not run in this release, for want of a Blackwell GPU. PyTorch's
     argument checks are run on tensors without data, and the order of the
@@ -250,7 +260,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def _refusal(request: Request) -> str | None:
-    """Return why a matmul cannot be native, or None if it can."""
+    """Return why PyTorch has no float8 matmul for a request, or None."""
     if request.prefer == "emulated":
         return "asked for by kernels.prefer"
     if request.batched:
@@ -281,18 +291,21 @@ def _other_than_powers_of_two(request: Request) -> str | None:
 
 
 def _matrices(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """Return both operands as matrices (m, k) and (k, n)."""
+    """Return the values of both operands as (m, k) and (k, n)."""
     return a.values.squeeze(0), b.values.squeeze(0).t()
 
 
 def _row_scales(operand: Quantized) -> Tensor:
-    """Return a vector with one scale per row."""
+    """Return an operand's scales as a vector with one scale per row."""
     rows = operand.values.shape[1]
     return _contiguous(operand.scale.reshape(-1).expand(rows))
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
-    """Return scales of 1 x 128 blocks, (rows, blocks), column-major."""
+    """Return an operand's 1 x 128 block scales, padded to `rows`.
+
+    The result is (rows, blocks), column-major.
+    """
     scale = operand.scale.squeeze(0)
     scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
     return _contiguous(scale.t()).t()
@@ -304,7 +317,7 @@ def _written(dtype: str) -> torch.dtype:
 
 
 def _cut(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
-    """Crop the output of padded operands to (1, m, n), and cast it."""
+    """Crop a matmul's output to the operands' rows; cast it to `dtype`."""
     rows, columns = a.values.shape[1], b.values.shape[1]
     product = product.narrow(0, 0, rows).narrow(1, 0, columns)
     return product.to(getattr(torch, dtype)).unsqueeze(0)
@@ -319,7 +332,9 @@ def _scaled_mm(
     fast: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `a @ b` of float8 matrices with scales, padded to `ALIGNMENT`.
+    """Compute `a @ b` of float8 matrices with scales, by `scaled_mm`.
+
+    Sizes are padded to `ALIGNMENT` on CUDA.
 
     CUDA requires the first operand row-major and the second column-major, both
     contiguous along the contracted axis.
@@ -367,7 +382,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
-    """Pad both axes with zeros to multiples of a number."""
+    """Pad both axes of a matrix with zeros to multiples of a number."""
     rows, columns = (-size % multiple for size in x.shape)
     if not rows and not columns:
         return x

@@ -1,4 +1,4 @@
-"""PyTorch: find the matmuls of a function, and the tensors autograd saves."""
+"""PyTorch: find a function's matmuls, and the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _NOT_COUNTED = frozenset(
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
-    """Trace a function; see `Backend.trace`.
+    """Trace a function with PyTorch; see `Backend.trace`.
 
     Like Keras, it falls back to ones on the real device if an operation does
     not support the meta device.
@@ -96,7 +96,7 @@ def _described(x: Tensor) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records the matmuls of the functions that are called in it.
+    """A context that records the matmuls of the functions called in it.
 
     Of nested recorders only the innermost records.
     """
@@ -179,7 +179,7 @@ _ORIGIN = "keras_policy_ext_origin"
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """Return the tensors that autograd saves, each memory once.
+    """List the tensors that autograd saves in a step, each memory once.
 
     If a layer cannot be called on tensors without data, it is called on zeros.
     """
@@ -202,7 +202,7 @@ def _kept(step: MeasuredStep) -> Measured:
 
 @contextlib.contextmanager
 def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the buffers that a PyTorch module writes in this context."""
+    """On exit of the block, restore buffers that a module has written."""
     buffers = [x for x in tensors if not isinstance(x, torch.nn.Parameter)]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -215,7 +215,7 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
-    """Run a forward pass on zeros; return the tensors that autograd saves."""
+    """Run a forward pass on zeros; list the tensors that autograd saves."""
     for tensor in step.held:
         _given(tensor, "weights")
     values = [
@@ -238,7 +238,7 @@ def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
 
 
 class _SavedByAutograd:
-    """The tensors that autograd saves, with the layer whose call saves them."""
+    """The tensors that autograd saves, each with the layer that saves it."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
@@ -248,7 +248,7 @@ class _SavedByAutograd:
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """Enter the call of a layer."""
+        """In the block, attribute saved tensors to layer `number`."""
         self._layers.append(number)
         try:
             yield
@@ -256,7 +256,7 @@ class _SavedByAutograd:
             self._layers.pop()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which saved tensors are recorded."""
+        """Return a context that records the tensors autograd saves."""
         hooks = torch.autograd.graph.saved_tensors_hooks
         return hooks(self._save, lambda saved: saved)
 
@@ -271,7 +271,7 @@ class _SavedByAutograd:
 
 
 class _Sources(TorchDispatchMode):
-    """Records for each computed tensor the tensors it is computed from."""
+    """A context that records what each computed tensor is computed from."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

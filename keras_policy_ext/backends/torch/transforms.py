@@ -1,4 +1,4 @@
-"""PyTorch: operations inside of the transforms of `torch.func`.
+"""PyTorch: run operations inside the transforms of `torch.func`.
 
 A function in a transform can save only its arguments and outputs for its
 gradient. So the tensors for the backward pass are among the outputs.
@@ -22,7 +22,7 @@ def run(
     kernel: Tensor,
     *state: Tensor,
 ) -> Tensor:
-    """Run an operation in a transform; see `Backend.run_and_add`."""
+    """Run an operation inside a transform of `torch.func`; add a bias."""
     # An operand stands for itself: a transform keeps it anyway.
     links = tuple(x if x.requires_grad else None for x in (inputs, kernel))
     outputs, *_ = _Run.apply(operation, links, inputs, kernel, *state)
@@ -32,12 +32,12 @@ def run(
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
-    """Run a frozen operation in a transform; see `Backend.run_frozen`."""
+    """Run a frozen operation inside a transform of `torch.func`."""
     return _RunFrozen.apply(operation, inputs, *constants)
 
 
 class _Run(ByExample):
-    """An `Operation`; returns the outputs and the leaves of the residuals."""
+    """An autograd function that runs an `Operation` inside a transform."""
 
     @staticmethod
     def forward(
@@ -81,7 +81,7 @@ class _Run(ByExample):
 
 
 class _RunFrozen(ByExample):
-    """A `FrozenOperation` as an autograd function; its gradient is a matmul."""
+    """An autograd function that runs a `FrozenOperation` inside a transform."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""PyTorch on CUDA: casts, scales and states as Triton kernels."""
+"""PyTorch on CUDA: casts, scales and states by Triton kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNITS = tl.constexpr(1.0 / UNIT)
 def history_scales(
     source: Any, state: Tensor, told: Tensor | None = None
 ) -> HistoryScales:
-    """Read scales from a state; see `DelayedSource.history_scales`.
+    """Read the scales of the three operands from a state, on a GPU.
 
     Args:
         source: A `DelayedSource`.
@@ -56,7 +56,7 @@ def history_scales(
 
 
 def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
-    """Write an observation; see `DelayedSource.observation`.
+    """Return the amaxes of one use of a layer as a state's gradient.
 
     Args:
         source: A `DelayedSource`.
@@ -79,7 +79,7 @@ def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
 
 
 def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
-    """Compute the new state; see `DelayedSource.settle`.
+    """Return the new state after `value` is assigned to it, on a GPU.
 
     Args:
         source: A `DelayedSource`.
@@ -98,7 +98,7 @@ def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
 
 
 def state_constants(source: Any) -> dict[str, Any]:
-    """Return the constants of the compiled state kernels."""
+    """Return the compile-time constants of the state kernels."""
     width = source.layout.width
     tops = [limit / 2.0**source.rule.margin for limit in source.limits]
     return {
@@ -126,7 +126,9 @@ def scale_of(
     INVERTED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Compute the scale of an amax; `previous` if it is 0 or not finite.
+    """Return the scale of an amax, or `previous` for an unusable amax.
+
+    An amax is unusable if it is 0 or not finite.
 
     See `scaling.scale_of_multiplier` (if `INVERTED`) and
     `scaling.scale_for_limit`. `TOP` is the largest value of the format,
@@ -148,7 +150,7 @@ def scale_of(
 
 @triton.jit
 def _is_intact(start, place, FIRST: tl.constexpr):
-    """Return whether the row at `start` is intact; see `StateLayout`."""
+    """Return True if a row was observed and no other code changed it."""
     is_seal = place < FIRST - 1
     seal = tl.where(place == 0, _SEALED, 0.0)
     found = tl.load(start + place, mask=is_seal, other=0.0)
@@ -166,7 +168,7 @@ def _scale_before(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return an operand's scale, its last used scale, and if it was seen."""
+    """Return an operand's scale, the last one used, and if it was observed."""
     start = state + row * WIDTH
     inside = (place >= FIRST) & (place < WIDTH)
     history = tl.load(start + place, mask=inside, other=-float("inf"))
@@ -197,7 +199,10 @@ def history_kernel(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See `history_scales`; one program per operand."""
+    """Write each operand's scale and whether it was never observed.
+
+    See `history_scales`. There is one program per operand.
+    """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     scale, _stored, seen = _scale_before(
         state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
@@ -232,7 +237,10 @@ def observation_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """See `observation`; one program per operand."""
+    """Write the observation of each operand's amax.
+
+    See `observation`. There is one program per operand.
+    """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     if row == 0:
         amax = largest_of(first, first_count, PARTS)
@@ -255,7 +263,7 @@ def _entered(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return the history with the newest amax, if all amaxes are finite."""
+    """Return a history with a new amax added, unless that is not finite."""
     start = previous + row * WIDTH
     amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -298,7 +306,10 @@ def settle_kernel(
     BLOCK: tl.constexpr,
     KERNEL_ROW: tl.constexpr,
 ):
-    """See `settle` and `StateLayout.settle`; one program per operand."""
+    """Write the new row of each operand's state.
+
+    See `settle` and `StateLayout.settle`. There is one program per operand.
+    """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside = place < WIDTH
     given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
@@ -340,7 +351,7 @@ def quantize_both_ways(
     observe: bool,
     by_integers: bool = False,
 ) -> Both:
-    """Quantize a matrix to float8, and write its transpose too.
+    """Quantize a matrix to float8; write it and its transpose.
 
     Args:
         x: (m, k), bfloat16, float16 or float32.
@@ -395,7 +406,7 @@ def quantize_both_ways(
 
 
 def number_of_tiles(m: Any, k: Any) -> Any:
-    """Return how many amaxes an (m, k) matrix has, one per program."""
+    """Return the number of tiles of an (m, k) matrix, rounded up."""
     return -(-m // ROWS) * -(-k // COLUMNS)
 
 
@@ -408,7 +419,7 @@ def _zero(x: Tensor) -> Tensor:
 
 
 def cast_constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
-    """Return the constants of the compiled cast."""
+    """Return the compile-time constants of `cast_kernel`."""
     found = formats.get(asked.format)
     lowest, shift = casting.grid_constants(asked.format)
     return {
@@ -440,7 +451,7 @@ def _tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load a tile in float32; return it with its indices and its mask."""
+    """Load a tile in float32; return the tile, its indices and its mask."""
     i = row * ROWS + tl.arange(0, ROWS)
     j = column * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i[:, None] < m) & (j[None, :] < k)
@@ -451,7 +462,7 @@ def _tile(
 
 @triton.jit
 def _largest(numbers):
-    """Return the bits of the amax of a tile; of NaN if a value is NaN.
+    """Return the bits of a tile's amax; the bits of NaN if one value is NaN.
 
     Magnitudes are ordered like their bits, and NaN is the largest.
     """
@@ -502,7 +513,7 @@ def _codes_of(
     SHIFT: tl.constexpr,
     SUBNORMALS: tl.constexpr,
 ):
-    """Compute the codes of values in range; see `round_to_format`."""
+    """Return the float8 codes of clipped values, by integer arithmetic."""
     bits = number.to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits & 0x7F800000, LOWEST)
     anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
@@ -526,7 +537,7 @@ def _own_amax(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return the amax of an unobserved operand; see `ScaleHint.seen_lately`."""
+    """Return the amax of an operand that was never observed before."""
     if FOUND_BEFORE:
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, ROWS * COLUMNS)
@@ -566,7 +577,10 @@ def cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Quantize a tile in both layouts; the first program writes the scale."""
+    """Quantize a tile; write it and its transpose.
+
+    The first program also writes the scale.
+    """
     if GIVEN:
         chosen = tl.load(scale)
         if MAYBE_UNSEEN:
@@ -622,7 +636,7 @@ def amax_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Find the amax of a matrix; or of each tile, if a flag asks for it."""
+    """Write the amax of a matrix, or of each tile if a flag is set."""
     row, column = tl.program_id(0), tl.program_id(1)
     if ALWAYS:
         tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
