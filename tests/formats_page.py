@@ -14,29 +14,32 @@ HEAD = """# Formats
 
 <!-- Written by tests/formats_page.py: do not edit. -->
 
-Look up the range, precision and special values of each narrow number format.
-The table is computed from `ml_dtypes` and from all codes of each format.
-`kpe.formats.get(name)` returns the same facts as attributes.
+This page lists the range, precision and special values of each narrow number
+format. The figures of the table are computed from `ml_dtypes` and from all bit
+patterns (codes) of each format. `kpe.formats.get(name)` returns an object with
+the same facts as attributes.
 
 """
 
 TAIL = """
-- A normal number is a power of two times a significand from 1 to 2. The power
-  is the stored exponent minus the bias. Below the smallest normal number the
-  exponent stays the same, and the significand falls from 1 to 0.
-  `float8_e8m0fnu` has only exponents, since this format is for scales.
-- Casts [saturate](numerics.md#casting), so a cast never makes an infinity. In
-  a format without negative zero, a value that rounds to negative zero becomes
-  0.
-- The line "made by casts" is the code that results if a NaN without a sign is
-  cast to the format. `float4_e2m1fn` has no NaN: its scale is NaN instead.
-- The lines "stored on" name the dtype in which a framework holds the numbers:
-  a float8 dtype, or `uint8` for bytes with the codes. Two four-bit numbers
-  share a byte, with the first number in the low four bits
-  (`kpe.reference.pack`).
-- Recipes choose among `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`.
-  Delayed and current scaling may also choose the formats named `fnuz`, for
-  [AMD's MI300](devices.md#formats-named-fnuz). In the name of a recipe,
+- A normal number is a power of two times a significand from 1 to 2. The
+  exponent of this power is the stored exponent minus the bias. Numbers below
+  the smallest normal number all have the exponent of the smallest normal
+  number, and a significand between 0 and 1. `float8_e8m0fnu` stores only
+  exponents, since this format is for scales.
+- Casts [saturate](numerics.md#casting), so a cast never makes an infinity. If
+  a value would round to negative zero, and the format has no negative zero,
+  the cast returns 0.
+- The row "made by casts" shows the code that a cast to the format returns for
+  a NaN without a sign. `float4_e2m1fn` has no NaN. If a block of
+  `float4_e2m1fn` numbers contains a NaN, the scale of the block is NaN.
+- The rows "stored on" name the dtype in which this package stores the numbers
+  on each framework: a float8 dtype, or `uint8` for bytes that hold the codes.
+  `kpe.reference.pack` puts two four-bit numbers into one byte, with the first
+  number in the low four bits.
+- Recipes use `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`. Delayed and
+  current scaling can also use the formats whose names end in `fnuz`, for
+  [AMD's MI300](devices.md#formats-named-fnuz). In the arguments of a recipe,
   `"e4m3"` means `float8_e4m3fn`.
 """
 

@@ -27,59 +27,66 @@ HEAD = """# Benchmarks
 
 <!-- Written by integration/benchmarks/benchmark_page.py: do not edit. -->
 
-What does float8 cost, and what does it save? A CPU has no float8 units. On a
-CPU, a float8 step takes less memory than a bfloat16 step. A float8 step takes
-more time there, except for large layers with JAX. On a GPU nothing has been
-measured yet. Compilers can make programs for a GPU without a GPU. From these
-programs, a float8 step of large layers is estimated to take 0.6 to 0.9 of the
-time in bfloat16. The [appendix](#appendix) has the tables behind the charts.
+How much time and memory does a training step take in float8, compared with
+bfloat16? A CPU has no float8 units. On a CPU, a float8 step takes less memory
+than a bfloat16 step. On a CPU, a float8 step takes more time than a bfloat16
+step, except for large layers with JAX. We have not measured float8 on a GPU
+yet. But a compiler can compile a training step for a GPU without having the
+GPU. From these compiled programs we estimate that, on a GPU, a float8 step of
+large layers takes 0.6 to 0.9 of the time of a bfloat16 step. The
+[appendix](#appendix) has the tables from which the charts are drawn.
 
 ## Memory of a step
 
 ![Bars of the memory of a step](images/step_memory.svg)
 
-A training step holds the inputs of each layer until the backward pass. The
-inputs take one byte an element under float8, and two bytes under bfloat16. The
-activation function decides how large this part of the memory is. ReLU and GELU
-layers need little else. SwiGLU multiplies two activations and holds both in
-bfloat16. JAX computes cheap activation functions again in the backward pass,
-and so saves more. The chart is for twelve blocks 256-1024-256 and 2048 rows,
-on two CPU cores.
+In a training step, each layer keeps its inputs in memory until the backward
+pass. The kept inputs take one byte an element in float8, and two bytes in
+bfloat16. The activation function decides which part of the step's memory these
+inputs take. Layers with ReLU and GELU keep little else. SwiGLU multiplies two
+activations, and keeps these two activations in bfloat16. JAX does not keep the
+results of cheap activation functions, but computes them again in the backward
+pass; so float8 saves a larger part of the memory with JAX. The chart shows
+steps of twelve blocks 256-1024-256 with 2048 rows, on two CPU cores.
 
 ## Time of a step
 
 ![Bars of the time of a step](images/step_time.svg)
 
-A CPU emulates float8: it rounds the operands, and then multiplies in a wider
-dtype. With small layers the rounding takes most of the time. With PyTorch a
-step of a layer of size 256 takes 2.7 to 4.1 times as long as in bfloat16; with
-size 1024 a step takes one and a half times as long. With JAX and sizes of 512
-and more, a step takes less time than in bfloat16. The reason is that this CPU
-is slow in bfloat16; float32 is faster still. Layers are square, and each label
-has the framework and the size of the layer. Other programs ran at the same
-time, so trust the ratios more than the times.
+On a CPU this package emulates float8: it rounds the operands to float8, and
+then multiplies the rounded operands in a wider dtype. In small layers the
+rounding takes most of the time. With PyTorch, a float8 step of a layer of size
+256 takes 2.7 to 4.1 times as long as a bfloat16 step; with size 1024, a float8
+step takes one and a half times as long. With JAX and sizes of 512 and more, a
+float8 step takes less time than a bfloat16 step. The reason is that this CPU
+is slow in bfloat16; a float32 step is faster than a float8 step. The layers in
+the chart are square, and each label names the framework and the size of the
+layer. Other programs ran on the CPU at the same time, so trust the ratios more
+than the times.
 
 ![Bars of the time of a step by recipe](images/recipes.svg)
 
-Recipes with finer scales quantize some operands twice. The extra time is small
-against the time of the matmuls.
+Recipes with one scale for each row or block quantize some operands twice. The
+second quantization takes little time compared with the matmuls.
 
 ## Estimated time on a GPU
 
 ![Bars of estimated times on a GPU](images/step_time_estimated.svg)
 
-The times in this chart are estimates, not measurements. The bytes and kernels
-of the programs that XLA makes for an H200 and a B200 were counted. The times
-are computed from these counts. Large layers gain most: with the size of a
-layer, the work of a matmul grows faster than the work of the casts. Layers are
-square. The twelve blocks are 1024 wide with 4096 in the middle, and have 16384
-rows.
+The times in this chart are estimates, not measurements. XLA compiled training
+steps for an H200 and a B200. We counted the kernels in these compiled
+programs, and the bytes that the kernels move, and computed the times from
+these counts. Large layers gain most from float8: when a layer grows, the work
+of its matmuls grows faster than the work of its casts. The layers in the chart
+are square. The twelve blocks are 1024 wide with 4096 in the middle, and have
+16384 rows.
 """
 
 APPENDIX = """## Appendix
 
-Each benchmark is one command and runs on any of the three frameworks. The
-command writes a JSON file, and the charts and tables are made from this file:
+You run each benchmark with one command, on any of the three frameworks. The
+command writes a JSON file. The charts and tables of this page are made from
+the JSON files. For example:
 
 ```
 KERAS_BACKEND=jax python integration/benchmarks/layer.py
@@ -93,19 +100,24 @@ KERAS_BACKEND=jax python integration/benchmarks/layer.py
 | `recipes.py` | a layer under each recipe, without an optimizer |
 | `memory.py` | the most memory that a step holds at a time |
 
-- A step is the forward pass, the backward pass and the optimizer. All variants
-  of a step are called in turn in one process.
-- "against bfloat16" is the speed relative to `mixed_bfloat16`: 2 is twice as
-  fast. Each round gives a ratio, and the table has the median.
-- "SQNR" is the signal-to-noise ratio in decibels; more is better. The figures
-  are for the outputs, the gradient of the inputs and the gradient of the
-  kernel. Some benchmarks compare only one or two of these tensors.
-- "kernel" says whether this package chose a native or an emulated matmul.
-- Memory was measured with a Functional model of blocks, and with one layer
-  that calls the blocks "in turn". The two differ on PyTorch: there, Keras
+- A step consists of the forward pass, the backward pass and the update by the
+  optimizer. Each benchmark runs the variants of a step in turn, in one
+  process.
+- The column "against bfloat16" shows the speed relative to `mixed_bfloat16`: 2
+  is twice as fast. The benchmark computes this ratio in each round, and the
+  table shows the median of all rounds.
+- The column "SQNR" shows the signal-to-noise ratio in decibels; more is
+  better. The three figures are for the outputs, the gradient of the inputs and
+  the gradient of the kernel. Some benchmarks show only one or two of these
+  figures.
+- The column "kernel" says whether this package chose a native or an emulated
+  matmul.
+- `memory.py` measures a Functional model that consists of blocks, and one
+  layer that calls the blocks "in turn". On PyTorch, float8 steps of the
+  Functional model take more memory than float8 steps of the layer, since Keras
   holds the outputs of all layers of a Functional model until the forward pass
-  ends. In "swiglu again", `keras.RematScope` computes the multiplication of
-  the gate again in the backward pass.
+  ends. In the rows "swiglu again", `keras.RematScope` makes the backward pass
+  compute the multiplication of the gate again.
 """
 
 COUNTED = [
@@ -122,9 +134,9 @@ COUNTED = [
     "against bfloat16",
 ]
 
-NOTE_OF_CPUS = """On a CPU float8 is emulated, and the figures say what
-emulation costs. Other programs were running, so trust the ratios more than the
-times.
+NOTE_OF_CPUS = """On a CPU this package emulates float8, so the figures show
+how much time emulation takes. Other programs ran on the CPU at the same time,
+so trust the ratios more than the times.
 """
 
 
@@ -238,10 +250,11 @@ def _estimated(counts):
     yield "### Estimated\n"
     text = (
         "The kernels of a step on a GPU, and the bytes that the kernels move, "
-        "can be [counted without a GPU](lowering.md). The time is estimated "
-        f"from the counts with these assumptions: {estimates.MODEL}. The time "
-        "that eager PyTorch needs on the host is not included. Estimates are "
-        "for ranking designs; they are not measurements."
+        "can be [counted without a GPU](lowering.md). We estimate the time of "
+        "a step on a GPU from these counts, with these "
+        f"assumptions: {estimates.MODEL}. The estimates leave out the time "
+        "that eager PyTorch needs on the host. Use the estimates to rank "
+        "designs; the estimates are not measurements."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     if not counts:
@@ -272,10 +285,12 @@ def _counted(row):
 def _break_even(rows):
     yield "## From which size on it pays\n"
     yield (
-        '`convert(model, filter="auto")` does not convert layers '
-        "whose matmuls are below\nthese sizes. `keras-policy-ext doctor` shows "
-        "the row of the machine. `any` stands\nfor all frameworks or devices "
-        "that have no row of their own.\n"
+        '`convert(model, filter="auto")` leaves a layer out if its matmuls '
+        "are smaller than\nthe size in this table. "
+        "`keras-policy-ext doctor` prints the row of the table\nthat applies "
+        "to your machine. In the columns of frameworks and devices, `any`\n"
+        "stands for all that have no row of their own. A size of 2304³ means "
+        "a matmul with\n2304 rows, inputs and outputs.\n"
     )
     yield table(
         ["framework", "device", "size", "source"],
@@ -306,16 +321,16 @@ def _not_measured(results):
     ]
     if missing:
         yield (
-            f"- {', '.join(missing)} on a GPU: these benchmarks were not "
-            "run there yet.\n  If you have a GPU, run `tox run -e gpu-jax` "
-            "(`gpu-tensorflow`, `gpu-torch`). The run\n  takes ten minutes and "
-            "writes a page that you can send in."
+            f"- {', '.join(missing)} on a GPU: we have not run these "
+            "benchmarks on a GPU\n  yet. If you have a GPU, run "
+            "`tox run -e gpu-jax` (`gpu-tensorflow`, `gpu-torch`).\n  The "
+            "run takes ten minutes and writes a page that you can send to us."
         )
     else:
         yield "- GPUs that are not above."
     yield (
-        "- Memory of a step on a CPU with TensorFlow, since TensorFlow does "
-        "not report it.\n"
+        "- The memory of a step on a CPU with TensorFlow, since TensorFlow "
+        "does not report\n  the memory that a step takes on a CPU.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"
     )
 

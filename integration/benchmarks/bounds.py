@@ -49,36 +49,41 @@ PROGRAMS = {
 LEAST = Program(0, 4, 0, 6, 0, 4)
 """On an H200, if one kernel cast, transposed and found amax and sums."""
 
-TEXT = """ The table below shows the memory traffic of a `dense` step beside
-its matmuls. The unit is bytes per matrix element, summed over the three
-matrices. A float8 number takes one byte. The matmuls of a Hopper read one
-layout only, so inputs and kernel are cast into two layouts. Output gradients
-are cast once and then transposed.
+TEXT = """ The table below shows how many bytes a `dense` step reads and writes
+in memory, apart from its matmuls. The unit is bytes per matrix element, summed
+over the three matrices (inputs, kernel, output gradient). A float8 number
+takes one byte. The matmuls of a Hopper GPU read only one memory layout, so
+XLA's program casts inputs and kernel into two layouts each. The program casts
+output gradients once and then transposes them.
 
-Under current scaling the amax has to be found before a tensor is cast, so all
-three tensors are read twice. Under delayed scaling only the inputs are read
-twice, because the first step scales the inputs by their own amax. A branch for
-the first step would avoid the second read in all other steps. But the branch
-would make XLA store some inputs in memory, such as the outputs of a
+Under current scaling, a step must find the amax (largest absolute value) of a
+tensor before it casts the tensor, so the step reads all three tensors twice.
+Under delayed scaling, the step reads only the inputs twice, because the
+program must be able to scale the inputs by their own amax in the first step. A
+branch for the first step would avoid the second read in all other steps. But
+the branch would make XLA store some inputs in memory, such as the outputs of a
 normalization or an activation. Without the branch, XLA computes such inputs
-inside each kernel that reads them. With `initial_scale=1.0` the inputs need
-not be read twice; in the table this saves traffic on a B200 but not on an
-H200.
+inside each kernel that reads these inputs. With `initial_scale=1.0`, no step
+needs to read the inputs twice; in the table this saves traffic on a B200 but
+not on an H200.
 
-XLA cannot fuse the amax with a transpose. A Pallas kernel can cast, transpose
-and find the amax with 4 bytes of traffic. But the input of a Pallas kernel
-must first be written to memory, which costs 4 bytes more. A prototype of such
-a kernel was compiled for an H200, and its time was estimated as above. With
-the prototype casting the inputs, a `dense` step took 0.99 of the time, ReLU
-and GELU 1.00, SwiGLU and the block 1.01. In a second variant the prototype
-also cast the output gradients. The output gradients must then be read again
-for the bias. In this variant GELU and SwiGLU took 0.98 of the time, and ReLU
-1.03. The prototype is not in this package.
+XLA cannot compute the amax and transpose a tensor in one kernel. A kernel
+written in Pallas can cast, transpose and find the amax with 4 bytes of
+traffic. But XLA must first write the input of a Pallas kernel to memory, which
+costs 4 bytes more. We compiled a prototype of such a Pallas kernel for an
+H200, and estimated the time of a step as above. In the first variant, the
+prototype cast the inputs. With this variant, a `dense` step took 0.99 of the
+time without the prototype, steps with ReLU and GELU took 1.00, and steps with
+SwiGLU and of the block took 1.01. In the second variant, the prototype also
+cast the output gradients, and the step had to read the output gradients again
+for the gradient of the bias. With this variant, steps with GELU and SwiGLU
+took 0.98 of the time, and steps with ReLU took 1.03. The prototype is not in
+this package.
 
 The matmuls and the softmax inside attention are not in float8. These two parts
 take 26% of the estimated time of the `block` in bfloat16. If a float8 step
-moved no more bytes than a bfloat16 step, the block would be 1.36 times as
-fast.
+moved no more bytes than a bfloat16 step, a float8 step of the `block` would be
+1.36 times as fast as a bfloat16 step.
 """
 
 

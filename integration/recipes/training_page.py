@@ -50,26 +50,29 @@ HEAD = f"""# How recipes train
 
 <!-- Written by integration/recipes/training_page.py: do not edit. -->
 
-How much loss does each recipe cost? In this test the loss of the 8-bit recipes
-ends 0.1 to 0.6 % above the loss of bfloat16. The loss of NVFP4, which has four
-bits, ends 3 % above.
+How much does each recipe raise the loss of a trained model? In the test on
+this page, a small model was trained under each recipe. Under the 8-bit recipes
+the final loss was 0.1 to 0.6 % above the final loss in bfloat16. Under NVFP4,
+which has four bits, the final loss was 3 % above the loss in bfloat16.
 
-The model is that of `keras-policy-ext demo`, a decoder-only transformer of two
-blocks. The model learns to predict the next character of English text for
-{STEPS} steps, on a CPU. Under each recipe training starts from the same
-weights and sees the same batches. The tables show the validation loss relative
-to the loss of `{BASELINE}` with the same seed, in percent. A figure above 0 is
-worse than `{BASELINE}`. The layer of the logits stays in `{BASELINE}`.
+The test trains the model of `keras-policy-ext demo`, a decoder-only
+transformer of two blocks. The model learns to predict the next character of
+English text for {STEPS} steps, on a CPU. For each seed, all recipes start from
+the same weights and see the same batches. The tables show by how many percent
+the validation loss under a recipe is above the loss under `{BASELINE}` with
+the same seed. A figure above 0 is worse than `{BASELINE}`. Under every recipe,
+the layer that computes the logits stays in `{BASELINE}`.
 
-Which differences mean something? `{NUDGED}` is the baseline with initial
-weights changed by one part in ten thousand. If a difference is as small as in
-this row, it is chance. Float8 runs vary more: "spread" is the difference
-between the best and the worst seed. One small model and three seeds show which
-recipe loses more in this test. The figures do not tell how much a large model
-loses.
+Which differences are larger than chance? In the row `{NUDGED}`, the initial
+weights of the baseline were changed by one part in ten thousand. Differences
+as small as those in the row `{NUDGED}` are chance. Float8 runs differ more
+between seeds; the column "spread" shows the difference between the best and
+the worst seed. The figures show which recipe raises the loss more, for one
+small model and three seeds. The figures do not show how much a recipe raises
+the loss of a large model.
 
 To run the test yourself, use the following command. The command appends the
-results to the JSON file behind this page:
+results to the JSON file from which this page is written:
 
 ```
 KERAS_BACKEND=jax python integration/recipes/train.py
@@ -86,33 +89,35 @@ POWERS = (
 
 OF_POWERS = """### What powers of two cost
 
-This table compares each recipe with and without rounding its scales to powers
-of two. The figures are means over the seeds that were run in both ways. In a
-single step both ways are equally exact. Over many steps they differ. A
-possible reason is this. While a scale stays the same power of two, a weight
-rounds to the same number until the weight has moved by half the spacing
-between two numbers. If a scale follows the amax instead, the same weight is
-rounded up in one step and down in another step. This reason is a guess, and
-the size of the effect differs between the backends.
+This table compares each recipe without and with rounding its scales to powers
+of two. Each figure is the mean over the seeds that were run both without and
+with this rounding. In a single step, scales that are powers of two are as
+exact as other scales. Over many steps the losses differ. A possible reason is
+this. While a scale stays the same power of two, a weight rounds to the same
+float8 number until training has moved the weight by half the distance between
+two neighbouring numbers. If the scale changes with the amax in every step, the
+same weight is rounded up in one step and down in another step. This reason is
+a guess. The size of the effect differs between the backends.
 """
 
 CHANCE = """### Where delayed scaling loses
 
-This table has variants of delayed scaling. In a variant, one matmul is in high
-precision, or the history, the margin or the format is another, or one operand
-is scaled but `unrounded`. `nudged` is delayed scaling with initial weights
-changed by one part in ten thousand. With three fraction bits this small change
-leads to another trajectory. So runs of one seed differ by chance, and they
-differ more than in `mixed_bfloat16`. The last column counts the seeds for
-which a variant is below every run of delayed scaling, nudged or not. Only
-seeds with nudged runs count.
+This table shows variants of delayed scaling. A variant computes one matmul in
+high precision, or has another history, margin or format, or does not round one
+operand (`unrounded`), which is still scaled. In the rows `nudged`, the initial
+weights of delayed scaling were changed by one part in ten thousand. With the
+three fraction bits of float8, this small change makes training take another
+path. So the losses of two float8 runs with the same seed differ by chance, and
+differ more than in `mixed_bfloat16`. The column "below" counts the seeds for
+which the loss of a variant is below the loss of every run of delayed scaling,
+nudged or not. The column "below" counts only seeds that have nudged runs.
 """
 
 OF_FOUR_BITS = """### Where NVFP4 loses
 
-This table has variants of NVFP4. In a variant, one matmul is in high
-precision, or one operand is scaled but `unrounded`. Operands with stochastic
-rounding are always rounded.
+This table shows variants of NVFP4. A variant computes one matmul in high
+precision, or does not round one operand (`unrounded`), which is still scaled.
+Operands that NVFP4 rounds stochastically are rounded in every variant.
 """
 
 
