@@ -104,7 +104,7 @@ class Plain(MatmulKernel):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
-        """Return why this kernel refuses: it takes no float8 operands."""
+        """Return the reason to refuse any float8 matmul, always."""
         return "not for float8 operands"
 
     def reason(self, request: Request) -> str:

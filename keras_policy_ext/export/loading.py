@@ -238,7 +238,7 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Port:
-    """A tensor of the folder, and the variable for which it is the value.
+    """A tensor of the folder, and the variable that it is loaded into.
 
     Attributes:
         variable: The variable of the new model.

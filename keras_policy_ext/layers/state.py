@@ -346,7 +346,7 @@ class Float8State(keras.layers.Layer):
         self.built = True
 
     def belong_to(self, layer: keras.Layer) -> None:
-        """Set the layer whose strings are saved together with this state.
+        """Set the layer of this state, whose policy names files store with it.
 
         The texts are saved here, since a layer may override how it saves its
         weights.

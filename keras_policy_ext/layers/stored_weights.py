@@ -376,7 +376,7 @@ class Weight(NamedTuple):
 def made(
     layer: keras.Layer, stored: bool | None, *args: Any, **kwargs: Any
 ) -> StoredCodes | None:
-    """Create a stored kernel in `add_weight` of a frozen layer; return codes.
+    """Create a stored kernel for `add_weight`; None if it is not stored.
 
     Args:
         layer: The layer.

@@ -451,7 +451,7 @@ class CountingSource(CurrentSource):
         return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
-        """Return the number of the next step as a state's gradient."""
+        """Pack the number of the next step into the gradient of a state."""
         return self.layout.observation(ops.stack(numbers), slot)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:

@@ -356,7 +356,7 @@ def _float64(each: Array | Quantized) -> Array:
 def _of_tensors(
     read: Read, form: AxisGroups, sizes: dict[str, int]
 ) -> dict[str, tuple[Array, Array]]:
-    """Return (codes, scale) of each operand with one scale per tensor."""
+    """Return (codes, scale) of the operands that have one scale."""
     found: dict[str, tuple[Array, Array]] = {}
     for operand in ("inputs", "kernel", "outputs_grad"):
         first, second = _readers(operand)

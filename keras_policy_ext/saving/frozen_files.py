@@ -247,7 +247,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 
 @contextlib.contextmanager
 def dequantized(path: PathLike) -> Iterator[PathLike]:
-    """In the block, a copy of a weights file without float8 kernels exists.
+    """Yield a weights file whose float8 kernels are dequantized, in a copy.
 
     These are the weights of the model that `thaw` returns.
 

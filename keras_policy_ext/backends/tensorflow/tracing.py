@@ -264,7 +264,7 @@ class _Origins:
                     self._known[tensor.name] = self._made(operation, tensor)
 
     def of(self, tensor: Tensor) -> Origin:
-        """Return the `Origin` of a tensor, of zero bytes if it is unknown."""
+        """Return the `Origin` of a tensor, or one of zero bytes if unknown."""
         return self._known.get(tensor.name) or Origin(0, ())
 
     def _made(self, operation: tf.Operation, tensor: Tensor) -> Origin:

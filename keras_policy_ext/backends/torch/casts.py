@@ -313,7 +313,7 @@ def lacking() -> str | None:
 
 
 def _numbers() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which new tensors have data, also in a trace.
+    """Return a context that makes real tensors, not fake ones, even in a trace.
 
     The function of PyTorch is not public (torch 2.11 to 2.13). Without it,
     Triton is not used if the first call is traced.

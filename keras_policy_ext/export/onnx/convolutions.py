@@ -206,7 +206,7 @@ def _padding(layer: keras.Layer, x: Value) -> dict[str, Any]:
 def _same_padding(
     layer: keras.Layer, x: Value, window: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the attributes for padding "same"; an odd one goes to the end.
+    """Return the attributes for padding "same"; the extra one goes to the end.
 
     `auto_pad` is used if an unknown size matters. onnxruntime refuses it for
     convolutions with dilation, which Keras has only without strides. It
