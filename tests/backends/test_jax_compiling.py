@@ -8,6 +8,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 import keras_policy_ext as kpe
 from jax_programs import gradient_step
@@ -23,8 +24,11 @@ def _compiled_anew():
     """A program that was compiled before leaves no files."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    # JAX asks the setting once; whoever compiled before has asked.
+    compilation_cache.reset_cache()
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def inputs_of(model):
