@@ -1,4 +1,4 @@
-"""Why `_keras/graphs.py` is needed. See `_keras/__init__.py`."""
+"""Why `_keras/walking.py` is needed. See `_keras/__init__.py`."""
 
 import keras
 import pytest

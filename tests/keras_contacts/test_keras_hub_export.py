@@ -1,4 +1,4 @@
-"""Why `_keras/keras_hub_export.py` and `keras_hub_import.py` are needed."""
+"""Why `_keras/keras_hub.py` is needed."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Why `_keras/summaries.py` is needed. See `_keras/__init__.py`."""
+"""Why `_keras/saving_hooks.py` is needed. See `_keras/__init__.py`."""
 
 import keras
 import pytest

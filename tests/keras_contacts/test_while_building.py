@@ -1,4 +1,4 @@
-"""What `_keras/while_building.py` relies on."""
+"""What `_keras/calls.py` relies on."""
 
 import threading
 
