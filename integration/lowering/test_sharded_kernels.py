@@ -25,7 +25,7 @@ import dataclasses, json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from keras_policy_ext import kernels, recipes
+from keras_policy_ext import contractions, recipes
 from keras_policy_ext.backends.jax.backend import Gathering
 
 hopper = dataclasses.asdict(gpus.GPUS["H200"])
@@ -47,14 +47,14 @@ x, up, down = (
 
 
 def text(recipe, gathering):
-    equation, recipe = kernels.Einsum("ab,bc->ac"), recipes.get(recipe)
+    equation, recipe = contractions.Einsum("ab,bc->ac"), recipes.get(recipe)
     known = recipe, "bfloat16", "float32", True, 0, gathering
 
     def loss_of(up, down, x):
-        with kernels.prefer("native"):
-            plan = kernels.make_plan(equation, *known)
-            hidden = jax.nn.relu(kernels.run(plan, x, up))
-            y = kernels.run(plan, hidden, down)
+        with contractions.prefer("native"):
+            plan = contractions.make_plan(equation, *known)
+            hidden = jax.nn.relu(contractions.run(plan, x, up))
+            y = contractions.run(plan, hidden, down)
         return jnp.mean((y - x).astype("float32") ** 2)
 
     def step(up, down, x):
