@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -189,13 +190,25 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
+def _stateless_call_enters() -> bool:
+    """Return True if `stateless_call` enters a call context (keras 3.16 on)."""
+    function = inspect.unwrap(keras.Layer.stateless_call)
+    code = getattr(function, "__code__", None)
+    return "_get_call_context" in getattr(code, "co_names", ())
+
+
+# Found once: torch.compile does not follow `inspect`.
+_STATELESS_CALL_ENTERS = _stateless_call_enters()
+
+
 def root_of_call() -> Any:
     """Return an object that identifies the model call in progress, or None.
 
     If the user called a model, it is the call context that `training_of_call`
-    reads. In a `stateless_call`, which enters none, it is the scope of that
-    call. Each such call has its own object. None for a layer that is called
-    alone, or if Keras stores these elsewhere. Expires with a public way to ask.
+    reads. In a `stateless_call`, which enters none before keras 3.16, it is the
+    scope of that call. Each such call has its own object. None for a layer that
+    is called alone, or if Keras stores these elsewhere. Expires with a public
+    way to ask.
     """
     if _global_state is None:
         return None
@@ -204,6 +217,8 @@ def root_of_call() -> Any:
         return None
     if isinstance(getattr(context, "entry_layer", None), keras.Model):
         return context
+    if _STATELESS_CALL_ENTERS:
+        return None
     return _global_state.get_global_attribute("stateless_scope")
 
 
