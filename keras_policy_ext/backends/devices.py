@@ -18,7 +18,7 @@ from keras_policy_ext.formats import FAMILIES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do in float8: formats, kinds of scales, layouts.
+    """A device and its float8 support: formats, kinds of scales, layouts.
 
     Attributes:
         title: Its name in a sentence.

@@ -46,7 +46,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def training(self) -> bool | None:
-        """Whether to record amaxes; None: only where a gradient is taken."""
+        """True to record amaxes; None: only where a gradient is taken."""
 
     @property
     def first_use(self) -> Operation:

@@ -26,7 +26,7 @@ ROW = Tile(free=1)
 
 
 class Choice(NamedTuple):
-    """Whether a contraction runs natively or emulated, and the reason.
+    """The kind of kernel selected for a contraction, and the reason.
 
     Attributes:
         kind: `"native"` (the matmul reads float8 operands) or `"emulated"`

@@ -207,7 +207,7 @@ def settled(
 
 
 class SavedKernel:
-    """How a plan saves its kernel for the backward pass: as float8 codes."""
+    """Save the kernel of a plan for the backward pass, as float8 codes."""
 
     def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
         """Return what to save of a kernel: its codes.
@@ -231,7 +231,7 @@ class SavedKernel:
 
 
 class RequantizedKernel(SavedKernel):
-    """How a plan saves its kernel: as weights, to quantize a second time.
+    """Save the kernel of a plan as weights, and quantize it a second time.
 
     Args:
         contraction: The contraction.

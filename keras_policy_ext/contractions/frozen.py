@@ -29,7 +29,7 @@ _LARGEST_INPUT = formats.get(_INPUTS).max
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
-    """How to contract inputs with a stored float8 kernel; hashable data.
+    """The plan of a contraction with a stored float8 kernel; hashable data.
 
     Its other operands are constants: the codes of the kernel, its scales, and
     the scale of the inputs if it is static.
@@ -63,7 +63,7 @@ class FrozenPlan:
 
     @property
     def choice(self) -> Choice:
-        """Whether the matmul runs natively or emulated, and the reason."""
+        """Return the kind of kernel that runs the matmul, and the reason."""
         if self._asked("inputs") is None:
             return Choice(
                 "emulated",

@@ -30,7 +30,7 @@ from keras_policy_ext.recipes import (
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """How a recipe quantizes the three operands of a contraction.
+    """The quantizations of the three operands of a contraction.
 
     Attributes:
         contraction: The contraction.
@@ -185,7 +185,7 @@ Selections = dict[str, tuple[Any, Choice]]
 
 
 class OperandUse:
-    """How an operand is quantized and read in one of its two matmuls.
+    """The quantization of an operand in one of its two matmuls.
 
     Args:
         plan: A `Plan`.
@@ -311,7 +311,7 @@ class OperandUse:
 
 
 class UseOfBothLayouts(OperandUse):
-    """How a matmul reads an operand that one cast wrote in both layouts."""
+    """The use in one matmul of an operand that is stored in both layouts."""
 
     is_in_both_layouts: Callable[[Tensor], bool]
 
@@ -325,7 +325,7 @@ class UseOfBothLayouts(OperandUse):
 
 
 class BoundOperand:
-    """How an operand of a plan is quantized on a device, for both matmuls.
+    """An operand of a plan on a device, quantized for both of its matmuls.
 
     It is quantized once if the second matmul can read the transpose of the
     first one's matrix. Otherwise it is quantized twice.
@@ -398,7 +398,7 @@ class BoundOperand:
 
 
 class OperandInBothLayouts(BoundOperand):
-    """How one cast quantizes an operand and writes it in both layouts."""
+    """An operand that one cast quantizes and writes in both layouts."""
 
     use = UseOfBothLayouts
     first: UseOfBothLayouts

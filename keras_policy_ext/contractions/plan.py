@@ -72,7 +72,7 @@ def prefer(kind: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to compute one float8 contraction; hashable data.
+    """The plan of one float8 contraction; hashable data.
 
     `bound` has the kernels, casts and layouts that are chosen for a device.
 
@@ -132,7 +132,7 @@ class Plan:
 
     @functools.cached_property
     def operands(self) -> Operands:
-        """How the three operands are quantized and laid out."""
+        """Return the quantizations and layouts of the three operands."""
         return operands_of(self.contraction, self.recipe)
 
     @property
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def choice(self) -> Choice:
-        """Whether the outputs are computed natively or emulated, and why."""
+        """Return the kind of kernel for the outputs, and the reason."""
         return self.choose("forward")[1]
 
 

@@ -474,7 +474,7 @@ def _form(layer: keras.Layer) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What `freeze` does to one layer: the recipe and the scales."""
+    """The recipe and the scales with which `freeze` stores one layer."""
 
     candidate: Candidate
     recipe: FrozenKernels

@@ -32,7 +32,7 @@ NOT_FROZEN = "it is not frozen, and others are"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How an export quantizes kernels and inputs.
+    """The quantization of kernels and inputs in an export.
 
     Attributes:
         weights: The float8 format.

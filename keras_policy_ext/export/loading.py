@@ -41,7 +41,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedFolder:
-    """What `config.json` of a Hugging Face folder says of the kernels.
+    """The quantization that `config.json` of a Hugging Face folder states.
 
     Attributes:
         config: The content of `config.json`.

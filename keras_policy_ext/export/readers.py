@@ -53,7 +53,7 @@ class Reader:
 
     @property
     def granularity(self) -> str:
-        """What has one scale in the file: "channel", "tensor" or "block"."""
+        """The granularity of the scales: "channel", "tensor" or "block"."""
         return "channel" if self.transposed else self.scheme.granularity
 
     @property

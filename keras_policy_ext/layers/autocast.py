@@ -48,7 +48,7 @@ _POSITIONAL = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CastArguments:
-    """Which arguments of a layer's `call` are cast to the compute dtype.
+    """The arguments of a layer's `call` that are cast to the compute dtype.
 
     Attributes:
         positional: Names of the positional parameters.

@@ -167,7 +167,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def granularity(self) -> str:
-        """What shares a scale in this kernel; see `FrozenKernels.per`."""
+        """Return the granularity of the scales of this kernel."""
         return self.recipe.per
 
     @property

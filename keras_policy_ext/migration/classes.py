@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass
 class Problems:
-    """What cannot be migrated in a config, collected for one error message."""
+    """The problems of a config, collected for one error message."""
 
     unknown: list[str] = dataclasses.field(default_factory=list)
     """Classes and functions that neither Keras nor the caller provides."""

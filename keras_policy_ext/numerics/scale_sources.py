@@ -115,7 +115,7 @@ class Amax:
 
 
 class ScaleRule(NamedTuple):
-    """Which formula computes a scale from an amax, for fused kernels.
+    """The formula of a scale from an amax, as data for fused kernels.
 
     Attributes:
         inverted: Whether by `scaling.scale_of_multiplier`, otherwise by

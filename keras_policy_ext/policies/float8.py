@@ -25,7 +25,7 @@ Rules = tuple[tuple[str, keras.DTypePolicy | None], ...]
 
 
 class _Given(NamedTuple):
-    """What the source argument of a policy contains: source, recipe, rules."""
+    """The parts of the source argument of a policy: source, recipe, rules."""
 
     source: keras.DTypePolicy
     recipe: recipes.Recipe | None = None

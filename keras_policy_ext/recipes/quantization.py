@@ -61,7 +61,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How one operand of one matmul is quantized: format, tile and scales.
+    """The format, tile and scales of one operand in one matmul.
 
     Attributes:
         format: The ml_dtypes name of the format of the values.

@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Asked(Protocol):
-    """How an operand is to be quantized, as in `recipes.Quantization`."""
+    """The quantization that is asked for, as in `recipes.Quantization`."""
 
     @property
     def format(self) -> str:
@@ -50,14 +50,14 @@ class Asked(Protocol):
 
     @property
     def scale_rounding(self) -> str:
-        """How scales are rounded: to nearest, or to a power of two.
+        """The rounding of scales: to nearest, or to a power of two.
 
         `"nearest"`, or to powers of two `"up"` or `"floor"`.
         """
 
     @property
     def rounding(self) -> str:
-        """How values are rounded: `"nearest"` or `"stochastic"`."""
+        """The rounding of values: `"nearest"` or `"stochastic"`."""
 
     @property
     def hadamard(self) -> int | None:
