@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -190,15 +189,8 @@ def training_of_call() -> bool | None:
     return getattr(context, "training", None)
 
 
-def _stateless_call_enters() -> bool:
-    """Return True if `stateless_call` enters a call context (keras 3.16 on)."""
-    function = inspect.unwrap(keras.Layer.stateless_call)
-    code = getattr(function, "__code__", None)
-    return "_get_call_context" in getattr(code, "co_names", ())
-
-
-# Found once: torch.compile does not follow `inspect`.
-_STATELESS_CALL_ENTERS = _stateless_call_enters()
+_STATELESS_CALL_ENTERS = (versions.number() or versions.NEWEST) >= (3, 16)
+"""Whether `stateless_call` enters a call context itself (keras 3.16 on)."""
 
 
 def root_of_call() -> Any:

@@ -42,10 +42,16 @@ def to_install(error: ImportError) -> str:
     return f"keras-hub {HUB}" if package == "keras_hub" else package
 
 
+def number() -> tuple[int, int] | None:
+    """Return (major, minor) of the Keras in use, or None if unknown."""
+    found = re.match(r"(\d+)\.(\d+)", keras.__version__)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def warn_of_a_newer_keras() -> None:
     """Warn if the Keras in use is newer than the tested versions."""
-    found = re.match(r"(\d+)\.(\d+)", keras.__version__)
-    if found is None or (int(found[1]), int(found[2])) <= NEWEST:
+    found = number()
+    if found is None or found <= NEWEST:
         return
     _warn_once(
         f"Keras {keras.__version__} is newer than what this version of "

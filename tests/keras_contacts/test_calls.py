@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_policy_ext._keras import calls
+from keras_policy_ext._keras import calls, versions
 from keras_policy_ext.layers.drop_in import form_of
 from public_api import functions_about, members_about
 
@@ -47,10 +47,29 @@ def test_keras_offers_no_public_way_to_ask_which_calls_belong_together():
     model.stateless_call([], [], x)
     assert first.root[0] not in (None, root)
     assert second.root[0] is first.root[0]
-    first(x)
-    assert first.root[0] is None
+    for alone in (first, lambda x: first.stateless_call([], [], x)):
+        alone(x)
+        assert first.root[0] is None
     assert functions_about("entry_layer", "call_root") == []
     assert members_about(keras.layers.Layer, "entry", "outermost") == []
+
+
+class Enters(keras.layers.Layer):
+    """A layer that looks at whose call it is in."""
+
+    def call(self, inputs):
+        context = calls._global_state.get_global_attribute("current_call_ctx")
+        self.entered = id(context.entry_layer)
+        return inputs
+
+
+def test_a_stateless_call_enters_a_call_context_from_keras_3_16_on():
+    """No version has to be looked at once Keras 3.16 is the oldest."""
+    layer = Enters()
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.stateless_call([], [], ops.ones((1, 2)))
+    assert (layer.entered == id(model)) == calls._STATELESS_CALL_ENTERS
+    assert versions.OLDEST < (3, 16)
 
 
 class Shaped(keras.layers.Layer):
