@@ -226,10 +226,11 @@ def times_scales(
     first, second = _scales_of(a, b)
     if backends.current().have_normal_product(first, second):
         return multiply(product, first * second)
-    power, reciprocal = _split(first, second)
-    # Divided, as TensorFlow's graphs multiply several factors in any order.
-    product = multiply(product, first / reciprocal * second)
-    return product / power
+    power = _power_for(first, second)
+    # `abs` changes nothing. Without it TensorFlow's graphs multiply several
+    # factors in any order.
+    factor = ops.abs(first * power) * second
+    return multiply(product, factor) / power
 
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
@@ -255,21 +256,16 @@ def _scale_of_product(operand: Quantized) -> Tensor:
     return _ones()
 
 
-def _split(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, per row, a power of two and its reciprocal, to avoid overflow.
+def _power_for(first: Tensor, second: Tensor) -> Tensor:
+    """Return, per row, a power of two that brings both scales into range.
 
-    Both are 1 unless the largest product of scales in a row is tiny or
-    overflows.
+    It is 1 unless the largest product of scales in a row is tiny or overflows.
     """
     columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
     largest = first * columns
-    one = ops.ones_like(largest)
     # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
-    small, infinite = largest < 2.0**-62, largest > LARGEST
-    power = ops.where(infinite, SMALLEST, ops.where(small, 2.0**64, one))
-    return power, ops.where(
-        infinite, 1 / SMALLEST, ops.where(small, 2.0**-64, one)
-    )
+    power = ops.where(largest < 2.0**-62, 2.0**64, ops.ones_like(largest))
+    return ops.where(largest > LARGEST, SMALLEST, power)
 
 
 def _ones() -> Tensor:
