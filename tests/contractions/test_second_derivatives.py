@@ -40,7 +40,8 @@ CONTRACTIONS = {
     "transposed": (
         contractions.ConvTranspose(**CONVOLUTION),
         (2, 4, 3, 3),
-        (3, 2, 4, 3),
+        # A kernel of 2 with a stride of 1 is refused by Keras 3.12 on PyTorch.
+        (3, 3, 4, 3),
     ),
 }
 
