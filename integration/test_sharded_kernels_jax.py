@@ -24,7 +24,7 @@ from keras_policy_ext import backends
 rng = np.random.default_rng(0)
 x = rng.normal(size=(256, 2, 64)).astype("float32")
 y = rng.normal(size=(256, 2, 64)).astype("float32")
-framework = backends.current()
+framework = backends.current
 gather = r"= (\\w+\\[[\\d,]*\\])\\S* all-gather\\("
 cut = {
     "batch": {

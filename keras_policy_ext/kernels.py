@@ -1,7 +1,7 @@
 """Select the kernel of a matmul, and report why it was selected."""
 
-from keras_policy_ext.backends import engine
-from keras_policy_ext.backends.matmuls import Choice
+from keras_policy_ext import backends
+from keras_policy_ext.backends.matmuls import Choice, Engine
 from keras_policy_ext.contractions import (
     Conv,
     ConvTranspose,
@@ -21,3 +21,12 @@ __all__ = [
     "preferred",
     "select",
 ]
+
+
+def engine() -> Engine:
+    """Return the `Engine` (matmul and cast kernels) of Keras's backend.
+
+    Raises:
+        NotImplementedError: If it is not TensorFlow, JAX or PyTorch.
+    """
+    return backends.engine

@@ -143,7 +143,7 @@ def settle(
     if gradients is None:
         states = [v for v in variables if is_state(v)]
         if states:
-            backends.current().settle_observed(states)
+            backends.current.settle_observed(states)
         return
     _check(variables, gradients, "gradients")
     for variable, gradient in zip(variables, gradients, strict=True):
@@ -237,7 +237,7 @@ def follow_shards(model: keras.Layer) -> None:
     if isinstance(model, keras.layers.Layer):
         layers = walking.layers_within(model)
     variables = _variables(model, "variables")
-    backends.current().follow_shards(variables, layers)
+    backends.current.follow_shards(variables, layers)
 
 
 def _settled(
@@ -246,7 +246,7 @@ def _settled(
     if not is_state(variable) or gradient is None:
         return value
     variable.uses = 0
-    return backends.current().settle(variable.settling, gradient, value)
+    return backends.current.settle(variable.settling, gradient, value)
 
 
 def _trainable(model: keras.Layer) -> list[keras.Variable]:

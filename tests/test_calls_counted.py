@@ -12,8 +12,8 @@ SHARE_OF_ANY = 0.15
 """Of the parameters with a type."""
 
 STEP = {
-    "torch": {"forward": (201, 32), "backward": (119, 21), "update": (80, 14)},
-    "jax": {"gradient": (430, 29)},
+    "torch": {"forward": (190, 30), "backward": (110, 19), "update": (75, 12)},
+    "jax": {"gradient": (393, 29)},
     "tensorflow": {"gradient": (93, 15)},
 }
 PROGRAMS = {

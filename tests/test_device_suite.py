@@ -63,8 +63,8 @@ def engine(monkeypatch):
     """Replaces parts of the kernels of the backend."""
 
     def replace(**parts):
-        now = dataclasses.replace(backends.engine(), **parts)
-        monkeypatch.setitem(backends._engines, now.name, now)
+        now = dataclasses.replace(backends.engine, **parts)
+        monkeypatch.setattr(backends, "engine", now)
 
     return replace
 
@@ -92,11 +92,11 @@ def test_a_cast_that_does_not_saturate_is_noticed(check, engine):
 
 @pytest.mark.any_backend
 def test_many_codes_that_are_one_off_are_noticed(engine):
-    cast = backends.engine().cast
+    cast = backends.engine.cast
     # As a division by way of a bad reciprocal would be.
     engine(cast=lambda x, *how: cast(x * 1.0001, *how))
     assert "codes differ, by up to 1 steps" in broken(
-        lambda: arithmetic_checks._scaled_casts(backends.engine())
+        lambda: arithmetic_checks._scaled_casts(backends.engine)
     )
 
 
@@ -105,7 +105,7 @@ def test_many_codes_that_are_one_off_are_noticed(engine):
 def test_a_product_that_is_off_by_a_hundredth_is_noticed(
     check, engine, monkeypatch
 ):
-    last = backends.engine().matmuls[-1]
+    last = backends.engine.matmuls[-1]
     monkeypatch.setattr(
         type(last), "multiply", off_by(1.01, type(last).multiply)
     )

@@ -149,11 +149,11 @@ def dense_step(size, recipe, triton, seen_lately=True):
     counter = Counter()
     casts = CountedCasts(counter) if triton else None
     engine = dataclasses.replace(
-        backends.engine(),
+        backends.engine,
         both_layouts=casts,
         states=() if casts is None else (casts,),
     )
-    loaded = unittest.mock.patch.dict(backends._engines, {"torch": engine})
+    loaded = unittest.mock.patch.object(backends, "engine", engine)
     # Tensors without numbers, which cost nothing.
     meta = keras.device("meta"), torch.device("meta"), torch.no_grad()
     gpu = devices.pretend("h200")

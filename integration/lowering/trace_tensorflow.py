@@ -15,7 +15,7 @@ from keras_policy_ext.backends import devices
 # Trace as on a machine with such a GPU.
 pretending = devices.pretend("h200")
 pretending.__enter__()
-backends.current().on_cpu = lambda x: False
+backends.current.on_cpu = lambda x: False
 
 
 def traced_step(model, shape):

@@ -177,11 +177,11 @@ def fused(monkeypatch):
     # Where a flag could be read only by waiting for it.
     monkeypatch.setattr(BACKEND, "known_any", lambda flags: None)
     engine = dataclasses.replace(
-        backends.engine(),
+        backends.engine,
         both_layouts=TritonCasts(interpreted=True),
         states=(TritonStates(interpreted=True),),
     )
-    monkeypatch.setitem(backends._engines, "torch", engine)
+    monkeypatch.setattr(backends, "engine", engine)
 
 
 def passes(recipe, dtype, state, observe=True):
@@ -425,8 +425,8 @@ def test_a_model_trains_the_same(fused, monkeypatch):
         return losses, model.get_weights()
 
     losses, weights = trained()
-    plain = dataclasses.replace(backends.engine(), both_layouts=None, states=())
-    monkeypatch.setitem(backends._engines, "torch", plain)
+    plain = dataclasses.replace(backends.engine, both_layouts=None, states=())
+    monkeypatch.setattr(backends, "engine", plain)
     expected, expected_weights = trained()
     assert losses == expected
     for one, other in zip(weights, expected_weights, strict=True):

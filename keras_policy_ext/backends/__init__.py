@@ -1,42 +1,36 @@
 """The backends: one folder for each framework, under one interface.
 
-`interface` declares the methods of a backend. `engine` declares its float8
-matmuls and casts. Each folder holds all code that imports its framework; it is
-imported at its first use.
+`interface` declares the methods of a backend. `matmuls` declares its `Engine`:
+its float8 matmuls and casts. Each folder holds all code that imports its
+framework; it is imported at its first use.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING
 
-from keras_policy_ext.backends.interface import Backend
-from keras_policy_ext.backends.matmuls import Engine
-from keras_policy_ext.numerics.primitives import primitives
+from keras_policy_ext.numerics import primitives
 
-__all__ = ["Backend", "Engine", "current", "engine"]
+if TYPE_CHECKING:
+    from keras_policy_ext.backends.interface import Backend
+    from keras_policy_ext.backends.matmuls import Engine
 
-_engines: dict[str, Engine] = {}
+    current: Backend
+    """The backend that Keras runs on, found once, at the first use.
 
-
-current = cast("Callable[[], Backend]", primitives)
-"""Return the backend that Keras runs on.
-
-It is the function `numerics.primitives`, since every backend has the
-primitives. It raises NotImplementedError if Keras runs on another backend.
-"""
-
-
-def engine() -> Engine:
-    """Return the `Engine` (matmul and cast kernels) of Keras's backend.
-
-    Raises:
-        NotImplementedError: If it is not TensorFlow, JAX or PyTorch.
+    It is `numerics.primitives.current`, since every backend has the
+    primitives.
     """
-    name = current().name
-    # A plain look-up, which torch.compile follows; it breaks on an import.
-    if name not in _engines:
-        module = importlib.import_module(f"{__name__}.{name}.engine")
-        _engines[name] = module.ENGINE
-    return _engines[name]
+
+    engine: Engine
+    """The `Engine` (matmul and cast kernels) of this backend."""
+else:
+
+    def __getattr__(name):
+        if name not in ("current", "engine"):
+            raise AttributeError(f"module {__name__!r} has no {name!r}")
+        found = primitives.current
+        home = importlib.import_module(f"{__name__}.{found.name}.engine")
+        globals().update(current=found, engine=home.ENGINE)
+        return globals()[name]

@@ -39,7 +39,7 @@ class KerasConvolutions(Convolutions):
     def inputs_grad(
         self, conv: Any, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
-        return backends.current().transpose(
+        return backends.current.transpose(
             lambda x: self.outputs(conv, x, w), shape, g
         )
 
@@ -47,7 +47,7 @@ class KerasConvolutions(Convolutions):
     def kernel_grad(
         self, conv: Any, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
-        return backends.current().transpose(
+        return backends.current.transpose(
             lambda w: self.outputs(conv, x, w), shape, g
         )
 
@@ -224,7 +224,7 @@ def times_scales(
             first.
     """
     first, second = _scales_of(a, b)
-    if backends.current().have_normal_product(first, second):
+    if backends.current.have_normal_product(first, second):
         return multiply(product, first * second)
     power = _power_for(first, second)
     # `abs` changes nothing. Without it TensorFlow's graphs multiply several

@@ -17,7 +17,6 @@ import keras
 from keras_policy_ext import backends
 from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends import engine
 from keras_policy_ext.backends.matmuls import (
     Choice,
     Engine,
@@ -59,7 +58,6 @@ __all__ = [
     "catching_up",
     "compute_dtype",
     "dequantized",
-    "engine",
     "frozen_plan",
     "make_plan",
     "multiplies_codes",
@@ -94,7 +92,7 @@ def make_plan(
 
     The arguments are attributes of `Plan`.
     """
-    framework = backends.current()
+    framework = backends.current
     known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
         return Plan(*known, prefer=None)
@@ -116,7 +114,7 @@ def run(
     """
     if calls.are_shapes_alone_wanted():
         plan, state = _unrounded(plan), ()
-    framework, tensors = backends.current(), (inputs, kernel, *state)
+    framework, tensors = backends.current, (inputs, kernel, *state)
     if bias is None:
         return framework.run(plan, *tensors)
     return framework.run_and_add(bias, plan, *tensors)
@@ -141,7 +139,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
     source = state_source_of(recipe)
 
     def settle(value: Tensor, previous: Any) -> Any:
-        states = backends.engine().state_kernels_for(source, previous)
+        states = backends.engine.state_kernels_for(source, previous)
         # An observation of several replicas is wider.
         if states is None or value.shape != previous.shape:
             return source.settle(value, previous)

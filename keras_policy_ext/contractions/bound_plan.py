@@ -178,7 +178,7 @@ class Residuals:
 
 def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
     """Convert operands to the dtypes that are saved for the backward pass."""
-    framework, encode = backends.current(), engine.encode
+    framework, encode = backends.current, engine.encode
     found = []
     for operand in operands:
         if operand.quantization is not None:
@@ -199,7 +199,7 @@ def settled(
     """
     if not isinstance(known, HistoryScales) or known.unseen is None:
         return known
-    framework = backends.current()
+    framework = backends.current
     if framework.known_any(known.unseen) is False:
         return HistoryScales(known.scales, None)
     lately = bool(state) and framework.seen_lately(*state)
@@ -256,7 +256,7 @@ class RequantizedKernel(SavedKernel):
         """
         quantization: Any = saved.quantization
         scales = (ops.reshape(x.scale, ()) for x in (saved, outputs_grad))
-        scale, other = backends.current().known_together(*scales)
+        scale, other = backends.current.known_together(*scales)
         home = self._contraction.operand("kernel", saved.values, quantization)
         values = self._engine.narrow_cast(
             home, scale, quantization.format, False
@@ -323,7 +323,7 @@ class BoundPlan:
             bind_matmul(plan, matmul, self.selections[matmul], self._operands)
             for matmul in MATMULS
         )
-        self._framework = backends.current()
+        self._framework = backends.current
         self._source = plan.source
         self._observes_amaxes = plan.source.observes_amaxes
         self._observes_kernel_alone = plan.training is False

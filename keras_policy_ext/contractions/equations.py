@@ -167,7 +167,7 @@ class Form(NamedTuple):
         sizes, shape = shape_of(x), []
         for group in groups:
             shape.append(math.prod(map(sizes.__getitem__, group)))
-        framework = backends.current()
+        framework = backends.current
         if axes is not None:
             x = framework.permute(x, axes)
         return framework.reshape(x, shape)
@@ -233,7 +233,7 @@ class Form(NamedTuple):
         Broadcast it over axes that were summed: the gradient is constant
         there.
         """
-        framework = backends.current()
+        framework = backends.current
         x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
         if order == term:
             return x
@@ -290,7 +290,7 @@ def _home_axes(
 def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
     if axes == wanted:
         return x
-    return backends.current().permute(x, [axes.index(c) for c in wanted])
+    return backends.current.permute(x, [axes.index(c) for c in wanted])
 
 
 def shape_of(x: Tensor) -> tuple[Any, ...]:

@@ -166,7 +166,7 @@ class FrozenPlan:
         places = [second.index(letter) for letter in free]
         sizes = [codes.shape[place] for place in places]
         place = places[sizes.index(max(sizes))]
-        return backends.current().in_parts(
+        return backends.current.in_parts(
             product, codes, scale, place, out.index(second[place])
         )
 
@@ -180,7 +180,7 @@ class FrozenPlan:
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
         request = Request("forward", a, b, False, self.prefer, self.for_xla)
-        return backends.engine().select(request)
+        return backends.engine.select(request)
 
     @functools.cached_property
     def _has_matrix(self) -> bool:
@@ -203,9 +203,7 @@ class FrozenPlan:
     def _product(
         self, matmul: str, a: Quantized, b: Quantized, shapes: Any
     ) -> Tensor:
-        kernel, _ = self.contraction.choose(
-            backends.engine(), matmul, None, None
-        )
+        kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
             matmul, kernel, a, b, shapes, self.dtype
         )
@@ -223,7 +221,7 @@ class FrozenPlan:
     def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
         """Return the inputs, rounded to float8 values times their scale."""
         scale = known[0] if known else self._scale(inputs)
-        engine = backends.engine()
+        engine = backends.engine
         numbers = engine.cast(inputs, scale, _INPUTS, False)
         numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
@@ -247,7 +245,7 @@ class FrozenPlan:
         shapes: Any,
     ) -> Tensor:
         """Quantize the inputs; compute the outputs by a float8 matmul."""
-        engine = backends.engine()
+        engine = backends.engine
         contraction: Any = self.contraction
         asked: Any = self._asked("inputs")
         home = contraction.operand("inputs", inputs, asked)
@@ -265,7 +263,7 @@ class FrozenPlan:
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
         """Return the stored kernel as a quantized matrix."""
         contraction: Any = self.contraction
-        narrow = backends.current().as_float8(codes, self.recipe.weights)
+        narrow = backends.current.as_float8(codes, self.recipe.weights)
         values = contraction.form.matrix("kernel", narrow)
         if self.recipe.per == "block":
             scale = scale[None]
@@ -288,7 +286,7 @@ def dequantized(
     """
     if _is_wide(codes):
         return ops.cast(codes, dtype)
-    numbers = backends.current().numbers(codes, recipe.weights)
+    numbers = backends.current.numbers(codes, recipe.weights)
     if recipe.per == "block":
         scale = _spread(axes, scale, tuple(codes.shape))
     return ops.cast(ops.multiply(numbers, scale), dtype)
@@ -303,7 +301,7 @@ def multiplies_codes(recipe: FrozenKernels) -> bool:
     if a is None or b is None:
         return False
     request = Request("forward", a, b, False, preferred(), False)
-    return backends.engine().select(request)[1].native
+    return backends.engine.select(request)[1].native
 
 
 def _is_wide(codes: Tensor) -> bool:
@@ -314,7 +312,7 @@ def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Expand a stored kernel's block scales to one scale per element."""
     columns, rows = axes.sizes(shape)
     for axis in (0, 1):
-        scale = backends.current().repeat(scale, BLOCK, axis)
+        scale = backends.current.repeat(scale, BLOCK, axis)
     scale = scale[:rows, :columns]
     order = axes.free + axes.summed
     scale = ops.reshape(scale, [shape[axis] for axis in order])
@@ -334,7 +332,7 @@ def frozen_plan(
 
     The arguments are the first attributes of `FrozenPlan`.
     """
-    framework = backends.current()
+    framework = backends.current
     if framework.is_compiling():
         return FrozenPlan(contraction, recipe, axes, dtype, prefer=None)
     return _plan_of(
@@ -355,4 +353,4 @@ def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
         inputs: Of dtype `plan.dtype`.
         *constants: See `FrozenPlan.forward`.
     """
-    return backends.current().run_frozen(plan, inputs, *constants)
+    return backends.current.run_frozen(plan, inputs, *constants)

@@ -136,7 +136,7 @@ def storing(cast: Any) -> Any:
     """Wrap a cast so that compilers store the result; see `Backend.stored`."""
 
     def casting(*how: Any) -> Any:
-        return backends.current().stored(cast(*how))
+        return backends.current.stored(cast(*how))
 
     return casting
 
@@ -162,7 +162,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
         axes: See `Backend.gathered`; for the axes of the values.
         *reads: The same values with scales that may differ.
     """
-    framework = backends.current()
+    framework = backends.current
 
     def along(x: Tensor) -> Tensor:
         sizes = zip(x.shape, axes, strict=True)
@@ -355,7 +355,7 @@ class BoundOperand:
         self.is_shared = plan.operands.shares_quantization[operand]
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
-        self._framework = backends.current()
+        self._framework = backends.current
         self._amax_of = self.first.amax_of
         self._is_stochastic = any(
             use.is_stochastic for use in (self.first, self.second)

@@ -142,7 +142,7 @@ class Plan:
         It is the same object until the device, the simulated device or the
         engine changes.
         """
-        engine = backends.engine()
+        engine = backends.engine
         device = engine.device()
         # In one piece, for threads that pretend different devices.
         bound: BoundPlan | None = vars(self).get("_bound")

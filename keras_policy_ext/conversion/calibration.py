@@ -142,7 +142,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
         read.
     """
     found: dict[int, np.ndarray] = {}
-    framework = backends.current()
+    framework = backends.current
 
     def watch(state: StateVariable | None, inputs: Any) -> None:
         if state is None:

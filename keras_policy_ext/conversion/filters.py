@@ -56,7 +56,7 @@ def here() -> BreakEven:
 
     Where float8 matmuls are emulated, no size gains, whatever the table says.
     """
-    framework, pretended = backends.current(), devices.pretended()
+    framework, pretended = backends.current, devices.pretended()
     backend = framework.name
     device = pretended.title if pretended else framework.device_name()
     row = next(row for row in table() if row.is_for(backend, device))

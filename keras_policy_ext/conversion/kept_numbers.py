@@ -40,7 +40,7 @@ def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
     asked = policy.recipe.quantization("inputs", "kernel_grad")
     if asked is None:
         return before, before
-    framework, kernel = backends.current(), kernels[0].value
+    framework, kernel = backends.current, kernels[0].value
     return itemsize(framework.kept_dtype(kernel, asked.format)), before
 
 

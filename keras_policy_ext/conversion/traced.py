@@ -373,7 +373,7 @@ class _Tracer:
 
         self._frames.append(frame)
         try:
-            found = backends.current().trace(function, tensors)
+            found = backends.current.trace(function, tensors)
         finally:
             self._frames.pop()
         here = owner or layer

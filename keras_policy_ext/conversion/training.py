@@ -46,14 +46,14 @@ class Compiled(NamedTuple):
 
 def forget(functions: Iterable[Compiled]) -> None:
     """Make compiled functions be traced again at their next call."""
-    framework = backends.current()
+    framework = backends.current
     for each in functions:
         framework.forget_traces(each.function, each.layer)
 
 
 def found_in(model: keras.Layer) -> list[Compiled]:
     """Return the compiled functions that a model and its layers hold."""
-    is_compiled = backends.current().is_compiled
+    is_compiled = backends.current.is_compiled
     found: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)
@@ -163,7 +163,7 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     forget(compiled)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
-    backends.current().let_go([v for v in gone if not is_state(v)])
+    backends.current.let_go([v for v in gone if not is_state(v)])
 
 
 def _slots(model: keras.Layer) -> list[keras.Variable]:

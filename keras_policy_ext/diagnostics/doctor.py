@@ -92,7 +92,7 @@ def report(device: str | None = None) -> DoctorReport:
         ValueError: If a device of this name is not known.
     """
     with devices.pretend(device) if device else contextlib.nullcontext():
-        found = backends.engine().device()
+        found = backends.engine.device()
         return DoctorReport(
             verdict=verdict(),
             notes=() if device else bfloat16_note(),
@@ -113,7 +113,7 @@ def verdict() -> str:
     """Return a sentence on whether float8 speeds up training on this device."""
     row = filters.here()
     choice = filters.choice_for(CONTRACTIONS["matmul (Dense)"])
-    device = backends.engine().device()
+    device = backends.engine.device()
     title = device.title
     where = f"{title[0].upper()}{title[1:]} with {machine.backend()}"
     if not choice.native:

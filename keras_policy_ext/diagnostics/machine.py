@@ -107,7 +107,7 @@ def slowdown() -> float:
     CPUs without bfloat16 instructions take up to 50 times as long on PyTorch.
     On other devices nothing is measured, and the result is 1.
     """
-    if backends.engine().device().maker != "cpu":
+    if backends.engine.device().maker != "cpu":
         return 1.0
     return _seconds("bfloat16") / _seconds("float32")
 

@@ -474,8 +474,7 @@ def _counted(
         if not isinstance(layer, Float8State)
     ]
     # Loaded here, and not while tensors have no numbers.
-    backends.engine()
-    framework = backends.current()
+    framework = backends.current
     with undone(layers), unchanged_counters(layers):
         step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None

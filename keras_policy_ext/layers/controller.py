@@ -221,7 +221,7 @@ class Float8Controller:
         if training is None:
             training = calls.training_of_call()
         training = static_flag(training)
-        framework = backends.current()
+        framework = backends.current
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
         state, slot = self._state_of(kernel, value, training, compiling)
@@ -284,7 +284,7 @@ class Float8Controller:
         variable = self.layer.float8_state.of(kernel)
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
-        framework = backends.current()
+        framework = backends.current
         if not compiling:
             variable.look_at(value)
         matrix = variable.matrix()

@@ -181,7 +181,7 @@ def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
     variable = variable_values.stored_embeddings(layer)
     codes, scale, *_ = variable.constants
     rows = ops.take(codes, inputs, axis=0)
-    numbers = backends.current().numbers(rows, variable.weights)
+    numbers = backends.current.numbers(rows, variable.weights)
     x = ops.multiply(numbers, _scale_of(scale, inputs, variable))
     x = ops.cast(x, layer.compute_dtype)
     if not layer.lora_enabled:
@@ -204,5 +204,5 @@ def _scale_of(
     if variable.granularity == "channel":
         return ops.take(scale, inputs, axis=0)
     rows = ops.take(scale, ops.floor_divide(inputs, BLOCK), axis=0)
-    whole = backends.current().repeat(rows, BLOCK, -1)
+    whole = backends.current.repeat(rows, BLOCK, -1)
     return whole[..., : variable.shape[1]]

@@ -545,7 +545,7 @@ def _contraction_of(
 ) -> contractions.Einsum:
     """Return the `Einsum` of an equation, for two operands."""
     # torch.compile leaves caches out, and sizes that it traces have no hash.
-    compiling = backends.current().is_compiling()
+    compiling = backends.current.is_compiling()
     is_plain = compiling or not isinstance(equation, str)
     found = contraction_of if is_plain else known_contraction_of
     return found(equation, tuple(first.shape), tuple(second.shape))

@@ -34,9 +34,9 @@ def activated(activation: Any, x: Tensor) -> Tensor:
     if activation is None:
         return x
     if activation is keras.activations.relu:
-        return backends.current().relu(x)
+        return backends.current.relu(x)
     if activation in _RECOMPUTED:
-        return backends.current().recomputed(activation, x)
+        return backends.current.recomputed(activation, x)
     return activation(x)
 
 

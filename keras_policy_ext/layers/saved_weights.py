@@ -151,7 +151,7 @@ def warn(policy: Float8DTypePolicy) -> None:
     A loaded model keeps the formats that it was trained in, on any device, so
     that values and scales do not change.
     """
-    native = backends.engine().device().float8
+    native = backends.engine.device().float8
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:
         return
@@ -172,7 +172,7 @@ def _text(policy: Float8DTypePolicy, native: str) -> str:
     own, others = _formats_of(policy.recipe), formats.FAMILIES[native]
     text = (
         f"This model was trained in {' and '.join(own)}; "
-        f"{backends.engine().device().title} multiplies "
+        f"{backends.engine.device().title} multiplies "
         f"{' and '.join(others)}. "
         "It stays in the formats that it has, with its numbers and scales, "
         "and its matmuls are emulated."

@@ -440,7 +440,7 @@ class Float8State(keras.layers.Layer):
             for key, value in entries_for_file(number, variable).items():
                 other_kernel = merged and ".kernel." in key
                 store[key] = np.zeros_like(value) if other_kernel else value
-            earlier = backends.current().earlier_observation(variable)
+            earlier = backends.current.earlier_observation(variable)
             if earlier is not None:
                 store[earlier_key(number)] = earlier_for_file(earlier)
 
@@ -503,7 +503,7 @@ class Float8State(keras.layers.Layer):
             # A state of another history length has another shape.
             if earlier is not None and earlier.shape == matrix.shape:
                 earlier = earlier_of_file(earlier)
-                framework = backends.current()
+                framework = backends.current
                 framework.put_earlier_observation(variable, earlier)
 
     def layer_loads(self, store: Any) -> None:

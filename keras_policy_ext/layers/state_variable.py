@@ -112,7 +112,7 @@ class StateVariable(
 
     def value_made(self, value: Tensor) -> None:
         """Store observations beside the tensor that this variable now has."""
-        backends.current().keep_observations(self, value)
+        backends.current.keep_observations(self, value)
 
     def assign(self, value: Tensor) -> Any:
         """Compute the new state from an observation or a state, and store it.
@@ -148,11 +148,11 @@ class StateVariable(
         value = ops.convert_to_tensor(value, dtype=self.dtype)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            value = backends.current().assigned(self, value)
+            value = backends.current.assigned(self, value)
         assigned = super().assign(value)
         if readable or settled:
             self.warn_if_moved()
-        if readable and backends.current().keeps_values_apart:
+        if readable and backends.current.keeps_values_apart:
             self._count_unchanged()
         return assigned
 
@@ -186,7 +186,7 @@ class StateVariable(
 
         That happens if a compiled step does not return observations.
         """
-        value = backends.current().known_value(self)
+        value = backends.current.known_value(self)
         if value is None or not (self.trainable and self.observes_amaxes):
             return
         row = _kernel_row(np.asarray(value))
@@ -199,7 +199,7 @@ class StateVariable(
         # A loop may assign kernels and states in any order: the kernel is
         # ahead where it was assigned more often.
         self._ahead += 1
-        if self._ahead > 0 and backends.current().keeps_variables_in_graphs:
+        if self._ahead > 0 and backends.current.keeps_variables_in_graphs:
             self.catch_up()
 
     @override
@@ -215,7 +215,7 @@ class StateVariable(
         """
         if self._watched != id(self.kernel):  # this is a copy of another
             self._watch()
-        framework = backends.current()
+        framework = backends.current
         if framework.keeps_values_apart:
             return  # see `value`
         version = framework.version(kernel)
@@ -253,7 +253,7 @@ class StateVariable(
         if not variable_values.has_value(self.kernel):
             return None
         kernel = variable_values.value_without_autocast(self.kernel)
-        return backends.current().version(kernel)
+        return backends.current.version(kernel)
 
     def catch_up(self, beyond: float = 1.0) -> None:
         """Enter the kernel's amax if the stored scale is too small for it.
@@ -281,7 +281,7 @@ class StateVariable(
             return matrix
         settle = contractions.catching_up(self.recipe, beyond)
         amax = scaling.amax(kernel)
-        return backends.current().settle_here(settle, amax, matrix)
+        return backends.current.settle_here(settle, amax, matrix)
 
     @property
     def settling(self) -> Any:
@@ -306,7 +306,7 @@ class StateVariable(
 
     def warn_if_moved(self) -> None:
         """Warn once if other code has changed this state; never wait for it."""
-        value = backends.current().known_value(self)
+        value = backends.current.known_value(self)
         if value is None or value is self._looked_at:
             return
         # On JAX each assignment brings another array.

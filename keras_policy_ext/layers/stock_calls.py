@@ -64,7 +64,7 @@ def of_floating_tensors(
     leaves = keras.tree.flatten((args, kwargs))
     differentiable = [is_floating_tensor(leaf) for leaf in leaves]
     tensors = list(itertools.compress(leaves, differentiable))
-    compiling = backends.current().is_compiling()
+    compiling = backends.current.is_compiling()
     kind = None if compiling else contractions.preferred()
 
     def bound(*tensors: Tensor, **_: Any) -> Tensor:

@@ -198,7 +198,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         codes, *scales = self.constants
         if self.widened is not None:
             return self.widened.as_stored, *scales
-        framework = backends.current()
+        framework = backends.current
         gathering = framework.gathering_of(self.codes)
         if gathering is not None:
             codes = framework.gathered(codes, gathering, gathering.axes)
@@ -266,8 +266,7 @@ def add_stored(
         `read_as_numbers` later replaces them by the kernel.
     """
     # Loaded here, and not in the first call, which a compiler may trace.
-    backends.engine()
-    backends.current()
+    _ = backends.engine
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):

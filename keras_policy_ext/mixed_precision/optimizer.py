@@ -368,7 +368,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """The current loss scale, a float32 scalar."""
         scale = self._read("dynamic_scale", self.initial_scale, "float32")
         # Who reads it may multiply the loss by it.
-        self._unscaling.use_scale(backends.current().is_traced(scale))
+        self._unscaling.use_scale(backends.current.is_traced(scale))
         return scale
 
     @property
@@ -392,7 +392,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Tensor of the same shape; float32, or float64 if the loss is.
         """
-        is_traced, scale = backends.current().is_traced, self._scale()
+        is_traced, scale = backends.current.is_traced, self._scale()
         traced = is_traced(loss)
         if self.dynamic and traced and not is_traced(scale):
             self._unscaling.warn_of_constant(self.name)
@@ -469,7 +469,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
         self._check_scaled(grads, variables)
-        framework = backends.current()
+        framework = backends.current
         finite = framework.on_all_replicas(all_finite(grads))
         framework.run_if(
             finite,
@@ -529,7 +529,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _end_if_skipping(self) -> None:
         if self.max_skipped_steps is None:
             return
-        skipped = backends.current().known_integer(self.skipped_steps)
+        skipped = backends.current.known_integer(self.skipped_steps)
         if skipped is None:
             skip_limits.warn_unless_checked(self, self.max_skipped_steps)
         elif skipped >= self.max_skipped_steps:
@@ -630,7 +630,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.dynamic and self.initial_scale == 1.0:
             return
         known = next((g for g in grads if g is not None), None)
-        traced = backends.current().is_traced(known)
+        traced = backends.current.is_traced(known)
         self._unscaling.check_scaled(variables[0], traced, self.name)
 
     def _unscaled(

@@ -10,7 +10,8 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics.primitives import HALVES, primitives
+from keras_policy_ext.numerics import primitives
+from keras_policy_ext.numerics.primitives import HALVES
 
 CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
 """The formats that are dtypes in all three frameworks."""
@@ -171,7 +172,7 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
     """Cast a tensor, also to and from formats that Keras does not know."""
     if "fnuz" in f"{x.dtype} {dtype}":
-        return primitives().as_dtype(x, dtype)
+        return primitives.current.as_dtype(x, dtype)
     return ops.cast(x, dtype)
 
 
@@ -238,7 +239,7 @@ def scaled(
     x = ops.cast(x, "float32")
     if is_factor:
         return ops.clip(ops.multiply(x, scale), -limit, limit)
-    divisor = primitives().broadcast_guard(x, scale)
+    divisor = primitives.current.broadcast_guard(x, scale)
     return ops.clip(ops.divide(x, divisor), -limit, limit)
 
 
@@ -363,7 +364,7 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes to values by the framework's cast; see `decode`."""
-    found = primitives().numbers(codes, format_name)
+    found = primitives.current.numbers(codes, format_name)
     if HALVES[format_name][0] == _BITS:
         return found
     magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -27,8 +27,6 @@ have.
 """
 
 NAMES = ("tensorflow", "jax", "torch")
-
-_loaded: dict[str, Primitives] = {}
 
 
 @functools.cache
@@ -105,20 +103,21 @@ class Primitives:
         return ops.where(ops.isnan(x), float("nan"), scale)
 
 
-def primitives() -> Primitives:
-    """Return the `Primitives` of the backend that Keras runs on.
+if TYPE_CHECKING:
+    current: Primitives
+    """The `Primitives` of the backend that Keras runs on.
 
     They are found by the name of the backend, so that this module imports no
-    framework.
-
-    Raises:
-        NotImplementedError: If Keras runs on another backend.
+    framework, and once, at the first use: a process has one backend. Their
+    look-up raises NotImplementedError if it is another one.
     """
-    backend = keras.backend.backend()
-    # A plain look-up, which torch.compile follows; it breaks on an import.
-    if backend not in _loaded:
-        _loaded[backend] = _load(backend)
-    return _loaded[backend]
+else:
+
+    def __getattr__(name):
+        if name != "current":
+            raise AttributeError(f"module {__name__!r} has no {name!r}")
+        globals()[name] = found = _load(keras.backend.backend())
+        return found
 
 
 def _load(backend: str) -> Primitives:

@@ -11,8 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import casting, scaling, tiles
-from keras_policy_ext.numerics.primitives import primitives
+from keras_policy_ext.numerics import casting, primitives, scaling, tiles
 from keras_policy_ext.numerics.stochastic import random_bits, round_to_neighbour
 from keras_policy_ext.numerics.tiles import Scales, scales_of
 from keras_policy_ext.recipes import WHOLE, Quantization, Tile
@@ -42,7 +41,7 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     Returns:
         Float32 tensor of the same shape.
     """
-    axes = primitives()
+    axes = primitives.current
     shape = ops.shape(matrix)
     after = 1 if axis == 2 else shape[2]
     signs = np.array(SIGNS, "float32")[:, np.newaxis]

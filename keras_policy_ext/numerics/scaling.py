@@ -11,8 +11,8 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import EXPONENT_BITS, view
-from keras_policy_ext.numerics.primitives import primitives
 
 SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 """2^-126: the smallest float32 whose reciprocal is finite on every backend."""
@@ -51,7 +51,7 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         smallest = ops.min(x, axis=axis, keepdims=keepdims)
         magnitude = ops.maximum(ops.abs(largest), ops.abs(smallest))
         return ops.cast(magnitude, "float32")
-    magnitude = primitives().abs_or_inf(x)
+    magnitude = primitives.current.abs_or_inf(x)
     largest = ops.max(magnitude, axis=axis, keepdims=keepdims)
     return ops.cast(largest, "float32")
 
@@ -113,7 +113,7 @@ def scale_for_limit(
     previous: Tensor = 1.0,
 ) -> Tensor:
     """Return the scale that maps `amax` to `limit`; see `scale_from_amax`."""
-    number = primitives().known_number(amax)
+    number = primitives.current.known_number(amax)
     if number is not None and isinstance(limit, float):
         divisor = with_margin(limit, margin)
         scale = _scale_of_number(number, divisor, power_of_two)
@@ -174,7 +174,7 @@ def scale_of_multiplier(
     Returns:
         Float32 tensor of the shape of `amax`, between 2^-126 and 2^126.
     """
-    number = primitives().known_number(amax)
+    number = primitives.current.known_number(amax)
     if isinstance(limit, float) and number and 0.0 < number < math.inf:
         scale = inverted_of_number(number, with_margin(limit, margin))
         return ops.convert_to_tensor(scale, "float32")

@@ -9,9 +9,8 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import casting, scaling
+from keras_policy_ext.numerics import casting, primitives, scaling
 from keras_policy_ext.numerics.casting import round_to_format, view
-from keras_policy_ext.numerics.primitives import primitives
 from keras_policy_ext.recipes import Quantization, Tile
 
 _LARGEST = float(np.finfo("float32").max)
@@ -162,7 +161,7 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
     """
     for axis, size in ((1, tile.free), (2, tile.contracted)):
         if size not in (None, 1):
-            scale = primitives().repeat(scale, size, axis)
+            scale = primitives.current.repeat(scale, size, axis)
             whole = ops.shape(matrix)[axis]
             scale = scale[:, :whole] if axis == 1 else scale[:, :, :whole]
     return scale
@@ -182,7 +181,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     if not all(isinstance(each, int) and each == 0 for each in over):
         matrix = ops.pad(matrix, ((0, 0), (0, over[0]), (0, over[1])))
     blocks = (b, rows, free, columns, contracted)
-    return primitives().reshape(matrix, blocks)
+    return primitives.current.reshape(matrix, blocks)
 
 
 def _counted(size: Any, of: int | None) -> tuple[Any, Any]:

@@ -71,13 +71,13 @@ def test_a_device_that_is_not_known_is_refused_by_name():
 
 @pytest.mark.any_backend
 def test_what_is_pretended_ends_with_its_block():
-    before = backends.engine().device()
+    before = backends.engine.device()
     with devices.pretend("tpu7x"):
-        assert backends.engine().device() is devices.KNOWN["tpu7x"]
+        assert backends.engine.device() is devices.KNOWN["tpu7x"]
         with devices.pretend("t4"):
-            assert backends.engine().device() is devices.KNOWN["t4"]
-        assert backends.engine().device() is devices.KNOWN["tpu7x"]
-    assert backends.engine().device() == before
+            assert backends.engine.device() is devices.KNOWN["t4"]
+        assert backends.engine.device() is devices.KNOWN["tpu7x"]
+    assert backends.engine.device() == before
 
 
 @pytest.mark.any_backend
@@ -150,7 +150,7 @@ def test_devices_are_known_by_what_jax_says(
         device.compute_capability = capability
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    found = backends.engine().device()
+    found = backends.engine.device()
     assert kind in found.title
     for field in ("maker", "float8", "scales", "multiplies_in"):
         expected = getattr(devices.KNOWN[known], field)

@@ -33,7 +33,7 @@ else:
 
     PRODUCT = torch, "mm"
 
-EMULATED = backends.engine().matmuls[-1]
+EMULATED = backends.engine.matmuls[-1]
 NARROW = {"a100": "bfloat16", "v5e": "bfloat16", "t4": "float16"}
 if BACKEND != "jax":
     del NARROW["v5e"]

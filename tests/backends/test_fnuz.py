@@ -57,7 +57,7 @@ def test_every_bfloat16_number_has_the_code_of_ml_dtypes(name):
 def test_the_cast_of_the_framework_gives_the_same_numbers(name):
     """What an emulated matmul reads, and what a native one does."""
     x = bfloat16_numbers()
-    engine = backends.engine()
+    engine = backends.engine
     scale = np.float32(0.37)
     expected = reference.quantize(x, scale, name).astype("float32")
     arguments = ops.convert_to_tensor(x), ops.convert_to_tensor(scale), name
@@ -175,7 +175,7 @@ def test_a_model_trains_and_its_operands_are_kept_in_one_byte(
     x, y = batch()
     losses = model.fit(x, y, epochs=3, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-    framework = backends.current()
+    framework = backends.current
     monkeypatch.setattr(type(framework), "on_cpu", lambda self, x: False)
     values = ops.ones((2, 3))
     assert framework.kept_dtype(values, E4M3) == "uint8"
@@ -266,7 +266,7 @@ def test_where_nothing_or_the_same_family_is_native_no_word_is_said(files):
             with devices.pretend(name):
                 model.load_weights(folder / "model.weights.h5")
     if not visible_gpus():
-        assert backends.engine().device().float8 is None
+        assert backends.engine.device().float8 is None
 
 
 @keras.saving.register_keras_serializable("fnuz")

@@ -77,7 +77,7 @@ def test_settling_is_written_once_for_all_states_of_a_shape():
     state = jnp.zeros(state_source_of(recipe).state_shape)
 
     def settled(*states):
-        framework = backends.current()
+        framework = backends.current
         return [framework.settle(settle, each, each + 1) for each in states]
 
     text = jax.jit(settled).lower(state, state, state).as_text()

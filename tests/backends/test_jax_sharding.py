@@ -39,7 +39,7 @@ def gathering(monkeypatch):
         monkeypatch.setattr(
             keras.distribution, "distribution", lambda: distribution
         )
-        return backends.current().gathering_of(kernel)
+        return backends.current.gathering_of(kernel)
 
     return found
 
@@ -75,5 +75,5 @@ def test_any_other_kernel_is_multiplied_as_it_is_cut(gathering, sizes, axes):
 
 def test_without_a_distribution_nothing_is_gathered():
     kernel = keras.Variable("zeros", shape=(16, 16))
-    assert backends.current().gathering_of(kernel) is None
-    assert backends.current().gathering_of(kernel.value) is None
+    assert backends.current.gathering_of(kernel) is None
+    assert backends.current.gathering_of(kernel.value) is None

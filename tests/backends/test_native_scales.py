@@ -23,13 +23,13 @@ NATIVE = {"jax": ("rows", "MX"), "torch": ("rows",), "tensorflow": ("rows",)}
 def select(pair, prefer):
     a, b = PAIRS[pair]
     request = Request("forward", a, b, False, prefer, for_xla=True)
-    return backends.engine().select(request)
+    return backends.engine.select(request)
 
 
 def product(pair, sizes, dtype, prefer):
     """A product of the two operands of a pair, and its type."""
     kernel, choice = select(pair, prefer)
-    engine, (rows, terms, columns) = backends.engine(), sizes
+    engine, (rows, terms, columns) = backends.engine, sizes
     cast = engine.narrow_cast if choice.native else engine.cast
 
     def multiply(x, y):
@@ -87,7 +87,7 @@ def test_a_native_product_on_a_gpu_is_the_emulated_one(pair, sizes, dtype):
     "asked", [ROW, MX, THIN, SQUARE], ids=lambda asked: str(tuple(asked.tile))
 )
 def test_what_a_native_matmul_reads_are_the_emulated_codes(asked):
-    engine, x = backends.engine(), ops.convert_to_tensor(matrix(130, 300, 0))
+    engine, x = backends.engine, ops.convert_to_tensor(matrix(130, 300, 0))
     native, _ = quantize(x, asked, cast=engine.narrow_cast)
     emulated, _ = quantize(x, asked, cast=engine.cast)
     first, second = (

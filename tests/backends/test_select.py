@@ -87,8 +87,8 @@ def test_a_layer_tells_what_its_last_contraction_was():
 
 
 def test_the_engine_is_that_of_the_backend():
-    assert backends.engine().name == BACKEND
-    assert backends.engine() is backends.engine()
+    assert backends.engine.name == BACKEND
+    assert backends.engine is backends.engine
 
 
 def test_a_malformed_equation_or_recipe_is_refused():
@@ -138,7 +138,7 @@ def test_an_unknown_preference_is_refused_with_what_is_allowed(kind):
 @pytest.mark.parametrize("equation", ["ab,bc->ac", "abc,cde->abde"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_and_emulated_agree_on_a_gpu(equation, dtype):
-    engine = backends.engine()
+    engine = backends.engine
     sizes = {"a": 5, "b": 48, "c": 33, "d": 7, "e": 4}
     rng = np.random.default_rng(0)
     tensors = [

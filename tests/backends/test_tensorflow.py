@@ -271,7 +271,7 @@ def test_the_gpu_that_is_best_at_float8_is_the_device(
     )
     tensorflow_devices.found.cache_clear()
     try:
-        device = backends.engine().device()
+        device = backends.engine.device()
     finally:
         tensorflow_devices.found.cache_clear()
     if known is None:
@@ -339,7 +339,7 @@ def test_powers_of_two_come_after_what_a_gpu_writes_in_bfloat16(
     @tf.function(jit_compile=True)
     def multiply(x, y):
         a, b = (
-            quantize(each, asked, cast=backends.engine().narrow_cast)[0]
+            quantize(each, asked, cast=backends.engine.narrow_cast)[0]
             for each, asked in zip((x, y), pair, strict=True)
         )
         kernel = tensorflow_kernels.XlaMatmulOfRows()

@@ -123,7 +123,7 @@ def test_a_matmul_is_native_on_a_gpu_with_float8_units():
 
 # bfloat16 on a CPU
 
-EMULATED = backends.engine().matmuls[-1]
+EMULATED = backends.engine.matmuls[-1]
 
 
 def operands(*shapes):

@@ -83,7 +83,7 @@ def test_the_device_is_the_known_one_of_what_it_says_of_itself(
     monkeypatch.setattr(
         torch_devices, "_multiplies_bfloat16", lambda: name == "cpu_bf16"
     )
-    found = backends.engine().device()
+    found = backends.engine.device()
     title = {"title": devices.KNOWN[name].title}
     assert dataclasses.replace(found, **title) == devices.KNOWN[name]
 
@@ -164,7 +164,7 @@ def test_what_is_kept_on_apple_s_gpus_is_no_float8():
 
     def kept(name):
         name_of_format = formats.names()[0]
-        return backends.current().kept_dtype(OnDevice(name), name_of_format)
+        return backends.current.kept_dtype(OnDevice(name), name_of_format)
 
     assert kept("mps") == "uint8"
     for name in ("cpu", "cuda"):

@@ -118,7 +118,7 @@ def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
 def test_it_is_chosen_for_float32_on_a_cpu():
     source = source_of(recipes.DelayedScaling())
     state = torch.zeros(source.state_shape)
-    kernels_for = backends.engine().state_kernels_for
+    kernels_for = backends.engine.state_kernels_for
     assert isinstance(kernels_for(source, state), CpuStates)
     assert kernels_for(source, state.bfloat16()) is None
     assert kernels_for(source, state.to("meta").float()) is None

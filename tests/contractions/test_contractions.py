@@ -249,7 +249,7 @@ def test_the_kernel_is_quantized_from_its_float32_master():
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
 def test_native_and_emulated_operands_have_the_same_bits(dtype, source):
-    engine = backends.engine()
+    engine = backends.engine
     random = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint64)
     x = random.astype(np.uint32).view("float32")
     codes = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype))
@@ -276,7 +276,7 @@ def test_native_and_emulated_operands_have_the_same_bits(dtype, source):
 @COMPILERS
 def test_a_compiler_leaves_no_rounding_out(dtype, way):
     """Emulated numbers are rounded without a cast; sums must not cancel."""
-    engine, x = backends.engine(), normal(5000)
+    engine, x = backends.engine, normal(5000)
 
     def rounded(x, scale):
         return ops.cast(engine.cast(x, scale, dtype), "float32")

@@ -35,7 +35,7 @@ each = pytest.mark.parametrize("name", mostly(BYTES, "mxfp8"))
 def _narrow(monkeypatch):
     """As on a GPU, where TensorFlow is concerned; see `docs/numerics.md`."""
     if BACKEND == "tensorflow":
-        framework = type(backends.current())
+        framework = type(backends.current)
         monkeypatch.setattr(framework, "on_cpu", lambda self, x: False)
 
 
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_float32_residuals(name):
     """Kept in a byte, and kept as they were computed: the same bits."""
     plan, residuals, state = kept(name, 96)
     again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
-    widen = backends.engine().widen
+    widen = backends.engine.widen
     residuals = dataclasses.replace(
         residuals,
         inputs=residuals.inputs.decoded(widen),

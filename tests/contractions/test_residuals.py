@@ -45,7 +45,7 @@ RECIPES = [
 @pytest.fixture(autouse=True)
 def _not_on_a_cpu(monkeypatch):
     """On a CPU time counts more."""
-    framework = type(backends.current())
+    framework = type(backends.current)
     monkeypatch.setattr(framework, "on_cpu", lambda self, x: False)
 
 
@@ -132,7 +132,7 @@ def test_what_has_one_scale_is_kept_in_its_own_axes(equation):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_code_is_widened_to_its_number(dtype):
-    engine = backends.engine()
+    engine = backends.engine
     codes = np.arange(256, dtype="uint8").reshape(16, 16)
     numbers = codes.view(formats.get(dtype).dtype).astype("float32")
     narrow = ops.cast(ops.convert_to_tensor(numbers), dtype)
@@ -146,7 +146,7 @@ def test_every_code_is_widened_to_its_number(dtype):
 
 
 def test_on_a_cpu_codes_are_kept_where_they_cost_little(monkeypatch):
-    framework = type(backends.current())
+    framework = type(backends.current)
     monkeypatch.setattr(framework, "on_cpu", lambda self, x: True)
     x, w = normal(0, (6, 5)), normal(1, (5, 4))
     contraction = contractions.Einsum("ab,bc->ac")
@@ -183,7 +183,7 @@ def test_a_model_trains_to_the_same_weights(monkeypatch, policy):
         return model.get_weights()
 
     narrow = trained()
-    framework = type(backends.current())
+    framework = type(backends.current)
     monkeypatch.setattr(
         framework, "kept_dtype", lambda self, x, name: "float32"
     )

@@ -32,7 +32,7 @@ def gpu(monkeypatch):
                 return kernels.Choice("emulated", "there is no such kernel")
             return NATIVE
 
-        framework = type(backends.current())
+        framework = type(backends.current)
         monkeypatch.setattr(framework, "device_name", lambda self: device)
         monkeypatch.setattr(filters, "table", lambda: rows)
         monkeypatch.setattr(filters, "choice_for", choice_for)

@@ -69,7 +69,7 @@ def test_layers_that_follow_float8_already_count_as_in_float8(monkeypatch):
 @pytest.mark.parametrize("dtype, before", [("float32", 4), ("bfloat16", 2)])
 def test_what_is_kept_for_the_backward_pass_is_told(dtype, before, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    framework = type(backends.current())
+    framework = type(backends.current)
     monkeypatch.setattr(framework, "kept_dtype", lambda *_: "uint8")
     with kpe.policy_scope(dtype):
         two = [layers.Dense(4, name=name) for name in ("one", "two")]
@@ -89,7 +89,7 @@ def test_what_is_kept_for_the_backward_pass_is_told(dtype, before, monkeypatch):
 
 def test_a_device_that_keeps_more_is_told_of(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    framework = type(backends.current())
+    framework = type(backends.current)
     monkeypatch.setattr(framework, "kept_dtype", lambda *_: "float32")
     with kpe.policy_scope("mixed_bfloat16"):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])

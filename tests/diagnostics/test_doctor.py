@@ -230,7 +230,7 @@ def test_the_slowdown_is_that_of_a_matmul_in_bfloat16(monkeypatch):
 def test_without_a_name_it_is_about_this_machine():
     printed = printed_for(None)
     assert "This machine" in printed
-    assert backends.engine().device().title in printed
+    assert backends.engine.device().title in printed
     assert "Float8 gains" in printed
 
 

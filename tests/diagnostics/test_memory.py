@@ -84,7 +84,7 @@ def test_a_model_that_xla_compiles_counts_as_it_is_compiled():
 
 def kept_dtype():
     """In which numbers of e4m3fn are kept here, of one byte or more."""
-    name = backends.current().kept_dtype(ops.zeros((1, 1)), "float8_e4m3fn")
+    name = backends.current.kept_dtype(ops.zeros((1, 1)), "float8_e4m3fn")
     return "uint8" if name.startswith("float8") else name
 
 

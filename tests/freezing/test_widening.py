@@ -92,7 +92,7 @@ def test_no_call_widens_codes(build, activations, monkeypatch):
     def numbers(codes, name):
         raise AssertionError("codes are widened")
 
-    framework = backends.current()
+    framework = backends.current
     monkeypatch.setattr(type(framework), "numbers", lambda _, *x: numbers(*x))
     with pytest.raises(AssertionError, match="codes are widened"):
         model(batch(model, 7))

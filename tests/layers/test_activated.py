@@ -67,7 +67,7 @@ def test_outputs_and_gradients_are_those_of_keras(shape, dtype, way):
         ops.cast(ops.convert_to_tensor(numbers(shape, seed)), dtype)
         for seed in (0, 1)
     )
-    ours = backends.current().relu
+    ours = backends.current.relu
     found, expected = (
         outputs_and_gradient(relu, x, g, way)
         for relu in (ours, keras.activations.relu)
@@ -83,7 +83,7 @@ RECOMPUTED = ["gelu", "silu", "mish", "hard_silu"]
 @pytest.fixture
 def off_a_cpu(monkeypatch):
     """As on another device, where activations are computed again."""
-    here = backends.current()
+    here = backends.current
     monkeypatch.setattr(here, "on_cpu", lambda x: False)
     return here
 
@@ -91,7 +91,7 @@ def off_a_cpu(monkeypatch):
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """As on a CPU, also where there is another device."""
-    here = backends.current()
+    here = backends.current
     monkeypatch.setattr(here, "on_cpu", lambda x: True)
     return here
 
@@ -158,7 +158,7 @@ def test_on_a_cpu_a_gelu_in_16_bits_keeps_its_inputs(on_a_cpu, dtype, name):
 @pytest.mark.full
 @pytest.mark.skipif(BACKEND == "torch", reason="PyTorch keeps its inputs")
 @pytest.mark.skipif(
-    not backends.current().on_cpu(ops.ones(1)),
+    not backends.current.on_cpu(ops.ones(1)),
     reason="what is rounded for a CPU needs one, and no other device",
 )
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -187,7 +187,7 @@ def test_on_a_cpu_no_bit_of_a_compiled_step_changes(monkeypatch, policy):
         return activation(x)
 
     found = trained()
-    monkeypatch.setattr(backends.current(), "recomputed", plain)
+    monkeypatch.setattr(backends.current, "recomputed", plain)
     for one, other in zip(found, trained(), strict=True):
         np.testing.assert_array_equal(one, other)
     assert dtypes == {policy.removeprefix("mixed_")}
@@ -196,7 +196,7 @@ def test_on_a_cpu_no_bit_of_a_compiled_step_changes(monkeypatch, policy):
 @pytest.mark.full_except("hard_silu", "mish")
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_a_float8_layer_computes_its_activation_again(monkeypatch, name):
-    here = backends.current()
+    here = backends.current
     seen = []
 
     def recomputed(activation, x):
@@ -218,7 +218,7 @@ def test_a_float8_layer_computes_its_activation_again(monkeypatch, name):
 
 def test_a_tensor_that_is_transposed():
     x, g = (ops.transpose(numbers((16, 24), seed)) for seed in (0, 1))
-    ours = backends.current().relu
+    ours = backends.current.relu
     found, expected = (
         outputs_and_gradient(relu, x, g, "as it is")
         for relu in (ours, keras.activations.relu)
@@ -233,7 +233,7 @@ def test_a_gradient_lies_in_memory_as_that_of_keras(shape):
     """What sums it, as for a bias, adds in the order of memory."""
     x, g = (ops.convert_to_tensor(numbers(shape, seed)) for seed in (0, 1))
     strides = []
-    for relu in (backends.current().relu, keras.activations.relu):
+    for relu in (backends.current.relu, keras.activations.relu):
         _, found = outputs_and_gradient_of_transposed(relu, x, g)
         strides.append(found.stride())
     assert strides[0] == strides[1]

@@ -243,7 +243,7 @@ def test_what_xla_computes_again_is_differentiated_twice(monkeypatch):
     import tensorflow as tf
 
     monkeypatch.setattr(
-        backends.current(), "on_cpu", lambda x: False, raising=True
+        backends.current, "on_cpu", lambda x: False, raising=True
     )
     layer = kpe.layers.Dense(3, "gelu", dtype=CURRENT)
     layer.build((2, 5))

@@ -36,8 +36,8 @@ def flushed(x):
 CASTS = {
     "emulated": casting.quantize_float32,
     "narrow": casting.quantize,
-    "of the kernel, emulated": lambda *a: backends.engine().cast(*a),
-    "of the kernel, narrow": lambda *a: backends.engine().narrow_cast(*a),
+    "of the kernel, emulated": lambda *a: backends.engine.cast(*a),
+    "of the kernel, narrow": lambda *a: backends.engine.narrow_cast(*a),
 }
 
 

@@ -269,7 +269,7 @@ class EmulatedMatmul(Emulated):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         narrow = here().multiplies_in
-        in_xla = backends.current().traces_for_xla()
+        in_xla = backends.current.traces_for_xla()
         if not in_xla or not exact_in(narrow, a, b):
             return super().multiply(a, b, dtype, fast)
         x, y = (tf.cast(unscaled(each), narrow) for each in (a, b))
