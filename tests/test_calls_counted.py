@@ -12,9 +12,9 @@ SHARE_OF_ANY = 0.15
 """Of the parameters with a type."""
 
 STEP = {
-    "torch": {"forward": (190, 30), "backward": (110, 19), "update": (75, 12)},
-    "jax": {"gradient": (393, 29)},
-    "tensorflow": {"gradient": (93, 15)},
+    "torch": {"forward": (179, 25), "backward": (101, 16), "update": (75, 12)},
+    "jax": {"gradient": (339, 25)},
+    "tensorflow": {"gradient": (88, 12)},
 }
 PROGRAMS = {
     "torch": {"convert": (5390, 53), "load_model": (3080, 51)},

@@ -17,8 +17,8 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import Scaled
 from keras_policy_ext import kernels
+from keras_policy_ext.layers.controller import call_hooks, contraction_hook
 from keras_policy_ext.layers.drop_in import form_of
-from keras_policy_ext.layers.operands import call_hooks, contraction_hook
 from steps import numpy
 
 BACKEND = keras.backend.backend()

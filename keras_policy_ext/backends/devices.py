@@ -342,9 +342,8 @@ def pretend(name: str) -> Iterator[None]:
         _pretended.reset(token)
 
 
-def pretended() -> Device | None:
-    """Return the device set by the innermost `pretend` block, or None."""
-    return _pretended.get()
+pretended = _pretended.get
+"""Return the device set by the innermost `pretend` block, or None."""
 
 
 def of_nvidia(capability: tuple[int, ...], title: str) -> Device:

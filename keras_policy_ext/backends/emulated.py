@@ -118,23 +118,15 @@ class Plain(MatmulKernel):
         return ops.cast(self.product(a.values, b.values), dtype)
 
 
-def float32(operand: Quantized) -> Tensor:
-    """Cast the values of an operand to float32, without applying scales."""
-    return casting.as_dtype(operand.values, "float32")
-
-
 def unscaled(operand: Quantized) -> Tensor:
     """Convert an operand to float32; apply scales that vary along the sum.
-
-    A scale that is constant along the contracted axis multiplies the output
-    later.
 
     A scale that is constant along the contracted axis is left out: it
     multiplies the output later.
     """
     asked = operand.quantization
     if asked is None or asked.scale_leaves_sum:
-        return float32(operand)
+        return casting.as_dtype(operand.values, "float32")
     return operand.dequantize()
 
 
@@ -194,17 +186,20 @@ def exact_in(dtype: str, *operands: Quantized) -> bool:
     Bfloat16 represents all values of the float8 formats exactly, also times a
     power of two or an 8-bit scale.
     """
-    return all(_is_exact_in(dtype, each) for each in operands)
-
-
-def _is_exact_in(dtype: str, operand: Quantized) -> bool:
-    asked = operand.quantization
-    if isinstance(operand, Folded):
-        return dtype == "bfloat16" and operand.exact
-    if asked is None or dtype == "float32":
-        return False
-    in_bfloat16 = dtype == "bfloat16" and asked.exact_in_bfloat16
-    return asked.scale_leaves_sum or in_bfloat16
+    in_bfloat16 = dtype == "bfloat16"
+    for operand in operands:
+        asked = operand.quantization
+        if isinstance(operand, Folded):
+            exact = in_bfloat16 and operand.exact
+        elif asked is None or dtype == "float32":
+            exact = False
+        else:
+            exact = asked.scale_leaves_sum or (
+                in_bfloat16 and asked.exact_in_bfloat16
+            )
+        if not exact:
+            return False
+    return True
 
 
 def times_scales(

@@ -1,13 +1,12 @@
 """Contractions in float8: compute the outputs and the gradients.
 
 `kinds` defines the contractions, `equations` turns them into matmuls, and a
-`Plan` defines how the operands are quantized. `run` computes a plan.
+`Plan` defines how the operands are quantized; `run` computes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends
-from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.matmuls import (
     Choice,
@@ -37,10 +35,16 @@ from keras_policy_ext.contractions.kinds import (
     ConvTranspose,
     Einsum,
 )
-from keras_policy_ext.contractions.plan import Plan, plan_of, prefer, preferred
+from keras_policy_ext.contractions.plan import (
+    Plan,
+    make_plan,
+    prefer,
+    preferred,
+    run,
+)
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import state_source_of
-from keras_policy_ext.recipes import CurrentScaling, Recipe
+from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
 __all__ = [
@@ -69,61 +73,7 @@ __all__ = [
     "settling",
 ]
 
-_NOTHING_ROUNDED = CurrentScaling(
-    forward="high_precision",
-    inputs_grad="high_precision",
-    kernel_grad="high_precision",
-)
-
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-def make_plan(
-    contraction: Contraction,
-    recipe: Recipe,
-    inputs_dtype: str,
-    kernel_dtype: str,
-    training: bool | None = None,
-    slot: int = 0,
-    gathering: Any = None,
-    cast_before_amax: bool = False,
-) -> Plan:
-    """Return a contraction's plan for the current backend and settings.
-
-    The arguments are attributes of `Plan`.
-    """
-    framework = backends.current
-    known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
-    if framework.is_compiling():
-        return Plan(*known, prefer=None)
-    here = preferred(), framework.traces_for_xla()
-    return plan_of(*known, *here, gathering, cast_before_amax)
-
-
-def run(
-    plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
-) -> Any:
-    """Compute the outputs of a planned contraction; its plan has the gradients.
-
-    Args:
-        plan: From `make_plan`.
-        inputs: Of dtype `plan.inputs_dtype`.
-        kernel: Of dtype `plan.kernel_dtype`.
-        *state: The state matrix of the recipe, if it has one.
-        bias: To be added to the outputs, in their dtype; None for none.
-    """
-    if calls.are_shapes_alone_wanted():
-        plan, state = _unrounded(plan), ()
-    framework, tensors = backends.current, (inputs, kernel, *state)
-    if bias is None:
-        return framework.run(plan, *tensors)
-    return framework.run_and_add(bias, plan, *tensors)
-
-
-@functools.cache
-def _unrounded(plan: Plan) -> Plan:
-    """Return a plan without rounding; the outputs have the same shape."""
-    return dataclasses.replace(plan, recipe=_NOTHING_ROUNDED)
 
 
 @functools.cache

@@ -48,15 +48,21 @@ class BoundMatmul:
             for each in operands
         )
 
-    def __call__(self, a: Quantized, b: Quantized, shapes: Shapes) -> Tensor:
+    def __call__(
+        self, a: Quantized, b: Quantized, shapes: Shapes, kernel: Any = None
+    ) -> Tensor:
         """Multiply two quantized operands.
 
         Args:
             a: The first operand, quantized.
             b: The second operand, quantized.
             shapes: The shapes of the inputs and of the kernel.
+            kernel: The matmul kernel; None for that of the plan.
         """
-        return self._product(self._kernel, a, b, shapes)
+        a, b = self._a.read(a), self._b.read(b)
+        return self._contraction.product(
+            self._matmul, kernel or self._kernel, a, b, shapes, self._dtype
+        )
 
     def add(
         self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
@@ -72,14 +78,6 @@ class BoundMatmul:
         product = self(a, b, shapes)
         return product if bias is None else ops.add(product, bias)
 
-    def _product(
-        self, kernel: Any, a: Quantized, b: Quantized, shapes: Shapes
-    ) -> Tensor:
-        a, b = self._a.read(a), self._b.read(b)
-        return self._contraction.product(
-            self._matmul, kernel, a, b, shapes, self._dtype
-        )
-
 
 class MatmulWithBias(BoundMatmul):
     """A forward matmul that can add the bias before it rounds the output."""
@@ -92,7 +90,7 @@ class MatmulWithBias(BoundMatmul):
             columns = self._contraction.of_columns(bias, shapes)
             kernel = None if columns is None else self._kernel.adding(columns)
             if kernel is not None:
-                return self._product(kernel, a, b, shapes)
+                return self(a, b, shapes, kernel)
         return super().add(a, b, shapes, bias)
 
 

@@ -304,7 +304,7 @@ class Conv:
         dtype: str,
     ) -> Tensor:
         """Run a convolution; return the outputs, or an operand's gradient."""
-        first, second = (emulated.float32(each) for each in (a, b))
+        first, second = map(emulated.unscaled, (a, b))
         if matmul == "forward":
             result = kernel.outputs(self, first, second)
         elif matmul == "inputs_grad":

@@ -1,4 +1,4 @@
-"""A plan says how a contraction is quantized; `prefer` says how it runs."""
+"""A plan says how a contraction is quantized; `prefer` how it is to run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_policy_ext import backends
+from keras_policy_ext._keras import calls
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.contractions.bound_plan import BoundPlan
 from keras_policy_ext.contractions.kinds import Contraction
 from keras_policy_ext.contractions.operands import Operands, operands_of
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import source_of
-from keras_policy_ext.recipes import Recipe
+from keras_policy_ext.recipes import CurrentScaling, Recipe
 
 KINDS = ("auto", "native", "emulated")
 
@@ -175,3 +177,58 @@ def plan_of(*fields: Any) -> Plan:
 def preferring(plan: Plan, kind: str) -> Plan:
     """Return a copy of a plan with `prefer` set to `kind`, from a cache."""
     return dataclasses.replace(plan, prefer=kind)
+
+
+_NOTHING_ROUNDED = CurrentScaling(
+    forward="high_precision",
+    inputs_grad="high_precision",
+    kernel_grad="high_precision",
+)
+
+
+def make_plan(
+    contraction: Contraction,
+    recipe: Recipe,
+    inputs_dtype: str,
+    kernel_dtype: str,
+    training: bool | None = None,
+    slot: int = 0,
+    gathering: Any = None,
+    cast_before_amax: bool = False,
+) -> Plan:
+    """Return a contraction's plan for the current backend and settings.
+
+    The arguments are attributes of `Plan`.
+    """
+    framework = backends.current
+    known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
+    if framework.is_compiling():
+        return Plan(*known, prefer=None)
+    here = preferred(), framework.traces_for_xla()
+    return plan_of(*known, *here, gathering, cast_before_amax)
+
+
+def run(
+    plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
+) -> Any:
+    """Compute the outputs of a planned contraction; its plan has the gradients.
+
+    Args:
+        plan: From `make_plan`.
+        inputs: Of dtype `plan.inputs_dtype`.
+        kernel: Of dtype `plan.kernel_dtype`.
+        *state: The state matrix of the recipe, if it has one.
+        bias: To be added to the outputs, in their dtype; None for none.
+    """
+    if calls.are_shapes_alone_wanted():
+        plan, state = _unrounded(plan), ()
+    framework, tensors = backends.current, (inputs, kernel, *state)
+    if bias is None:
+        return framework.run(plan, *tensors)
+    return framework.run_and_add(bias, plan, *tensors)
+
+
+@functools.cache
+def _unrounded(plan: Plan) -> Plan:
+    """Return a plan without rounding; the outputs have the same shape."""
+    return dataclasses.replace(plan, recipe=_NOTHING_ROUNDED)

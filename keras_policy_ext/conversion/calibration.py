@@ -15,7 +15,7 @@ from keras import ops
 from keras_policy_ext import backends
 from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.operands import contraction_hook
+from keras_policy_ext.layers.controller import contraction_hook
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling

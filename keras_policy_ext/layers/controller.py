@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -20,11 +23,6 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import saved_weights, stored_weights
-from keras_policy_ext.layers.operands import (
-    call_hooks,
-    has_contraction_hooks,
-    static_flag,
-)
 from keras_policy_ext.layers.state import Float8State, has_state
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.stored_weights import StoredVariable
@@ -37,6 +35,37 @@ _MOST = 2**24
 
 #: The attribute of the root of a call that has the states used so far.
 _USED = "_float8_states_used"
+
+
+Hook = Callable[[Any, Any], None]
+
+_hooks: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar(
+    "hooks of contractions", default=()
+)
+
+
+@contextlib.contextmanager
+def contraction_hook(hook: Hook) -> Iterator[None]:
+    """In the block, call `hook(state, inputs)` at every contraction.
+
+    Only contractions of this thread and asyncio task count.
+
+    Args:
+        hook: Called with the state variable of the contracted kernel, None
+            under a recipe without state, and the inputs (any shape) in the
+            compute dtype.
+    """
+    token = _hooks.set((*_hooks.get(), hook))
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def call_hooks(state: Any, inputs: Tensor) -> None:
+    """Call each hook of the `contraction_hook` blocks for one contraction."""
+    for hook in _hooks.get():
+        hook(state, inputs)
 
 
 class Float8Controller:
@@ -220,7 +249,9 @@ class Float8Controller:
             )
         if training is None:
             training = calls.training_of_call()
-        training = static_flag(training)
+        # A tensor that is traced is as good as none.
+        is_known = isinstance(training, (bool, int, np.bool_))
+        training = bool(training) if is_known else None
         framework = backends.current
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
@@ -236,7 +267,7 @@ class Float8Controller:
             layer._has_stored_gradient,
         )
         layer.float8_state.last_call.plan = plan
-        if not compiling and has_contraction_hooks():
+        if not compiling and _hooks.get():
             call_hooks(layer.float8_state.of(kernel), inputs)
         return contractions.run(plan, inputs, value, *state, bias=bias)
 

@@ -10,8 +10,7 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
-from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.operands import activated
+from keras_policy_ext.layers.mixin import Float8Mixin, activated
 from keras_policy_ext.stored_kernels import Axes
 
 

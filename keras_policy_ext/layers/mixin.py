@@ -549,3 +549,28 @@ def _contraction_of(
     is_plain = compiling or not isinstance(equation, str)
     found = contraction_of if is_plain else known_contraction_of
     return found(equation, tuple(first.shape), tuple(second.shape))
+
+
+_RECOMPUTED = (
+    keras.activations.gelu,
+    keras.activations.silu,
+    keras.activations.mish,
+    keras.activations.hard_silu,
+)
+"""Activations whose own gradient saves more than their inputs."""
+
+
+def activated(activation: Any, x: Tensor) -> Tensor:
+    """Return `activation(x)`; save as little as possible for the gradient.
+
+    Args:
+        activation: The activation of a layer; None for none.
+        x: A tensor of any shape.
+    """
+    if activation is None:
+        return x
+    if activation is keras.activations.relu:
+        return backends.current.relu(x)
+    if activation in _RECOMPUTED:
+        return backends.current.recomputed(activation, x)
+    return activation(x)

@@ -1,85 +1,14 @@
-"""Checks of a float8 layer's operands, activations, and contraction hooks."""
+"""Checks of a float8 layer's operands."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
-from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, equations
-
-_RECOMPUTED = (
-    keras.activations.gelu,
-    keras.activations.silu,
-    keras.activations.mish,
-    keras.activations.hard_silu,
-)
-"""Activations whose own gradient saves more than their inputs."""
-
-
-def activated(activation: Any, x: Tensor) -> Tensor:
-    """Return `activation(x)`; save as little as possible for the gradient.
-
-    Args:
-        activation: The activation of a layer; None for none.
-        x: A tensor of any shape.
-    """
-    if activation is None:
-        return x
-    if activation is keras.activations.relu:
-        return backends.current.relu(x)
-    if activation in _RECOMPUTED:
-        return backends.current.recomputed(activation, x)
-    return activation(x)
-
-
-Hook = Callable[[Any, Any], None]
-
-_hooks: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar(
-    "hooks of contractions", default=()
-)
-
-
-@contextlib.contextmanager
-def contraction_hook(hook: Hook) -> Iterator[None]:
-    """In the block, call `hook(state, inputs)` at every contraction.
-
-    Only contractions of this thread and asyncio task count.
-
-    Args:
-        hook: Called with the state variable of the contracted kernel, None
-            under a recipe without state, and the inputs (any shape) in the
-            compute dtype.
-    """
-    token = _hooks.set((*_hooks.get(), hook))
-    try:
-        yield
-    finally:
-        _hooks.reset(token)
-
-
-def has_contraction_hooks() -> bool:
-    """Return True inside a `contraction_hook` block."""
-    return bool(_hooks.get())
-
-
-def call_hooks(state: Any, inputs: Tensor) -> None:
-    """Call each hook of the `contraction_hook` blocks for one contraction."""
-    for hook in _hooks.get():
-        hook(state, inputs)
-
-
-def static_flag(training: Any) -> bool | None:
-    """Return `training` as a bool; None if it is None or a traced tensor."""
-    known = isinstance(training, (bool, int, np.bool_))
-    return bool(training) if known else None
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:

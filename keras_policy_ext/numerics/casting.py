@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -18,6 +19,9 @@ CASTABLE = tuple(n for names in formats.FAMILIES.values() for n in names)
 
 EXPONENT_BITS = 0x7F800000
 """All exponent bits of a float32, which are the bits of infinity."""
+
+format_of = functools.cache(formats.get)
+"""Return the `Format` of this name, from a cache."""
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 SIGN_BIT = -0x80000000
@@ -130,12 +134,13 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     # `+`, as ops.add takes an empty x of two axes for a bias on TensorFlow
     # (keras 3.15).
     rounded = view(x + anchor - anchor, "int32")
-    if not formats.get(dtype).has_negative_zero:
+    if not format_of(dtype).has_negative_zero:
         return view(rounded, "float32")
     sign = ops.bitwise_and(bits, SIGN_BIT)
     return view(ops.bitwise_or(rounded, sign), "float32")
 
 
+@functools.cache
 def grid_constants(dtype: str) -> tuple[int, int]:
     """Return two integers with which `round_to_format` finds the spacing.
 
@@ -144,7 +149,7 @@ def grid_constants(dtype: str) -> tuple[int, int]:
         to add to the bits of 2^e to get those of 1.5 * 2^(e + 23 - mantissa
         bits).
     """
-    fmt = formats.get(dtype)
+    fmt = format_of(dtype)
     lowest = int(np.float32(fmt.smallest_normal).view(np.int32))
     return lowest, ((23 - fmt.mantissa_bits) << 23) + (1 << 22)
 
@@ -208,7 +213,7 @@ def _limit(dtype: Any) -> float:
             f"Cannot cast to this dtype. Received: {dtype!r}. Allowed: "
             f"{', '.join(CASTABLE)}. {step}"
         )
-    return formats.get(dtype).max
+    return format_of(dtype).max
 
 
 def _cast(x: Tensor, dtype: str) -> Tensor:
@@ -235,7 +240,7 @@ def scaled(
         dtype: The name of the format.
         is_factor: Whether to multiply by `scale` instead of dividing by it.
     """
-    limit = formats.get(dtype).max
+    limit = format_of(dtype).max
     x = ops.cast(x, "float32")
     if is_factor:
         return ops.clip(ops.multiply(x, scale), -limit, limit)
@@ -286,7 +291,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     """
     if _cuts_float16(format_name):
         return _encode_by_half(values, format_name)
-    fmt = formats.get(format_name)
+    fmt = format_of(format_name)
     raw = view(values, "int32")
     magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
     # Below the smallest normal number codes count multiples of the spacing,
@@ -318,7 +323,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     """
     if _cuts_float16(format_name):
         return _decode_by_half(codes, format_name)
-    fmt = formats.get(format_name)
+    fmt = format_of(format_name)
     codes = ops.cast(codes, "int32")
     magnitude = ops.bitwise_and(codes, (1 << (fmt.bits - 1)) - 1)
     small = ops.cast(magnitude, "float32") * fmt.smallest_subnormal
@@ -337,6 +342,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     return view(ops.bitwise_or(bits, sign), "float32")
 
 
+@functools.cache
 def _cuts_float16(format_name: str) -> bool:
     """Return True if codes can be the upper bits of float16 values.
 

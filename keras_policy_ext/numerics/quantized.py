@@ -190,7 +190,8 @@ class Quantized:
         elif "float32" not in dtype:
             values = widen(values, compute_dtype)
         wide = self if values is self.values else self.with_values(values)
-        return wide.with_float32_scales
+        has_codes = quantization.scale_format != "float32"
+        return wide.with_float32_scales if has_codes else wide
 
     @property
     def with_float32_scales(self) -> Quantized:

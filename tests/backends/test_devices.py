@@ -145,12 +145,18 @@ def test_devices_are_known_by_what_jax_says(
 ):
     import jax
 
+    from keras_policy_ext.backends.jax import engine as jax_devices
+
     device = types.SimpleNamespace(device_kind=kind)
     if capability is not None:
         device.compute_capability = capability
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    found = backends.engine.device()
+    jax_devices.found.cache_clear()
+    try:
+        found = backends.engine.device()
+    finally:
+        jax_devices.found.cache_clear()
     assert kind in found.title
     for field in ("maker", "float8", "scales", "multiplies_in"):
         expected = getattr(devices.KNOWN[known], field)

@@ -37,7 +37,7 @@ from keras_policy_ext.recipes import Tile
 
 def here() -> Device:
     """Return the `Device` that `pretend` set, else the one JAX runs on."""
-    return devices.pretended() or _found()
+    return devices.pretended() or found()
 
 
 def lacking(*formats: str) -> str | None:
@@ -58,7 +58,8 @@ def lacking_mx() -> str | None:
     return f"{device.title} is no Blackwell that scales MX blocks (10.x)"
 
 
-def _found() -> Device:
+@functools.cache
+def found() -> Device:
     """Return the `Device` that JAX runs on, from the table of devices.
 
     A CPU is always the table's `cpu`, also if it has bfloat16 instructions.

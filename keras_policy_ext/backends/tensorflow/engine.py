@@ -17,7 +17,6 @@ from keras_policy_ext.backends.emulated import (
     Plain,
     are_powers_of_two,
     exact_in,
-    float32,
     have_vector,
     scaled,
     unscaled,
@@ -197,7 +196,7 @@ class XlaMatmul(MatmulKernel):
     ) -> Tensor:
         # Not fast is the highest precision.
         product = _product if fast else _exact_product
-        return scaled(product(float32(a), float32(b)), a, b, dtype)
+        return scaled(product(unscaled(a), unscaled(b)), a, b, dtype)
 
 
 class DequantizedMatmul(XlaMatmul):

@@ -34,6 +34,7 @@ from keras_policy_ext.backends.torch.gradients import (
     Relu,
     are_transforms_active,
     links_of,
+    no_autocast,
     refuse_compiled_transforms,
 )
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
@@ -480,7 +481,7 @@ def _run(
     tensors = (inputs, kernel, *state)
     if are_transforms_active():
         return transforms.run(operation, bias, *tensors)
-    with operators.no_autocast(inputs):
+    with no_autocast(inputs):
         if torch.is_grad_enabled() and (
             inputs.requires_grad
             or kernel.requires_grad

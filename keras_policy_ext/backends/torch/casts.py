@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keras_policy_ext import _user_code, formats
+from keras_policy_ext import _user_code
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import Both, BothLayouts, ScaleHint
 from keras_policy_ext.backends.matmuls import StateKernels
@@ -142,7 +142,7 @@ def _is_castable(dtype: str, device: torch.device) -> bool:
 
 
 def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
-    limit = formats.get(dtype).max
+    limit = casting.format_of(dtype).max
     wide = x.float()
     wide = wide * scale if is_factor else wide / scale
     return wide.clamp_(-limit, limit)
@@ -158,7 +158,7 @@ def _rounded(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
     """Give rounded values the signs of `x`, if the format has -0."""
-    if not formats.get(dtype).has_negative_zero:
+    if not casting.format_of(dtype).has_negative_zero:
         return rounded
     if torch.compiler.is_exporting():
         return rounded.copysign(x)

@@ -8,6 +8,7 @@ used for their gradients only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,6 @@ from keras_policy_ext.backends.interface import (
     Operation,
     Shape,
 )
-from keras_policy_ext.backends.torch import operators
 
 FORWARD_MODE = (
     "A layer in float8 has no derivative in forward mode. Received: "
@@ -53,6 +53,16 @@ def refuse_compiled_transforms() -> None:
             "transform. Allowed: the transform without torch.compile, for "
             "instance under torch.compiler.disable."
         )
+
+
+def no_autocast(x: Tensor) -> Any:
+    """Return a context in which `torch.autocast` is off for a device.
+
+    The device "meta" has no autocast to disable.
+    """
+    if x.device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class ReverseMode(torch.autograd.Function):
@@ -215,7 +225,7 @@ def _gradients(
     """
     operation, shapes, needed, uses_state = how
     state, leaves = saved[:uses_state], saved[uses_state:]
-    with torch.no_grad(), operators.no_autocast(outputs_grad):
+    with torch.no_grad(), no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grad = operation.bound.backward(
             operation.bound.residuals(leaves, shapes),
             outputs_grad,
@@ -277,7 +287,7 @@ class _Gradients(ByExample):
         outputs_grad, *saved = ctx.saved_tensors
         operation, shapes, _, uses_state = ctx.how
         leaves = saved[uses_state:]
-        with torch.no_grad(), operators.no_autocast(outputs_grad):
+        with torch.no_grad(), no_autocast(outputs_grad):
             found = operation.bound.second_derivatives(
                 operation.bound.residuals(leaves, shapes),
                 outputs_grad,

@@ -7,7 +7,6 @@ a third longer on a CPU, and a minute to compile (torch 2.13, 2 cores).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from keras_policy_ext.backends.interface import (
     Operation,
 )
 from keras_policy_ext.backends.torch import observations
+from keras_policy_ext.backends.torch.gradients import no_autocast
 
 _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
 """The operations by their name in graphs, which may outlive the process."""
@@ -283,13 +283,3 @@ def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)
     return tensor.clone() if shared else tensor
-
-
-def no_autocast(x: Tensor) -> Any:
-    """Return a context in which `torch.autocast` is off for a device.
-
-    The device "meta" has no autocast to disable.
-    """
-    if x.device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)

@@ -48,7 +48,7 @@ class _Run(ByExample):
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
         observe = operation.training is not False
-        with operators.no_autocast(inputs):
+        with torch_gradients.no_autocast(inputs):
             outputs, residuals = operation.bound.forward(
                 inputs, kernel, state, observe
             )
