@@ -273,6 +273,15 @@ def are_powers_of_two(*operands: Quantized) -> bool:
     return all(q is not None and q.scale_rounding != "nearest" for q in asked)
 
 
+def may_write_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
+    """Return True if a GPU may write a matmul's sums in bfloat16.
+
+    A number times a power of two is rounded to bfloat16 as the number is, and
+    bfloat16 is half of what a float32 result moves.
+    """
+    return dtype == "bfloat16" and are_powers_of_two(a, b)
+
+
 def have_vector(a: Quantized, b: Quantized) -> bool:
     """Return True if one of the two operands is a vector.
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import BothLayouts
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
@@ -23,6 +23,13 @@ OTHER_SCALES = "its scales are those of other tiles"
 
 ROW = Tile(free=1)
 """One scale per row of the matrix that a matmul reads."""
+
+
+E8M0 = "float8_e8m0fnu"
+"""The format of the scales of MX blocks."""
+
+MX_BLOCK = 32
+"""The number of elements in a block of the OCP MX formats."""
 
 
 class Choice(NamedTuple):
@@ -74,6 +81,18 @@ class Request(NamedTuple):
         return ROW in self.tiles and set(self.tiles) <= {ROW, Tile()}
 
     @property
+    def of_mx(self) -> bool:
+        """True if both operands have scales of MX blocks."""
+        return self.tiles == (Tile(1, MX_BLOCK),) * 2
+
+    @property
+    def refused_as_mx(self) -> str | None:
+        """Why these scales are not those of the MX formats, or None."""
+        if "nearest" in (self.a.scale_rounding, self.b.scale_rounding):
+            return "the scales of MX blocks are powers of two"
+        return None
+
+    @property
     def formats(self) -> tuple[str, str]:
         """The names of the formats of the two operands."""
         return self.a.format, self.b.format
@@ -117,6 +136,28 @@ class MatmulKernel(Protocol):
         Returns:
             (b, m, n).
         """
+
+
+class NativeMatmul(MatmulKernel):
+    """A kernel that reads float8 operands, by default of one scale each."""
+
+    native = True
+
+    @override
+    def supports(self, request: Request) -> str | None:
+        if not self.reads(request):
+            return OTHER_SCALES
+        if request.prefer == "emulated":
+            return "asked for by kernels.prefer"
+        return self.refusal(request)
+
+    def reads(self, request: Request) -> bool:
+        """Return True if this kernel is for the scales of a matmul."""
+        return request.of_whole_tensors
+
+    def refusal(self, request: Request) -> str | None:
+        """Return why, apart from scales, a matmul is not native; or None."""
+        raise NotImplementedError
 
 
 class Convolutions(Protocol):
@@ -199,9 +240,9 @@ class Engine:
     matmuls: tuple[MatmulKernel, ...]
     plain: MatmulKernel
     convolutions: Convolutions
-    cast: Cast
-    narrow_cast: Cast
-    widen: Callable[[Tensor, str], Tensor]
+    cast: Cast = casting.quantize_float32
+    narrow_cast: Cast = casting.quantize
+    widen: Callable[[Tensor, str], Tensor] = casting.widen
     both_layouts: BothLayouts | None = None
     training_cast: Cast | None = None
     encode: Callable[[Tensor, str], Tensor] = casting.encode

@@ -17,22 +17,21 @@ from keras_policy_ext.backends.emulated import (
     Emulated,
     KerasConvolutions,
     Plain,
-    are_powers_of_two,
     exact_in,
     have_vector,
+    may_write_bfloat16,
     scaled,
     unscaled,
 )
 from keras_policy_ext.backends.matmuls import (
-    OTHER_SCALES,
+    E8M0,
+    MX_BLOCK,
     Engine,
-    MatmulKernel,
+    NativeMatmul,
     Request,
 )
-from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.casting import encode_scales
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.recipes import Tile
 
 
 def here() -> Device:
@@ -91,11 +90,6 @@ def _numbers(capability: Any) -> tuple[int, ...] | None:
     return tuple(map(int, numbers))
 
 
-E8M0 = "float8_e8m0fnu"
-
-MX_BLOCK = 32
-"""The number of elements in a block of the OCP MX formats."""
-
 TERMS = 128
 """The contracted axis is padded to a multiple of this.
 
@@ -103,7 +97,7 @@ With 32 XLA fails to compile (JAX 0.10).
 """
 
 
-class ScaledDot(MatmulKernel):
+class ScaledDot(NativeMatmul):
     """`lax.scaled_dot`, which XLA compiles to a matmul that reads the scales.
 
     It was not run in this release, for want of a Blackwell GPU. The code that
@@ -111,17 +105,15 @@ class ScaledDot(MatmulKernel):
     that scale blocks. `integration/lowering` checks this again.
     """
 
-    native = True
+    @override
+    def reads(self, request: Request) -> bool:
+        return request.of_mx
 
     @override
-    def supports(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         # On a data center's Blackwell.
-        if request.tiles != (Tile(1, MX_BLOCK),) * 2:
-            return OTHER_SCALES
-        if request.prefer == "emulated":
-            return "asked for by kernels.prefer"
-        if "nearest" in (request.a.scale_rounding, request.b.scale_rounding):
-            return "the scales of MX blocks are powers of two"
+        if request.refused_as_mx is not None:
+            return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
             return f"jax {jax.__version__} has no scaled_dot"
         wanted = request.prefer == "native"
@@ -264,24 +256,13 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
 
 
-class Float8Dot(MatmulKernel):
+class Float8Dot(NativeMatmul):
     """A kernel that passes float8 operands with one scale each to XLA."""
 
-    native = True
-
     @override
-    def supports(self, request: Request) -> str | None:
-        if not request.of_whole_tensors:
-            return OTHER_SCALES
-        return self.refusal(request)
-
     def refusal(self, request: Request) -> str | None:
-        """Return why, apart from scales, a matmul is not native; or None."""
-        if request.prefer == "emulated":
-            return "asked for by kernels.prefer"
-        if request.prefer == "native":
-            return None
-        return lacking(*request.formats)
+        wanted = request.prefer == "native"
+        return None if wanted else lacking(*request.formats)
 
     @override
     def reason(self, request: Request) -> str:
@@ -317,8 +298,8 @@ class Float8DotOfRows(Float8Dot):
     """
 
     @override
-    def supports(self, request: Request) -> str | None:
-        return self.refusal(request) if request.of_rows else OTHER_SCALES
+    def reads(self, request: Request) -> bool:
+        return request.of_rows
 
     @override
     def reason(self, request: Request) -> str:
@@ -329,11 +310,9 @@ class Float8DotOfRows(Float8Dot):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         # XLA for CUDA reads float8 where it is cast to bfloat16 as well, and
-        # small matmuls, for which it casts, are then none of float16. A number
-        # times a power of two is rounded to bfloat16 as the number is, so it
-        # may write that: half of what it moves.
+        # small matmuls, for which it casts, are then none of float16.
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
-        narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
+        narrow = may_write_bfloat16(a, b, dtype)
         written = jnp.bfloat16 if narrow else jnp.float32
 
         def direct() -> Tensor:
@@ -406,9 +385,6 @@ ENGINE = Engine(
     ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
-    cast=casting.quantize_float32,
-    narrow_cast=casting.quantize,
-    widen=casting.widen,
     casts_before_amax=_casts_before_amax,
     requantizes_kernels=_requantizes_kernels,
 )

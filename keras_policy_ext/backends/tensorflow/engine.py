@@ -15,16 +15,15 @@ from keras_policy_ext.backends.emulated import (
     Emulated,
     KerasConvolutions,
     Plain,
-    are_powers_of_two,
     exact_in,
     have_vector,
+    may_write_bfloat16,
     scaled,
     unscaled,
 )
 from keras_policy_ext.backends.matmuls import (
-    OTHER_SCALES,
     Engine,
-    MatmulKernel,
+    NativeMatmul,
     Request,
 )
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
@@ -157,32 +156,21 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
-class XlaMatmul(MatmulKernel):
+class XlaMatmul(NativeMatmul):
     """A kernel that casts float8 operands; XLA fuses casts and matmul.
 
     `tf.matmul` refuses float8 operands. On a GPU with float8 support, XLA
     turns a matmul of operands that are cast from float8 into a float8 matmul.
     """
 
-    native = True
-
     @override
-    def supports(self, request: Request) -> str | None:
-        # In what XLA compiles.
-        if not request.of_whole_tensors:
-            return OTHER_SCALES
-        return self.refusal(request)
-
     def refusal(self, request: Request) -> str | None:
-        """Return why, apart from scales, a matmul is not native; or None."""
-        if request.prefer == "emulated":
-            return "asked for by kernels.prefer"
-        reason = lacking(*request.formats)
-        if request.prefer != "native" and reason is not None:
-            return reason
-        if not request.for_xla:
+        # In what XLA compiles.
+        wanted = request.prefer == "native"
+        reason = None if wanted else lacking(*request.formats)
+        if reason is None and not request.for_xla:
             return "only XLA has a float8 matmul: jit_compile=True"
-        return None
+        return reason
 
     @override
     def reason(self, request: Request) -> str:
@@ -208,9 +196,9 @@ class DequantizedMatmul(XlaMatmul):
     """
 
     @override
-    def supports(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         # With a GPU that has float8.
-        return super().supports(request) or lacking(*request.formats)
+        return super().refusal(request) or lacking(*request.formats)
 
     @override
     def multiply(
@@ -238,17 +226,14 @@ class XlaMatmulOfRows(XlaMatmul):
     """
 
     @override
-    def supports(self, request: Request) -> str | None:
-        # In what XLA compiles.
-        return self.refusal(request) if request.of_rows else OTHER_SCALES
+    def reads(self, request: Request) -> bool:
+        return request.of_rows
 
     @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # A number times a power of two is rounded to bfloat16 as the number
-        # is, so that a GPU may write that: half of what it moves.
-        narrow = dtype == "bfloat16" and are_powers_of_two(a, b)
+        narrow = may_write_bfloat16(a, b, dtype)
         on_gpu = lacking(*map(_format_of, (a, b))) is None
         if not narrow or have_vector(a, b) or not on_gpu:
             return super().multiply(a, b, dtype, fast)
@@ -308,9 +293,6 @@ ENGINE = Engine(
     ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
-    cast=casting.quantize_float32,
-    narrow_cast=casting.quantize,
-    widen=casting.widen,
     training_cast=cast_in_training,
     encode=encode,
     decode=decode,

@@ -14,8 +14,9 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.emulated import times_scales
 from keras_policy_ext.backends.matmuls import (
-    OTHER_SCALES,
-    MatmulKernel,
+    E8M0,
+    MX_BLOCK,
+    NativeMatmul,
     Request,
 )
 from keras_policy_ext.backends.torch import backend as torch_devices
@@ -33,13 +34,8 @@ BLOCK = 128
 HALVES = (torch.bfloat16, torch.float16)
 """The result dtypes for which `scaled_mm` adds a bias of the same dtype."""
 
-E8M0 = "float8_e8m0fnu"
 
-MX_BLOCK = 32
-"""The number of elements in a block of the OCP MX formats."""
-
-
-class ScaledMM(MatmulKernel):
+class ScaledMM(NativeMatmul):
     """A kernel: `scaled_mm` of two float8 matrices with one scale each.
 
     PyTorch's own tests (`test_scaled_matmul_cuda.py`) cover float32 results,
@@ -49,8 +45,6 @@ class ScaledMM(MatmulKernel):
         bias: One value per column, added before the result is rounded; or
             None.
     """
-
-    native = True
 
     def __init__(self, bias: Tensor | None = None):
         self._bias = bias
@@ -71,14 +65,9 @@ class ScaledMM(MatmulKernel):
         on_cpu = torch_devices.here().maker == "cpu"
         return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
-    def supports(self, request: Request) -> str | None:
-        """Return why `scaled_mm` is not used for a matmul; None if it is.
-
-        It is used on CUDA devices with float8, and on a CPU if native matmuls
-        are preferred.
-        """
-        if not request.of_whole_tensors:
-            return OTHER_SCALES
+    @override
+    def refusal(self, request: Request) -> str | None:
+        # On CUDA devices with float8, and on a CPU if it is asked for.
         return _refusal(request) or _slower_on_a_cpu(request)
 
     @override
@@ -100,20 +89,20 @@ class ScaledMM(MatmulKernel):
         return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
 
 
-class ScaledMMOfRows(MatmulKernel):
+class ScaledMMOfRows(NativeMatmul):
     """A kernel: `scaled_mm` with row scales for one operand or both.
 
     If PyTorch has no kernel that takes them, the scales multiply the output in
     float32.
     """
 
-    native = True
+    @override
+    def reads(self, request: Request) -> bool:
+        return request.of_rows
 
     @override
-    def supports(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         # Where `ScaledMM` is there.
-        if not request.of_rows:
-            return OTHER_SCALES
         return _refusal(request) or _slower_on_a_cpu(request)
 
     @override
@@ -138,7 +127,7 @@ class ScaledMMOfRows(MatmulKernel):
         return product.to(getattr(torch, dtype))
 
 
-class ScaledMMOfBlocks(MatmulKernel):
+class ScaledMMOfBlocks(NativeMatmul):
     """A kernel: `scaled_mm` with 1 x 128 scales, or 128 x 128 for the second.
 
     It was not run in this release, for want of a Hopper GPU. The layouts are
@@ -146,14 +135,14 @@ class ScaledMMOfBlocks(MatmulKernel):
     checked on tensors without data.
     """
 
-    native = True
+    @override
+    def reads(self, request: Request) -> bool:
+        row, square = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
+        return request.tiles in ((row, row), (row, square))
 
     @override
-    def supports(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         # On a Hopper.
-        row, square = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
-        if request.tiles not in ((row, row), (row, square)):
-            return OTHER_SCALES
         return (
             _refusal(request)
             or torch_devices.lacking_blocks()
@@ -190,7 +179,7 @@ class ScaledMMOfBlocks(MatmulKernel):
         return _cut(product, a, b, dtype)
 
 
-class ScaledMMOfMX(MatmulKernel):
+class ScaledMMOfMX(NativeMatmul):
     """A kernel: `scaled_mm` with a power of two per 32 elements of a row.
 
     It was not run in this release, for want of a Blackwell GPU. PyTorch's
@@ -198,18 +187,18 @@ class ScaledMMOfMX(MatmulKernel):
     scales is checked against cuBLAS's formula.
     """
 
-    native = True
+    @override
+    def reads(self, request: Request) -> bool:
+        return request.of_mx
 
     @override
-    def supports(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         # On a data center's Blackwell.
-        if request.tiles != (Tile(1, MX_BLOCK),) * 2:
-            return OTHER_SCALES
         return (
             _refusal(request)
             or torch_devices.lacking_mx()
             or _other_formats(request)
-            or _other_than_powers_of_two(request)
+            or request.refused_as_mx
         )
 
     @override
@@ -261,8 +250,6 @@ def swizzled(scales: Tensor) -> Tensor:
 
 def _refusal(request: Request) -> str | None:
     """Return why PyTorch has no float8 matmul for a request, or None."""
-    if request.prefer == "emulated":
-        return "asked for by kernels.prefer"
     if request.batched:
         return "torch has no batched float8 matmul"
     if not hasattr(F, "scaled_mm"):
@@ -282,12 +269,6 @@ def _other_formats(request: Request) -> str | None:
     if request.a.format == request.b.format == "float8_e4m3fn":
         return None
     return "torch's matmuls with scales of blocks read float8_e4m3fn only"
-
-
-def _other_than_powers_of_two(request: Request) -> str | None:
-    if "nearest" not in (request.a.scale_rounding, request.b.scale_rounding):
-        return None
-    return "the scales of MX blocks are powers of two"
 
 
 def _matrices(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
