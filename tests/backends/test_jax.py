@@ -34,6 +34,14 @@ class Device:
             self.compute_capability = capability
 
 
+def on(monkeypatch, capability):
+    """Run the test on this GPU."""
+    # Looked up anew.
+    monkeypatch.setattr(engine, "found", engine.found.__wrapped__)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+
+
 @pytest.mark.parametrize(
     ("capability", "kind"),
     [
@@ -48,8 +56,7 @@ class Device:
 def test_a_device_without_float8_hardware_emulates(
     monkeypatch, capability, kind
 ):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+    on(monkeypatch, capability)
     choice = kernels.select("ab,bc->ac")
     assert choice.kind == kind
     if kind == "emulated":
@@ -115,11 +122,6 @@ def test_any_other_product_is_one_of_float8_values(rows, platform):
 
 def select(a, b, prefer="auto"):
     return ENGINE.select(Request("forward", a, b, False, prefer, True))
-
-
-def on(monkeypatch, capability):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
 
 
 @pytest.mark.parametrize(
