@@ -11,6 +11,8 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import stock_float8, variable_values, walking
+from keras_policy_ext.conversion import recorded
+from keras_policy_ext.layers.by_operation import form_by_operation, record_of
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
@@ -92,7 +94,9 @@ class Survey:
 def survey(model: keras.Layer) -> Survey:
     """Sort the layers of a model into candidates, composites and skipped."""
     found = Survey([], [], [])
-    for layer in walking.layers_within(model):
+    layers = walking.layers_within(model)
+    recorded.record(model, [x for x in layers if _has_no_form(x)])
+    for layer in layers:
         if isinstance(layer, Float8State):
             continue
         try:
@@ -139,6 +143,17 @@ def replaced_code(layer: keras.Layer) -> str | None:
     return None
 
 
+def _has_no_form(layer: keras.Layer) -> bool:
+    """Return True if the class of a layer has no float8 form."""
+    cls = type(layer)
+    if issubclass(cls, Float8Mixin) or _without_form(cls) is not None:
+        return False
+    try:
+        return form_of(cls) is None and _quantized_by(layer) is None
+    except TypeError:
+        return False
+
+
 class _CannotConvert(Exception):
     """Raised for a layer that cannot be converted; its text says why."""
 
@@ -155,6 +170,8 @@ def _form(layer: keras.Layer) -> type | None:
     except TypeError as error:
         raise _CannotConvert(_quantized_by(layer) or str(error)) from error
     own = walking.own_weights(layer)
+    if form is None and not quantized_by_keras(layer):
+        form = form_by_operation(layer)
     trains = getattr(form, "float8_trains", True)
     if form is None or (form is not cls and not trains):
         _refuse_unknown(layer, own)
@@ -186,23 +203,46 @@ def _quantized_by(layer: keras.Layer) -> str | None:
     return None
 
 
-def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
-    """Raise with the reason if a layer with weights has no float8 form."""
-    cls = type(layer)
+def _without_form(cls: type) -> str | None:
+    """Return why a stock class with weights has no float8 form, or None."""
     for base in cls.__mro__:
         rank = "".join(re.findall(r"\dD", base.__name__))
         reason = _WITHOUT_FORM.get(re.sub(r"\dD", "{0}", base.__name__))
         if reason and base is getattr(keras.layers, base.__name__, None):
-            raise _CannotConvert(reason.format(rank))
+            return reason.format(rank)
+    return None
+
+
+def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
+    """Raise with the reason if a layer with weights has no float8 form."""
+    cls = type(layer)
+    reason = _without_form(cls)
+    if reason is not None:
+        raise _CannotConvert(reason)
     if not own:
         return
     if any(len(weight.shape) >= 2 for weight in own):
         raise _CannotConvert(
             _quantized_by(layer)
+            or _not_recognised(layer)
             or f"{cls.__name__} has no float8 form; a layer of your own can "
             "derive from Float8Mixin and contract with float8_einsum"
         )
     raise _CannotConvert(_NO_KERNEL)
+
+
+def _not_recognised(layer: keras.Layer) -> str | None:
+    """Return why no product of a layer is computed in float8, or None."""
+    record = record_of(layer)
+    if record is None:
+        return None
+    if record.products:
+        return f"it calls keras.ops.{record.branch}, in which products differ"
+    return (
+        f"{type(layer).__name__} multiplies no weight of its own by "
+        "keras.ops.matmul, einsum, dot or tensordot; a layer of your own can "
+        "derive from Float8Mixin and contract with float8_einsum"
+    )
 
 
 def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:

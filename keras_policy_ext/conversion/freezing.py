@@ -38,6 +38,7 @@ from keras_policy_ext.conversion.report import (
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
 from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.by_operation import form_by_operation
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import drop_ins, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -467,7 +468,7 @@ def form_to_freeze(layer: keras.Layer) -> Any:
 def _form(layer: keras.Layer) -> Any:
     """Return the float8 class for a layer; None if a subclass changed code."""
     try:
-        return form_of(type(layer))
+        return form_of(type(layer)) or form_by_operation(layer)
     except TypeError:
         return None
 

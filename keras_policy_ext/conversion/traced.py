@@ -28,6 +28,7 @@ from keras_policy_ext.backends import tracing
 from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.operands import MovedKernel
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.policies.of_layers import float8_policy_of
 
@@ -557,8 +558,10 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
         training: bool | None,
         dtype: Any = None,
         bias: Any = None,
+        moved: MovedKernel | None = None,
     ) -> Any:
-        shapes = tuple(inputs.shape), tuple(kernel.shape)
+        read = kernel if moved is None else moved
+        shapes = tuple(inputs.shape), tuple(read.shape)
         if isinstance(contraction, contractions.Einsum):
             equation = contraction.equation
             product = tracing.einsum(equation, *shapes)

@@ -151,6 +151,15 @@ def _traced(model: keras.Layer) -> _Pair | None:
     return None
 
 
+def traced_once(model: keras.Layer) -> bool:
+    """Trace a model's call with shapes only; return whether that succeeded."""
+    for inputs in _inputs(model):
+        with contextlib.suppress(Exception):
+            traced.trace(model, [inputs.of(SAMPLES[0])])
+            return True
+    return False
+
+
 def _with_kernels(
     small: list[traced.Counted], large: list[traced.Counted]
 ) -> Iterator[tuple[keras.Layer, _Counted]]:

@@ -14,6 +14,7 @@ import keras
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.by_operation import form_by_operation
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -99,7 +100,7 @@ def to_stock_class(layer: keras.Layer) -> None:
 
 
 def _form(layer: keras.Layer) -> type:
-    form = form_of(type(layer))
+    form = form_of(type(layer)) or form_by_operation(layer)
     if form is None:
         raise ValueError(
             f"This layer has no float8 form. Received: {type(layer).__name__} "

@@ -23,6 +23,7 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import saved_weights, stored_weights
+from keras_policy_ext.layers.operands import MovedKernel
 from keras_policy_ext.layers.state import Float8State, has_state
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.stored_weights import StoredVariable
@@ -200,6 +201,10 @@ class Float8Controller:
         """The weights of the layer that are contracted in float8."""
         return [v for v in self.layer.weights if v.path in self.kernel_paths]
 
+    def has_kernel(self, variable: Any) -> bool:
+        """Return True if a variable is a kernel that the layer contracts."""
+        return getattr(variable, "path", None) in self.kernel_paths
+
     def add_kernel(self, variable: keras.Variable) -> None:
         """Register a new weight as a float8 kernel, and create its state."""
         self.kernel_paths += (variable.path,)
@@ -224,6 +229,7 @@ class Float8Controller:
         training: bool | None,
         dtype: Any = None,
         bias: Tensor | None = None,
+        moved: MovedKernel | None = None,
     ) -> Tensor:
         """Contract inputs with a kernel of the layer in float8; add a bias.
 
@@ -234,6 +240,8 @@ class Float8Controller:
             training: As for `Float8Mixin.float8_einsum`.
             dtype: Of the result; None for the compute dtype.
             bias: As for `Float8Mixin.float8_einsum`.
+            moved: How the kernel is moved before it is contracted; None for
+                the kernel as it is.
 
         Raises:
             ValueError: If the kernel is no weight of the layer.
@@ -256,6 +264,8 @@ class Float8Controller:
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
         state, slot = self._state_of(kernel, value, training, compiling)
+        if moved is not None:
+            value = moved.move(value)
         plan = contractions.make_plan(
             contraction,
             policy.recipe,
@@ -263,7 +273,7 @@ class Float8Controller:
             keras.backend.standardize_dtype(value.dtype),
             training,
             slot,
-            framework.gathering_of(kernel),
+            framework.gathering_of(kernel) if moved is None else None,
             layer._has_stored_gradient,
         )
         layer.float8_state.last_call.plan = plan

@@ -86,16 +86,26 @@ def form_of(cls: type) -> type | None:
             "True` in the class"
         )
     with _MAKING_A_FORM:
-        return _FORMS[cls] if cls in _FORMS else _new_form(cls, stock)
+        if cls not in _FORMS:
+            _FORMS[cls] = new_form(cls, _FORMS[stock])
+        return _FORMS[cls]
 
 
-def _new_form(cls: type, stock: type) -> type:
-    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    form = type(cls.__name__, (cls, _FORMS[stock]), namespace)
+def new_form(cls: type, base: type, **namespace: Any) -> type:
+    """Return a subclass of a user's class with a float8 class as further base.
+
+    Files name the class of the user.
+
+    Args:
+        cls: The class of the user.
+        base: The float8 class.
+        **namespace: Further attributes of the subclass.
+    """
+    said = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    form = type(cls.__name__, (cls, base), {**said, **namespace})
     form.__qualname__ = cls.__qualname__
     saving_hooks.serialize_as(form, cls)
     _ORIGINALS[form] = cls
-    _FORMS[cls] = form
     return form
 
 

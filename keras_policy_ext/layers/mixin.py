@@ -26,6 +26,7 @@ from keras_policy_ext.layers.controller import (
 )
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.operands import (
+    MovedKernel,
     contraction_of,
     is_floating,
     known_contraction_of,
@@ -292,9 +293,10 @@ class Float8Mixin(
         training: bool | None,
         dtype: Any = None,
         bias: Tensor | None = None,
+        moved: MovedKernel | None = None,
     ) -> Tensor:
         return self.float8_controller.contract(
-            contraction, inputs, kernel, training, dtype, bias
+            contraction, inputs, kernel, training, dtype, bias, moved
         )
 
     @property

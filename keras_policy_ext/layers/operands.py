@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, equations
+
+
+class MovedKernel(NamedTuple):
+    """A kernel whose elements are moved before a contraction reads it.
+
+    Attributes:
+        shape: The shape that the contraction reads.
+        move: Moves the tensor of the kernel; differentiable.
+    """
+
+    shape: tuple[Any, ...]
+    move: Callable[[Tensor], Tensor]
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:

@@ -1,0 +1,352 @@
+"""Layers of a class without a float8 form, whose products are recognised.
+
+Such a layer multiplies its own weights by `keras.ops.matmul`, `einsum`, `dot`
+or `tensordot`. `convert` records once which weight is an operand of which
+product. From then on these products are computed in float8, and the rest of
+the layer's `call` runs unchanged.
+
+A product is recognised by its operand: the variable itself, or a tensor that
+Keras's operations made of the variable by casting it or moving its elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import string
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_policy_ext._keras import products, walking
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions import COMPUTE_DTYPES, Einsum, equations
+from keras_policy_ext.layers.drop_in import new_form
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.operands import MovedKernel, contraction_of
+from keras_policy_ext.stored_kernels import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedProduct:
+    """A product of an activation with a weight of the layer.
+
+    Attributes:
+        path: The path of the weight.
+        equation: An explicit einsum equation; the second operand is the
+            weight, as it was moved.
+        is_moved: Whether the operand is a moved copy of the weight.
+    """
+
+    path: str
+    equation: str
+    is_moved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What was recorded of a layer.
+
+    Attributes:
+        products: Its products with weights of its own.
+        branch: The name of an operation that runs a function of the caller;
+            "" if the layer calls none.
+    """
+
+    products: tuple[RecordedProduct, ...] = ()
+    branch: str = ""
+
+
+_RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
+    weakref.WeakKeyDictionary()
+)
+
+_FORMS: dict[type, type] = {}
+
+
+def remember(layer: keras.Layer, found: Recorded) -> None:
+    """Store what was recorded of a layer."""
+    _RECORDED[layer] = found
+
+
+def record_of(layer: keras.Layer) -> Recorded | None:
+    """Return what was recorded of a layer; None before it was recorded."""
+    return _RECORDED.get(layer)
+
+
+def products_of(layer: keras.Layer) -> tuple[RecordedProduct, ...]:
+    """Return the products of a layer that can be computed in float8."""
+    record = _RECORDED.get(layer)
+    return () if record is None or record.branch else record.products
+
+
+def form_by_operation(layer: keras.Layer) -> Any:
+    """Return the float8 form of a layer with recorded products, or None.
+
+    The form is a subclass of the layer's class. Files name that class.
+    """
+    cls = type(layer)
+    if not products_of(layer):
+        return None
+    if cls not in _FORMS:
+        _FORMS[cls] = _new_form(cls)
+        products.watch(_product, _move, _branch)
+    return _FORMS[cls]
+
+
+def _new_form(cls: Any) -> type:
+    @functools.wraps(cls.call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Open already, but where PyTorch computes a call again for gradients.
+        with keras.name_scope(self.name, caller=self):
+            return cls.call(self, *args, **kwargs)
+
+    return new_form(cls, ByOperation, call=call)
+
+
+class ByOperation(Float8Mixin, keras.layers.Layer):
+    """The common base of forms whose products are recognised."""
+
+    float8_kernels = ()
+    float8_replaces = ()
+
+    @classmethod
+    def is_float8_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
+        """Return True if a recorded product of the layer has this weight."""
+        return any(x.path == variable.path for x in products_of(layer))
+
+    @classmethod
+    def is_stored_kernel(
+        cls, layer: keras.Layer, variable: keras.Variable
+    ) -> bool:
+        """Return True if all products sum this weight over the same axes."""
+        own = [x for x in products_of(layer) if x.path == variable.path]
+        return len({x.equation for x in own}) == 1 and not own[0].is_moved
+
+    @classmethod
+    def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
+        """Return a kernel's axes: those that a product sums, and the others."""
+        for each in products_of(layer):
+            if each.path == kernel.path and not each.is_moved:
+                _, second, out = equations.split(each.equation)
+                axes = range(len(second))
+                summed = tuple(i for i in axes if second[i] not in out)
+                return Axes(summed, tuple(i for i in axes if i not in summed))
+        return super().float8_axes(layer, kernel)
+
+
+# What an operand of a product is made of.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """The variable that a tensor was made of.
+
+    Attributes:
+        variable: The variable.
+        moved: How its elements were moved; None if they are in their places.
+    """
+
+    variable: keras.Variable
+    moved: MovedKernel | None = None
+
+
+_ORIGINS: dict[int, tuple[Any, _Origin]] = {}
+"""Origins by the id of a tensor, with a weak reference to the tensor."""
+
+
+def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
+    """Return what an operand in the call of `layer` was made of, or None."""
+    if isinstance(x, keras.Variable):
+        return _Origin(x)
+    known = _ORIGINS.get(id(x))
+    return None if known is None or known[0]() is not x else known[1]
+
+
+def _set_origin(x: Any, origin: _Origin) -> None:
+    key = id(x)
+
+    def forget(reference: Any) -> None:
+        if key in _ORIGINS and _ORIGINS[key][0] is reference:
+            del _ORIGINS[key]
+
+    _ORIGINS[key] = weakref.ref(x, forget), origin
+
+
+def _is_watched(layer: Any) -> bool:
+    """Return True if operands in the call of this layer are to be followed."""
+    return isinstance(layer, ByOperation) or products.recorder() is not None
+
+
+def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run an operation that moves or casts; follow the operand through it."""
+    result = stock(*args, **kwargs)
+    if not args or not _is_watched(layer) or result is args[0]:
+        return result
+    origin = _origin(layer, args[0])
+    if origin is None or isinstance(result, keras.Variable):
+        return result
+    if name not in products.CASTS:
+        before, rest = origin.moved, args[1:]
+
+        def move(x: Tensor) -> Tensor:
+            return stock(before.move(x) if before else x, *rest, **kwargs)
+
+        moved = MovedKernel(tuple(result.shape), move)
+        origin = _Origin(origin.variable, moved)
+    _set_origin(result, origin)
+    return result
+
+
+def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a product: in float8 if an operand is a kernel of the layer."""
+    if not _is_watched(layer):
+        return stock(*args, **kwargs)
+    found = _recognised(layer, name, args, kwargs)
+    note = products.recorder()
+    if found is None or note is not None:
+        if found is not None:
+            note(layer, found)
+        return stock(*args, **kwargs)
+    inputs, origin, contraction = found
+    kernel = origin.variable
+    dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
+    if (
+        layer.float8_policy is None
+        or not layer.float8_controller.has_kernel(kernel)
+        or dtype not in COMPUTE_DTYPES
+    ):
+        return stock(*args, **kwargs)
+    return layer._contract(
+        contraction, inputs, kernel, None, dtype, moved=origin.moved
+    )
+
+
+def _recognised(
+    layer: Any, name: str, args: Any, kwargs: Any
+) -> tuple[Any, _Origin, Einsum] | None:
+    """Return inputs, kernel and equation of a product with a weight, or None.
+
+    None if not exactly one of two operands is made of a weight, or if no
+    einsum equation says what the operation computes.
+    """
+    operation = _operation(name, args, kwargs)
+    if operation is None:
+        return None
+    equation, operands = operation
+    origins = [_origin(layer, x) for x in operands]
+    if sum(each is not None for each in origins) != 1:
+        return None
+    first, second = operands
+    if any(len(getattr(x, "shape", ())) == 0 for x in operands):
+        return None
+    try:
+        if equation is None:
+            equation = _equation(name, len(first.shape), len(second.shape))
+        equation = equations.explicit(
+            equation, len(first.shape), len(second.shape)
+        )
+        if origins[0] is not None:
+            a, b, out = equations.split(equation)
+            equation, first, second = f"{b},{a}->{out}", second, first
+        contraction = contraction_of(
+            equation, tuple(first.shape), tuple(second.shape)
+        )
+    except ValueError:
+        return None
+    if not keras.backend.is_float_dtype(
+        keras.backend.standardize_dtype(getattr(first, "dtype", "int32"))
+    ):
+        return None
+    origin: Any = origins[0] or origins[1]
+    return first, origin, contraction
+
+
+def _operation(
+    name: str, args: Any, kwargs: Any
+) -> tuple[str | None, tuple[Any, Any]] | None:
+    """Return the equation of a product, None if to be found, and operands."""
+    if name == "einsum":
+        if len(args) != 3 or kwargs or not isinstance(args[0], str):
+            return None
+        text = args[0] if "->" in args[0] else None
+        return None if text is None else (text, (args[1], args[2]))
+    named = (*args, *(kwargs[k] for k in ("x1", "x2") if k in kwargs))
+    if name == "tensordot":
+        axes = named[2] if len(named) > 2 else kwargs.get("axes", 2)
+        if len(named) < 2:
+            return None
+        text = _of_axes(axes, len(named[0].shape), len(named[1].shape))
+        return None if text is None else (text, (named[0], named[1]))
+    return None if len(named) != 2 else (None, named)
+
+
+def _equation(name: str, first: int, second: int) -> str:
+    """Return the equation of `matmul` or `dot` for operands of these ranks.
+
+    Raises:
+        ValueError: If an operand has one axis.
+    """
+    if min(first, second) < 2:
+        raise ValueError("a vector")
+    if name == "matmul":
+        return "...xy,...yz->...xz" if second > 2 else "...y,yz->...z"
+    a = string.ascii_lowercase[: first - 1]
+    b = string.ascii_uppercase[: second - 1]
+    return f"{a}z,{b[:-1]}z{b[-1]}->{a}{b}"
+
+
+def _of_axes(axes: Any, first: int, second: int) -> str | None:
+    """Return the equation of a tensordot, or None."""
+    if isinstance(axes, int):
+        axes = [list(range(first - axes, first)), list(range(axes))]
+    pair = [[x] if isinstance(x, int) else list(x) for x in axes]
+    if len(pair) != 2 or len(pair[0]) != len(pair[1]) or not pair[0]:
+        return None
+    a = list(string.ascii_lowercase[:first])
+    b = list(string.ascii_uppercase[:second])
+    for one, other in zip(*pair, strict=True):
+        b[other] = a[one]
+    summed = {a[one] for one in pair[0]}
+    out = [c for c in (*a, *b) if c not in summed]
+    return f"{''.join(a)},{''.join(b)}->{''.join(out)}"
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[int, list[RecordedProduct | str]]]:
+    """In the block, record the products of each layer that is called.
+
+    Yields:
+        By the id of a layer: its products with its own weights, and the names
+        of operations that run functions of the caller.
+    """
+    notes: dict[int, list[RecordedProduct | str]] = {}
+    products.watch(_product, _move, _branch)
+
+    def note(layer: keras.Layer, found: Any) -> None:
+        if not isinstance(found, str):
+            _, origin, contraction = found
+            variable = origin.variable
+            if all(v is not variable for v in walking.own_weights(layer)):
+                return
+            is_moved = origin.moved is not None
+            found = RecordedProduct(
+                variable.path, contraction.equation, is_moved
+            )
+        notes.setdefault(id(layer), []).append(found)
+
+    with products.recording(note):
+        yield notes
+
+
+def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run an operation with functions of the caller; note that it was run."""
+    note = products.recorder()
+    if note is not None:
+        note(layer, name)
+    return stock(*args, **kwargs)
