@@ -38,7 +38,7 @@ from keras_policy_ext.conversion.report import (
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.by_operation import form_by_operation
+from keras_policy_ext.layers.by_operation import ByOperation, form_by_operation
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import drop_ins, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -389,6 +389,7 @@ def freezable(
             continue
         candidate = found[id(layer)]
         reason = has_own_files(layer) or _shared(candidate, holders)
+        reason = reason or _moves_kernels(candidate)
         if reason := reason or _assigned(candidate, assigned):
             skipped.append(Unconverted(layer, reason))
         else:
@@ -444,6 +445,16 @@ def _shared(
                 path = candidates.path_of(holder)
                 return f"layer {path!r} holds its weight {kernel.name!r} too"
     return None
+
+
+def _moves_kernels(candidate: Candidate) -> str | None:
+    """Return why a layer has no kernel that can be stored, or None."""
+    form: Any = candidate.form
+    if stored_weights.kernels_to_store(candidate.layer, form):
+        return None
+    if not issubclass(form, ByOperation) or is_frozen(candidate.layer):
+        return None
+    return "it moves its kernel before it multiplies with it"
 
 
 def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:

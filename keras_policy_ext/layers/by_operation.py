@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import string
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_policy_ext._keras import products, walking
 from keras_policy_ext._types import Tensor
@@ -27,6 +29,7 @@ from keras_policy_ext.contractions import COMPUTE_DTYPES, Einsum, equations
 from keras_policy_ext.layers.drop_in import new_form
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import MovedKernel, contraction_of
+from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.stored_kernels import Axes
 
 
@@ -222,9 +225,55 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
         or dtype not in COMPUTE_DTYPES
     ):
         return stock(*args, **kwargs)
+    recipe = layer.float8_policy.recipe
+    if recipe.trains and _crosses_matrices(contraction, kernel, recipe):
+        contraction, inputs = _by_matrix(contraction, inputs, kernel)
     return layer._contract(
         contraction, inputs, kernel, None, dtype, moved=origin.moved
     )
+
+
+def _crosses_matrices(contraction: Einsum, kernel: Any, recipe: Recipe) -> bool:
+    """Return True if a tile would lie in two matrices of a bank.
+
+    A bank is a kernel of three axes or more whose first axis, the number of
+    the matrix, is an axis of the outputs and not of the inputs. The columns of
+    all its matrices are one axis of the product.
+    """
+    first, second, out = equations.split(contraction.equation)
+    bank = second[0]
+    if len(second) < 3 or bank in first or bank not in out:
+        return False
+    sizes = dict(zip(second, kernel.shape, strict=True))
+    columns = math.prod(
+        n for c, n in sizes.items() if c != bank and c not in first
+    )
+    return any(columns % tile for tile in _tiles_along_columns(recipe))
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
+    """Return the sizes of tiles along the columns of a product."""
+    found = [
+        asked.tile.free if matmul == "forward" else asked.tile.contracted
+        for operand, matmul in (
+            ("kernel", "forward"),
+            ("kernel", "inputs_grad"),
+            ("outputs_grad", "inputs_grad"),
+        )
+        if (asked := recipe.quantization(operand, matmul)) is not None
+    ]
+    return tuple(size for size in found if size is not None)
+
+
+def _by_matrix(
+    contraction: Einsum, inputs: Tensor, kernel: Any
+) -> tuple[Einsum, Tensor]:
+    """Return a product with a bank as one product for each of its matrices."""
+    first, second, out = equations.split(contraction.equation)
+    inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
+    inputs = ops.repeat(inputs, kernel.shape[0], axis=0)
+    return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 
 def _recognised(

@@ -1,0 +1,66 @@
+"""Why `_keras/products.py` is needed. See `_keras/__init__.py`."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_policy_ext._keras import products
+
+
+class Layer(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def test_a_layer_is_known_inside_of_its_call_alone():
+    """Keras has no public way to ask for it."""
+    seen = []
+    inner = Layer(lambda x: (seen.append(products.innermost_layer()), x)[1])
+    outer = Layer(inner)
+    outer(np.ones((1, 2)))
+    assert seen and all(each is inner for each in seen)
+    assert products.innermost_layer() is None
+    assert not hasattr(keras.layers.Layer, "current")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("matmul", lambda x: ops.matmul(x, x)),
+        ("einsum", lambda x: ops.einsum("ab,bc->ac", x, x)),
+        ("dot", lambda x: ops.dot(x, x)),
+        ("tensordot", lambda x: ops.tensordot(x, x, 1)),
+        ("transpose", ops.transpose),
+        ("reshape", lambda x: ops.reshape(x, (-1,))),
+        ("swapaxes", lambda x: ops.swapaxes(x, 0, 1)),
+        ("moveaxis", lambda x: ops.moveaxis(x, 0, 1)),
+        ("expand_dims", lambda x: ops.expand_dims(x, 0)),
+        ("squeeze", lambda x: ops.squeeze(x[:1, :1])),
+        ("take", lambda x: ops.take(x, 0, axis=0)),
+        ("cast", lambda x: ops.cast(x, "float16")),
+        ("convert_to_tensor", ops.convert_to_tensor),
+        ("cond", lambda x: ops.cond(x[0, 0] > 0, lambda: x, lambda: -x)),
+    ],
+)
+def test_an_operation_is_seen_in_a_layer(name, call, monkeypatch):
+    """`keras.ops` has no hook; it calls the function of the backend."""
+    seen = []
+
+    def note(layer, stock, name, args, kwargs):
+        seen.append(name)
+        return stock(*args, **kwargs)
+
+    for module in (products._backend.numpy, products._backend.core):
+        for each in dir(module):
+            if callable(getattr(module, each)):
+                monkeypatch.setattr(module, each, getattr(module, each))
+    products.watch(note, note, note)
+    call(np.ones((2, 2), "float32"))
+    assert name not in seen
+    Layer(call)(np.ones((2, 2), "float32"))
+    assert name in seen
