@@ -13,8 +13,8 @@ from keras_policy_ext._keras import calls, walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
+from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state import ATTENTION_KEY
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import held_policy
 
@@ -125,7 +125,7 @@ class _Float8Attention(Float8Mixin):
         texts = super().texts_for_file()
         if self._float8_attention is None:
             return texts
-        return {**texts, ATTENTION_KEY: self._float8_attention}
+        return {**texts, ATTENTION: self._float8_attention}
 
     def _resolve_float8_policy(self) -> None:
         super()._resolve_float8_policy()

@@ -172,13 +172,13 @@ def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
 
 
 def _set_origin(x: Any, origin: _Origin) -> None:
-    key = id(x)
+    known, key = _ORIGINS, id(x)
 
     def forget(reference: Any) -> None:
-        if key in _ORIGINS and _ORIGINS[key][0] is reference:
-            del _ORIGINS[key]
+        if key in known and known[key][0] is reference:
+            del known[key]
 
-    _ORIGINS[key] = weakref.ref(x, forget), origin
+    known[key] = weakref.ref(x, forget), origin
 
 
 def _is_watched(layer: Any) -> bool:

@@ -11,7 +11,7 @@ from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin, activated
-from keras_policy_ext.layers.stock_state import StockAttributes
+from keras_policy_ext.layers.stock_attributes import StockAttributes
 from keras_policy_ext.stored_kernels import Axes
 
 

@@ -17,8 +17,9 @@ from keras_policy_ext import (
 )
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stock_state, stored_files
-from keras_policy_ext.layers.state import GIVEN_KEY, POLICY_KEY
+from keras_policy_ext.layers import stored_files
+from keras_policy_ext.layers.entries import GIVEN, POLICY
+from keras_policy_ext.layers.saved_layers import KerasWeights, is_frozen
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.stored_weights import (
     WIDENED,
@@ -192,9 +193,9 @@ def texts_for_file(layer: keras.Layer) -> dict[str, str]:
     policy = policy_of(layer)
     if not isinstance(policy, Float8DTypePolicy):
         return {}
-    texts = {POLICY_KEY: policy.full_name}
+    texts = {POLICY: policy.full_name}
     if layer.float8_state.given is not None:
-        texts[GIVEN_KEY] = layer.float8_state.given
+        texts[GIVEN] = layer.float8_state.given
     return texts
 
 
@@ -219,8 +220,7 @@ def load(
     if isinstance(policy, Float8DTypePolicy):
         warn(policy)
     layer.float8_state.layer_loads(store)
-    has_codes = stored_files.STORED in store
-    if layer.built and (layer.is_frozen or has_codes):
+    if layer.built and (layer.is_frozen or is_frozen(store)):
         _load_stored(layer, store)
         layer.float8_state.layer_has_loaded()
         return
@@ -230,27 +230,28 @@ def load(
             stock(store)
         layer.float8_state.layer_has_loaded()
         return
-    entries: dict[str, np.ndarray] = {}
+    state: dict[str, np.ndarray] = {}
     if layer.float8_state.matrices:
-        entries = stock_state.checked(split.state, layer.path)
+        split.check(layer.path)
+        state = split.as_state()
     with variable_values.untold():
         stock(split.own)
     layer.float8_state.layer_has_loaded()
-    layer.float8_state.load_stock(entries)
+    layer.float8_state.load_stock(state)
 
 
 def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
     """Load codes and scales; raise unless both layer and file are frozen."""
     if not layer.is_frozen:
         stored_files.refuse(layer)
-    if stored_files.STORED not in store:
+    if not is_frozen(store):
         stored_files.refuse_float(layer)
     stored_files.load(layer, store)
 
 
 def _stock_store(
     layer: keras.Layer, store: Mapping[str, np.ndarray]
-) -> stock_state.StockStore | None:
+) -> KerasWeights | None:
     """Split a layer's entries from a file of Keras's own float8.
 
     Return None for any other file.
@@ -261,4 +262,4 @@ def _stock_store(
         return None
     if layer.quantization_mode not in (None, "float8"):
         return None
-    return stock_state.split(store, own=1 + (layer.bias is not None))
+    return KerasWeights.of(store)

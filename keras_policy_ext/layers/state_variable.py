@@ -12,6 +12,7 @@ from keras import ops
 from keras_policy_ext import _user_code, backends, contractions
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.layers.entries import is_amax
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -444,7 +445,9 @@ def check_rows(variable: StateVariable, value: np.ndarray) -> None:
     uses = value[:, 0]
     settled = value[uses < 0]
     is_state = bool(_is_state(settled[:, 0]).all())
-    if not (np.isfinite(uses).all() and is_state and is_amax(settled[:, 1:])):
+    if not (
+        np.isfinite(uses).all() and is_state and is_amax(settled[:, 1:]).all()
+    ):
         raise ValueError(
             f"This array is not a float8 state of {variable.path!r}. "
             f"Received: {value!r}. Allowed: an array from `get_weights`, or "
@@ -507,8 +510,3 @@ def _is_settled(value: Tensor) -> bool:
         and value.ndim == 2
         and bool(np.all(value[:, 0] < 0))
     )
-
-
-def is_amax(values: np.ndarray) -> bool:
-    """Return True if all values are finite and at least 0."""
-    return bool(np.all(np.isfinite(values)) and np.all(values >= 0))

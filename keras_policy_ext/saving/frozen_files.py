@@ -13,14 +13,18 @@ from typing import Any
 
 import h5py
 import keras
-import numpy as np
 
 from keras_policy_ext import _input_files, policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
-from keras_policy_ext.layers import stock_state, stored_files, stored_weights
+from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.layers.state import FORMAT_VERSION, VERSION_KEY
+from keras_policy_ext.layers.entries import GROUP
+from keras_policy_ext.layers.saved_layers import (
+    FrozenWeights,
+    KerasWeights,
+    is_frozen,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -29,7 +33,6 @@ from keras_policy_ext.policies.of_layers import (
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.saving import files
 from keras_policy_ext.saving.files import PathLike, Source
-from keras_policy_ext.stored_kernels import StoredKernel
 
 _CONFIG = "config.json"
 _POLICY = "QuantizedFloat8DTypePolicy"
@@ -48,7 +51,7 @@ def rewritten_model(
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    if not files.count(path, _own_count):
+    if not files.count(path, KerasWeights.in_group):
         yield path
         return
     config = json.dumps(
@@ -79,7 +82,7 @@ def rewritten_weights(
         `path`; or, if the weights are in Keras's own float8, the path of a
         temporary `.weights.h5` file.
     """
-    if not files.count(path, _own_count):
+    if not files.count(path, KerasWeights.in_group):
         yield path
         return
     with (
@@ -106,47 +109,17 @@ def config_in(path: PathLike) -> bytes:
 def _rewrite(path: pathlib.Path) -> None:
     with h5py.File(path, "a") as file:
         for group in files.groups(file):
-            own = _own_count(group)
-            if own:
-                _move_state(group, own)
+            found = KerasWeights.in_group(group)
+            if found is not None:
+                _move_state(group, found)
 
 
-def _own_count(group: h5py.Group) -> int:
-    """Return how many weights, without state, a group of Keras's float8 has.
-
-    Returns:
-        1 or 2; 0 if the variables in the group are not those of such a layer.
-    """
-    own = len(group) - len(stock_state.NAMES)
-    if own not in (1, 2) or "float8_state" in group.parent:
-        return 0
-    items = [group.get(str(number)) for number in range(len(group))]
-    if not all(isinstance(item, h5py.Dataset) for item in items):
-        return 0
-    kernel, scales, histories = items[0], items[own::2], items[own + 1 :: 2]
-    fits = (
-        kernel.ndim >= 2
-        and all(x.shape == () for x in scales)
-        and all(x.ndim == 1 and x.size for x in histories)
-        and len({x.shape for x in histories}) == 1
-        and {x.dtype for x in items[own:]} == {np.dtype("float32")}
-    )
-    return own if fits else 0
-
-
-def _move_state(group: h5py.Group, own: int) -> None:
-    entries = {
-        name: group[str(own + number)][()]
-        for number, name in enumerate(stock_state.NAMES)
-    }
-    for number in range(own, own + len(entries)):
-        del group[str(number)]
-    state = group.parent.create_group("float8_state").create_group("vars")
-    state[VERSION_KEY] = np.array(FORMAT_VERSION, "int32")
-    state[stock_state.LENGTH_KEY] = np.array(
-        entries["0.inputs.amax_history"].size, "int32"
-    )
-    for name, value in stock_state.observed(entries).items():
+def _move_state(group: h5py.Group, found: KerasWeights) -> None:
+    entries = found.as_state()
+    for number in set(group) - set(found.own):
+        del group[number]
+    state = group.parent.create_group(GROUP).create_group("vars")
+    for name, value in entries.items():
         state[name] = value
 
 
@@ -166,7 +139,7 @@ _ASSETS = "assets"
 
 def has_frozen_layers(path: Source) -> bool:
     """Return True if a file has frozen layers; False if it is unreadable."""
-    return bool(files.count(path, _is_frozen))
+    return bool(files.count(path, is_frozen))
 
 
 def load_model(
@@ -265,31 +238,27 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
         shutil.copyfile(weights, copy)
         with h5py.File(copy, "a") as file:
             for group in files.groups(file):
-                if _is_frozen(group):
+                if is_frozen(group):
                     _dequantize(group)
         yield copy
 
 
-def _is_frozen(group: h5py.Group) -> bool:
-    return stored_files.STORED in group
-
-
 def _dequantize(group: h5py.Group) -> None:
     """Rewrite a frozen layer's group with float weights, LoRA merged in."""
-    found = stored_files.stored_kernels_in(group, group.name)
-    lora = stored_files.header_in(group, group.name)["lora"]
+    found = FrozenWeights.of(group, group.name)
     values: list[Any] = []
     rest: list[Any] = []
     adapters: list[Any] = []
-    for name, value in found.items():
-        if isinstance(value, StoredKernel):
-            values.append(value.dequantized())
+    for name in found.names:
+        if name in found.summed:
+            values.append(found.kernel(name).dequantized())
         else:
             kept = adapters if name.startswith("lora_") else rest
-            kept.append(value)
-    if lora:
+            kept.append(found.array(name))
+    if found.lora:
         a, b = adapters
-        values[0] = values[0] + (lora["alpha"] / lora["rank"]) * (a @ b)
+        scale = found.lora["alpha"] / found.lora["rank"]
+        values[0] = values[0] + scale * (a @ b)
     for key in list(group):
         del group[key]
     for number, value in enumerate([*values, *rest]):
@@ -334,9 +303,8 @@ def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     for part in files.parts_of(str(weights)):
         with files.opened(part) as file:
             for group in [] if file is None else files.groups(file):
-                if _is_frozen(group):
-                    header = stored_files.header_in(group, group.name)
-                    return stored_files.recipe_of(header, group.name)
+                if is_frozen(group):
+                    return FrozenWeights.of(group, group.name).recipe
     return None
 
 
@@ -365,10 +333,8 @@ def _noting(
     """In the block, a layer that loads weights only records its recipe."""
 
     def note(store: Any) -> None:
-        if stored_files.STORED not in store:
-            return
-        header = stored_files.header_in(store, layer.path)
-        found[id(layer)] = stored_files.recipe_of(header, layer.path)
+        if is_frozen(store):
+            found[id(layer)] = FrozenWeights.of(store, layer.path).recipe
 
     vars(layer)["load_own_variables"] = note
     try:

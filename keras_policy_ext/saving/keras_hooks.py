@@ -9,19 +9,15 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-import h5py
 import keras
 
 from keras_policy_ext import _input_files, _user_code, policies
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.state import VERSION_KEY
-from keras_policy_ext.layers.stored_files import STORED
+from keras_policy_ext.layers.saved_layers import is_float8_layer
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.saving import files
 from keras_policy_ext.saving.files import PathLike, Source
-
-_STATE = "/float8_state/vars"
 
 _silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
 
@@ -60,19 +56,7 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 
 def states_in_file(source: Source) -> int:
     """Return how many layers of a saved model were in float8."""
-    return files.count(source, _is_state)
-
-
-def _is_state(group: h5py.Group) -> bool:
-    """Return True if an HDF5 group is the float8 state of a layer with weights.
-
-    A composite such as attention has a state too, which records its float8
-    form. If it is frozen, it also has a header that names no weight.
-    """
-    if not group.name.endswith(_STATE) or VERSION_KEY not in group:
-        return False
-    layer = group.parent.parent
-    return "vars" in layer and bool(set(layer["vars"]) - {STORED})
+    return files.count(source, is_float8_layer)
 
 
 FORMATS = {

@@ -10,30 +10,25 @@ policies.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_policy_ext import _input_files, _user_code, policies
+from keras_policy_ext import _input_files, _user_code
 from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.layers import saved_weights, stock_state
+from keras_policy_ext.layers import saved_weights
 from keras_policy_ext.layers.class_swap import to_float8_class
+from keras_policy_ext.layers.entries import GROUP
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.state import (
-    ATTENTION_KEY,
-    POLICY_KEY,
-    Float8State,
-    matrices_in,
-    text_in,
-)
+from keras_policy_ext.layers.saved_layers import SavedState
+from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -230,23 +225,6 @@ def load_weights(
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """The float8 policy and state of one layer, as read from a file.
-
-    Attributes:
-        layer: The layer.
-        policy: The policy it was saved under; None if the file has none.
-        entries: The entries of its state.
-        attention: As for `convert`.
-    """
-
-    layer: Any
-    policy: Float8DTypePolicy | None
-    entries: dict[str, np.ndarray]
-    attention: str | None
-
-
 def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
@@ -264,7 +242,7 @@ def _load_as_saved(
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
         for each in found:
-            _restore_float8(each)
+            _restore_float8(*each)
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
@@ -289,20 +267,40 @@ def _for_layers_of(
 
 def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
-) -> list[_Found]:
-    """Load weights, and return the float8 state in the file for each layer."""
+) -> list[tuple[Any, SavedState, Float8DTypePolicy | None, str]]:
+    """Load weights; return what the file has about the float8 of each layer.
+
+    Returns:
+        Each layer, and its state, policy and attention in the file.
+
+    Raises:
+        ValueError: If one of these states is damaged or of a newer version.
+    """
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
-        for place, entries in zip(places, found, strict=True):
-            stack.enter_context(_handing_on(place.layer, entries.update))
+        for place, arrays in zip(places, found, strict=True):
+            stack.enter_context(_handing_on(place.layer, arrays.update))
         files.load(model, weights)
     return [_checked(*each) for each in zip(places, found, strict=True)]
 
 
+def _checked(
+    place: Candidate, arrays: dict[str, np.ndarray]
+) -> tuple[Any, SavedState, Float8DTypePolicy | None, str]:
+    """Check what a file has about a layer, before any layer is changed."""
+    layer = place.layer
+    saved = SavedState.of(arrays, f"{path_of(layer)}/{GROUP}")
+    policy = saved.policy(source_policy_of(layer))
+    follows = policy or float8_policy_of(layer)
+    if follows is not None:
+        saved.kernels([follows.recipe] * len(place.kernels))
+    return layer, saved, policy, saved.attention
+
+
 @contextlib.contextmanager
 def _handing_on(
-    layer: keras.Layer, take: Callable[[dict[str, np.ndarray]], None]
+    layer: keras.Layer, take: Callable[[Mapping[str, np.ndarray]], None]
 ) -> Iterator[None]:
     """In the block, pass a layer's float8 state from the file to `take`."""
     if isinstance(layer, Float8Mixin):
@@ -319,70 +317,29 @@ def _handing_on(
             built_layers.detach(layer, "float8_state")
 
 
-def _checked(place: Candidate, entries: dict[str, np.ndarray]) -> _Found:
-    """Check the saved state of a layer; return it with the saved policy."""
-    layer = place.layer
-    path = f"{path_of(layer)}/float8_state"
-    name = text_in(entries, POLICY_KEY, path)
-    policy = _policy(name, path_of(layer)) if name else None
-    if stock_state.LENGTH_KEY in entries:
-        policy = Float8DTypePolicy(
-            source_policy_of(layer),
-            amax_history_length=int(entries[stock_state.LENGTH_KEY]),
-        )
-    follows = policy or float8_policy_of(layer)
-    if follows is not None:
-        matrices_in(entries, follows.recipe, len(place.kernels), path)
-    attention = text_in(entries, ATTENTION_KEY, path)
-    if attention not in ("", "float8"):
-        raise ValueError(
-            _unknown(path_of(layer), "an attention mode", attention, "float8")
-        )
-    return _Found(layer, policy, entries, attention or None)
-
-
-def _policy(name: str, path: str) -> Float8DTypePolicy:
-    cause = ""
-    try:
-        policy = policies.get(name)
-    except (TypeError, ValueError) as error:
-        cause = f" Cause: {error}"
-    else:
-        if isinstance(policy, Float8DTypePolicy):
-            return policy
-    allowed = "full names of float8 policies, as in `policy.full_name`"
-    raise ValueError(_unknown(path, "a policy", name, allowed) + cause)
-
-
-def _unknown(path: str, what: str, value: str, allowed: str) -> str:
-    return (
-        f"Layer {path!r} was saved under {what} that this version of "
-        f"keras_policy_ext does not know. Received: {value!r}. Allowed: "
-        f"{allowed}. Update keras_policy_ext, or load the weights without "
-        "float8, as Keras does: `keras.saving.load_model` or "
-        "`model.load_weights`."
-    )
-
-
-def _restore_float8(found: _Found) -> None:
+def _restore_float8(
+    layer: Any,
+    saved: SavedState,
+    policy: Float8DTypePolicy | None,
+    attention: str,
+) -> None:
     """Give a layer the policy and the float8 state that it was saved with."""
-    layer, policy = found.layer, found.policy
     if policy is not None and policy_of(layer) != policy:
         to_float8_class(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
         to_float8_class(layer)
     if isinstance(layer, Float8Mixin):
-        layer.float8_state.load_own_variables(found.entries)
+        layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
         if policy is not None:
             saved_weights.warn(policy)
-    if found.attention and hasattr(layer, "choose_attention"):
+    if attention and hasattr(layer, "choose_attention"):
         try:
-            layer.choose_attention(found.attention)
+            layer.choose_attention(attention)
         except ValueError as reason:
             raise ValueError(
                 f"Layer {path_of(layer)!r} cannot be what it was when saved. "
-                f"Received: attention={found.attention!r} in the file, and "
+                f"Received: attention={attention!r} in the file, and "
                 f"here {reason}. Allowed: a layer without flash attention. "
                 "Make it without flash_attention=True, after "
                 "keras.config.disable_flash_attention()."

@@ -1,0 +1,277 @@
+"""The entries that files have for a float8 layer: their schema, as data.
+
+A file has up to three groups of entries for a layer, each with its `Schema`:
+
+- `STATE`: the group `float8_state` beside the weights.
+- `FROZEN`: the weights of a frozen layer. Keras counts entries, so that a layer
+  that is not frozen rejects them.
+- `KERAS`: the float8 state that Keras itself saves behind the weights.
+
+`layers.saved_layers` reads them. A key is a template, as in
+`SCALE.format(i=0, operand="inputs")`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_policy_ext import _input_files
+from keras_policy_ext.numerics.observations import MOST_STEPS, ROUNDING
+from keras_policy_ext.recipes import OPERANDS
+
+GROUP = "float8_state"
+"""The name of the group of a state, beside that of the weights."""
+
+VERSION = "format_version"
+POLICY = "policy"
+GIVEN = "given"
+ATTENTION = "attention"
+KERAS_LENGTH = "keras_amax_history_length"
+SCALE = "{i}.{operand}.scale"
+HISTORY = "{i}.{operand}.amax_history"
+PART = "{i}.{operand}.observed"
+EARLIER = "{i}.observed"
+STEPS = "{i}.steps"
+
+HEADER = "stored"
+CODES = "{name}"
+CODES_SCALE = "{name}.scale"
+INPUTS_SCALE = "{name}.inputs_scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the array of an entry must be.
+
+    Attributes:
+        dtype: Its dtype, or an abstract one of NumPy.
+        rank: The number of its axes; None for any.
+        is_valid: Returns True for each valid number, floats in float32; None
+            if all are.
+    """
+
+    dtype: Any
+    rank: int | None
+    is_valid: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def fits(self, array: Any) -> bool:
+        """Return True if an array has the dtype and rank; no empty vector."""
+        if self.rank not in (None, array.ndim):
+            return False
+        is_empty = self.rank == 1 and not array.size
+        return np.issubdtype(array.dtype, self.dtype) and not is_empty
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The entries of a kind of groups, and the texts of errors about them.
+
+    Attributes:
+        title: What the group is of a layer.
+        kept: What an error leaves unchanged.
+        forms: The form of each entry, by key.
+        allowed: The entries that are allowed, in words.
+        advice: What to do about a damaged group.
+        update: What to do about a newer version.
+        version: The newest version that this package reads. It is increased
+            only if older versions of this package would misread a file.
+    """
+
+    title: str
+    kept: str
+    forms: Mapping[str, Form]
+    allowed: str
+    advice: str
+    update: str = ""
+    version: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A group of entries in a file, which are checked when they are read.
+
+    Attributes:
+        schema: The schema of its entries.
+        path: The path of the layer or state, for messages.
+        store: The entries by key.
+    """
+
+    schema: Schema
+    path: str
+    store: Mapping[str, Any]
+
+    def damaged(self, found: str) -> ValueError:
+        """Return the ValueError for a group that is damaged."""
+        schema = self.schema
+        return ValueError(
+            f"{schema.title} {self.path!r} in this file is damaged; "
+            f"{schema.kept} was not changed. Received: {found}. Allowed: "
+            f"{schema.allowed}. {schema.advice}"
+        )
+
+    def check_version(self, version: int) -> None:
+        """Raise if a newer version of this package wrote the group.
+
+        Raises:
+            ValueError: If it did.
+        """
+        schema = self.schema
+        if version > schema.version:
+            raise ValueError(
+                f"{schema.title} {self.path!r} was written by a newer version "
+                f"of keras_policy_ext. Received: format {version}. Allowed: "
+                f"up to {schema.version}. {schema.update}"
+            )
+
+    def item(self, key: str) -> Any:
+        """Return an entry as it is stored, whatever its form.
+
+        Raises:
+            ValueError: If it is missing, or its data are not in the file.
+        """
+        if key not in self.store:
+            raise self.damaged(f"it lacks {key!r}")
+        _input_files.check_dataset(self.path, self.store[key])
+        return self.store[key]
+
+    def read(self, template: str, **names: Any) -> np.ndarray:
+        """Return the array of an entry; floats in float32.
+
+        Args:
+            template: Its key in the schema.
+            **names: What to put into the template.
+
+        Raises:
+            ValueError: If it is missing or malformed, or has invalid values.
+        """
+        key, form = template.format(**names), self.schema.forms[template]
+        array = np.asarray(self.item(key))
+        if not form.fits(array):
+            found = f"{key!r} is {array.dtype} of shape {array.shape}"
+            raise self.damaged(found)
+        if array.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                array = array.astype("float32")
+        if form.is_valid and not np.all(valid := form.is_valid(array)):
+            verb = "has" if array.ndim else "is"
+            raise self.damaged(f"{key!r} {verb} {array[~valid].flat[0]}")
+        return array
+
+
+def is_amax(array: np.ndarray) -> np.ndarray:
+    """Return True for each number that an amax or a scale can be."""
+    return np.isfinite(array) & (array >= 0)
+
+
+def _positive(array: np.ndarray) -> np.ndarray:
+    return np.isfinite(array) & (array > 0)
+
+
+_TEXT = Form(np.uint8, 1)
+AMAXES = {
+    SCALE: Form(np.floating, 0, is_amax),
+    HISTORY: Form(np.floating, 1, is_amax),
+}
+_OPERANDS = f"each of {', '.join(OPERANDS)}"
+
+STATE = Schema(
+    title="The float8 state of",
+    kept="the layer's state",
+    forms={
+        VERSION: Form(np.signedinteger, 0, lambda x: x >= 1),
+        POLICY: _TEXT,
+        GIVEN: _TEXT,
+        ATTENTION: _TEXT,
+        KERAS_LENGTH: Form(np.integer, 0, lambda x: x >= 1),
+        **AMAXES,
+        PART: Form(np.floating, 0, lambda x: abs(x - 0.5) <= 0.5 + ROUNDING),
+        EARLIER: Form(np.float32, 2, lambda x: x >= 0),
+        STEPS: Form(np.integer, 0, lambda x: (x >= 0) & (x < MOST_STEPS)),
+    },
+    allowed=(
+        f"{VERSION!r}, {POLICY!r}, {GIVEN!r} and {ATTENTION!r} (UTF-8, may be "
+        f"missing), and, for each kernel i and {_OPERANDS}, a float scalar and "
+        "a float vector (i.<operand>.scale and i.<operand>.amax_history), "
+        "finite and >= 0, and maybe a float from 0 to 1 (i.<operand>.observed)"
+        f", or an integer (i.steps), from 0 to {MOST_STEPS - 1:.0f}"
+    ),
+    advice=(
+        "Save the model again, or delete the group from the file; the layer "
+        "then begins with an empty state."
+    ),
+    update=(
+        "Update keras_policy_ext, or load the weights without float8 state: "
+        "into the model with a plain policy."
+    ),
+)
+
+KERAS = Schema(
+    title="The float8 state that Keras wrote for",
+    kept="the layer",
+    forms={
+        key.format(i=0, operand=operand): AMAXES[key]
+        for operand in OPERANDS
+        for key in (SCALE, HISTORY)  # In the order of Keras.
+    },
+    allowed=(
+        f"for {_OPERANDS} a float scalar and a float vector, finite and >= 0"
+    ),
+    advice=(
+        "Load the file into the model under a plain policy, which reads only "
+        "the weights, and then convert the model."
+    ),
+)
+
+FROZEN = Schema(
+    title="The group of the frozen layer",
+    kept="the layer",
+    forms={
+        HEADER: _TEXT,
+        CODES: Form(np.uint8, None),
+        CODES_SCALE: Form(np.float32, None, _positive),
+        INPUTS_SCALE: Form(np.floating, 0, _positive),
+    },
+    allowed=(
+        f"an entry {HEADER!r} (JSON) with the names of the weights, and one "
+        "entry for each. For a kernel: uint8 codes of finite numbers, and "
+        "'<name>.scale' (float32), finite and > 0"
+    ),
+    advice="Copy the file again, or take an earlier one.",
+    update="Update keras_policy_ext.",
+)
+
+
+def _are_names(value: object, header: Mapping[str, Any]) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(x) is str for x in value) and len(set(value)) == len(value)
+
+
+def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if not all(isinstance(each, list) for each in value.values()):
+        return False
+    axes = [axis for each in value.values() for axis in each]
+    right = all(type(axis) is int and axis >= 0 for axis in axes)
+    return right and set(value) <= set(header["names"])
+
+
+def _is_lora(value: object, header: Mapping[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    rank, alpha = value.get("rank"), value.get("alpha")
+    return type(rank) is int and rank > 0 and type(alpha) in (int, float)
+
+
+HEADER_FIELDS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "names": _are_names,
+    "summed": _are_summed,
+    "lora": _is_lora,
+}
+"""The check of each JSON field, in an order in which later ones rely on earlier
+ones. The recipe of kernels checks its own fields."""

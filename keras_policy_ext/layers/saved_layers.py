@@ -1,0 +1,438 @@
+"""What a file says of a float8 layer: one reader, by the schema of `entries`.
+
+Each entry is checked when it is asked for: a layer that needs no scales accepts
+damaged ones. The functions `..._for_file` are the inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import ml_dtypes
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import _input_files, policies
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.layers import entries
+from keras_policy_ext.layers.entries import FROZEN, KERAS, STATE, Group
+from keras_policy_ext.layers.state_variable import StateVariable, newest_first
+from keras_policy_ext.numerics.observations import UNIT, UNSEEN, VALID_MARK
+from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.recipes import OPERANDS, FrozenKernels, Recipe
+from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
+
+# The state of a layer
+
+
+class KernelState(NamedTuple):
+    """The state of a kernel, as a file has it.
+
+    Attributes:
+        matrix: The settled matrix of the state.
+        earlier: What micro-batches before the next step observed, or None.
+    """
+
+    matrix: np.ndarray
+    earlier: np.ndarray | None
+
+
+class SavedState(Group):
+    """What the group of a float8 state says of its layer."""
+
+    @classmethod
+    def of(cls, store: Mapping[str, Any], path: str) -> SavedState:
+        """Read all entries of a group; none if the file has no group."""
+        keys, read = sorted(store.keys()), _input_files.array_in
+        return cls(STATE, path, {key: read(path, store[key]) for key in keys})
+
+    def policy(self, source: keras.DTypePolicy) -> Float8DTypePolicy | None:
+        """Return the policy that the layer was saved under, or None.
+
+        Args:
+            source: The source policy of the layer. Of Keras's own float8 a
+                file has the length of histories only.
+
+        Raises:
+            ValueError: If the entry is damaged, or names no float8 policy.
+        """
+        if entries.KERAS_LENGTH in self.store:
+            length = int(self.read(entries.KERAS_LENGTH))
+            return Float8DTypePolicy(source, amax_history_length=length)
+        name, cause = self.text(entries.POLICY), ""
+        if not name:
+            return None
+        try:
+            policy = policies.get(name)
+            if isinstance(policy, Float8DTypePolicy):
+                return policy
+        except (TypeError, ValueError) as error:
+            cause = f" Cause: {error}"
+        allowed = "full names of float8 policies, as in `policy.full_name`"
+        raise ValueError(self._unknown("a policy", name, allowed) + cause)
+
+    @property
+    def attention(self) -> str:
+        """The argument `attention` of an attention layer; "" if missing.
+
+        Raises:
+            ValueError: If the entry is damaged or not known.
+        """
+        mode = self.text(entries.ATTENTION)
+        if mode not in ("", "float8"):
+            text = self._unknown("an attention mode", mode, "float8")
+            raise ValueError(text)
+        return mode
+
+    def text(self, key: str) -> str:
+        """Return a string that the file has about the layer; "" if missing.
+
+        Raises:
+            ValueError: If it is damaged, or of a newer version.
+        """
+        if key not in self.store:
+            return ""
+        self._check_version()
+        text = self.read(key)
+        try:
+            return text.tobytes().decode()
+        except UnicodeDecodeError as error:
+            found = f"{key!r} is {text.dtype} and no UTF-8"
+            raise self.damaged(found) from error
+
+    def kernels(self, recipes: Sequence[Recipe]) -> list[KernelState]:
+        """Return one state per kernel of a layer; missing ones start anew.
+
+        Args:
+            recipes: For each kernel the recipe that its layer follows or is
+                going to follow.
+
+        Returns:
+            The states; none if the recipe has no state.
+
+        Raises:
+            ValueError: If entries are missing or damaged, or of a newer
+                version.
+        """
+        recipes = [r for r in recipes if source_of(r).state_shape is not None]
+        if recipes and self.store:
+            self._check_version()
+        return [
+            KernelState(self._matrix(i, recipe), self._earlier(i))
+            for i, recipe in enumerate(recipes)
+        ]
+
+    def _matrix(self, i: int, recipe: Recipe) -> np.ndarray:
+        source = state_source_of(recipe)
+        layout, matrix = source.layout, source.layout.never_observed()
+        scales, histories = layout.scale(matrix), layout.history(matrix)
+        if not source.observes_amaxes:
+            if entries.STEPS.format(i=i) in self.store:
+                histories[0, 0] = self.read(entries.STEPS, i=i)
+            return matrix
+        keys = [
+            key.format(i=i, operand=operand)
+            for key in entries.AMAXES
+            for operand in OPERANDS
+        ]
+        if not any(key in self.store for key in keys):
+            return matrix
+        for row, operand in enumerate(OPERANDS):
+            names = {"i": i, "operand": operand}
+            scales[row] = self.read(entries.SCALE, **names)
+            ring = self.read(entries.HISTORY, **names)
+            histories[row] = _resized(ring, layout.length)
+            matrix[row, 0] = _looks(matrix[row])
+            if entries.PART.format(**names) in self.store:
+                matrix[row, 0] = UNSEEN + self.read(entries.PART, **names)
+        return matrix
+
+    def _earlier(self, i: int) -> np.ndarray | None:
+        if entries.EARLIER.format(i=i) not in self.store:
+            return None
+        return self.read(entries.EARLIER, i=i) * np.float32(UNIT)
+
+    def _check_version(self) -> None:
+        self.check_version(int(self.read(entries.VERSION)))
+
+    def _unknown(self, what: str, value: str, allowed: str) -> str:
+        layer = self.path.removesuffix(f"/{entries.GROUP}")
+        return (
+            f"Layer {layer!r} was saved under {what} that this version of "
+            f"keras_policy_ext does not know. Received: {value!r}. Allowed: "
+            f"{allowed}. Update keras_policy_ext, or load the weights without "
+            "float8, as Keras does: `keras.saving.load_model` or "
+            "`model.load_weights`."
+        )
+
+
+def state_for_file(
+    texts: Mapping[str, str],
+    kernels: Sequence[tuple[StateVariable, Tensor | None]],
+    merged: bool,
+) -> dict[str, np.ndarray]:
+    """Return the entries of the state of a layer.
+
+    Args:
+        texts: The strings about the layer, by key.
+        kernels: The state variables, each with what micro-batches before the
+            next step observed, if any.
+        merged: Whether the file gets kernels with LoRA adapters merged in:
+            other kernels than those whose amaxes were observed.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    if kernels or texts:
+        arrays[entries.VERSION] = np.array(STATE.version, "int32")
+    for key, text in texts.items():
+        arrays[key] = np.frombuffer(text.encode(), "uint8")
+    for i, (variable, earlier) in enumerate(kernels):
+        for key, value in _kernel_for_file(i, variable).items():
+            other_kernel = merged and ".kernel." in key
+            arrays[key] = np.zeros_like(value) if other_kernel else value
+        if earlier is not None:
+            uses = ops.convert_to_numpy(earlier) / np.float32(UNIT)
+            uses = np.nan_to_num(uses, nan=np.inf, posinf=np.inf)
+            arrays[entries.EARLIER.format(i=i)] = uses
+    return arrays
+
+
+def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
+    layout, matrix = variable.rows_layout, variable.trusted()
+    scales, histories = layout.scale(matrix), layout.history(matrix)
+    if not variable.observes_amaxes:
+        return {entries.STEPS.format(i=i): histories[0, 0].astype("int32")}
+    arrays = {}
+    for row, operand in enumerate(OPERANDS):
+        names = {"i": i, "operand": operand}
+        arrays[entries.SCALE.format(**names)] = scales[row]
+        arrays[entries.HISTORY.format(**names)] = histories[row]
+        if matrix[row, 0] != _looks(matrix[row]):
+            arrays[entries.PART.format(**names)] = matrix[row, 0] - UNSEEN
+    return arrays
+
+
+def _looks(row: np.ndarray) -> float:
+    """Return -1 for an observed row of a state, -2 for an unobserved one."""
+    return VALID_MARK if row[1:].any() else UNSEEN
+
+
+def _resized(ring: np.ndarray, length: int) -> np.ndarray:
+    """Crop an amax history, or pad it with zeros; keep the newest.
+
+    In the ring index 0 is the newest, and the last index the second newest.
+    """
+    aged = newest_first(ring)[:length]
+    aged = np.pad(aged, (0, length - len(aged)))
+    return np.concatenate([aged[:1], aged[:0:-1]])
+
+
+def is_float8_layer(group: Any) -> bool:
+    """Return True if an HDF5 group is the state of a layer with weights.
+
+    A composite such as attention has a state too, which records its float8
+    form. If it is frozen, it also has a header that names no weight.
+    """
+    of_state = group.name.endswith(f"/{entries.GROUP}/vars")
+    if not of_state or entries.VERSION not in group:
+        return False
+    layer = group.parent.parent
+    return "vars" in layer and bool(set(layer["vars"]) - {entries.HEADER})
+
+
+# The weights of a frozen layer
+
+
+def is_frozen(store: Mapping[str, Any]) -> bool:
+    """Return True if a group has the weights of a frozen layer."""
+    return entries.HEADER in store
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenWeights(Group):
+    """What the group of a frozen layer's weights says of it.
+
+    Attributes:
+        recipe: How kernels are stored.
+        names: The names of the weights, in order.
+        summed: The summed axes of each kernel, by name.
+        lora: Rank and alpha of LoRA; None without.
+    """
+
+    recipe: FrozenKernels
+    names: list[str]
+    summed: Mapping[str, tuple[int, ...]]
+    lora: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, store: Mapping[str, Any], path: str) -> FrozenWeights:
+        """Read the header of a group.
+
+        Raises:
+            ValueError: If it is damaged, or of a newer version.
+        """
+        group = Group(FROZEN, path, store)
+        header = _json(group)
+        group.check_version(header["version"])
+        try:
+            for field, is_valid in entries.HEADER_FIELDS.items():
+                if field not in header or not is_valid(header[field], header):
+                    raise ValueError(f"{field!r} is {header.get(field)!r}")
+            fields = ("weights", "per", "activations")
+            recipe = FrozenKernels(**{key: header[key] for key in fields})
+        except (ValueError, KeyError, TypeError) as error:
+            raise group.damaged(f"in {entries.HEADER!r}: {error}") from error
+        summed = {key: tuple(axes) for key, axes in header["summed"].items()}
+        about = (recipe, header["names"], summed, header["lora"])
+        return cls(FROZEN, path, store, *about)
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a weight that is no kernel; bfloat16 becomes float32."""
+        item = self.item(name)
+        if getattr(item, "attrs", {}).get("dtype") == "bfloat16":
+            array = np.array(item, "V2").view(ml_dtypes.bfloat16)
+            return array.astype("float32")
+        return np.asarray(item)
+
+    def kernel(self, name: str) -> StoredKernel:
+        """Return the codes and scales of a kernel.
+
+        Raises:
+            ValueError: If they are missing or damaged.
+        """
+        recipe, summed = self.recipe, self.summed[name]
+        codes = self.read(entries.CODES, name=name)
+        free = tuple(axis for axis in range(codes.ndim) if axis not in summed)
+        if len(summed) + len(free) != codes.ndim:
+            found = f"{name!r} has {codes.ndim} axes, and sums over {summed}"
+            raise self.damaged(found)
+        axes = Axes(summed, free)
+        scale = self.read(entries.CODES_SCALE, name=name)
+        if scale.shape != scale_shape(codes.shape, axes, recipe.per):
+            raise self.damaged(f"the scale of {name!r} is {scale.shape}")
+        stored = StoredKernel(
+            codes=codes,
+            scale=scale,
+            weights=recipe.weights,
+            granularity=recipe.per,
+            axes=axes,
+        )
+        if not np.all(np.isfinite(stored.values.astype("float16"))):
+            raise self.damaged(f"{name!r} has codes of NaN")
+        return stored
+
+
+def _json(group: Group) -> dict[str, Any]:
+    """Parse the header of a group; the version in it is an integer."""
+    text = group.read(entries.HEADER).tobytes()
+    try:
+        header = _input_files.json_in(text, group.path)
+        if type(header["version"]) is int and header["version"] >= 1:
+            return dict(header)
+        found = f"'version' is {header['version']!r}"
+    except (ValueError, KeyError, TypeError) as error:
+        found = str(error)
+    raise group.damaged(f"{entries.HEADER!r} cannot be read: {found}")
+
+
+def header_for_file(
+    recipe: FrozenKernels,
+    names: Sequence[str],
+    summed: Mapping[str, Sequence[int]],
+    lora: Mapping[str, Any] | None,
+) -> np.ndarray:
+    """Return the header that `FrozenWeights` reads."""
+    header = {
+        "version": FROZEN.version,
+        "weights": recipe.weights,
+        "per": recipe.per,
+        "activations": recipe.activations,
+        "names": names,
+        "summed": summed,
+        "lora": lora,
+    }
+    return np.frombuffer(json.dumps(header).encode(), "uint8")
+
+
+# The weights of a layer in Keras's own float8
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasWeights:
+    """What a file says of a layer that was saved in Keras's own float8.
+
+    `keras.layers.Dense` and `EinsumDense` under `quantize("float8")` save all
+    their variables by number: the kernel, the bias if there is one, and then
+    for each of `recipes.OPERANDS` a scale and an amax history (keras 3.4 to
+    3.15). The scale dequantizes. The history is a ring with the newest amax at
+    index 0, as in `numerics.observations`. An operand that Keras never
+    observed has the scale 1 and zeros.
+
+    Attributes:
+        own: The kernel and the bias, by number.
+        state: The entries of the state, by the keys of `SavedState`.
+    """
+
+    own: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, store: Mapping[str, Any]) -> KerasWeights | None:
+        """Split the entries of a layer; return None if there are others."""
+        keys = set(store.keys())
+        numbers = [str(number) for number in range(len(keys))]
+        own = len(numbers) - len(KERAS.forms)
+        if own not in (1, 2) or keys != set(numbers):
+            return None
+        behind = zip(KERAS.forms, numbers[own:], strict=True)
+        return cls(
+            {number: store[number] for number in numbers[:own]},
+            {key: store[number] for key, number in behind},
+        )
+
+    @classmethod
+    def in_group(cls, group: Any) -> KerasWeights | None:
+        """Split an HDF5 group; return None if it is not that of such a layer.
+
+        Other layers have as many weights, but of other shapes or dtypes.
+        """
+        found = cls.of(group)
+        if found is None or entries.GROUP in group.parent:
+            return None
+        states = list(found.state.values())
+        items = [*found.own.values(), *states]
+        fits = (
+            all(hasattr(item, "shape") for item in items)
+            and items[0].ndim >= 2
+            and len({item.shape for item in states}) == 2
+            and all(item.dtype == "float32" for item in states)
+            and all(KERAS.forms[key].fits(x) for key, x in found.state.items())
+        )
+        return found if fits else None
+
+    def check(self, path: str) -> None:
+        """Raise if the state is damaged.
+
+        Raises:
+            ValueError: If it is.
+        """
+        group = Group(KERAS, path, self.state)
+        for key in KERAS.forms:
+            group.read(key)
+
+    def as_state(self) -> dict[str, np.ndarray]:
+        """Return the entries of a `SavedState`; scales never used are 0."""
+        arrays = {key: np.asarray(item) for key, item in self.state.items()}
+        for operand in OPERANDS:
+            names = {"i": 0, "operand": operand}
+            scale = entries.SCALE.format(**names)
+            history = arrays[entries.HISTORY.format(**names)]
+            if arrays[scale] == 1.0 and not history.any():
+                arrays[scale] = np.zeros((), "float32")
+        arrays[entries.VERSION] = np.array(STATE.version, "int32")
+        arrays[entries.KERAS_LENGTH] = np.array(history.size, "int32")
+        return arrays
