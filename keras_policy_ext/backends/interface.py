@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.numerics.primitives import Primitives
 
@@ -235,12 +236,35 @@ class Arithmetic(Primitives):
 class Tracing:
     """Questions about tracing and compilation, and switches to eager runs."""
 
-    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
+    def trace(
+        self,
+        function: Callable[..., Any],
+        inputs: list[Any],
+        flow: Flow | None = None,
+    ) -> Traced:
         """Trace a function; return its outputs and matmuls, computing nothing.
 
         Args:
             function: Takes tensors and returns nested tensors.
             inputs: A `keras.KerasTensor` for each, with all sizes known.
+            flow: Follows the tensors of the program, if it is given.
+        """
+        raise NotImplementedError
+
+    def mark_call(
+        self,
+        flow: Flow,
+        number: int,
+        operands: list[Tensor],
+        results: list[Tensor],
+    ) -> list[Tensor]:
+        """Mark a call in the program that is being traced; return its results.
+
+        Args:
+            flow: What `trace` was given.
+            number: The number that the call has in it.
+            operands: The tensors that the call is given.
+            results: Tensors in place of its results.
         """
         raise NotImplementedError
 

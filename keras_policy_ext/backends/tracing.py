@@ -35,11 +35,14 @@ class Traced(NamedTuple):
         outputs: The outputs, with a `keras.KerasTensor` for each tensor.
         products: The matmuls, in the order of the program.
         is_complete: Whether the number of runs of each is known.
+        chooses: Whether the function looks for the largest or smallest entries
+            of a tensor, by a top-k, an argmax or a sort.
     """
 
     outputs: Any
     products: list[Product]
     is_complete: bool = True
+    chooses: bool = False
 
 
 def einsum(equation: str, *shapes: Sequence[int]) -> Product:

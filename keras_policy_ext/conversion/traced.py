@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,6 +25,7 @@ from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import calls, variable_values, walking
 from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext.backends import tracing
+from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
 from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -177,12 +178,12 @@ class Counted(NamedTuple):
     Attributes:
         layer: The layer that computes it.
         product: The sizes of the matmul.
-        in_float8: Whether it is computed in float8.
+        has_float8_form: Whether it is in float8 if the layer is.
     """
 
     layer: keras.Layer
     product: Product
-    in_float8: bool
+    has_float8_form: bool
 
 
 class Call(NamedTuple):
@@ -192,11 +193,21 @@ class Call(NamedTuple):
         outputs: A structure with a `keras.KerasTensor` for each tensor.
         counted: Its matmuls.
         unknown: Layers that may have more matmuls, or repeat them more often.
+        chooses: Whether a layer in it looks for the largest or smallest
+            entries of a tensor.
+        reached: For each tensor of the outputs, its sources: the `id` of each
+            layer whose products reach it, and `Given` for arguments. Empty
+            unless `follow` has traced it, as is `chosen`.
+        chosen: For each choice in it, the sources among whose entries it
+            chooses.
     """
 
     outputs: Any
     counted: list[Counted]
     unknown: list[keras.Layer]
+    chooses: bool = False
+    reached: Sequence[Sources] = ()
+    chosen: frozenset[Sources] = frozenset()
 
 
 def trace(
@@ -212,7 +223,29 @@ def trace(
     Raises:
         Exception: If a call raises it.
     """
-    tracer = _Tracer()
+    return _trace(_Tracer(), layer, arguments)
+
+
+def follow(layer: keras.Layer, args: Any, kwargs: dict[str, Any]) -> Call:
+    """Trace one call like `trace`; find which layers reach which choice.
+
+    Args:
+        layer: A layer that is built.
+        args: As for `trace`.
+        kwargs: As for `trace`.
+
+    Raises:
+        Exception: If the call raises it.
+    """
+    (call,) = _trace(_Tracer(follows=True), layer, [(args, kwargs)])
+    return call
+
+
+def _trace(
+    tracer: _Tracer,
+    layer: keras.Layer,
+    arguments: Iterable[tuple[Any, dict[str, Any]]],
+) -> list[Call]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras.StatelessScope())
         stack.enter_context(keras.SymbolicScope())
@@ -233,12 +266,25 @@ class _Frame:
     entered: bool = False
     counted: list[Counted] = dataclasses.field(default_factory=list)
     unknown: list[keras.Layer] = dataclasses.field(default_factory=list)
+    chooses: bool = False
+    flow: Flow | None = None
+
+    def add(self, call: Call) -> None:
+        """Add what was found in a call of an inner layer."""
+        self.counted += call.counted
+        self.unknown += call.unknown
+        self.chooses = self.chooses or call.chooses
 
 
 class _Tracer:
-    """Traces calls of layers; layers of equal structure are traced once."""
+    """Traces calls of layers; layers of equal structure are traced once.
 
-    def __init__(self) -> None:
+    Args:
+        follows: Whether to find the sources of outputs and choices.
+    """
+
+    def __init__(self, follows: bool = False) -> None:
+        self._follows = follows
         self._known: dict[Any, tuple[keras.Layer, Call]] = {}
         self._structures: dict[int, Any] = {}
         self._frames: list[_Frame] = []
@@ -261,14 +307,35 @@ class _Tracer:
         found = self.trace(
             layer, *keras.tree.map_structure(_described, (args, kwargs))
         )
-        frame.counted += found.counted
-        frame.unknown += found.unknown
-        return keras.tree.map_structure(_zeros, found.outputs)
+        frame.add(found)
+        outputs = keras.tree.map_structure(_zeros, found.outputs)
+        return self._marked(found, given, outputs)
 
-    def note(self, layer: keras.Layer, product: Product) -> None:
+    def multiplied(
+        self, layer: keras.Layer, product: Product, inputs: Any, outputs: Any
+    ) -> Any:
         """Record a matmul of a float8 layer in the call being traced."""
-        in_float8 = multiplies_in_float8(layer)
-        self._frames[-1].counted.append(Counted(layer, product, in_float8))
+        found = Call(outputs, [Counted(layer, product, True)], [])
+        self._frames[-1].add(found)
+        found = found._replace(reached=[frozenset([id(layer)])])
+        return self._marked(found, [inputs], outputs)
+
+    def _marked(self, call: Call, given: list[Any], outputs: Any) -> Any:
+        """Mark a call in the program of the frame; return its outputs."""
+        flow = self._frames[-1].flow
+        if flow is None:
+            return outputs
+        leaves = keras.tree.flatten(outputs)
+        places = [n for n, x in enumerate(leaves) if ops.is_tensor(x)]
+        marked = backends.current.mark_call(
+            flow,
+            flow.new_call(_through(call, flow), len(places)),
+            [ops.convert_to_tensor(x) for x in given if _is_array(x)],
+            [leaves[place] for place in places],
+        )
+        for place, tensor in zip(places, marked, strict=True):
+            leaves[place] = tensor
+        return keras.tree.pack_sequence_as(outputs, leaves)
 
     def trace(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
@@ -293,7 +360,9 @@ class _Tracer:
                 raise
         outputs = layer.compute_output_spec(*args, **kwargs)
         within = walking.layers_within(layer)
-        return Call(outputs, [], within)
+        return Call(
+            outputs, [], within, reached=[NONE] * len(_symbolic(outputs))
+        )
 
     def _traced(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
@@ -308,7 +377,14 @@ class _Tracer:
                 outputs = layer.compute_output_spec(*args, **kwargs)
                 if found and found[0].shape is not None:
                     outputs = keras.KerasTensor(found[0].shape, outputs.dtype)
-                return Call(outputs, _counted(layer, found), [])
+                given = map(Given, range(len(_symbolic((args, kwargs)))))
+                sources = frozenset([id(layer)] if found else given)
+                return Call(
+                    outputs,
+                    _counted(layer, found),
+                    [],
+                    reached=[sources] * len(_symbolic(outputs)),
+                )
         if len(args) == 1 and runs_stock_call(layer):
             if isinstance(layer, keras.Sequential):
                 return self._in_turn(layer, args[0])
@@ -317,35 +393,70 @@ class _Tracer:
         return self._by_program(layer, args, kwargs)
 
     def _in_turn(self, model: keras.Sequential, inputs: Any) -> Call:
-        call = Call(inputs, [], [])
+        frame = self._new_frame(model, inputs)
         for layer in model.layers:
-            found = self.trace(layer, (call.outputs,), {})
-            call = Call(
-                found.outputs,
-                call.counted + found.counted,
-                call.unknown + found.unknown,
-            )
-        return call
+            found = self.trace(layer, (inputs,), {})
+            frame.add(found)
+            inputs = self._passed(frame, found, inputs)
+        return self._finished(frame, inputs)
+
+    def _new_frame(self, layer: keras.Layer, inputs: Any) -> _Frame:
+        """Return a frame for a model whose layers are called in turn."""
+        if not self._follows:
+            return _Frame(layer)
+        flow = Flow()
+        flow.start(map(id, _symbolic(inputs)))
+        return _Frame(layer, flow=flow)
+
+    def _passed(self, frame: _Frame, call: Call, given: Any) -> Any:
+        """Return the outputs of a call, to give them to other layers."""
+        flow = frame.flow
+        if flow is None:
+            return call.outputs
+        # Calls of layers that are alike have the same outputs.
+        outputs = keras.tree.map_structure(_described, call.outputs)
+        results = _symbolic(outputs)
+        self._kept.append((given, outputs))
+        flow.called(
+            flow.new_call(_through(call, flow), len(results)),
+            map(id, _symbolic(given)),
+            map(id, results),
+        )
+        return outputs
+
+    def _finished(self, frame: _Frame, outputs: Any) -> Call:
+        call = Call(outputs, frame.counted, frame.unknown, frame.chooses)
+        if frame.flow is None:
+            return call
+        frame.flow.finish(map(id, _symbolic(outputs)))
+        return _with_sources(call, frame.flow, frame.layer)
 
     def _by_graph(self, model: keras.Model, inputs: Any) -> Call:
         """Trace a Functional model one operation of its graph at a time."""
-        frame = _Frame(model)
+        frame = self._new_frame(model, inputs)
 
         def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+            name = type(operation).__name__
             if isinstance(operation, keras.Layer):
                 found = self.trace(operation, args, kwargs)
-            elif type(operation).__name__ in _PRODUCTS:
+            elif name in _PRODUCTS or (self._follows and name in _CHOICES):
                 found = self._by_program(operation, args, kwargs, model)
             else:
-                return operation.compute_output_spec(*args, **kwargs)
-            frame.counted += found.counted
-            frame.unknown += found.unknown
-            return found.outputs
+                outputs = operation.compute_output_spec(*args, **kwargs)
+                frame.chooses = frame.chooses or name in _CHOICES
+                if frame.flow is not None:
+                    pairs = [(id(x), x.dtype) for x in _symbolic(outputs)]
+                    self._kept.append(((args, kwargs), outputs))
+                    tensors = map(id, _symbolic((args, kwargs)))
+                    frame.flow.computed("other", tensors, pairs)
+                return outputs
+            frame.add(found)
+            return self._passed(frame, found, (args, kwargs))
 
         given = keras.tree.flatten(inputs)
         outputs = walking.follow_graph(model, given, call)
         structure = keras.tree.pack_sequence_as(model.output, outputs)
-        return Call(structure, frame.counted, frame.unknown)
+        return self._finished(frame, structure)
 
     def _by_program(
         self,
@@ -359,7 +470,8 @@ class _Tracer:
             _check_built(layer)
         given = keras.tree.flatten((args, kwargs))
         tensors = [x for x in given if isinstance(x, keras.KerasTensor)]
-        frame = _Frame(layer)
+        flow = Flow() if self._follows else None
+        frame = _Frame(layer, flow=flow)
 
         def function(*values: Any) -> Any:
             waiting = iter(values)
@@ -368,21 +480,25 @@ class _Tracer:
                 for x in given
             ]
             # A function may be called again, where its first trace failed.
-            vars(frame).update(vars(_Frame(layer)))
+            vars(frame).update(vars(_Frame(layer, flow=flow)))
             passed = keras.tree.pack_sequence_as((args, kwargs), filled)
             return layer(*passed[0], **passed[1])
 
         self._frames.append(frame)
         try:
-            found = backends.current.trace(function, tensors)
+            found = backends.current.trace(function, tensors, flow)
         finally:
             self._frames.pop()
         here = owner or layer
         plain = [Counted(here, each, False) for each in found.products]
         unknown = [] if found.is_complete else [here]
-        return Call(
-            found.outputs, frame.counted + plain, frame.unknown + unknown
+        call = Call(
+            found.outputs,
+            frame.counted + plain,
+            frame.unknown + unknown,
+            frame.chooses or found.chooses,
         )
+        return call if flow is None else _with_sources(call, flow, here)
 
     def _recurrent(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
@@ -394,13 +510,29 @@ class _Tracer:
         each = [of_cell(cell, batch, rest) for cell in cells]
         if all(found is not None for found in each):
             counted = itertools.chain(*map(_counted, cells, each))
-            return Call(outputs, _times(counted, steps), [])
+            of_cells: Sources = frozenset(map(id, cells))
+            return Call(
+                outputs,
+                _times(counted, steps),
+                [],
+                reached=[of_cells] * len(_symbolic(outputs)),
+            )
         states = keras.tree.map_structure(
             _described, layer.get_initial_state(batch)
         )
         step = keras.KerasTensor((batch, *rest), args[0].dtype)
         found = self.trace(layer.cell, (step, states), {})
-        return Call(outputs, _times(found.counted, steps), found.unknown)
+        # What reaches the states in a step is not followed.
+        states_given = frozenset(
+            Given(1 + n) for n in range(len(_symbolic(states)))
+        )
+        sources = NONE.union(*found.reached) - states_given
+        return found._replace(
+            outputs=outputs,
+            counted=_times(found.counted, steps),
+            reached=[sources] * len(_symbolic(outputs)),
+            chosen=frozenset(each - states_given for each in found.chosen),
+        )
 
     def _time_distributed(self, layer: keras.Layer, inputs: Any) -> Call:
         batch, steps, *rest = inputs.shape
@@ -408,7 +540,9 @@ class _Tracer:
         found = self.trace(layer.layer, (step,), {})
         shape = (batch, steps, *found.outputs.shape[1:])
         outputs = keras.KerasTensor(shape, found.outputs.dtype)
-        return Call(outputs, _times(found.counted, steps), found.unknown)
+        return found._replace(
+            outputs=outputs, counted=_times(found.counted, steps)
+        )
 
     def _structure(self, layer: keras.Layer) -> Any:
         """Return a key that is equal for layers with equal matmuls."""
@@ -436,6 +570,9 @@ _PRODUCTS = frozenset(
         *("DepthwiseConv", "SeparableConv", "ConvTranspose", "Bilinear"),
     )
 )
+
+# Operations that look for the largest or smallest entries.
+_CHOICES = frozenset(("Argmax", "Argmin", "Argsort", "Sort", "TopK"))
 
 # In names of attributes that no two layers have in common, or of TensorFlow's
 # and of this package.
@@ -478,7 +615,55 @@ def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
         for each in call.counted
     ]
     unknown = [place.get(id(each), each) for each in call.unknown]
-    return Call(call.outputs, counted, unknown)
+
+    def moved(sources: Sources) -> Sources:
+        return frozenset(
+            id(place[each]) if each in place else each for each in sources
+        )
+
+    return call._replace(
+        counted=counted,
+        unknown=unknown,
+        reached=list(map(moved, call.reached)),
+        chosen=frozenset(map(moved, call.chosen)),
+    )
+
+
+def _through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
+    """Return how sources pass through a call, with its choices noted."""
+
+    def through(operands: list[Sources]) -> list[Sources]:
+        def found(sources: Sources) -> Sources:
+            return NONE.union(
+                *(
+                    operands[each.number]
+                    if isinstance(each, Given)
+                    else frozenset([each])
+                    for each in sources
+                )
+            )
+
+        flow.chosen.update(map(found, call.chosen))
+        return list(map(found, call.reached))
+
+    return through
+
+
+def _with_sources(call: Call, flow: Flow, here: keras.Layer) -> Call:
+    """Return a call with the sources that were followed in its program."""
+
+    def named(sources: Sources) -> Sources:
+        return frozenset(id(here) if x == HERE else x for x in sources)
+
+    return call._replace(
+        reached=list(map(named, flow.returned)),
+        chosen=frozenset(map(named, flow.chosen)),
+    )
+
+
+def _symbolic(nested: Any) -> list[keras.KerasTensor]:
+    leaves = keras.tree.flatten(nested)
+    return [x for x in leaves if isinstance(x, keras.KerasTensor)]
 
 
 def _described(x: Any) -> Any:
@@ -503,10 +688,8 @@ def multiplies_in_float8(layer: keras.Layer) -> bool:
 
 
 def _counted(layer: keras.Layer, found: Any) -> list[Counted]:
-    in_float8 = multiplies_in_float8(layer)
     return [
-        Counted(layer, each.product, in_float8 and each.has_float8_form)
-        for each in found
+        Counted(layer, each.product, each.has_float8_form) for each in found
     ]
 
 
@@ -569,8 +752,8 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
         else:
             outputs = contraction.of(*map(keras.KerasTensor, shapes))
             product = convolution(contraction, *shapes, outputs.shape)
-        tracer.note(layer, product)
-        return ops.zeros(outputs.shape, dtype or layer.compute_dtype)
+        zeros = ops.zeros(outputs.shape, dtype or layer.compute_dtype)
+        return tracer.multiplied(layer, product, inputs, zeros)
 
     def of_activations(
         stock: Any,

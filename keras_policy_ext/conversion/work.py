@@ -55,11 +55,12 @@ class Works:
     """Counts the parameters and multiplications of each layer of a model."""
 
     def __init__(self, model: keras.Layer) -> None:
+        self._model = model
         self._layers = {id(x): x for x in walking.layers_within(model)}
         self._counted: dict[int, list[_Counted]] = {}
         self._unknown: set[int] = set()
         self._are_sizes_known = True
-        pair = _traced(model)
+        self._pair = pair = _traced(model)
         if pair is None:
             self._unknown.update(self._layers)
             return
@@ -68,6 +69,31 @@ class Works:
             self._layers[id(layer)] = layer
             self._counted.setdefault(id(layer), []).append(counted)
         self._unknown.update(map(id, pair.unknown))
+
+    @property
+    def chooses(self) -> bool:
+        """True if the call looks for the largest entries of a tensor."""
+        return self._pair is not None and self._pair.chooses
+
+    def followed(self) -> traced.Call | None:
+        """Return the call with what reaches which choice; None if unknown."""
+        if self._pair is not None:
+            args, kwargs = self._pair.inputs.of(SAMPLES[0])
+            with contextlib.suppress(Exception):
+                return traced.follow(self._model, args, kwargs)
+        return None
+
+    def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
+        """Return True if the counts hold once these layers are in float8.
+
+        They were taken before. A layer that has multiplied by itself then, and
+        has its float8 form do it now, is counted anew.
+        """
+        return self._pair is not None and all(
+            each.has_float8_form
+            for layer in converted
+            for each in self._counted.get(id(layer), ())
+        )
 
     @property
     def multiplying(self) -> list[keras.Layer]:
@@ -82,11 +108,14 @@ class Works:
         counted = self._counted.get(id(layer), ())
         if not counted:
             return Work(parameters=scalars(own))
+        in_float8 = traced.multiplies_in_float8(layer)
         return Work(
             parameters=_entries(layer, own, counted),
             multiplications=sum(each.number for each in counted),
             plain_multiplications=sum(
-                each.number for each in counted if not each.in_float8
+                each.number
+                for each in counted
+                if not (in_float8 and each.has_float8_form)
             ),
             sizes_known=self._are_sizes_known
             and id(layer) not in self._unknown,
@@ -109,7 +138,7 @@ class _Counted(NamedTuple):
 
     number: int
     size: int
-    in_float8: bool
+    has_float8_form: bool
 
 
 def _entries(
@@ -137,7 +166,12 @@ class _Pair(NamedTuple):
 
     products: list[tuple[keras.Layer, _Counted]]
     unknown: list[keras.Layer]
-    are_sizes_known: bool
+    inputs: _Inputs
+    chooses: bool
+
+    @property
+    def are_sizes_known(self) -> bool:
+        return self.inputs.are_sizes_known
 
 
 def _traced(model: keras.Layer) -> _Pair | None:
@@ -147,7 +181,7 @@ def _traced(model: keras.Layer) -> _Pair | None:
             small, large = traced.trace(model, map(inputs.of, SAMPLES))
             products = list(_with_kernels(small.counted, large.counted))
             unknown = [*small.unknown, *large.unknown]
-            return _Pair(products, unknown, inputs.are_sizes_known)
+            return _Pair(products, unknown, inputs, small.chooses)
     return None
 
 
@@ -173,7 +207,8 @@ def _with_kernels(
         kernels = [before for before, after in pairs if before == after]
         number = other.product.multiplications - one.product.multiplications
         if len(kernels) == 1 and number:
-            yield one.layer, _Counted(number, kernels[0], one.in_float8)
+            counted = _Counted(number, kernels[0], one.has_float8_form)
+            yield one.layer, counted
 
 
 @dataclasses.dataclass(frozen=True)

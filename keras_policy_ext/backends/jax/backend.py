@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -114,8 +115,23 @@ class JaxBackend(Backend):
     keeps_values_apart = True
 
     @override
-    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        return tracing.trace(function, inputs)
+    def trace(
+        self,
+        function: Callable[..., Any],
+        inputs: list[Any],
+        flow: Flow | None = None,
+    ) -> Traced:
+        return tracing.trace(function, inputs, flow)
+
+    @override
+    def mark_call(
+        self,
+        flow: Flow,
+        number: int,
+        operands: list[Tensor],
+        results: list[Tensor],
+    ) -> list[Tensor]:
+        return tracing.mark_call(flow, number, operands, results)
 
     @override
     def device_name(self) -> str:

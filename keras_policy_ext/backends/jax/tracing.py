@@ -10,6 +10,7 @@ import jax
 import keras
 
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.tracing import (
     Kept,
     Measured,
@@ -24,8 +25,13 @@ from keras_policy_ext.backends.tracing import (
     source_of_variable,
 )
 
+_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
+"""Primitives that look for the largest or smallest entries."""
 
-def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
+
+def trace(
+    function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
+) -> Traced:
     """Trace a function with JAX; see `Backend.trace`."""
     returned: list[Any] = []
 
@@ -37,9 +43,61 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     program = jax.make_jaxpr(flat)(*shapes)
     outputs = keras.tree.map_structure(_described, returned[0])
-    found = list(_products(program.jaxpr))
+    names: set[str] = set()
+    found = list(_products(program.jaxpr, names))
     products = [product for product, _ in found]
-    return Traced(outputs, products, all(known for _, known in found))
+    is_complete = all(known for _, known in found)
+    if flow is not None:
+        flow.start(map(id, program.jaxpr.invars))
+        _follow(program.jaxpr, flow)
+        flow.finish(map(id, program.jaxpr.outvars))
+    return Traced(
+        outputs, products, is_complete, not _CHOICES.isdisjoint(names)
+    )
+
+
+def mark_call(
+    flow: Flow, number: int, operands: list[Any], results: list[Any]
+) -> list[Any]:
+    """Mark a call in a program; see `Backend.mark_call`."""
+    with jax.named_scope(scope_name(number)):
+        _, marked = jax.lax.optimization_barrier((operands, results))
+    return list(marked)
+
+
+def _follow(program: Any, flow: Flow) -> None:
+    """Follow the tensors of a program, one equation after the other."""
+    for step in program.eqns:
+        name = step.primitive.name
+        operands = [id(x) for x in step.invars]
+        call, number = None, None
+        if name == "optimization_barrier":
+            call = layer_of(str(step.source_info.name_stack))
+            number = flow.results_of(call)
+        if call is not None and number is not None:
+            given = len(operands) - number
+            results = [id(x) for x in step.outvars[given:]]
+            flow.called(call, operands[:given], results)
+            continue
+        kind: Any = "choice" if name in _CHOICES else "other"
+        if name in ("dot_general", "conv_general_dilated"):
+            kind = "product"
+        made = [(id(x), getattr(x.aval, "dtype", "")) for x in step.outvars]
+        inner = [_program(each) for each in _inner(step)]
+        if not inner:
+            flow.computed(kind, operands, made)
+        for each in inner:
+            # A branch has no operand for the condition, a loop has operands
+            # of its condition first.
+            given_to = operands[len(operands) - len(each.invars) :]
+            for old, new in zip(given_to, each.invars, strict=False):
+                flow.same(old, id(new))
+            _follow(each, flow)
+            if len(each.outvars) == len(step.outvars):
+                for inside, outside in zip(
+                    each.outvars, step.outvars, strict=True
+                ):
+                    flow.same(id(inside), id(outside))
 
 
 def _described(x: Tensor) -> Any:
@@ -48,10 +106,14 @@ def _described(x: Tensor) -> Any:
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
-def _products(program: Any) -> Iterator[tuple[Product, bool]]:
-    """Yield each matmul of a program, and whether its count is known."""
+def _products(program: Any, names: set[str]) -> Iterator[tuple[Product, bool]]:
+    """Yield each matmul of a program, and whether its count is known.
+
+    The names of its primitives are added to `names`.
+    """
     for step in program.eqns:
         name = step.primitive.name
+        names.add(name)
         shapes = [getattr(x.aval, "shape", ()) for x in step.invars]
         if name == "dot_general":
             (summed, _), _ = step.params["dimension_numbers"]
@@ -63,14 +125,16 @@ def _products(program: Any) -> Iterator[tuple[Product, bool]]:
             yield _convolution(step, *shapes), True
         elif "jaxpr" in step.params and name == "scan":
             repeats = step.params["length"]
-            for product, known in _products(_program(step.params["jaxpr"])):
+            for product, known in _products(
+                _program(step.params["jaxpr"]), names
+            ):
                 yield product.times(repeats), known
         elif name == "cond":
-            branches = [list(_products(b.jaxpr)) for b in _inner(step)]
+            branches = [list(_products(b.jaxpr, names)) for b in _inner(step)]
             yield from max(branches, key=_total, default=[])
         else:
             for inner in _inner(step):
-                for product, known in _products(_program(inner)):
+                for product, known in _products(_program(inner), names):
                     yield product, known and name != "while"
 
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -79,8 +80,23 @@ class TensorFlowBackend(Backend):
     keeps_variables_in_graphs = True
 
     @override
-    def trace(self, function: Callable[..., Any], inputs: list[Any]) -> Traced:
-        return tracing.trace(function, inputs)
+    def trace(
+        self,
+        function: Callable[..., Any],
+        inputs: list[Any],
+        flow: Flow | None = None,
+    ) -> Traced:
+        return tracing.trace(function, inputs, flow)
+
+    @override
+    def mark_call(
+        self,
+        flow: Flow,
+        number: int,
+        operands: list[Tensor],
+        results: list[Tensor],
+    ) -> list[Tensor]:
+        return tracing.mark_call(flow, number, operands, results)
 
     @override
     def device_name(self) -> str:

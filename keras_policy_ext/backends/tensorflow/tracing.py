@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.tracing import (
     Kept,
     Measured,
@@ -38,7 +39,18 @@ _MATMULS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 _LOOPS = ("While", "StatelessWhile")
 
 
-def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
+_CHOICES = frozenset(
+    (
+        *("TopK", "TopKV2", "ApproxTopK", "ArgMax", "ArgMin", "Multinomial"),
+        *("StatelessMultinomial", "XlaSort", "XlaKeyValueSort"),
+    )
+)
+"""Operations that look for the largest or smallest entries."""
+
+
+def trace(
+    function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
+) -> Traced:
     """Trace a function with TensorFlow; see `Backend.trace`."""
     # What Keras computes shapes in; `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
@@ -46,9 +58,63 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
         tensors = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in inputs]
         returned = function(*tensors)
     outputs = keras.tree.map_structure(_described, returned)
-    found = list(_products(graph))
+    types: set[str] = set()
+    found = list(_products(graph, types))
     products = [product for product, _ in found]
-    return Traced(outputs, products, all(known for _, known in found))
+    is_complete = all(known for _, known in found)
+    if flow is not None:
+        results = filter(tf.is_tensor, keras.tree.flatten(returned))
+        flow.start(map(_key, tensors))
+        _follow(graph, flow)
+        flow.finish(map(_key, results))
+    return Traced(
+        outputs, products, is_complete, not _CHOICES.isdisjoint(types)
+    )
+
+
+def mark_call(
+    flow: Flow, number: int, operands: list[Any], results: list[Any]
+) -> list[Any]:
+    """Mark a call in a graph; see `Backend.mark_call`."""
+    marked = tf.raw_ops.IdentityN(
+        input=[*operands, *results], name=scope_name(number)
+    )
+    return list(marked[len(operands) :])
+
+
+def _key(tensor: Tensor) -> tuple[int, str]:
+    return id(tensor.graph), tensor.name
+
+
+def _follow(graph: Any, flow: Flow) -> None:
+    """Follow the tensors of a graph, one operation after the other."""
+    for step in graph.get_operations():
+        operands = list(map(_key, step.inputs))
+        call = layer_of(step.name) if step.type == "IdentityN" else None
+        number = flow.results_of(call)
+        if call is not None and number is not None:
+            given = len(operands) - number
+            results = map(_key, step.outputs[given:])
+            flow.called(call, operands[:given], results)
+            continue
+        if step.type in _OF_SHAPES or step.type == "Placeholder":
+            continue
+        kind: Any = "choice" if step.type in _CHOICES else "other"
+        if step.type == "Einsum" or _product(step) is not None:
+            kind = "product"
+        inner = list(_inner(step, graph))
+        if not inner:
+            made = [(_key(x), x.dtype.name) for x in step.outputs]
+            flow.computed(kind, operands, made)
+        for each in inner:
+            given_to = operands[len(operands) - len(each.inputs) :]
+            for old, new in zip(given_to, each.inputs, strict=False):
+                flow.same(old, _key(new))
+            _follow(each, flow)
+            if len(each.outputs) == len(step.outputs):
+                pairs = zip(each.outputs, step.outputs, strict=True)
+                for inside, outside in pairs:
+                    flow.same(_key(inside), _key(outside))
 
 
 def _described(x: Tensor) -> Any:
@@ -57,14 +123,18 @@ def _described(x: Tensor) -> Any:
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
-def _products(graph: Any) -> Iterator[tuple[Product, bool]]:
-    """Yield each matmul of a graph, and whether its count is known."""
+def _products(graph: Any, types: set[str]) -> Iterator[tuple[Product, bool]]:
+    """Yield each matmul of a graph, and whether its count is known.
+
+    The types of its operations are added to `types`.
+    """
     for step in graph.get_operations():
+        types.add(step.type)
         product = _product(step)
         if product is not None:
             yield product, True
             continue
-        inner = [list(_products(each)) for each in _inner(step, graph)]
+        inner = [list(_products(each, types)) for each in _inner(step, graph)]
         if step.type in ("If", "StatelessIf", "Case", "StatelessCase"):
             inner = [max(inner, key=_total)]
         for found in inner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.tracing import (
     Kept,
     Measured,
@@ -59,29 +60,75 @@ _NOT_COUNTED = frozenset(
 )
 
 
-def trace(function: Callable[..., Any], inputs: list[Any]) -> Traced:
+_CHOICES = frozenset(
+    getattr(place, name)
+    for place in (torch, torch.Tensor)
+    for name in (
+        *("topk", "argmax", "argmin", "argsort", "sort", "kthvalue"),
+        "multinomial",
+    )
+)
+"""Functions that look for the largest or smallest entries."""
+
+# They find positions too, if they are given an axis.
+_EXTREMES = frozenset(
+    getattr(place, name)
+    for place in (torch, torch.Tensor)
+    for name in ("max", "min")
+)
+_UNCOUNTED_PRODUCTS = frozenset(
+    (*_NOT_COUNTED, functional.scaled_dot_product_attention)
+)
+
+
+def trace(
+    function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
+) -> Traced:
     """Trace a function with PyTorch; see `Backend.trace`.
 
     Like Keras, it falls back to ones on the real device if an operation does
     not support the meta device.
     """
     try:
-        return _trace(function, inputs, "meta")
+        return _trace(function, inputs, flow, "meta")
     # What an operation raises that lacks a kernel for "meta" differs from one
     # to the next. What fails for another reason fails again.
     except Exception:
-        return _trace(function, inputs, None)
+        return _trace(function, inputs, flow, None)
+
+
+def mark_call(
+    flow: Flow, number: int, operands: list[Any], results: list[Any]
+) -> list[Any]:
+    """Mark a call that is being recorded; see `Backend.mark_call`."""
+    _Recorder.innermost[-1].keep(*operands, *results)
+    flow.called(number, map(id, operands), map(id, results))
+    return results
 
 
 def _trace(
-    function: Callable[..., Any], inputs: list[Any], device: str | None
+    function: Callable[..., Any],
+    inputs: list[Any],
+    flow: Flow | None,
+    device: str | None,
 ) -> Traced:
     with torch.no_grad(), keras.device(device or _real_device()):
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
-        with _Recorder() as recorder:
+        if flow is not None:
+            flow.start(map(id, tensors))
+        with _Recorder(flow) as recorder:
+            recorder.keep(*tensors)
             outputs = function(*tensors)
+    if flow is not None:
+        flow.finish(map(id, _tensors_in(keras.tree.flatten(outputs))))
     outputs = keras.tree.map_structure(_described, outputs)
-    return Traced(outputs, recorder.products, recorder.is_complete)
+    return Traced(
+        outputs, recorder.products, recorder.is_complete, recorder.chooses
+    )
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def _real_device() -> str:
@@ -103,10 +150,18 @@ class _Recorder(TorchFunctionMode):
 
     innermost: ClassVar[list[_Recorder]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, flow: Flow | None = None) -> None:
         super().__init__()
         self.products: list[Product] = []
         self.is_complete = True
+        self.chooses = False
+        self._flow = flow
+        self._kept: list[Any] = []
+
+    def keep(self, *tensors: Any) -> None:
+        """Hold tensors, so that no other tensor gets the `id` of one."""
+        if self._flow is not None:
+            self._kept += tensors
 
     def __enter__(self) -> _Recorder:
         super().__enter__()
@@ -129,8 +184,39 @@ class _Recorder(TorchFunctionMode):
             given = [*args, *(kwargs or {}).values()]
             operands = keras.tree.flatten(given)
             shapes = [x.shape for x in operands if hasattr(x, "shape")]
+            found = len(self.products)
             self._note(function, operands, shapes, outputs)
+            chooses = function in _CHOICES or (
+                function in _EXTREMES and isinstance(outputs, tuple)
+            )
+            self.chooses = self.chooses or chooses
+            if self._flow is not None:
+                multiplies = len(self.products) > found
+                self._follow(function, operands, outputs, multiplies, chooses)
         return outputs
+
+    def _follow(
+        self,
+        function: Any,
+        operands: list[Any],
+        outputs: Any,
+        multiplies: bool,
+        chooses: bool,
+    ) -> None:
+        given = _tensors_in(operands)
+        results = _tensors_in(keras.tree.flatten(outputs))
+        if isinstance(outputs, tuple):
+            results = _tensors_in(outputs)
+        if function is torch.Tensor.__setitem__:
+            results = given[:1]
+        if not results or self._flow is None:
+            return
+        self.keep(*given, *results)
+        kind: Any = "choice" if chooses else "other"
+        if multiplies or function in _UNCOUNTED_PRODUCTS:
+            kind = "product"
+        pairs = [(id(x), x.dtype) for x in results]
+        self._flow.computed(kind, map(id, given), pairs)
 
     def _note(
         self,
