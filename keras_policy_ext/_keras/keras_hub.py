@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import versions
+from keras_policy_ext._keras import versions, walking
 from keras_policy_ext._keras.symbolic import Symbols
 
 _EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
@@ -28,6 +28,35 @@ def is_causal_language_model(model: object) -> bool:
     """Return True if a task of KerasHub is a causal language model."""
     hub = sys.modules["keras_hub"]
     return isinstance(model, hub.models.CausalLM)
+
+
+# By the class of a layer of KerasHub (0.32), the attribute with its router.
+_ROUTERS = {
+    "Gemma4Router": "proj",
+    "GptOssTopKRouter": "router_dense",
+    "MixtralSparseMoeBlock": "_sparse_feedforward_gate_dense",
+    "Qwen3SparseMoeBlock": "_sparse_feedforward_gate_dense",
+    "Qwen3_5MoeSparseMoeBlock": "_sparse_feedforward_gate_dense",
+    "QwenSparseMoeBlock": "_sparse_feedforward_gate_dense",
+}
+
+
+def routers(model: keras.Layer) -> dict[int, str]:
+    """Return the class with the experts by the `id` of each of its routers.
+
+    There is no public way to ask for the router of a layer with experts. Of a
+    class or an attribute that KerasHub has renamed, nothing is found.
+    """
+    if "keras_hub" not in sys.modules:
+        return {}
+    found = {}
+    for layer in walking.layers_within(model):
+        for base in type(layer).__mro__:
+            library = base.__module__.partition(".")[0]
+            if library == "keras_hub" and base.__name__ in _ROUTERS:
+                router = getattr(layer, _ROUTERS[base.__name__], None)
+                found[id(router)] = base.__name__
+    return found
 
 
 def families() -> list[str]:

@@ -1,4 +1,4 @@
-"""Filters for `convert`: leave out layers that float8 would slow down."""
+"""Filters for `convert`: leave out layers that float8 slows down or hurts."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ class Auto:
                 return f"its product would be emulated: {choice.reason}"
         for summed, free in candidate.sizes:
             product = f"its product sums over {summed} and yields {free}"
-            if summed % self.multiple or free % self.multiple:
-                return f"{product}, not both multiples of {self.multiple}"
+            if reason := _not_multiples(summed, free, self.multiple):
+                return reason
             if self.smallest is not None and (
                 min(summed, free) < self.smallest
             ):
@@ -182,6 +182,69 @@ class Auto:
             f"which with {self.rows} rows gains as much as one of "
             f"{round(size)}³; float8 pays from {here.size}³ on here"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Safe:
+    """The filter `"safe"`: it leaves out what other libraries leave out.
+
+    These are the first layer; heads, and the last layer if no head is known;
+    layers that decide, such as routers; and layers whose sizes are not
+    multiples of 16. Sources:
+
+    - torchao's example of a `module_filter_fn` leaves out the last layer, and
+      sizes that are not multiples of 16 (`torchao/float8/README.md`).
+    - torchtitan's `module_filter_fn` leaves out such sizes
+      (`torchtitan/components/quantization/utils.py`), and its tests of
+      DeepSeek V3 have `filter_fqns = ["output", "router.gate"]`
+      (`torchtitan/experiments/graph_trainer/tests`). Its
+      `auto_filter_small_kn` is about speed, as `"auto"` is here.
+    - ModelOpt's `_default_disabled_quantizer_cfg` leaves out `*lm_head*`,
+      `*proj_out.*`, `*output_layer*`, `*router*`, `*block_sparse_moe.gate*`,
+      `*mlp.gate.*`, `*mlp.shared_expert_gate.*`, `*linear_attn.conv1d*` and
+      `*mixer.conv1d*` (`modelopt/torch/quantization/config.py`). Here the
+      gate of a shared expert has an output size of 1, and these convolutions
+      sum over the few taps of a window: no multiples of 16.
+    - DoReFa-Net leaves out the first layer, besides the last one (arXiv
+      1606.06160).
+
+    Attributes:
+        multiple: Both the summed and the output size must be multiples of it.
+
+    Examples:
+        >>> layers = [keras.layers.Dense(size) for size in (32, 64, 32, 8)]
+        >>> model = keras.Sequential([keras.Input((32,)), *layers])
+        >>> report = kpe.convert(model, filter="safe")
+        >>> len(report.converted), len(report.skipped)
+        (2, 2)
+    """
+
+    multiple: int = 16
+
+    def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        """Return the reason for each layer that its sizes leave out.
+
+        Args:
+            candidates: All that could be converted, in the model's order.
+
+        Returns:
+            A reason by the index of each candidate that is left out.
+        """
+        return {
+            number: reason
+            for number, candidate in enumerate(candidates)
+            for summed, free in candidate.sizes[::-1]
+            if (reason := _not_multiples(summed, free, self.multiple))
+        }
+
+
+def _not_multiples(summed: int, free: int, multiple: int) -> str | None:
+    if not (summed % multiple or free % multiple):
+        return None
+    return (
+        f"its product sums over {summed} and yields {free}, not both multiples "
+        f"of {multiple}"
+    )
 
 
 def _contraction(layer: Any) -> contractions.Einsum | contractions.Conv:

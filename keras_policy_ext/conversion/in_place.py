@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, Literal
@@ -21,12 +22,13 @@ import keras
 
 from keras_policy_ext import _user_code, policies
 from keras_policy_ext._keras import global_policy, keras_hub, walking
-from keras_policy_ext.conversion import candidates, training
+from keras_policy_ext.conversion import candidates, roles, training
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     Unconverted,
     path_of,
 )
+from keras_policy_ext.conversion.filters import Safe
 from keras_policy_ext.conversion.report import (
     Report,
     RevertedReport,
@@ -44,6 +46,7 @@ from keras_policy_ext.conversion.requested import (
     Target,
     warn_of_plain,
 )
+from keras_policy_ext.conversion.work import Works
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
 from keras_policy_ext.layers.transaction import undone
@@ -153,6 +156,23 @@ def _policy(source: keras.DTypePolicy, followed: Followed) -> Float8DTypePolicy:
 Decision = tuple[Candidate, Target]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Decided:
+    """What `convert` is going to do.
+
+    Attributes:
+        survey: The layers of the model.
+        decisions: The layers that it converts, with their policies.
+        left: The layers that it leaves out, with the reasons.
+        works: The multiplications of the model, if they were counted.
+    """
+
+    survey: candidates.Survey
+    decisions: list[Decision]
+    left: list[Unconverted]
+    works: Works | None
+
+
 @_user_code.once
 def convert(
     model: keras.Layer,
@@ -190,7 +210,11 @@ def convert(
         exclude: The same for layers that are not converted.
         filter: `f(layer) -> bool`: whether to convert a layer; or
             `kpe.filters.Auto()`, or `"auto"`, which leaves out layers that
-            float8 slows down.
+            float8 slows down; or `"safe"`, which leaves out the first layer,
+            heads and odd sizes (`kpe.filters.Safe`); or `"all"`. None,
+            `"auto"` and `"safe"` leave out layers that decide instead of
+            computing, such as routers of experts: a top-k, an argmax or a
+            sort in the call of the model chooses among their outputs.
         min_size: The fewest entries of a kernel whose layer is converted.
         attention: `"float8"`: if all projections of an attention layer are
             converted, its scores and its weighted sum are computed in float8
@@ -203,8 +227,8 @@ def convert(
         TypeError: If an argument has the wrong type.
         ValueError: If the model or a part of it is not built, the policy is
             not float8, none is given and earlier conversions gave several,
-            `include` matches no layer, or a `MultiOptimizer` has been used.
-            The model is then unchanged.
+            no filter has that name, `include` matches no layer, or a
+            `MultiOptimizer` has been used. The model is then unchanged.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -215,7 +239,7 @@ def convert(
         >>> kpe.convert(model, "current").converted[0].policy  # another recipe
         'float8/current_from_float32'
     """
-    survey, decisions, left = _decided(
+    decided = _decided(
         model,
         policy,
         attention,
@@ -225,17 +249,17 @@ def convert(
         filter=filter,
         min_size=min_size,
     )
-    if decisions:
+    if decided.decisions:
         training.check_optimizers(model)
     asked = training.loss_scale_asked(model)
     with training.changing(model) as retraced:
-        report = _convert(model, survey, decisions, left, attention, retraced)
+        report = _convert(model, decided, attention, retraced)
         training.warn_of_lost(asked, model)
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model)
         warn_of_no_effect(report)
-        if not decisions:
-            warn_of_plain(left)
+        if not decided.decisions:
+            warn_of_plain(decided.left)
     return report
 
 
@@ -258,9 +282,9 @@ def converted(
         ValueError: As for `convert`.
     """
     attention = options.pop("attention", None)
-    survey, decisions, left = _decided(model, policy, attention, **options)
+    decided = _decided(model, policy, attention, **options)
     with undone(walking.layers_within(model)), training.replicas(model):
-        yield _convert(model, survey, decisions, left, attention)
+        yield _convert(model, decided, attention)
 
 
 def _decided(
@@ -272,26 +296,39 @@ def _decided(
     exclude: PathPatterns | None = None,
     filter: LayerFilter | None = None,
     min_size: int | None = None,
-) -> tuple[candidates.Survey, list[Decision], list[Unconverted]]:
+) -> _Decided:
     """Check the arguments of `convert`, and choose a policy for each layer."""
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
     candidates.check(model)
     survey = candidates.survey(model)
     requested = Requested.read(model, policy, recipe)
-    return survey, *_decide(survey.candidates, requested, selection)
+    found = survey.candidates
+    works = None
+    by_role: dict[int, str] = {}
+    if found and not selection.deciding:
+        works = Works(model)
+        by_role = roles.deciding(model, found, works)
+        if isinstance(selection.filter, Safe):
+            by_role = {**roles.ends(found, works), **by_role}
+    reasons = selection.reasons(found, by_role)
+    decisions, left = _decide(found, requested, reasons)
+    return _Decided(survey, decisions, left, works)
 
 
 def _convert(
     model: keras.Layer,
-    survey: candidates.Survey,
-    decisions: list[Decision],
-    left: list[Unconverted],
+    decided: _Decided,
     attention: Literal["float8"] | None,
     retraced: Sequence[str] = (),
 ) -> Report:
     """Convert the chosen layers; optimizers do not know the new state yet."""
-    for candidate, target in decisions:
+    survey = decided.survey
+    chosen = [candidate.layer for candidate, _ in decided.decisions]
+    works = decided.works
+    if attention or (works is not None and not works.hold_for(chosen)):
+        works = None
+    for candidate, target in decided.decisions:
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
         state.given = target.given
@@ -313,11 +350,12 @@ def _convert(
     return report_of(
         Report,
         model,
-        [*(candidate.layer for candidate, _ in decisions), *contracting],
-        [*left, *refused, *survey.skipped],
+        [*chosen, *contracting],
+        [*decided.left, *refused, *survey.skipped],
         names_others=True,
         without_effect=idle,
         retraced=retraced,
+        works=works,
     )
 
 
@@ -397,10 +435,9 @@ def _holds_float8(layer: keras.Layer) -> bool:
 
 
 def _decide(
-    found: list[Candidate], requested: Requested, selection: Selection
+    found: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Split candidates into (candidate, policy) pairs and layers left out."""
-    reasons = selection.reasons(found)
     decisions, left = [], []
     for number, candidate in enumerate(found):
         reason = reasons.get(number)

@@ -383,6 +383,7 @@ def report_of(
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
+    works: work.Works | None = None,
     **more: Any,
 ) -> ReportClass:
     """Return the report of a change, with the `Work` of each layer.
@@ -396,9 +397,10 @@ def report_of(
             other layers as skipped.
         without_effect: Sentences on arguments that had no effect.
         retraced: Names of compiled functions that are traced anew.
+        works: The multiplications of the model, if they are counted already.
         **more: Fields that the class has in addition.
     """
-    works = work.Works(model)
+    works = works or work.Works(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
     left = [
         *left,

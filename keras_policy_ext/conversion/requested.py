@@ -12,13 +12,12 @@ import numpy as np
 
 from keras_policy_ext import _user_code, policies, policy_names, recipes
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.filters import Auto
+from keras_policy_ext.conversion.filters import Auto, Safe
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import is_stock_map
@@ -61,8 +60,12 @@ PathPatterns: TypeAlias = (
 )
 """One regular expression or several, searched in the path of a layer."""
 
-LayerFilter: TypeAlias = Callable[[Any], bool] | Auto | Literal["auto"]
-"""A function of a layer that returns a bool, or a filter by size."""
+LayerFilter: TypeAlias = (
+    Callable[[Any], bool] | Auto | Safe | Literal["all", "auto", "safe"]
+)
+"""A function of a layer that returns a bool, a filter by size, or a name."""
+
+_FILTERS = ("all", "auto", "safe")
 
 
 Patterns = tuple[re.Pattern[str], ...]
@@ -75,14 +78,17 @@ class Selection:
     Attributes:
         include: Patterns, one of which must be found in the path; None: any.
         exclude: Patterns none of which may be found there.
-        filter: A predicate of a layer, or an `Auto`; None: any layer.
+        filter: A predicate of a layer, an `Auto` or a `Safe`; None: any layer.
         min_size: The fewest entries of a kernel.
+        deciding: Whether layers that decide, such as routers, are converted.
+            They are if a predicate or `"all"` says which layers are.
     """
 
     include: Patterns | None
     exclude: Patterns
-    filter: Callable[[Any], bool] | filters.Auto | None
+    filter: Callable[[Any], bool] | Auto | Safe | None
     min_size: int
+    deciding: bool = False
 
     @classmethod
     def read(
@@ -100,13 +106,19 @@ class Selection:
             () if exclude is None else _patterns("exclude", exclude),
             _filter(filter),
             _min_size(min_size),
+            deciding=_is_all(filter) or callable(filter),
         )
 
-    def reasons(self, candidates: list[Candidate]) -> dict[int, str]:
+    def reasons(
+        self,
+        candidates: list[Candidate],
+        by_role: Mapping[int, str] | None = None,
+    ) -> dict[int, str]:
         """Return the reason for each candidate that the selection leaves out.
 
         Args:
             candidates: All layers that could be converted, in order.
+            by_role: Reasons that rank before those of a filter by size.
 
         Returns:
             A reason by the index of each candidate that is left out.
@@ -122,9 +134,9 @@ class Selection:
             reason = self._reason(candidate, paths[number])
             if reason is not None:
                 found[number] = reason
-        if isinstance(self.filter, filters.Auto):
-            found = {**self.filter.reasons(candidates), **found}
-        return found
+        if isinstance(self.filter, (Auto, Safe)):
+            by_role = {**self.filter.reasons(candidates), **(by_role or {})}
+        return {**(by_role or {}), **found}
 
     def _reason(self, candidate: Candidate, path: str) -> str | None:
         if self.include is not None and not _found(self.include, path):
@@ -194,17 +206,27 @@ def _no_match(name: str, patterns: Patterns, paths: list[str]) -> str:
     )
 
 
+def _is_all(given: object) -> bool:
+    return isinstance(given, str) and given == "all"
+
+
 def _filter(given: object) -> Any:
-    if isinstance(given, str) and given == "auto":
-        return filters.Auto()
-    if given is None or isinstance(given, filters.Auto):
+    if given is None or _is_all(given):
+        return None
+    if isinstance(given, str) and given in _FILTERS:
+        return Auto() if given == "auto" else Safe()
+    if isinstance(given, (Auto, Safe)):
         return given
     if callable(given) and not isinstance(given, type):
         return given
-    raise TypeError(
-        f"`filter` is neither a function nor 'auto'. Received: {given!r} (of "
-        f"type {type(given).__name__}). Allowed: a function of a layer that "
-        "returns a bool, 'auto', `kpe.filters.Auto(...)`, or None."
+    error = ValueError if isinstance(given, str) else TypeError
+    raise error(
+        "`filter` is neither a function nor the name of a filter. Received: "
+        f"{given!r} (of type {type(given).__name__}). "
+        f"{did_you_mean(given, _FILTERS)}Allowed: a function of a layer that "
+        f"returns a bool; {', '.join(map(repr, _FILTERS))}; "
+        "`kpe.filters.Auto(...)`; or None, for all layers but those that "
+        "decide, such as routers of experts."
     )
 
 

@@ -1,0 +1,106 @@
+"""Find the layers that decide instead of computing, and those at the ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+from keras_policy_ext._keras import keras_hub
+from keras_policy_ext.backends.flows import Sources
+from keras_policy_ext.conversion.candidates import Candidate
+from keras_policy_ext.conversion.traced import Call
+from keras_policy_ext.conversion.work import Works
+
+FEW = 4
+"""The most layers that make one choice together.
+
+A router is one layer, or two if it adds learned noise. If more layers reach a
+choice, their sum is what the model computes, such as the residual stream of a
+transformer that is then quantized to the nearest vector of a codebook.
+"""
+
+_HOW = "`filter='all'` converts it too"
+_CHOOSES = (
+    "it decides instead of computing: a top-k, an argmax or a sort chooses "
+    "among its outputs, as among those of a router of experts, and rounding "
+    f"could change the choice; {_HOW}"
+)
+_HEAD = "it is a head: its outputs are outputs of the model"
+_TIED = "it is the head of a language model, which shares its table"
+
+
+def deciding(
+    model: keras.Layer, found: Sequence[Candidate], works: Works
+) -> dict[int, str]:
+    """Return why layers are left out that decide, as routers of experts do.
+
+    A layer decides if no other product is between its outputs and a top-k, an
+    argmax or a sort in the call of the model, and the model uses the positions
+    that are found. The routers of KerasHub are also known by their classes,
+    for models that cannot be traced. What code outside of the call chooses
+    from, such as a metric or a sampler, does not count.
+
+    Args:
+        model: The model.
+        found: All layers that could be converted, in the model's order.
+        works: The multiplications of the model.
+
+    Returns:
+        A reason by the index of each layer that decides.
+    """
+    routers = keras_hub.routers(model)
+    followed = works.followed() if works.chooses else None
+    chosen = _few(followed.chosen if followed else ())
+    reasons = {}
+    for number, candidate in enumerate(found):
+        key = id(candidate.layer)
+        if key in routers:
+            reasons[number] = (
+                f"it decides which experts of {routers[key]} run, and rounding "
+                f"could change the choice; {_HOW}"
+            )
+        elif key in chosen:
+            reasons[number] = _CHOOSES
+    return reasons
+
+
+def ends(found: Sequence[Candidate], works: Works) -> dict[int, str]:
+    """Return why the first layer and the heads of a model are left out.
+
+    Args:
+        found: All layers that could be converted, in the model's order.
+        works: The multiplications of the model.
+
+    Returns:
+        A reason by the index of the first layer and of each head. If no head
+        is known, the last layer counts as one.
+    """
+    alone = _alone(works.followed())
+    reasons = {}
+    for number, candidate in enumerate(found):
+        if _reads_table(candidate.layer):
+            reasons[number] = _TIED
+        elif id(candidate.layer) in alone:
+            reasons[number] = _HEAD
+    if not reasons:
+        reasons[len(found) - 1] = "it is the last layer"
+    others = [n for n in range(len(found)) if n not in reasons]
+    return {**reasons, **{n: "it is the first layer" for n in others[:1]}}
+
+
+def _few(several: Sequence[Sources] | frozenset[Sources]) -> set[object]:
+    """Return the layers that make a choice, without sums of many layers."""
+    layers = [[x for x in each if isinstance(x, int)] for each in several]
+    return {x for each in layers if len(each) <= FEW for x in each}
+
+
+def _alone(call: Call | None) -> set[object]:
+    """Return the layers that are the only source of an output of the model."""
+    several = call.reached if call else ()
+    return {x for each in several if len(each) == 1 for x in each}
+
+
+def _reads_table(layer: keras.Layer) -> bool:
+    names = [base.__name__ for base in type(layer).__mro__]
+    return "ReversibleEmbedding" in names
