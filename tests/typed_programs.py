@@ -18,6 +18,8 @@ def convert_and_look(model: Any) -> None:
     """Lazy names have the types of what they name."""
     assert_type(kpe.convert(model, "current", include="dense"), Report)
     assert_type(kpe.convert(model, filter="auto"), Report)
+    assert_type(kpe.convert(model, filter="safe"), Report)
+    assert_type(kpe.convert(model, filter=kpe.filters.Safe()), Report)
     assert_type(kpe.convert(model, filter=lambda layer: True), Report)
     kpe.convert(model, recipe=kpe.recipes.CurrentScaling())
     kpe.convert(model, kpe.Float8DTypePolicy("mixed_bfloat16"))

@@ -36,7 +36,7 @@ _ROUTERS = {
     "GptOssTopKRouter": "router_dense",
     "MixtralSparseMoeBlock": "_sparse_feedforward_gate_dense",
     "Qwen3SparseMoeBlock": "_sparse_feedforward_gate_dense",
-    "Qwen3_5MoeSparseMoeBlock": "_sparse_feedforward_gate_dense",
+    "Qwen3_5MoeSparseMoeBlock": "_router_gate",
     "QwenSparseMoeBlock": "_sparse_feedforward_gate_dense",
 }
 

@@ -15,6 +15,7 @@ import numpy as np
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
     kept_numbers,
+    roles,
     summary,
     work,
 )
@@ -222,6 +223,18 @@ class Report(LayersReport):
             notes.append(
                 f"Scaled per tensor, in eight bits: {layers}. Rows and blocks "
                 "are those of matrix products with a kernel."
+            )
+        deciding = [
+            e
+            for e in self.skipped
+            if e.reason.startswith(roles.DECIDES) and not e.in_float8
+        ]
+        if deciding:
+            layers = counted(len(deciding), "layer")
+            notes.append(
+                f"Not converted, since rounding could change what is chosen: "
+                f"{layers}, such as {deciding[0].path!r}. `filter='all'` "
+                "converts such layers too."
             )
         if self.retraced:
             shown = ", ".join(self.retraced)

@@ -20,11 +20,12 @@ choice, their sum is what the model computes, such as the residual stream of a
 transformer that is then quantized to the nearest vector of a codebook.
 """
 
-_HOW = "`filter='all'` converts it too"
+DECIDES = "it decides "
+"""The first words of the reason for a layer that decides."""
+
 _CHOOSES = (
-    "it decides instead of computing: a top-k, an argmax or a sort chooses "
-    "among its outputs, as among those of a router of experts, and rounding "
-    f"could change the choice; {_HOW}"
+    f"{DECIDES}instead of computing: a top-k, an argmax or a sort chooses "
+    "among its outputs"
 )
 _HEAD = "it is a head: its outputs are outputs of the model"
 _TIED = "it is the head of a language model, which shares its table"
@@ -56,10 +57,7 @@ def deciding(
     for number, candidate in enumerate(found):
         key = id(candidate.layer)
         if key in routers:
-            reasons[number] = (
-                f"it decides which experts of {routers[key]} run, and rounding "
-                f"could change the choice; {_HOW}"
-            )
+            reasons[number] = f"{DECIDES}which experts of {routers[key]} run"
         elif key in chosen:
             reasons[number] = _CHOOSES
     return reasons
