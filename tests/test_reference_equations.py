@@ -38,7 +38,7 @@ EQUATIONS = [
 equations = pytest.mark.parametrize("equation", EQUATIONS)
 RECIPES = [
     CurrentScaling(),
-    RowwiseScaling(),
+    RowwiseScaling(power_of_two=True),
     BlockScaling(power_of_two=False),
     MXFP8Scaling(),
     NVFP4Scaling(),

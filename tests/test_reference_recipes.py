@@ -28,10 +28,10 @@ GOLDENS = pathlib.Path(__file__).parent / "goldens"
 E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 FINER = [
     RowwiseScaling(),
-    RowwiseScaling(power_of_two=False),
+    RowwiseScaling(power_of_two=True),
     RowwiseScaling(kernel_grad="high_precision"),
     BlockScaling(),
-    BlockScaling(power_of_two=False),
+    BlockScaling(power_of_two=True),
     MXFP8Scaling(),
     MXFP8Scaling(rounding="floor"),
     NVFP4Scaling(),
@@ -75,8 +75,11 @@ def same(a, b):
     ("name", "recipe"),
     [
         ("tensorwise", CurrentScaling()),
-        ("rowwise", RowwiseScaling()),
-        ("rowwise_with_gw_hp", RowwiseScaling(kernel_grad="high_precision")),
+        ("rowwise", RowwiseScaling(power_of_two=True)),
+        (
+            "rowwise_with_gw_hp",
+            RowwiseScaling(power_of_two=True, kernel_grad="high_precision"),
+        ),
     ],
 )
 def test_all_three_matmuls_are_those_of_torchao(name, recipe):

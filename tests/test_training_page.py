@@ -39,10 +39,13 @@ def test_every_recipe_is_expected_on_every_backend():
         if recipe.trains and recipe.__module__.startswith("keras_policy_ext.")
     ]
     trained = {*recipe_training.PLAIN, *recipe_training.RECIPES}
-    assert set(ours) <= set(recipe_training.RECIPES)
-    assert set(ours) <= set(training_page.EXPECTED) <= trained
+    named = {recipes.parse(each).name for each in recipe_training.RECIPES}
+    assert set(ours) == named
+    assert set(recipe_training.RECIPES) <= {*training_page.EXPECTED} <= trained
     for spec in recipe_training.RECIPES:
-        recipes.parse(spec)
+        # The default would be that of the device.
+        recipe = recipes.parse(spec)
+        assert getattr(recipe, "power_of_two", False) is not None
 
 
 def write(folder, runs):

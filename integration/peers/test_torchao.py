@@ -17,8 +17,10 @@ from keras_policy_ext import recipes
 
 NAMES = {
     "tensorwise": "current",
-    "rowwise": "rowwise",
-    "rowwise_with_gw_hp": "rowwise(kernel_grad='high_precision')",
+    "rowwise": "rowwise(power_of_two=True)",
+    "rowwise_with_gw_hp": (
+        "rowwise(power_of_two=True,kernel_grad='high_precision')"
+    ),
 }
 LEAST_NORMAL_E4M3 = 2.0**-6
 

@@ -23,7 +23,6 @@ import pathlib
 import keras
 import numpy as np
 
-from keras_policy_ext import recipes
 from keras_policy_ext.contractions.operands import OperandUse
 from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
@@ -38,13 +37,18 @@ UNROUNDED = "; unrounded: "
 
 PLAIN = ("float32", train.BASELINE, f"{train.BASELINE}{NUDGED}1")
 RECIPES = (
-    *recipes.names(),
-    "nvfp4(hadamard=False)",
-    "nvfp4(stochastic_rounding=False)",
-    "rowwise(kernel_grad='high_precision')",
-    "current(power_of_two=True)",
+    "delayed",
+    "current",
     "rowwise(power_of_two=False)",
     "block(power_of_two=False)",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4(hadamard=False)",
+    "nvfp4(stochastic_rounding=False)",
+    "rowwise(power_of_two=True,kernel_grad='high_precision')",
+    "current(power_of_two=True)",
+    "rowwise(power_of_two=True)",
+    "block(power_of_two=True)",
 )
 
 

@@ -33,16 +33,16 @@ EXPECTED = (
     NUDGED,
     "delayed",
     "current",
-    "rowwise",
-    "block",
+    "rowwise(power_of_two=False)",
+    "block(power_of_two=False)",
     "mxfp8",
     "nvfp4",
     "nvfp4(hadamard=False)",
     "nvfp4(stochastic_rounding=False)",
-    "rowwise(kernel_grad='high_precision')",
+    "rowwise(power_of_two=True,kernel_grad='high_precision')",
     "current(power_of_two=True)",
-    "rowwise(power_of_two=False)",
-    "block(power_of_two=False)",
+    "rowwise(power_of_two=True)",
+    "block(power_of_two=True)",
 )
 """What is shown for every framework, run or not; anything else if it is."""
 
@@ -82,8 +82,8 @@ KERAS_BACKEND=jax python integration/recipes/train.py
 
 POWERS = (
     ("current", "current(power_of_two=True)"),
-    ("rowwise(power_of_two=False)", "rowwise"),
-    ("block(power_of_two=False)", "block"),
+    ("rowwise(power_of_two=False)", "rowwise(power_of_two=True)"),
+    ("block(power_of_two=False)", "block(power_of_two=True)"),
 )
 """Pairs of recipes: scales as they come, and rounded up to powers of two."""
 

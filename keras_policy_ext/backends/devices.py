@@ -60,6 +60,21 @@ class Device:
         scales = ", ".join(_SCALES[each] for each in self.scales)
         return f"multiplies {read}, with scales of {scales}; {sums}"
 
+    @property
+    def asks_for_powers_of_two(self) -> bool:
+        """True if scales of blocks cost speed unless they are powers of two.
+
+        Such a device has no matmul with float32 scales of blocks. It
+        multiplies in bfloat16 instead, and that is exact only if the scales
+        are powers of two. A CPU never asks: results do not depend on its
+        bfloat16 instructions, which only PyTorch uses.
+        """
+        return (
+            self.maker != "cpu"
+            and "blocks" not in self.scales
+            and self.multiplies_in == "bfloat16"
+        )
+
     def lacking(self, *formats: str) -> str | None:
         """Return why the device has no matmul of these formats, or None."""
         if self.maker == "unknown":

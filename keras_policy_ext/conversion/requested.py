@@ -21,6 +21,7 @@ from keras_policy_ext.conversion.filters import Auto, Safe
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import is_stock_map
+from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     held_policy,
@@ -388,7 +389,7 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
         name = layer.float8_state.given
         if name is None:
             continue
-        given = policies.get(name)
+        given = of_file(name)
         here = given.for_path(layer.path)
         if getattr(here, "recipe", None) == follows.recipe:
             found.setdefault((given.recipe, given.rules), given)

@@ -12,6 +12,7 @@ from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.diagnostics import machine
+from keras_policy_ext.policies._plain import for_this_device
 from keras_policy_ext.reports import BaseReport, Column, Table
 
 Cells = tuple[str, ...]
@@ -173,7 +174,10 @@ def _choices(
     for recipe in recipes.names():
         plan = _as_there(
             contractions.make_plan(
-                contraction, recipes.get(recipe), "bfloat16", "float32"
+                contraction,
+                for_this_device(recipes.get(recipe)),
+                "bfloat16",
+                "float32",
             )
         )
         of_recipe: dict[Choice, list[str]] = {}

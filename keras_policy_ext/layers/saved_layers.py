@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _input_files, policies
+from keras_policy_ext import _input_files
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import entries
 from keras_policy_ext.layers.entries import FROZEN, KERAS, STATE, Group
@@ -24,6 +24,7 @@ from keras_policy_ext.layers.state_variable import StateVariable, newest_first
 from keras_policy_ext.numerics.observations import UNIT, UNSEEN, VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import OPERANDS, FrozenKernels, Recipe
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
@@ -68,7 +69,7 @@ class SavedState(Group):
         if not name:
             return None
         try:
-            policy = policies.get(name)
+            policy = of_file(name)
             if isinstance(policy, Float8DTypePolicy):
                 return policy
         except (TypeError, ValueError) as error:

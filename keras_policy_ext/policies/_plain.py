@@ -9,7 +9,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, recipes
+from keras_policy_ext import _user_code, backends, recipes
+from keras_policy_ext.recipes.fields import is_open, settled
 
 RecipeLike = recipes.Recipe | str | Mapping[str, Any] | None
 """An identifier that `recipes.get` takes."""
@@ -63,7 +64,8 @@ def merge_recipes(
         if recipe == delayed.name or (recipe is None and named is None):
             recipe = delayed
     if recipe is not None:
-        said.append(recipes.get(recipe))
+        said.append(_like(recipes.get(recipe), named))
+    said = [for_this_device(each) for each in said]
     if not said:
         return recipes.DelayedScaling()
     if explicit_length and said[-1].history_length != length:
@@ -71,6 +73,40 @@ def merge_recipes(
     if said[0] != said[-1]:
         raise ValueError(_conflict(said, None))
     return said[0]
+
+
+def _like(recipe: recipes.Recipe, named: recipes.Recipe | None) -> Any:
+    """Return a recipe; an open one with the scales of a named one."""
+    power_of_two = getattr(named, "power_of_two", None)
+    return recipe if power_of_two is None else settled(recipe, power_of_two)
+
+
+def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
+    """Return a recipe whose scales are powers of two if the device asks.
+
+    Args:
+        recipe: Any recipe. Only one whose `power_of_two` is None changes.
+    """
+    if not is_open(recipe):
+        return recipe
+    exact = settled(recipe, power_of_two=False)
+    if _costs_nothing(exact):
+        return exact
+    try:
+        device = backends.engine.device()
+    except NotImplementedError:  # Another backend, on which nothing runs.
+        return exact
+    return settled(recipe, power_of_two=device.asks_for_powers_of_two)
+
+
+def _costs_nothing(recipe: recipes.Recipe) -> bool:
+    """Return True if bfloat16 holds what every matmul multiplies."""
+    asked = (
+        recipe.quantization(operand, matmul)
+        for matmul, operands in recipes.MATMULS.items()
+        for operand in operands
+    )
+    return all(each is None or each.exact_in_bfloat16 for each in asked)
 
 
 def _conflict(said: list[recipes.Recipe], length: int | None) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import keras
 
@@ -10,6 +10,7 @@ from keras_policy_ext import policy_names, recipes
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.policies.loss_scales import AUTO, LossScaleDTypePolicy
+from keras_policy_ext.recipes.fields import settled
 from keras_policy_ext.recipes.spec import did_you_mean
 
 _ALLOWED = (
@@ -185,6 +186,27 @@ class Float8DTypePolicy(SourceMap):
             "rules": [list(rule) for rule in self._named_rules()],
         }
 
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
+    ) -> Self:
+        """Build the policy from the dict of its `get_config()`.
+
+        A recipe that does not say whether its scales are powers of two has
+        powers of two, as in the versions that did not write it.
+        """
+        fields = dict(config)
+        if fields.get("recipe") is not None:
+            recipe = recipes.get(fields["recipe"])
+            fields["recipe"] = settled(recipe, power_of_two=True)
+        if _is_full_name(fields.get("source_name")):
+            fields["source_name"] = of_file(fields["source_name"])
+        if "rules" in fields:
+            fields["rules"] = _rules_of_file(fields["rules"])
+        return cls(**fields)
+
     def _named_rules(self) -> policy_names.NamedRules:
         return _named(self._rules)
 
@@ -236,6 +258,40 @@ def get(identifier: object) -> keras.DTypePolicy:
 
 
 SourceMap.read = staticmethod(get)
+
+
+def of_file(name: str) -> keras.DTypePolicy:
+    """Convert the name of a policy in a file to the policy.
+
+    Unlike `get`, it does not ask the device: a recipe that does not say
+    whether its scales are powers of two has powers of two. A name that this
+    version writes says it.
+
+    Raises:
+        ValueError: If the name does not describe a policy.
+    """
+    if not policy_names.is_full_name(name):
+        return get(name)
+    parts = policy_names.parse(name)
+    recipe = None
+    if parts.spec is not None:
+        recipe = settled(recipes.parse(parts.spec), power_of_two=True)
+    rules = _rules_of_file(parts.rules)
+    return Float8DTypePolicy(parts.source, recipe=recipe, rules=rules)
+
+
+def _rules_of_file(rules: Any) -> Any:
+    """Return rules with names of policies read as those of a file."""
+    try:
+        pairs = dict(rules)
+    except (TypeError, ValueError):
+        return rules  # `_read_rules` says what is wrong with them.
+    if len(pairs) < len(rules):
+        return rules
+    return [
+        (pattern, of_file(each) if _is_full_name(each) else each)
+        for pattern, each in pairs.items()
+    ]
 
 
 def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import override
-from keras_policy_ext.recipes.fields import boolean, put
+from keras_policy_ext.recipes.fields import boolean_or_none, put
 from keras_policy_ext.recipes.quantization import Quantization, Tile
 from keras_policy_ext.recipes.recipe import Recipe
 
@@ -26,7 +26,9 @@ class BlockScaling(Recipe):
     `Float8BlockScaling`. See `Recipe` for the fields that all recipes have.
 
     Attributes:
-        power_of_two: Whether to round scales up to powers of two.
+        power_of_two: Whether to round scales up to powers of two. None leaves
+            it to the device: a policy fills it in when it is made. A recipe
+            that still has None does not round.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
@@ -35,10 +37,10 @@ class BlockScaling(Recipe):
     name: ClassVar[str] = "block"
     granularity: ClassVar[str] = "blockwise"
 
-    power_of_two: bool = True
+    power_of_two: bool | None = None
 
     def __post_init__(self) -> None:
-        put(self, "power_of_two", boolean(self, "power_of_two"))
+        put(self, "power_of_two", boolean_or_none(self, "power_of_two"))
         super().__post_init__()
 
     @override

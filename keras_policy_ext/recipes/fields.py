@@ -85,6 +85,34 @@ def boolean(recipe: Recipe, field: str) -> bool:
     return bool(value)
 
 
+def boolean_or_none(recipe: Recipe, field: str) -> bool | None:
+    """Return a recipe's field as a bool or None; raise if it is neither."""
+    value = getattr(recipe, field)
+    if value is None:
+        return None
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(wrong(recipe, field, "True, False or None"))
+    return bool(value)
+
+
+def is_open(recipe: Recipe) -> bool:
+    """Return True if a recipe leaves `power_of_two` to the device."""
+    return getattr(recipe, "power_of_two", False) is None
+
+
+def settled(recipe: Recipe, power_of_two: bool) -> Recipe:
+    """Return a recipe that says whether its scales are powers of two.
+
+    Args:
+        recipe: Any recipe. It is returned unchanged unless it is open.
+        power_of_two: The value for an open recipe.
+    """
+    if not is_open(recipe):
+        return recipe
+    changes: dict[str, Any] = {"power_of_two": power_of_two}
+    return dataclasses.replace(recipe, **changes)
+
+
 def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
     """Raise if a recipe's field is not one of the allowed strings."""
     value = getattr(recipe, field)

@@ -32,6 +32,7 @@ from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     policy_of,
@@ -362,11 +363,13 @@ def _is_as_in_file(layer: keras.Layer) -> bool:
     state, policy = layer.float8_state, policy_of(layer)
     if state.policy_in_file is None:
         return True  # Said nothing, or was no layer of this package.
+    if not isinstance(policy, Float8DTypePolicy):
+        return False
     name = state.policy_in_file.tobytes()
-    return (
-        isinstance(policy, Float8DTypePolicy)
-        and policy.full_name.encode() == name
-    )
+    try:
+        return bool(policy == of_file(name.decode()))
+    except ValueError:  # The checks of the whole file say what is wrong.
+        return False
 
 
 def _optimizer_sizes(model: keras.Layer) -> list[int]:

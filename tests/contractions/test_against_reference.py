@@ -42,10 +42,10 @@ EQUATIONS = [
 RECIPES = [
     recipes.CurrentScaling(),
     recipes.RowwiseScaling(),
-    recipes.RowwiseScaling(power_of_two=False),
+    recipes.RowwiseScaling(power_of_two=True),
     recipes.RowwiseScaling(kernel_grad="high_precision"),
     recipes.BlockScaling(),
-    recipes.BlockScaling(power_of_two=False),
+    recipes.BlockScaling(power_of_two=True),
     recipes.MXFP8Scaling(),
     recipes.MXFP8Scaling(rounding="floor"),
     recipes.NVFP4Scaling(stochastic_rounding=False),

@@ -62,8 +62,10 @@ def test_delayed_scaling_follows_flax_for_seven_steps():
 
 OF_TORCHAO = {
     "tensorwise": "current",
-    "rowwise": "rowwise",
-    "rowwise_with_gw_hp": "rowwise(kernel_grad='high_precision')",
+    "rowwise": "rowwise(power_of_two=True)",
+    "rowwise_with_gw_hp": (
+        "rowwise(power_of_two=True,kernel_grad='high_precision')"
+    ),
 }
 
 
