@@ -4,6 +4,12 @@ import numpy as np
 import pytest
 
 from keras_policy_ext import reference
+from keras_policy_ext.reference.scales import (
+    four_over_six_scales,
+    spread,
+    tile_amax,
+    two_level_scales,
+)
 from reference_numbers import GOLDENS, ulps
 
 pytestmark = pytest.mark.any_backend
@@ -48,6 +54,58 @@ def test_nvfp4_agrees_with_transformer_engine_bit_for_bit(te, rows):
     scales = bytes_of(result.scales).repeat(rows, axis=0)
     np.testing.assert_array_equal(scales, te[f"nv_{rows}_sf"])
     assert result.amax == te[f"nv_{rows}_amax"][0]
+
+
+SIXTEEN = [[8.0, 6.0, 4.0, 3.0, 2.0, 1.0, -8.0, -6.0] + [0.0] * 8]
+"""Exact if 8 becomes 4. If it becomes 6, then 6 becomes 4.5, which is none."""
+
+
+def test_four_over_six_takes_four_where_that_is_exact():
+    result = reference.quantize_nvfp4(SIXTEEN, four_over_six=True)
+    values = result.codes.astype(np.float32)
+    np.testing.assert_array_equal(values * 2, SIXTEEN)
+    assert result.scales.astype(np.float32) == 384  # Of the largest block.
+    plain = reference.quantize_nvfp4(SIXTEEN)
+    assert plain.scales.astype(np.float32) == 448
+    assert abs(plain.codes.astype(np.float32)).max() == 6
+
+
+@pytest.mark.parametrize("tile", [(1, 16), (16, 16)])
+def test_four_over_six_takes_the_smaller_error(tile):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 256)) * 4.0 ** rng.integers(-3, 4, (64, 1))
+    x = x.astype(np.float32)
+    tensor, found = np.abs(x).max(), tile_amax(x, tile)
+    both = [
+        two_level_scales(found, tensor, "float4_e2m1fn", reach)
+        for reach in (4.0, 6.0)
+    ]
+    chosen = four_over_six_scales(x, found, tensor, tile)
+
+    def errors(scales, factors):
+        factors = spread(factors, tile, x.shape)
+        codes = reference.cast(x * factors, "float4_e2m1fn")
+        scales = scales.astype(np.float64) * (tensor / np.float64(1536))
+        scales = spread(scales, tile, x.shape)
+        off = (codes.astype(np.float64) * scales - x) ** 2
+        blocks = off.reshape(64 // tile[0], tile[0], -1, tile[1])
+        return blocks.sum(axis=(1, 3))
+
+    four, six = (errors(*each) for each in both)
+    # It measures in parts of 1 / 1024.
+    assert (errors(*chosen) <= 1.02 * np.minimum(four, six)).all()
+    took_four = chosen[0] == both[0][0]
+    assert 0.1 < np.mean(took_four) < 0.9
+
+
+def test_four_over_six_of_zeros_and_of_hardly_anything():
+    zeros = np.zeros((2, 32), np.float32)
+    result = reference.quantize_nvfp4(zeros, four_over_six=True)
+    assert not result.codes.astype(np.float32).any()
+    x = np.full((2, 32), 2.0**-40, np.float32)
+    x[0, 0] = 1.0
+    result = reference.quantize_nvfp4(x, four_over_six=True)
+    assert result.scales.astype(np.float32)[1].tolist() == [0.0, 0.0]
 
 
 def test_nvfp4_after_the_hadamard_transform_agrees_too(te):

@@ -36,6 +36,7 @@ FINER = [
     MXFP8Scaling(rounding="floor"),
     NVFP4Scaling(),
     NVFP4Scaling(hadamard=False, stochastic_rounding=False),
+    NVFP4Scaling(four_over_six=True),
 ]
 finer = pytest.mark.parametrize("recipe", FINER, ids=lambda r: r.spec)
 

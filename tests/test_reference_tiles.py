@@ -33,6 +33,11 @@ SCALES = [
         "scale_rounding": "floor",
     },
     {"format": E2M1, "scale_format": "float8_e4m3fn"},
+    {
+        "format": E2M1,
+        "scale_format": "float8_e4m3fn",
+        "four_over_six": True,
+    },
 ]
 scales = pytest.mark.parametrize("options", SCALES, ids=repr)
 

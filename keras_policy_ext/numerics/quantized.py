@@ -304,7 +304,11 @@ def quantize(
     found = Scales(scale)
     if scale is None:
         amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
-        found = scales_of(amax, quantization)
+        if quantization.four_over_six:
+            x = ops.cast(x, "float32")
+            found = tiles.four_over_six(x, amax, quantization)
+        else:
+            found = scales_of(amax, quantization)
     is_factor = found.factor is not None
     each = found.factor if is_factor else found.scale
     if not has_one_scale:

@@ -15,6 +15,16 @@ from keras_policy_ext.recipes import Quantization, Tile
 
 _LARGEST = float(np.finfo("float32").max)
 _E4M3 = "float8_e4m3fn"
+_E2M1 = "float4_e2m1fn"
+
+LARGEST_OF_SIX = 256.0
+"""The largest scale of a tile under four over six: 1.5 times it is exact too.
+
+Source: arXiv 2512.02010.
+"""
+
+FOUR, SIX = 4.0, 6.0
+"""The two values that the amax of a tile can become under four over six."""
 
 
 class Scales(NamedTuple):
@@ -59,6 +69,50 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
     return Scales(scaling.scale_for_limit(amax, limit, power_of_two=up))
 
 
+def four_over_six(
+    x: Tensor, amax: Tensor, quantization: Quantization
+) -> Scales:
+    """Compute the scales of tiles whose amax becomes 4 or 6.
+
+    Each tile has the scale whose squared error is smaller, 6 if they are
+    equal. `reference.scales.four_over_six_scales` defines the error.
+
+    Args:
+        x: Float32 (b, m, k).
+        amax: Float32, one per tile, not negative.
+        quantization: How the operand is quantized.
+    """
+    tile = quantization.tile
+    six = _two_level(amax, quantization, SIX)
+    four = _two_level(amax, quantization, FOUR)
+    less = _squared_errors(x, four, tile) < _squared_errors(x, six, tile)
+    less = ops.logical_and(less, scaling.is_positive_finite(amax))
+    return Scales(
+        ops.where(less, four.scale, six.scale),
+        ops.where(less, four.factor, six.factor),
+        six.tensor_scale,
+    )
+
+
+def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
+    """Return the squared error of each tile, rounded to nearest in e2m1fn.
+
+    Compilers contract and reorder sums of floats, so the errors are integers,
+    parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
+    """
+    product = ops.abs(x) * spread(scales.factor, tile, x)
+    scaled = ops.minimum(product, 8.0)
+    values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
+    parts = _parts(scaled) - _parts(values)
+    sums = ops.sum(_blocks(parts * parts, tile), axis=(2, 4))
+    return ops.cast(sums, "float32") * (scales.scale * scales.scale)
+
+
+def _parts(values: Tensor) -> Tensor:
+    """Return values in parts of 1 / 1024, cut to integers."""
+    return ops.cast(values * 1024.0, "int32")
+
+
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
     """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127.
 
@@ -98,15 +152,19 @@ def _largest_of_byte_0(limit: float) -> float:
         amax = larger
 
 
-def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
+def _two_level(
+    amax: Tensor, quantization: Quantization, reach: float | None = None
+) -> Scales:
     """Compute e4m3fn scales of tiles, and a float32 scale of the tensor.
+
+    `reach` is what the amax of a tile becomes under four over six.
 
     The order of operations is Transformer Engine's. XLA would turn a division
     by a constant into a multiplication, which differs in the last bit (JAX
     0.10). So no divisor is a constant for the compiler.
     """
     limit = formats.get(quantization.format).max
-    largest = formats.get(_E4M3).max
+    largest = formats.get(_E4M3).max if reach is None else LARGEST_OF_SIX
     tensor = scaling.amax(amax)
     known = scaling.is_positive_finite(tensor)
 
@@ -115,10 +173,11 @@ def _two_level(amax: Tensor, quantization: Quantization) -> Scales:
 
     wanted = ops.divide(number(largest * limit), ops.where(known, tensor, 1.0))
     encode = ops.where(known, ops.minimum(wanted, _LARGEST), 1.0)
-    divisor = ops.cast(ops.where(encode > 0.0, limit, 1.0), "float32")
+    divisor = ops.cast(ops.where(encode > 0.0, reach or limit, 1.0), "float32")
     finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
     blocks = finite * ops.divide(encode, divisor)
-    scale = round_to_format(ops.minimum(blocks, largest), _E4M3)
+    highest = formats.get(_E4M3).max
+    scale = round_to_format(ops.minimum(blocks, highest), _E4M3)
     # Of a one that is a constant TensorFlow's graphs make a reciprocal, which
     # they approximate (TF 2.21).
     one = ops.where(known, 1.0, encode)

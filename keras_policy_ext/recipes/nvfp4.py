@@ -28,11 +28,15 @@ class NVFP4Scaling(Recipe):
     Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149),
     Transformer Engine's `NVFP4BlockScaling`. See `Recipe` for the fields that
     all recipes have; here they are `"float4"` or `"high_precision"`.
+    `four_over_six` is from "Four Over Six: More Accurate NVFP4 Quantization
+    with Adaptive Block Scaling" (arXiv 2512.02010).
 
     Attributes:
         hadamard: Whether `kernel_grad` reads transformed operands.
         stochastic_rounding: Whether output gradients are rounded
             stochastically.
+        four_over_six: Whether the largest of 16 values becomes 4 or 6, by the
+            smaller squared error of all of them; otherwise always 6.
         seed: The seed of stochastic rounding; runs with equal seeds are equal.
 
     Raises:
@@ -47,10 +51,11 @@ class NVFP4Scaling(Recipe):
     kernel_grad: str = "float4"
     hadamard: bool = True
     stochastic_rounding: bool = True
+    four_over_six: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("hadamard", "stochastic_rounding"):
+        for field in ("hadamard", "stochastic_rounding", "four_over_six"):
             put(self, field, boolean(self, field))
         put(self, "seed", integer(self, "seed", 0, LARGEST_SEED))
         super().__post_init__()
@@ -67,4 +72,5 @@ class NVFP4Scaling(Recipe):
             scale_format="float8_e4m3fn",
             rounding="stochastic" if at_random else "nearest",
             hadamard=BLOCK if transformed else None,
+            four_over_six=self.four_over_six,
         )

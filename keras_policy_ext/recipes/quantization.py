@@ -75,6 +75,8 @@ class Quantization:
         hadamard: The size of a Hadamard transform along the contracted axis, a
             multiple of `tile.contracted`; None for no transform. Both operands
             of a matmul have the same size, so that the transforms cancel.
+        four_over_six: Whether the amax of a tile becomes 4 or 6, the largest
+            two values of e2m1fn, by the smaller error; otherwise always 6.
 
     Raises:
         ValueError: If an attribute has another value, or the attributes are
@@ -87,6 +89,7 @@ class Quantization:
     scale_rounding: str = "nearest"
     rounding: str = "nearest"
     hadamard: int | None = None
+    four_over_six: bool = False
 
     def __post_init__(self) -> None:
         formats.get(self.format)
@@ -113,6 +116,15 @@ class Quantization:
         if self.scale_format == "float8_e4m3fn" and not self._to_nearest:
             raise ValueError(
                 self._wrong("scale_rounding", "'nearest' for scales in e4m3")
+            )
+        of_four_bits = self.format == "float4_e2m1fn" and self.has_tensor_scale
+        if self.four_over_six and not of_four_bits:
+            raise ValueError(
+                self._wrong(
+                    "four_over_six",
+                    "False; True for values in float4_e2m1fn with scales in "
+                    "float8_e4m3fn",
+                )
             )
         if self.hadamard and self.hadamard % (self.tile.contracted or 1):
             raise ValueError(

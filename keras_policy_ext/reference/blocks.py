@@ -12,6 +12,7 @@ from keras_policy_ext.reference.scales import (
     amax,
     e8m0_floor,
     e8m0_up,
+    four_over_six_scales,
     multiplier,
     scale_from_amax,
     scale_of_multiplier,
@@ -37,6 +38,8 @@ class BlockQuantized(NamedTuple):
 
 class NVFP4Quantized(NamedTuple):
     """The codes and scales of NVFP4: the value is `code * scale * amax / 2688`.
+
+    Under four over six it is `code * scale * amax / 1536`.
 
     Attributes:
         codes: `float4_e2m1fn`, of x's shape.
@@ -119,7 +122,7 @@ def quantize_mx(
 
 
 def quantize_nvfp4(
-    x: ArrayLike, tile: tuple[int, int] = (1, 16)
+    x: ArrayLike, tile: tuple[int, int] = (1, 16), four_over_six: bool = False
 ) -> NVFP4Quantized:
     """Quantize to NVFP4: e2m1 codes, e4m3 scales per block, one tensor scale.
 
@@ -129,13 +132,19 @@ def quantize_nvfp4(
     Args:
         x: `(rows, columns)`.
         tile: Rows and columns of a block: `(1, 16)` or `(16, 16)`.
+        four_over_six: Whether the amax of a block becomes 4 or 6, by the
+            smaller error (`scales.four_over_six_scales`), not always 6.
 
     Returns:
         An `NVFP4Quantized`.
     """
     matrix, dtype = _matrix(x), "float4_e2m1fn"
     tensor = amax(matrix)
-    scales, factors = two_level_scales(tile_amax(matrix, tile), tensor, dtype)
+    found = tile_amax(matrix, tile)
+    if four_over_six:
+        scales, factors = four_over_six_scales(matrix, found, tensor, tile)
+    else:
+        scales, factors = two_level_scales(found, tensor, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         codes = cast(matrix * spread(factors, tile, matrix.shape), dtype)
     return NVFP4Quantized(codes, scales, tensor)

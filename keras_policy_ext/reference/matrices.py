@@ -21,6 +21,7 @@ from keras_policy_ext.reference.scales import (
     e8m0_floor,
     e8m0_up,
     floor_scale,
+    four_over_six_scales,
     multiplier,
     scale_from_amax,
     scale_of_multiplier,
@@ -62,6 +63,10 @@ class Asked(Protocol):
     @property
     def hadamard(self) -> int | None:
         """The size of a Hadamard transform along the columns, or None."""
+
+    @property
+    def four_over_six(self) -> bool:
+        """Whether the amax of a tile becomes 4 or 6, by the smaller error."""
 
     @property
     def transposed(self) -> "Asked":
@@ -170,8 +175,11 @@ def _scaled(
         return x * spread(factor, tile, shape), scales, None
     if asked.scale_format == BLOCK_SCALE:
         whole = amax(usable) if finite.all() else np.float32(0)
-        scales, factor = two_level_scales(usable, whole, asked.format)
-        above = tensor_scale(whole, asked.format)
+        if asked.four_over_six:
+            scales, factor = four_over_six_scales(x, usable, whole, tile)
+        else:
+            scales, factor = two_level_scales(usable, whole, asked.format)
+        above = tensor_scale(whole, asked.format, asked.four_over_six)
         return x * spread(factor, tile, shape), scales, above
     scales = _float32_scales(usable, asked)
     return x / spread(scales, tile, shape), scales, None

@@ -312,6 +312,11 @@ def test_a_field_that_a_recipe_does_not_follow_is_refused():
             },
             "scale_rounding",
         ),
+        ({"four_over_six": True}, "four_over_six"),
+        (
+            {"format": "float4_e2m1fn", "four_over_six": True},
+            "four_over_six",
+        ),
     ],
 )
 def test_a_quantization_that_does_not_exist_is_refused(fields, named):

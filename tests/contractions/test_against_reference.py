@@ -50,6 +50,7 @@ RECIPES = [
     recipes.MXFP8Scaling(rounding="floor"),
     recipes.NVFP4Scaling(stochastic_rounding=False),
     recipes.NVFP4Scaling(seed=5),
+    recipes.NVFP4Scaling(four_over_six=True, seed=5),
     Small(),
 ]
 

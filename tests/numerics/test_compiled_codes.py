@@ -52,6 +52,20 @@ ASKED = {
     "nv, transformed": Quantization(
         format=E2M1, tile=Tile(1, 16), scale_format=E4M3, hadamard=16
     ),
+    "nv, four over six": Quantization(
+        format=E2M1, tile=Tile(1, 16), scale_format=E4M3, four_over_six=True
+    ),
+    "nv, four over six, squares": Quantization(
+        format=E2M1, tile=Tile(16, 16), scale_format=E4M3, four_over_six=True
+    ),
+    "nv, four over six, at random": Quantization(
+        format=E2M1,
+        tile=Tile(1, 16),
+        scale_format=E4M3,
+        hadamard=16,
+        rounding="stochastic",
+        four_over_six=True,
+    ),
     "nv, at random": Quantization(
         format=E2M1,
         tile=Tile(1, 16),
