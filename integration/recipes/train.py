@@ -23,6 +23,7 @@ import pathlib
 import keras
 import numpy as np
 
+from keras_policy_ext import conversion, policies
 from keras_policy_ext.contractions.operands import OperandUse
 from keras_policy_ext.diagnostics import demo, machine
 from keras_policy_ext.diagnostics.demo import text, train
@@ -34,6 +35,10 @@ part in ten thousand."""
 
 UNROUNDED = "; unrounded: "
 """Between a recipe and the operand that is not rounded under it."""
+
+EIGHT_BITS = "; eight bits: "
+"""Between a recipe and the blocks, `first` or `last`, that stay at eight bits
+with the logits."""
 
 PLAIN = ("float32", train.BASELINE, f"{train.BASELINE}{NUDGED}1")
 RECIPES = (
@@ -85,7 +90,7 @@ def trained(recipe, seed, settings):
     if draw:
         weights = nudged(start.weights, seed, int(draw))
         start = start._replace(weights=weights)
-    policy = train.policies_compared().get(spec) or train.float8_policy(spec)
+    policy = policy_for(spec)
     keras.backend.clear_session()
     with rounding_all_but(operand):
         run = train.train(recipe, policy, corpus, settings, start, _ignore)
@@ -95,6 +100,21 @@ def trained(recipe, seed, settings):
         "state_bytes": run.state_bytes,
         "kernels": sorted({matmul.kind for matmul in run.matmuls}),
     }
+
+
+def policy_for(spec):
+    """The policy of a recipe; of a recipe and the block at eight bits."""
+    recipe, _, block = spec.partition(EIGHT_BITS)
+    if not block:
+        return train.policies_compared().get(spec) or train.float8_policy(spec)
+    model = train.decoder(9, demo.Settings().size, train.BASELINE)
+    count = {"first": 0, "last": 0, block: 1}
+    rules = conversion.eight_bit_rules(
+        model, "rowwise(power_of_two=False)", **count
+    )
+    return policies.Float8DTypePolicy(
+        train.BASELINE, recipe=recipe, rules=rules
+    )
 
 
 @contextlib.contextmanager

@@ -116,7 +116,9 @@ nudged or not. The column "below" counts only seeds that have nudged runs.
 OF_FOUR_BITS = """### Where NVFP4 loses
 
 This table shows variants of NVFP4. A variant computes one matmul in high
-precision, or does not round one operand (`unrounded`), which is still scaled.
+precision, or does not round one operand (`unrounded`), which is still scaled,
+or keeps the first or the last of the two blocks at eight bits, and the logits
+with it (`eight bits`), under `rowwise(power_of_two=False)`.
 Operands that NVFP4 rounds stochastically are rounded in every variant.
 """
 

@@ -9,6 +9,7 @@ kpe.revert(model)
 
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.calibration import calibrate
+from keras_policy_ext.conversion.eight_bits import eight_bit_rules
 from keras_policy_ext.conversion.freezing import freeze, thaw, widen
 from keras_policy_ext.conversion.in_place import convert, revert
 from keras_policy_ext.conversion.report import (
@@ -25,6 +26,7 @@ __all__ = [
     "Skipped",
     "calibrate",
     "convert",
+    "eight_bit_rules",
     "filters",
     "freeze",
     "revert",
