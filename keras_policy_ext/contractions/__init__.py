@@ -42,6 +42,7 @@ from keras_policy_ext.contractions.plan import (
     preferred,
     run,
 )
+from keras_policy_ext.contractions.weighted_sum import fold
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import state_source_of
 from keras_policy_ext.recipes import Recipe
@@ -62,6 +63,7 @@ __all__ = [
     "catching_up",
     "compute_dtype",
     "dequantized",
+    "fold",
     "frozen_plan",
     "make_plan",
     "multiplies_codes",

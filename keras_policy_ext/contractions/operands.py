@@ -70,7 +70,11 @@ class Operands:
         found = {}
         for operand in OPERANDS:
             asked = self.quantizations[operand, matmuls_of(operand)[0]]
-            can = asked is not None and asked.keeps_axes
+            can = (
+                asked is not None
+                and asked.keeps_axes
+                and asked.constant_scale is None
+            )
             can = can and self.shares_quantization[operand]
             is_read = self.contraction.reads_what_is_quantized
             found[operand] = asked if can and is_read else None

@@ -771,3 +771,4 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
     mixin = Float8Mixin
     yield in_place_of("_contract", contract, mixin)
     yield in_place_of("float8_activations_einsum", of_activations, mixin)
+    yield in_place_of("float8_weighted_sum", of_activations, mixin)

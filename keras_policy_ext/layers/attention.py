@@ -102,7 +102,7 @@ class _Float8Attention(Float8Mixin):
             raise ValueError(
                 "its class computes scores and weighted sum itself, in "
                 "`_compute_attention`; a layer of your own can multiply them "
-                "with float8_activations_einsum"
+                "with float8_activations_einsum and float8_weighted_sum"
             )
         self._float8_attention = attention
         self._resolve_float8_policy()
@@ -135,10 +135,8 @@ class _Float8Attention(Float8Mixin):
 
     def _attend_in_float8(self, *args: Any, **kwargs: Any) -> Any:
         """Compute scores, softmax and weighted sum, matmuls in float8."""
-        contract = self.float8_activations_einsum
-        return stock_attention.attend(
-            self, self._float8_scores, contract, *args, **kwargs
-        )
+        scored, summed = self._float8_scores, self.float8_weighted_sum
+        return stock_attention.attend(self, scored, summed, *args, **kwargs)
 
     @property
     def _dtype_of_scores(self) -> str:
@@ -176,10 +174,12 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
         *args: As for `keras.layers.MultiHeadAttention`.
         attention: `"float8"` runs the two attention matmuls in float8 too: the
             scores `query · key`, and the sum of the values weighted by the
-            softmax. That holds for the forward pass and both gradients; each
-            tensor is scaled by its own amax. Scores and softmax stay in the
-            compute dtype (float32 for float16). The fused attention kernels of
-            the frameworks are not used. None leaves both matmuls as in Keras.
+            softmax. That holds for the forward pass and both gradients. Under
+            `rowwise`, `block` and `mxfp8` no scale is of two queries, keys or
+            examples; otherwise each tensor has one scale. Scores and softmax
+            stay in the compute dtype (float32 for float16). The fused
+            attention kernels of the frameworks are not used. None leaves both
+            matmuls as in Keras.
         **kwargs: As for `keras.layers.MultiHeadAttention`.
 
     Raises:

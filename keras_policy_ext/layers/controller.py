@@ -30,6 +30,7 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
+from keras_policy_ext.recipes.weighted_sum import weighted_sum_of
 
 #: Float32 holds all integers below.
 _MOST = 2**24
@@ -85,6 +86,8 @@ class Float8Controller:
             last looked at, or None; `current_policy` looks.
         recipe_of_activations: The recipe for operands that are no weights;
             None if the layer does not follow float8.
+        recipe_of_weighted_sum: The recipe for weights times values; None as
+            above.
     """
 
     def __init__(self, layer: keras.Layer) -> None:
@@ -93,6 +96,7 @@ class Float8Controller:
         self.weight_names: tuple[str, ...] = ()
         self.policy: Float8DTypePolicy | None = None
         self.recipe_of_activations: Any = None
+        self.recipe_of_weighted_sum: Any = None
         self._has_state = False
         # No path: the first look resolves the policy.
         self._path: str | None = ""
@@ -129,6 +133,9 @@ class Float8Controller:
         self.policy = policy if follows else None
         self.recipe_of_activations = (
             policy.recipe.for_activations if follows else None
+        )
+        self.recipe_of_weighted_sum = (
+            weighted_sum_of(self.recipe_of_activations) if follows else None
         )
         self._has_state = follows and has_state(policy.recipe)
         self._path = self.layer.path
@@ -301,13 +308,48 @@ class Float8Controller:
         second: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract two activations in float8, each scaled by its own amax."""
+        """Contract two activations in float8, scaled by their own amaxes."""
+        recipe = self.recipe_of_activations
+        return self._contract_scaled(recipe, contraction, first, second, dtype)
+
+    def contract_weighted_sum(
+        self,
+        contraction: contractions.Einsum,
+        weights: Tensor,
+        values: Tensor,
+        dtype: str,
+    ) -> Tensor:
+        """Contract weights and values in float8; no scale is of two keys.
+
+        Where the recipe has one scale per tensor, it is of all keys.
+        """
+        recipe = self.recipe_of_weighted_sum
+        asked = recipe.quantization("kernel", "forward")
+        operands = contraction, weights, values
+        if asked is None or asked.constant_scale is None:
+            return self._contract_scaled(recipe, *operands, dtype)
+        # A product of a probability and a scale can be too small for float16.
+        wide = "float32" if dtype == "float16" else dtype
+        weights, values = contractions.fold(
+            contraction.form,
+            ops.cast(weights, wide),
+            ops.cast(values, wide),
+            asked.format,
+        )
+        operands = contraction, weights, values
+        outputs = self._contract_scaled(recipe, *operands, wide)
+        return ops.cast(outputs, dtype)
+
+    def _contract_scaled(
+        self,
+        recipe: Any,
+        contraction: contractions.Contraction,
+        first: Tensor,
+        second: Tensor,
+        dtype: str,
+    ) -> Tensor:
         plan = contractions.make_plan(
-            contraction,
-            self.recipe_of_activations,
-            dtype,
-            dtype,
-            training=False,
+            contraction, recipe, dtype, dtype, training=False
         )
         self.layer.float8_state.last_call.plan = plan
         operands = ops.cast(first, dtype), ops.cast(second, dtype)

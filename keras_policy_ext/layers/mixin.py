@@ -236,8 +236,12 @@ class Float8Mixin(
         """Compute `einsum(equation, first, second)` of activations in float8.
 
         Forward and both gradients use the formats of the policy's recipe.
-        Activations have no state, so each operand is scaled by its own amax
-        under any recipe, as in `recipes.CurrentScaling`.
+        Activations have no state, so their scales are from their own amaxes.
+        Under `rowwise`, `block` and `mxfp8` both operands have a scale per row
+        or block of the contracted axis: in attention scores of each query and
+        each key. Otherwise each operand has one scale, as in
+        `recipes.CurrentScaling`. For a sum over keys use
+        `float8_weighted_sum`.
 
         Args:
             equation: As for `float8_einsum`.
@@ -261,6 +265,52 @@ class Float8Mixin(
             return self._plain_einsum(explicit, first, second, dtype)
         return self.float8_controller.contract_activations(
             contraction, first, second, dtype or self.compute_dtype
+        )
+
+    def float8_weighted_sum(
+        self,
+        equation: str,
+        weights: Tensor,
+        values: Tensor,
+        dtype: str | None = None,
+    ) -> Tensor:
+        """Compute `einsum(equation, weights, values)`, a sum over keys.
+
+        Under `rowwise`, `block` and `mxfp8` each row of weights has its own
+        scales, and so have the values of each key. A power of two per key
+        divides the values and multiplies the weights before both are
+        quantized. A key whose weight is 0, such as a masked one, is in no
+        scale. Under other recipes it is `float8_activations_einsum`.
+
+        ```python
+        scores = self.float8_activations_einsum("bqd,bkd->bqk", query, key)
+        weights = keras.ops.softmax(scores + mask)
+        return self.float8_weighted_sum("bqk,bkv->bqv", weights, value)
+        ```
+
+        Args:
+            equation: As for `float8_einsum`.
+            weights: The first operand, floating, such as probabilities.
+            values: The second operand, floating. Its axes are those of keys,
+                which the weights have too, and those that only the outputs
+                have.
+            dtype: As for `float8_activations_einsum`.
+
+        Returns:
+            A tensor of dtype `dtype`. It is NaN if a value of any key is not
+            finite.
+
+        Raises:
+            ValueError: As for `float8_activations_einsum`; or if an axis of
+                the values is in no other term.
+        """
+        weights, values = (ops.convert_to_tensor(x) for x in (weights, values))
+        contraction = _contraction_of(equation, weights, values)
+        if self.float8_policy is None:
+            explicit = contraction.equation
+            return self._plain_einsum(explicit, weights, values, dtype)
+        return self.float8_controller.contract_weighted_sum(
+            contraction, weights, values, dtype or self.compute_dtype
         )
 
     @property

@@ -302,7 +302,7 @@ def quantize(
     tile, amax = quantization.tile, None
     has_one_scale = quantization.has_one_scale
     found = Scales(scale)
-    if scale is None:
+    if scale is None or quantization.constant_scale is not None:
         amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
         if quantization.four_over_six:
             x = ops.cast(x, "float32")

@@ -43,6 +43,16 @@ class BlockScaling(Recipe):
         put(self, "power_of_two", boolean_or_none(self, "power_of_two"))
         super().__post_init__()
 
+    @property
+    def for_activations(self) -> Recipe:
+        """The recipe for two activations: both have a scale per 1x128.
+
+        A scale per 128x128 elements would be of 128 keys.
+        """
+        if self.is_stochastic:
+            return super().for_activations
+        return _BlocksOfRows(**self.get_config())
+
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         if self.in_high_precision(matmul):
@@ -53,3 +63,15 @@ class BlockScaling(Recipe):
             tile=Tile(BLOCK if of_kernel else 1, BLOCK),
             scale_rounding="up" if self.power_of_two else "nearest",
         )
+
+
+class _BlocksOfRows(BlockScaling):
+    """Block scaling of two activations: no scale is of two rows."""
+
+    @property
+    def for_activations(self) -> Recipe:
+        return self
+
+    @override
+    def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        return super().quantization("inputs", matmul)

@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
-from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
+from keras_policy_ext.recipes.recipe import (
+    HIGH_PRECISION,
+    REGISTRY,
+    Recipe,
+)
 from keras_policy_ext.stored_kernels import BLOCK, GRANULARITIES, WEIGHTS
 
 ACTIVATIONS = (None, "dynamic", "static")
@@ -57,6 +61,23 @@ class FrozenKernels(Recipe):
         _check(self, "per", GRANULARITIES)
         _check(self, "activations", ACTIVATIONS)
         super().__post_init__()
+
+    @property
+    def for_activations(self) -> Recipe:
+        """The recipe for two activations: with `"dynamic"` a scale per row.
+
+        Otherwise each tensor is scaled by its own amax, if at all.
+        """
+        rounds = not self.in_high_precision("forward")
+        if self.activations != "dynamic" or not rounds:
+            return super().for_activations
+        rowwise: Any = REGISTRY["rowwise"]
+        recipe: Recipe = rowwise(
+            power_of_two=False,
+            inputs_grad=HIGH_PRECISION,
+            kernel_grad=HIGH_PRECISION,
+        )
+        return recipe
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

@@ -9,7 +9,7 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import choice
 from keras_policy_ext.recipes.quantization import Quantization, Tile
-from keras_policy_ext.recipes.recipe import Recipe
+from keras_policy_ext.recipes.recipe import Recipe, scales_rows_apart
 
 BLOCK = 32
 
@@ -44,6 +44,11 @@ class MXFP8Scaling(Recipe):
     def __post_init__(self) -> None:
         choice(self, "rounding", tuple(_ROUNDINGS))
         super().__post_init__()
+
+    @property
+    def for_activations(self) -> Recipe:
+        """This recipe: a scale per block of 32 of both activations."""
+        return self if scales_rows_apart(self) else super().for_activations
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

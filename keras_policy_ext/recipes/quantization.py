@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 from keras_policy_ext import formats
@@ -77,6 +78,9 @@ class Quantization:
             of a matmul have the same size, so that the transforms cancel.
         four_over_six: Whether the amax of a tile becomes 4 or 6, the largest
             two values of e2m1fn, by the smaller error; otherwise always 6.
+        constant_scale: The scale of every tile, a positive number, for values
+            that were brought into the range of the format before; None to
+            compute scales from amaxes.
 
     Raises:
         ValueError: If an attribute has another value, or the attributes are
@@ -90,6 +94,7 @@ class Quantization:
     rounding: str = "nearest"
     hadamard: int | None = None
     four_over_six: bool = False
+    constant_scale: float | None = None
 
     def __post_init__(self) -> None:
         formats.get(self.format)
@@ -130,6 +135,8 @@ class Quantization:
             raise ValueError(
                 self._wrong("hadamard", "a multiple of tile.contracted")
             )
+        if self.constant_scale is not None:
+            self._check_constant_scale(self.constant_scale)
 
     @functools.cached_property
     def transposed(self) -> Quantization:
@@ -148,6 +155,7 @@ class Quantization:
         return Quantization(
             format=formats.ALIASES["e4m3"] if narrow else self.format,
             scale_rounding="nearest" if self._to_nearest else "up",
+            constant_scale=self.constant_scale,
         )
 
     @functools.cached_property
@@ -188,6 +196,23 @@ class Quantization:
     @property
     def _to_nearest(self) -> bool:
         return self.scale_rounding == "nearest"
+
+    def _check_constant_scale(self, scale: float) -> None:
+        if self.has_tensor_scale:
+            raise ValueError(
+                self._wrong("constant_scale", "None for scales in e4m3")
+            )
+        if not 2.0**-126 <= scale <= 2.0**127:
+            raise ValueError(
+                self._wrong("constant_scale", "2**-126 to 2**127, or None")
+            )
+        if not self._to_nearest and math.frexp(scale)[0] != 0.5:
+            raise ValueError(
+                self._wrong(
+                    "constant_scale",
+                    f"a power of two with {self.scale_rounding!r}",
+                )
+            )
 
     def _wrong(self, name: str, allowed: str) -> str:
         return (

@@ -128,7 +128,8 @@ class Recipe:
 
         Each tensor is scaled by its own amax, in float8. Output gradients are
         in e5m2 if they are in this recipe. A matmul that this recipe does not
-        quantize is not quantized here either.
+        quantize is not quantized here either. Recipes with scales per row or
+        block override this, and return scales of rows for both operands.
         """
         gradient = self.format_of("outputs_grad")
         words = {"float8_e5m2": "hybrid", "float8_e5m2fnuz": "hybrid_fnuz"}
@@ -261,7 +262,23 @@ def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
         return f"its `quantization` does not follow {matmul}='high_precision'"
     if recipe.history_length and not all(q.keeps_axes for q in quantized):
         return "a history has one amax for a tensor: Tile(), to nearest"
+    if recipe.history_length and any(q.constant_scale for q in quantized):
+        return "a history has no use where `constant_scale` is the scale"
     return ""
+
+
+def scales_rows_apart(recipe: Recipe) -> bool:
+    """Return True if no scale of the forward matmul is of two rows.
+
+    A row is what the matmul sums: a query, a key, or the probabilities of a
+    query. Then no output depends on other queries, examples or heads through
+    scales. There is no state either, so that activations can be scaled so.
+    """
+    asked = [recipe.quantization(o, "forward") for o in MATMULS["forward"]]
+    return not (recipe.history_length or recipe.is_stochastic) and all(
+        each is None or (each.tile.free == 1 and not each.has_tensor_scale)
+        for each in asked
+    )
 
 
 _COMPUTED: dict[str, tuple[Any, ...]] = {

@@ -9,7 +9,7 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.recipes.fields import boolean_or_none, put
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
-from keras_policy_ext.recipes.recipe import Recipe
+from keras_policy_ext.recipes.recipe import Recipe, scales_rows_apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,11 @@ class RowwiseScaling(Recipe):
     def __post_init__(self) -> None:
         put(self, "power_of_two", boolean_or_none(self, "power_of_two"))
         super().__post_init__()
+
+    @property
+    def for_activations(self) -> Recipe:
+        """This recipe: a scale per row of both activations."""
+        return self if scales_rows_apart(self) else super().for_activations
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

@@ -69,6 +69,10 @@ class Asked(Protocol):
         """Whether the amax of a tile becomes 4 or 6, by the smaller error."""
 
     @property
+    def constant_scale(self) -> float | None:
+        """The scale of every tile; None to compute scales from amaxes."""
+
+    @property
     def transposed(self) -> "Asked":
         """The same quantization for the transposed matrix."""
 
@@ -167,6 +171,12 @@ def _scaled(
 ) -> tuple[Array, Array, np.float32 | None]:
     """Return (x divided by the scales, scales, tensor scale or None)."""
     tile, shape = asked.tile, x.shape
+    if asked.constant_scale is not None:
+        constant = np.float32(asked.constant_scale)
+        scales = np.full_like(usable, constant)
+        if asked.scale_format == E8M0:
+            scales = scales.astype(formats.get(E8M0).dtype)
+        return x / constant, scales, None
     if asked.scale_format == E8M0:
         rules = {"up": e8m0_up, "floor": e8m0_floor}
         codes = rules[asked.scale_rounding](usable, asked.format)
