@@ -79,12 +79,14 @@ class Converted(Work):
         policy: The name of its policy: `float8_policy.full_name`, or that of
             a plain policy.
         per_tensor: Whether it has one scale per tensor although its recipe has
-            one per row or block. This holds for convolutions, and for layers
-            that multiply activations only.
+            one per row or block. This holds for convolutions, and under
+            nvfp4 for layers that multiply activations only.
         kept_bytes: Bytes per element of the inputs that are saved for the
             backward pass, without scales; None if it does not train a kernel
             in float8.
         kept_bytes_before: The same without float8.
+        shares_scales: Whether it multiplies activations that have one scale
+            for all positions and examples.
         parameters, multiplications, plain_multiplications, sizes_known: As
             for `work.Work`.
     """
@@ -95,6 +97,7 @@ class Converted(Work):
     per_tensor: bool = False
     kept_bytes: int | None = None
     kept_bytes_before: int | None = None
+    shares_scales: bool = False
 
     @property
     def in_float8(self) -> bool:
@@ -218,11 +221,17 @@ class Report(LayersReport):
         notes += kept_numbers.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
-            counts = collections.Counter(coarser).items()
-            layers = ", ".join(f"{number:,} {name}" for name, number in counts)
             notes.append(
-                f"Scaled per tensor, in eight bits: {layers}. Rows and blocks "
-                "are those of matrix products with a kernel."
+                f"Scaled per tensor, in eight bits: {_counted(coarser)}. Rows "
+                "and blocks are those of matrix products."
+            )
+        sharing = [e.class_name for e in self.converted if e.shares_scales]
+        if sharing:
+            notes.append(
+                f"Scales of all positions and examples: {_counted(sharing)}. "
+                "Later tokens and other examples change their outputs a "
+                "little, in causal models too; not so under rowwise, block "
+                "and mxfp8."
             )
         deciding = [
             e
@@ -423,17 +432,7 @@ def report_of(
             if names_others and id(layer) not in listed
         ),
     ]
-    done = [
-        Converted(
-            path_of(layer),
-            type(layer).__name__,
-            _float8_policy(layer) or source_policy_of(layer).name,
-            _per_tensor(layer),
-            *(kept_numbers.itemsizes(layer) or ()),
-            **dataclasses.asdict(works.of(layer)),
-        )
-        for layer in converted
-    ]
+    done = [_converted(layer, works.of(layer)) for layer in converted]
     rest = [
         Skipped(
             path_of(each.layer),
@@ -453,6 +452,20 @@ def report_of(
         tuple(retraced),
         tuple(without_effect),
         **more,
+    )
+
+
+def _converted(layer: keras.Layer, counted: Work) -> Converted:
+    kept, kept_before = kept_numbers.itemsizes(layer) or (None, None)
+    return Converted(
+        path=path_of(layer),
+        class_name=type(layer).__name__,
+        policy=_float8_policy(layer) or source_policy_of(layer).name,
+        per_tensor=_per_tensor(layer),
+        kept_bytes=kept,
+        kept_bytes_before=kept_before,
+        shares_scales=_shares_scales(layer),
+        **dataclasses.asdict(counted),
     )
 
 
@@ -538,7 +551,22 @@ def _per_tensor(layer: keras.Layer) -> bool:
     policy = float8_policy_of(layer)
     if policy is None or policy.recipe.granularity == "tensorwise":
         return False
-    return isinstance(layer, _CONVOLUTIONS) or not layer.float8_contracted
+    return isinstance(layer, _CONVOLUTIONS) or _shares_scales(layer)
+
+
+def _shares_scales(layer: keras.Layer) -> bool:
+    """Return True if a layer scales activations per tensor, and no kernel."""
+    if float8_policy_of(layer) is None or layer.float8_contracted:
+        return False
+    recipe = layer.float8_controller.recipe_of_activations
+    asked = recipe.quantization("inputs", "forward")
+    return asked is not None and bool(asked.has_one_scale)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return names of classes with their counts: `"2 Conv1D, 1 Dense"`."""
+    counts = collections.Counter(names).items()
+    return ", ".join(f"{number:,} {name}" for name, number in counts)
 
 
 def _sqnr_db(value: Any, approximation: Any) -> float:

@@ -77,6 +77,7 @@ def test_reports_are_dicts_and_tables():
             "per_tensor": False,
             "kept_bytes": report.converted[0].kept_bytes,
             "kept_bytes_before": 4,
+            "shares_scales": False,
             "parameters": 10,
             "multiplications": 20,
             "plain_multiplications": 0,

@@ -127,14 +127,31 @@ def test_what_is_scaled_per_tensor_is_named(recipe, monkeypatch):
     assert not any(e.per_tensor for e in reverted.converted)
 
 
-def test_products_of_two_activations_are_among_them(monkeypatch):
+@pytest.mark.parametrize(
+    "recipe, per_tensor, shares",
+    [
+        ("delayed", False, True),
+        ("current", False, True),
+        ("rowwise", False, False),
+        ("block", False, False),
+        ("mxfp8", False, False),
+        ("nvfp4", True, True),
+    ],
+)
+def test_attention_with_scales_of_all_positions_is_named(
+    recipe, per_tensor, shares, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     inputs = keras.Input((4, 6))
     outputs = layers.MultiHeadAttention(2, 3, name="mha")(inputs, inputs)
     model = keras.Model(inputs, outputs)
-    report = kpe.convert(model, "mxfp8", attention="float8")
-    assert [e.path for e in report.converted if e.per_tensor] == ["mha"]
-    assert "1 MultiHeadAttention" in str(report)
+    report = kpe.convert(model, recipe, attention="float8")
+    (entry,) = (e for e in report.converted if e.path == "mha")
+    assert (entry.per_tensor, entry.shares_scales) == (per_tensor, shares)
+    assert sum(e.shares_scales for e in report.converted) == shares
+    told = "Scales of all positions and examples: 1 MultiHeadAttention."
+    assert (told in str(report)) == shares
+    assert ("Scaled per tensor, in eight bits" in str(report)) == per_tensor
 
 
 def test_what_is_reverted_is_no_longer_in_float8():
