@@ -85,6 +85,7 @@ _LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
 
 # Public names and the modules that load on their first use.
 _LAZY_NAMES = {
+    "audit": "diagnostics.audit",
     "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
@@ -104,6 +105,7 @@ __all__ = [
     "LossScaleDTypePolicy",
     "__version__",
     "activations",
+    "audit",
     "autocast_scope",
     "calibrate",
     "carry_policy",
@@ -159,6 +161,7 @@ if TYPE_CHECKING:
         thaw,
         widen,
     )
+    from keras_policy_ext.diagnostics.audit import audit
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
     from keras_policy_ext.saving import load_model, load_preset, load_weights

@@ -10,6 +10,7 @@ import keras
 import keras_policy_ext as kpe
 from keras_policy_ext import layers
 from keras_policy_ext.conversion import Report
+from keras_policy_ext.diagnostics.audit import Audit
 from keras_policy_ext.diagnostics.inspection import Inspection
 from keras_policy_ext.diagnostics.memory import MemoryReport
 
@@ -27,6 +28,7 @@ def convert_and_look(model: Any) -> None:
     assert_type(kpe.revert(model), Report)
     assert_type(kpe.inspect(model), Inspection)
     assert_type(kpe.memory(model, 8), MemoryReport)
+    assert_type(kpe.audit(model, []), Audit)
     assert_type(kpe.filters.Auto(smallest=1024), kpe.filters.Auto)
 
 

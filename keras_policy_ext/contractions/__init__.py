@@ -41,6 +41,7 @@ from keras_policy_ext.contractions.plan import (
     prefer,
     preferred,
     run,
+    unrounded,
 )
 from keras_policy_ext.contractions.weighted_sum import fold
 from keras_policy_ext.numerics.quantized import Quantized
@@ -73,6 +74,7 @@ __all__ = [
     "run_frozen",
     "select",
     "settling",
+    "unrounded",
 ]
 
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -221,7 +221,7 @@ def run(
         bias: To be added to the outputs, in their dtype; None for none.
     """
     if calls.are_shapes_alone_wanted():
-        plan, state = _unrounded(plan), ()
+        plan, state = unrounded(plan), ()
     framework, tensors = backends.current, (inputs, kernel, *state)
     if bias is None:
         return framework.run(plan, *tensors)
@@ -229,6 +229,6 @@ def run(
 
 
 @functools.cache
-def _unrounded(plan: Plan) -> Plan:
+def unrounded(plan: Plan) -> Plan:
     """Return a plan without rounding; the outputs have the same shape."""
     return dataclasses.replace(plan, recipe=_NOTHING_ROUNDED)
