@@ -5,14 +5,13 @@ from __future__ import annotations
 import keras
 from keras import ops
 
-from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions.equations import Form, axes_alone
+from keras_policy_ext.contractions.equations import split
 from keras_policy_ext.numerics import scaling
 
 
 def fold(
-    form: Form, weights: Tensor, values: Tensor, format_name: str
+    equation: str, weights: Tensor, values: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:
     """Return weights and values with the same product, values in range.
 
@@ -23,12 +22,12 @@ def fold(
     NaN, as the outputs should.
 
     Args:
-        form: Of the equation; the second operand is the values.
+        equation: Explicit; the second operand is the values.
         weights: The first operand, in the dtype of `values`, which has the
             range of float32.
         values: The second operand. All axes but those of the columns tell its
             keys apart.
-        format_name: The format of the values.
+        limit: The largest value of the format of the values.
 
     Returns:
         Weights and values, in their dtype. The scale is a constant for
@@ -38,39 +37,46 @@ def fold(
         ValueError: If an axis of the values is neither in the weights nor in
             the outputs.
     """
-    if axes_alone(form, "kernel"):
+    first, second, out = split(equation)
+    if set(second) - set(first + out):
         raise ValueError(
             "An axis of the values is in no other term of the equation, so a "
             "key has no single scale. Received: "
-            f"'{form.first},{form.second}->{form.out}'. Allowed: axes that "
-            "the weights or the outputs have too. Sum the values over the "
-            "axis first."
+            f"{equation!r}. Allowed: axes that the weights or the outputs "
+            "have too. Sum the values over the axis first."
         )
-    scale = ops.stop_gradient(_scale_of_keys(form, values, format_name))
+    scale = ops.stop_gradient(_scale_of_keys(first, second, values, limit))
     scale = ops.cast(scale, keras.backend.standardize_dtype(values.dtype))
-    return ops.multiply(weights, _for_weights(form, scale)), ops.divide(
-        values, scale
-    )
+    return ops.multiply(
+        weights, _for_weights(first, second, scale)
+    ), ops.divide(values, scale)
 
 
-def _scale_of_keys(form: Form, values: Tensor, format_name: str) -> Tensor:
+def _scale_of_keys(
+    first: str, second: str, values: Tensor, limit: float
+) -> Tensor:
     """Return a float32 power of two per key; columns have size 1."""
-    columns = tuple(form.second.index(letter) for letter in form.columns)
+    columns = tuple(
+        axis for axis, letter in enumerate(second) if letter not in first
+    )
     if columns:
         amax = scaling.amax(values, axis=columns, keepdims=True)
     else:
         amax = ops.cast(ops.abs(values), "float32")
-    limit = formats.get(format_name).max
     scale = scaling.scale_for_limit(amax, limit, power_of_two=True)
     return scale * (amax * 0.0 + 1.0)
 
 
-def _for_weights(form: Form, scale: Tensor) -> Tensor:
-    """Transpose and reshape the scales of keys to broadcast to weights."""
-    sizes = dict(zip(form.second, ops.shape(scale), strict=True))
-    kept = [letter for letter in form.first if letter in form.second]
-    columns = [letter for letter in form.second if letter not in kept]
-    order = [form.second.index(letter) for letter in kept + columns]
+def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:
+    """Transpose the scales of keys, so that they broadcast to weights."""
+    kept = [letter for letter in first if letter in second]
+    columns = [letter for letter in second if letter not in kept]
+    order = [second.index(letter) for letter in kept + columns]
     scale = ops.transpose(scale, order)
-    shape = [sizes[c] if c in kept else 1 for c in form.first]
-    return ops.reshape(scale, shape)
+    # By axes and not by sizes, of which a graph may not know some.
+    for _ in columns:
+        scale = ops.squeeze(scale, -1)
+    for axis, letter in enumerate(first):
+        if letter not in kept:
+            scale = ops.expand_dims(scale, axis)
+    return scale

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, contractions, policies
+from keras_policy_ext import backends, contractions, formats, policies
 from keras_policy_ext._keras import (
     built_layers,
     calls,
@@ -30,7 +30,10 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
-from keras_policy_ext.recipes.weighted_sum import weighted_sum_of
+from keras_policy_ext.recipes.weighted_sum import (
+    WeightedSum,
+    weighted_sum_of,
+)
 
 #: Float32 holds all integers below.
 _MOST = 2**24
@@ -88,6 +91,9 @@ class Float8Controller:
             None if the layer does not follow float8.
         recipe_of_weighted_sum: The recipe for weights times values; None as
             above.
+        limit_of_values: The largest value of these values, if they are scaled
+            by keys; None if they have a scale of all keys, or are not
+            quantized.
     """
 
     def __init__(self, layer: keras.Layer) -> None:
@@ -97,6 +103,7 @@ class Float8Controller:
         self.policy: Float8DTypePolicy | None = None
         self.recipe_of_activations: Any = None
         self.recipe_of_weighted_sum: Any = None
+        self.limit_of_values: float | None = None
         self._has_state = False
         # No path: the first look resolves the policy.
         self._path: str | None = ""
@@ -137,6 +144,7 @@ class Float8Controller:
         self.recipe_of_weighted_sum = (
             weighted_sum_of(self.recipe_of_activations) if follows else None
         )
+        self.limit_of_values = _limit_of_values(self.recipe_of_weighted_sum)
         self._has_state = follows and has_state(policy.recipe)
         self._path = self.layer.path
 
@@ -323,18 +331,17 @@ class Float8Controller:
 
         Where the recipe has one scale per tensor, it is of all keys.
         """
-        recipe = self.recipe_of_weighted_sum
-        asked = recipe.quantization("kernel", "forward")
+        recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         operands = contraction, weights, values
-        if asked is None or asked.constant_scale is None:
+        if limit is None:
             return self._contract_scaled(recipe, *operands, dtype)
         # A product of a probability and a scale can be too small for float16.
         wide = "float32" if dtype == "float16" else dtype
         weights, values = contractions.fold(
-            contraction.form,
+            contraction.equation,
             ops.cast(weights, wide),
             ops.cast(values, wide),
-            asked.format,
+            limit,
         )
         operands = contraction, weights, values
         outputs = self._contract_scaled(recipe, *operands, wide)
@@ -394,6 +401,14 @@ class Float8Controller:
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
+
+
+def _limit_of_values(recipe: Any) -> float | None:
+    """Return `limit_of_values` for the recipe of a weighted sum, or None."""
+    # Found once: torch.compile does not follow what finds it.
+    if not isinstance(recipe, WeightedSum):
+        return None
+    return formats.get(recipe.format_of("kernel")).max
 
 
 def new_state(layer: keras.Layer) -> Float8State:

@@ -47,8 +47,10 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         if axis is None and not keepdims and x.dtype.is_floating_point:
             smallest, largest = x.aminmax()
             return largest.abs().maximum(smallest.abs()).float()
-        largest = ops.max(x, axis=axis, keepdims=keepdims)
-        smallest = ops.min(x, axis=axis, keepdims=keepdims)
+        # Not `ops.max`, which torch.compile does not follow (keras 3.15).
+        axes = () if axis is None else axis
+        largest = x.amax(axes, keepdims)
+        smallest = x.amin(axes, keepdims)
         magnitude = ops.maximum(ops.abs(largest), ops.abs(smallest))
         return ops.cast(magnitude, "float32")
     magnitude = primitives.current.abs_or_inf(x)

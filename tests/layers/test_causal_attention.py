@@ -229,6 +229,33 @@ def test_an_axis_of_the_values_alone_is_refused():
 
 
 @pytest.mark.full
+def test_graphs_of_unknown_sizes_and_of_torch_compile_compute_it():
+    layer = made("mha", "rowwise")
+
+    def call(x):
+        return layer(x, x, use_causal_mask=True, training=False)
+
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        graph = jax.jit(call)
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        unknown = tf.TensorSpec([None, None, X.shape[-1]])
+        graph = tf.function(call, input_signature=[unknown])
+    else:
+        import torch
+
+        graph = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for x in (X, X[:1, :PAST]):
+        with no_grad():
+            y = numpy(graph(ops.convert_to_tensor(x)))
+        np.testing.assert_allclose(y, outputs_of(layer, x), atol=1e-6)
+
+
+@pytest.mark.full
 def test_a_frozen_model_with_dynamic_inputs_sees_neither():
     x = keras.Input((STEPS, 8))
     layer = keras.layers.MultiHeadAttention(2, 4)
