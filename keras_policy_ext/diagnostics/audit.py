@@ -204,7 +204,6 @@ def audit(model: keras.Layer, batch: Any) -> Audit:
         for layer in walking.layers_within(model)
         if not isinstance(layer, Float8State)
     ]
-    backends.engine
     with undone(layers), unchanged_counters(layers):
         for functions_too in (False, True):
             found = _examined(model, batch, others, functions_too)
