@@ -12,10 +12,16 @@ import numpy as np
 
 from keras_policy_ext._keras import stock_float8, variable_values, walking
 from keras_policy_ext.conversion import recorded
-from keras_policy_ext.layers.by_operation import form_by_operation, record_of
+from keras_policy_ext.layers.by_operation import (
+    ByOperation,
+    foreign_kernels,
+    form_by_operation,
+    record_of,
+)
 from keras_policy_ext.layers.drop_in import form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.policies.of_layers import is_frozen
 
 NOT_BUILT = "it has no weights yet: it was never called"
 """The reason for an unbuilt layer in a built model."""
@@ -28,9 +34,9 @@ _WITHOUT_FORM = {
     "DepthwiseConv{0}": "a depthwise convolution sums over the few taps of "
     "its window only, which is no matrix product for float8 hardware",
     "ConvLSTM{0}": "convolutional recurrent cells have no float8 form",
-    "Embedding": "it looks up rows; a product with its table that another "
-    "layer computes, such as a tied head, is not in float8 either: "
-    "keras.layers.ReversibleEmbedding computes one that is",
+    "Embedding": "it looks up rows; a product with its table is computed by "
+    "another layer, such as a tied head, or by "
+    "keras.layers.ReversibleEmbedding",
     "TorchModuleWrapper": "it holds a torch.nn.Module, whose arithmetic Keras "
     "does not see",
     "JaxLayer": "it holds a function of JAX, whose arithmetic Keras does not "
@@ -47,11 +53,16 @@ class Candidate:
         layer: The layer.
         form: The float8 class that conversion gives it.
         kernels: The weights that are contracted.
+        owners: The layers that have the kernels which are not its own.
+        is_tied: Whether it is converted only where `convert` is asked to, as
+            a head that multiplies with the table of an embedding.
     """
 
     layer: keras.Layer
     form: type
     kernels: tuple[keras.Variable, ...]
+    owners: tuple[keras.Layer, ...] = ()
+    is_tied: bool = False
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -106,10 +117,21 @@ def survey(model: keras.Layer) -> Survey:
             found.skipped.append(Unconverted(layer, str(reason)))
             continue
         if form is not None and kernels:
-            found.candidates.append(Candidate(layer, form, kernels))
+            found.candidates.append(_candidate(layer, form, kernels))
         elif form is not None:
             found.composites.append(layer)
     return found
+
+
+def _candidate(
+    layer: keras.Layer, form: type, kernels: tuple[keras.Variable, ...]
+) -> Candidate:
+    if not issubclass(form, ByOperation) or is_frozen(layer):
+        return Candidate(layer, form, kernels)
+    record = record_of(layer)
+    is_tied = record is not None and record.is_tied
+    owners = tuple(owner for owner, _ in foreign_kernels(layer))
+    return Candidate(layer, form, kernels, owners, is_tied)
 
 
 def path_of(layer: keras.Layer) -> str:
@@ -219,6 +241,16 @@ def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
     reason = _without_form(cls)
     if reason is not None:
         raise _CannotConvert(reason)
+    record = record_of(layer)
+    if record is not None and record.refused and not record.products:
+        owner = record.refused[0]()
+        path = "" if owner is None else path_of(owner)
+        raise _CannotConvert(
+            f"it multiplies with a kernel of layer {path!r}, which computes "
+            "with it too; a kernel in float8 is of one layer"
+        )
+    if record is not None and record.branch and record.products:
+        raise _CannotConvert(_not_recognised(layer) or "")
     if not own:
         return
     if any(len(weight.shape) >= 2 for weight in own):
@@ -253,6 +285,7 @@ def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
         found = layer.float8_contracted
     elif issubclass(form, Float8Mixin):
         found = [v for v in own if form.is_float8_kernel(layer, v)]
+        found += [kernel for _, kernel in foreign_kernels(layer)]
     names = getattr(form, "float8_kernels", ())
     if own and not found and names is None:
         raise _CannotConvert(_NO_KERNEL)

@@ -38,7 +38,11 @@ from keras_policy_ext.conversion.report import (
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.by_operation import ByOperation, form_by_operation
+from keras_policy_ext.layers.by_operation import (
+    ByOperation,
+    form_by_operation,
+    is_own,
+)
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import drop_ins, form_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -309,6 +313,7 @@ def freeze(
         for number in projecting:
             if reasons[number] is projecting[number]:
                 to_stock_class(found[number].layer)
+        _release(model, chosen)
         for plan in plans:
             kernels = list(plan.kernels(stored))
             to_float8_class(plan.layer, plan.policy, kernels)
@@ -370,7 +375,11 @@ def freezable(
 ) -> tuple[list[Candidate], list[Unconverted]]:
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
-    found = {id(each.layer): each for each in survey.candidates}
+    found = {
+        id(each.layer): each
+        for each in map(_of_own_kernels, survey.candidates)
+        if each.kernels
+    }
     skipped = []
     for each in survey.skipped:
         form = _form(each.layer)
@@ -395,6 +404,31 @@ def freezable(
         else:
             chosen.append(candidate)
     return chosen, skipped
+
+
+def _of_own_kernels(candidate: Candidate) -> Candidate:
+    """Return a candidate without the kernels that are of other layers.
+
+    These are stored where they are.
+    """
+    if not candidate.owners:
+        return candidate
+    own = {id(each) for each in walking.own_weights(candidate.layer)}
+    kernels = tuple(each for each in candidate.kernels if id(each) in own)
+    return dataclasses.replace(candidate, kernels=kernels, owners=())
+
+
+def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
+    """Make stock layers of those that multiply kernels which are now stored.
+
+    They hold the state of these kernels. Then they read them as numbers.
+    """
+    freezing = {id(each.layer) for each in chosen}
+    for each in candidates.survey(model).candidates:
+        stored = any(id(owner) in freezing for owner in each.owners)
+        in_float8 = float8_policy_of(each.layer) is not None
+        if stored and in_float8 and id(each.layer) not in freezing:
+            to_stock_class(each.layer)
 
 
 def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
@@ -472,6 +506,8 @@ def form_to_freeze(layer: keras.Layer) -> Any:
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
         return None
     if has_own_files(layer):
+        return None
+    if issubclass(form, ByOperation) and not is_own(layer):
         return None
     return form
 

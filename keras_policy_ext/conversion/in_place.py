@@ -448,7 +448,41 @@ def _decide(
             left.append(Unconverted(candidate.layer, str(target.reason)))
         else:
             decisions.append((candidate, target))
-    return decisions, left
+    return _with_one_state(found, decisions, left)
+
+
+def _with_one_state(
+    found: list[Candidate], decisions: list[Decision], left: list[Unconverted]
+) -> tuple[list[Decision], list[Unconverted]]:
+    """Leave out layers whose kernels other layers multiply in float8.
+
+    A kernel has one state, which is that of the layer that multiplies.
+    """
+    stays = {id(each.layer) for each in left}
+    multiplying: dict[int, Candidate] = {}
+    for each in found:
+        if id(each.layer) in stays and float8_policy_of(each.layer):
+            multiplying.update(_foreign(each))
+    for each, _ in decisions:
+        multiplying = {**_foreign(each), **multiplying}
+    chosen = []
+    for candidate, target in decisions:
+        kernels = map(id, candidate.kernels)
+        holders = [multiplying.get(kernel, candidate) for kernel in kernels]
+        others = [each for each in holders if each is not candidate]
+        if not others:
+            chosen.append((candidate, target))
+            continue
+        path = path_of(others[0].layer)
+        reason = f"layer {path!r} multiplies with its kernel"
+        left.append(Unconverted(candidate.layer, reason))
+    return chosen, left
+
+
+def _foreign(candidate: Candidate) -> dict[int, Candidate]:
+    """Return a layer with kernels of others, by the id of each kernel."""
+    kernels = candidate.kernels if candidate.owners else ()
+    return {id(kernel): candidate for kernel in kernels}
 
 
 def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:

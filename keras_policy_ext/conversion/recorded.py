@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_policy_ext._keras import stock_float8, walking
 from keras_policy_ext.conversion import work
 from keras_policy_ext.layers import by_operation
-from keras_policy_ext.layers.by_operation import Recorded
+from keras_policy_ext.layers.by_operation import (
+    LikeCall,
+    Noted,
+    Recorded,
+    RecordedProduct,
+)
+from keras_policy_ext.layers.drop_in import form_of
+from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import is_floating
 
 
@@ -18,28 +25,25 @@ def record(model: keras.Layer, unknown: list[keras.Layer]) -> None:
     """Record the products of some layers of a model, once for each layer.
 
     The model is traced with shapes only; see `conversion.traced`. If it cannot
-    be traced, nothing is recorded, and the next call tries again.
+    be traced, nothing is recorded, and the next call tries again. It is not
+    traced if no layer can have such products: a product with a weight of
+    another layer is looked for only in a model with an embedding.
 
     Args:
         model: A built model.
         unknown: Layers of it whose class has no float8 form.
     """
-    wanted = [
-        layer
-        for layer in unknown
-        if by_operation.record_of(layer) is None and _may_multiply(layer)
-    ]
-    if not wanted:
+    unknown = [x for x in unknown if by_operation.record_of(x) is None]
+    own = [x for x in unknown if _may_multiply(x)]
+    others = [x for x in unknown if _may_read_others(x)]
+    if not own and not (others and _has_table(model)):
         return
-    with by_operation.recording() as notes:
+    notes = _Notes(model)
+    with by_operation.recording(notes.take):
         if not work.traced_once(model):
             return
-    # The tracer runs one of several layers that are alike.
-    known = {_kind(layer): layer for layer in wanted if id(layer) in notes}
-    for layer in wanted:
-        run = layer if id(layer) in notes else known.get(_kind(layer), layer)
-        found = _recorded(notes.get(id(run), []))
-        by_operation.remember(layer, _moved(found, run, layer))
+    for layer in {id(x): x for x in (*own, *others)}.values():
+        by_operation.remember(layer, notes.of(layer))
 
 
 def _may_multiply(layer: keras.Layer) -> bool:
@@ -50,26 +54,145 @@ def _may_multiply(layer: keras.Layer) -> bool:
     return any(len(v.shape) >= 2 and is_floating(v.dtype) for v in own)
 
 
-def _kind(layer: keras.Layer) -> Any:
-    own = walking.own_weights(layer)
-    return type(layer), tuple((v.name, tuple(v.shape)) for v in own)
+def _may_read_others(layer: keras.Layer) -> bool:
+    """Return True if a layer may multiply with a weight of another layer."""
+    library = type(layer).__module__.partition(".")[0]
+    is_stock = library in ("keras", "keras_policy_ext")
+    return layer.built and not is_stock and not isinstance(layer, keras.Model)
 
 
-def _moved(found: Recorded, run: Any, layer: keras.Layer) -> Recorded:
-    """Return what was recorded of one layer, for weights of a similar one."""
-    pairs = zip(
-        walking.own_weights(run), walking.own_weights(layer), strict=True
+def _has_table(model: keras.Layer) -> bool:
+    return any(map(_is_table, walking.layers_within(model)))
+
+
+def _is_table(layer: keras.Layer) -> bool:
+    return isinstance(layer, keras.layers.Embedding)
+
+
+class _Product(NamedTuple):
+    """A product, by the layer that has the weight and the weight's number."""
+
+    owner: keras.Layer
+    number: int
+    equation: str
+    is_moved: bool
+
+    @property
+    def weight(self) -> keras.Variable:
+        return walking.own_weights(self.owner)[self.number]
+
+
+class _Notes:
+    """Takes notes of what the layers of a model do in a traced call."""
+
+    def __init__(self, model: keras.Layer) -> None:
+        self._places = {
+            id(variable): (layer, number)
+            for layer in walking.layers_within(model)
+            for number, variable in enumerate(walking.own_weights(layer))
+        }
+        self._products: dict[int, list[_Product]] = {}
+        self._branches: dict[int, str] = {}
+        self._called: set[int] = set()
+
+    def take(self, layer: Any, found: Noted | LikeCall | str) -> None:
+        """Take a note; see `by_operation.recording`."""
+        if isinstance(found, str):
+            self._branches.setdefault(id(layer), found)
+        elif isinstance(found, LikeCall):
+            self._take_call(layer, found.other)
+        elif id(found.variable) in self._places:
+            owner, number = self._places[id(found.variable)]
+            product = _Product(owner, number, found.equation, found.is_moved)
+            self._products.setdefault(id(layer), []).append(product)
+
+    def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:
+        self._called.add(id(layer))
+        if isinstance(layer, keras.layers.RNN):
+            # The calls of its cell are counted, and not traced.
+            self._called.update(map(id, walking.layers_within(layer)))
+        if layer is other:
+            return
+        within = zip(
+            walking.layers_within(other),
+            walking.layers_within(layer),
+            strict=True,
+        )
+        pairs = [(a, b) for a, b in within if a is not b]
+        place = {id(a): b for a, b in pairs}
+        for a, b in pairs:
+            if id(a) in self._called:
+                self._called.add(id(b))
+            if id(a) in self._branches:
+                self._branches.setdefault(id(b), self._branches[id(a)])
+            for each in self._products.get(id(a), ()):
+                owner = place.get(id(each.owner)) or _alike(each.owner, a, b)
+                if owner is not None:
+                    moved = each._replace(owner=owner)
+                    self._products.setdefault(id(b), []).append(moved)
+
+    def of(self, layer: keras.Layer) -> Recorded:
+        """Return what was noted of a layer."""
+        found = dict.fromkeys(self._products.get(id(layer), ()))
+        own = [_recorded(x, layer) for x in found if x.owner is layer]
+        foreign = [x for x in found if x.owner is not layer]
+        if not _may_read_others(layer):
+            foreign = []
+        uncalled = [x for x in foreign if self._is_uncalled(x.owner, layer)]
+        called = [x for x in foreign if x not in uncalled]
+        refused = [x for x in called if self._contracts(x)]
+        tied = [x for x in called if x not in refused]
+        chosen = uncalled or ([] if own else tied)
+        return Recorded(
+            (*own, *(_recorded(x, layer) for x in chosen)),
+            self._branches.get(id(layer), ""),
+            is_tied=bool(tied) and not own and not uncalled,
+            refused=tuple(weakref.ref(x.owner) for x in refused),
+        )
+
+    def _is_uncalled(self, owner: keras.Layer, layer: keras.Layer) -> bool:
+        """Return True if `owner` only holds the weights of `layer`."""
+        if id(owner) in self._called or _is_table(owner):
+            return False
+        within = walking.layers_within(layer)[1:]
+        return any(each is owner for each in within)
+
+    def _contracts(self, product: _Product) -> bool:
+        """Return True if the owner multiplies with the weight in float8."""
+        owner, weight = product.owner, product.weight
+        try:
+            form: Any = form_of(type(owner))
+        except TypeError:
+            return False
+        if isinstance(owner, Float8Mixin):
+            form = type(owner)
+        if form is None:
+            own = self._products.get(id(owner), ())
+            return any(x.owner is owner and x.weight is weight for x in own)
+        return (
+            issubclass(form, Float8Mixin)
+            and form.float8_trains
+            and form.is_float8_kernel(owner, weight)
+        )
+
+
+def _alike(
+    owner: keras.Layer, old: keras.Layer, new: keras.Layer
+) -> keras.Layer | None:
+    """Return the layer that `new` holds where `old` holds `owner`, or None."""
+    held = walking.attributes(new)
+    for name, value in walking.attributes(old).items():
+        found = held.get(name)
+        if value is owner and type(found) is type(owner):
+            return found
+    return None
+
+
+def _recorded(product: _Product, layer: keras.Layer) -> RecordedProduct:
+    is_own = product.owner is layer
+    return RecordedProduct(
+        product.weight.path,
+        product.equation,
+        product.is_moved,
+        None if is_own else weakref.ref(product.owner),
     )
-    paths = {one.path: other.path for one, other in pairs}
-    products = tuple(
-        dataclasses.replace(each, path=paths[each.path])
-        for each in found.products
-    )
-    return dataclasses.replace(found, products=products)
-
-
-def _recorded(noted: list[Any]) -> Recorded:
-    branches = [each for each in noted if isinstance(each, str)]
-    products = [each for each in noted if not isinstance(each, str)]
-    distinct = tuple(dict.fromkeys(products))
-    return Recorded(distinct, branches[0] if branches else "")

@@ -81,8 +81,9 @@ class Selection:
         exclude: Patterns none of which may be found there.
         filter: A predicate of a layer, an `Auto` or a `Safe`; None: any layer.
         min_size: The fewest entries of a kernel.
-        deciding: Whether layers that decide, such as routers, are converted.
-            They are if a predicate or `"all"` says which layers are.
+        deciding: Whether layers that decide, such as routers, and tied heads
+            are converted. They are if a predicate or `"all"` says which layers
+            are.
     """
 
     include: Patterns | None
@@ -133,11 +134,29 @@ class Selection:
         found = {}
         for number, candidate in enumerate(candidates):
             reason = self._reason(candidate, paths[number])
+            reason = reason or self._unasked(candidate)
             if reason is not None:
                 found[number] = reason
         if isinstance(self.filter, (Auto, Safe)):
-            by_role = {**self.filter.reasons(candidates), **(by_role or {})}
+            asked = [
+                number
+                for number, candidate in enumerate(candidates)
+                if self._unasked(candidate) is None
+            ]
+            left = self.filter.reasons([candidates[n] for n in asked])
+            by_role = {**{asked[n]: left[n] for n in left}, **(by_role or {})}
         return {**(by_role or {}), **found}
+
+    def _unasked(self, candidate: Candidate) -> str | None:
+        """Return why a tied head is left out, unless it is asked for."""
+        asked = self.include is not None or self.deciding
+        if not candidate.is_tied or asked or float8_policy_of(candidate.layer):
+            return None
+        return (
+            "it is a tied head, which multiplies with the table of another "
+            "layer; an `include` that matches its path, or `filter='all'`, "
+            "converts it"
+        )
 
     def _reason(self, candidate: Candidate, path: str) -> str | None:
         if self.include is not None and not _found(self.include, path):

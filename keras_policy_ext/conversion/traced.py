@@ -28,6 +28,7 @@ from keras_policy_ext.backends import tracing
 from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
 from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import equations
+from keras_policy_ext.layers.by_operation import note_call
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import MovedKernel
 from keras_policy_ext.layers.state import Float8State
@@ -345,8 +346,8 @@ class _Tracer:
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
         if key not in self._known:
             self._known[key] = layer, self._found(layer, args, kwargs)
-            return self._known[key][1]
         other, call = self._known[key]
+        note_call(layer, other)
         return call if layer is other else _moved(call, other, layer)
 
     def _found(

@@ -1,9 +1,10 @@
 """Layers of a class without a float8 form, whose products are recognised.
 
-Such a layer multiplies its own weights by `keras.ops.matmul`, `einsum`, `dot`
-or `tensordot`. `convert` records once which weight is an operand of which
-product. From then on these products are computed in float8, and the rest of
-the layer's `call` runs unchanged.
+Such a layer multiplies weights by `keras.ops.matmul`, `einsum`, `dot` or
+`tensordot`: its own, or those of another layer. `convert` records once which
+weight is an operand of which product. From then on these products are computed
+in float8, and the rest of the layer's `call` runs unchanged. The layer that
+multiplies holds the state, also of a weight of another layer.
 
 A product is recognised by its operand: the variable itself, or a tensor that
 Keras's operations made of the variable by casting it or moving its elements.
@@ -17,8 +18,8 @@ import functools
 import math
 import string
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -29,24 +30,39 @@ from keras_policy_ext.contractions import COMPUTE_DTYPES, Einsum, equations
 from keras_policy_ext.layers.drop_in import new_form
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import MovedKernel, contraction_of
+from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.stored_kernels import Axes
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedProduct:
-    """A product of an activation with a weight of the layer.
+    """A product of an activation with a weight.
 
     Attributes:
         path: The path of the weight.
         equation: An explicit einsum equation; the second operand is the
             weight, as it was moved.
         is_moved: Whether the operand is a moved copy of the weight.
+        owner: A weak reference to the layer that has the weight; None for the
+            layer that multiplies.
     """
 
     path: str
     equation: str
     is_moved: bool
+    owner: weakref.ref[keras.Layer] | None = None
+
+    @property
+    def foreign(self) -> tuple[keras.Layer, keras.Variable] | None:
+        """The other layer and its weight; None without a float weight."""
+        owner = None if self.owner is None else self.owner()
+        own = [] if owner is None else walking.own_weights(owner)
+        for weight in own:
+            is_float = not isinstance(weight, StoredVariable)
+            if is_float and weight.path == self.path:
+                return owner, weight
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +70,19 @@ class Recorded:
     """What was recorded of a layer.
 
     Attributes:
-        products: Its products with weights of its own.
+        products: Its products with weights that can be computed in float8.
         branch: The name of an operation that runs a function of the caller;
             "" if the layer calls none.
+        is_tied: Whether the weights are a table that other layers look up, or
+            are of a layer elsewhere, so that `convert` has to be asked.
+        refused: Other layers with whose weights it multiplies too, and which
+            compute in float8 themselves.
     """
 
     products: tuple[RecordedProduct, ...] = ()
     branch: str = ""
+    is_tied: bool = False
+    refused: tuple[weakref.ref[keras.Layer], ...] = ()
 
 
 _RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
@@ -83,7 +105,34 @@ def record_of(layer: keras.Layer) -> Recorded | None:
 def products_of(layer: keras.Layer) -> tuple[RecordedProduct, ...]:
     """Return the products of a layer that can be computed in float8."""
     record = _RECORDED.get(layer)
-    return () if record is None or record.branch else record.products
+    if record is None or record.branch:
+        return ()
+    return tuple(
+        each
+        for each in record.products
+        if each.owner is None or each.foreign is not None
+    )
+
+
+def _own_products(layer: keras.Layer) -> list[RecordedProduct]:
+    """Return the products of a layer with weights of its own."""
+    return [each for each in products_of(layer) if each.owner is None]
+
+
+def is_own(layer: keras.Layer) -> bool:
+    """Return True if a layer multiplies with a weight of its own."""
+    return bool(_own_products(layer))
+
+
+def foreign_kernels(
+    layer: keras.Layer,
+) -> list[tuple[keras.Layer, keras.Variable]]:
+    """Return the weights of other layers that a layer multiplies in float8.
+
+    Each is with the layer that has it; none is repeated.
+    """
+    found = [x.foreign for x in products_of(layer) if x.owner is not None]
+    return list({id(x[1]): x for x in found if x is not None}.values())
 
 
 def form_by_operation(layer: keras.Layer) -> Any:
@@ -121,14 +170,14 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
         """Return True if a recorded product of the layer has this weight."""
-        return any(x.path == variable.path for x in products_of(layer))
+        return any(x.path == variable.path for x in _own_products(layer))
 
     @classmethod
     def is_stored_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
         """Return True if all products sum this weight over the same axes."""
-        own = [x for x in products_of(layer) if x.path == variable.path]
+        own = [x for x in _own_products(layer) if x.path == variable.path]
         return len({x.equation for x in own}) == 1 and not own[0].is_moved
 
     @classmethod
@@ -214,7 +263,9 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     note = products.recorder()
     if found is None or note is not None:
         if found is not None:
-            note(layer, found)
+            _, origin, contraction = found
+            is_moved = origin.moved is not None
+            note(layer, Noted(origin.variable, contraction.equation, is_moved))
         return stock(*args, **kwargs)
     inputs, origin, contraction = found
     kernel = origin.variable
@@ -366,31 +417,50 @@ def _of_axes(axes: Any, first: int, second: int) -> str | None:
     return f"{''.join(a)},{''.join(b)}->{''.join(out)}"
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[dict[int, list[RecordedProduct | str]]]:
-    """In the block, record the products of each layer that is called.
+class Noted(NamedTuple):
+    """A product with a weight, as it is noted while a model is traced.
 
-    Yields:
-        By the id of a layer: its products with its own weights, and the names
-        of operations that run functions of the caller.
+    Attributes:
+        variable: The weight.
+        equation: As of `RecordedProduct`.
+        is_moved: As of `RecordedProduct`.
     """
-    notes: dict[int, list[RecordedProduct | str]] = {}
+
+    variable: keras.Variable
+    equation: str
+    is_moved: bool
+
+
+class LikeCall(NamedTuple):
+    """A call that computes what a traced call of an equal layer does.
+
+    Attributes:
+        other: The layer that was traced; perhaps the called layer itself.
+    """
+
+    other: keras.Layer
+
+
+Note = Callable[[Any, Noted | LikeCall | str], None]
+
+
+def recording(note: Note) -> contextlib.AbstractContextManager[None]:
+    """In the block, `note` products and calls of layers that are traced.
+
+    Args:
+        note: Called with a layer, and what its call does: a product, or the
+            name of an operation that runs functions of the caller; or that it
+            is called.
+    """
     products.watch(_product, _move, _branch)
+    return products.recording(note)
 
-    def note(layer: keras.Layer, found: Any) -> None:
-        if not isinstance(found, str):
-            _, origin, contraction = found
-            variable = origin.variable
-            if all(v is not variable for v in walking.own_weights(layer)):
-                return
-            is_moved = origin.moved is not None
-            found = RecordedProduct(
-                variable.path, contraction.equation, is_moved
-            )
-        notes.setdefault(id(layer), []).append(found)
 
-    with products.recording(note):
-        yield notes
+def note_call(layer: keras.Layer, other: keras.Layer) -> None:
+    """Note that a layer is called, as `other` was when it was traced."""
+    note = products.recorder()
+    if note is not None:
+        note(layer, LikeCall(other))
 
 
 def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:

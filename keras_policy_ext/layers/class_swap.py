@@ -14,7 +14,11 @@ import keras
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.by_operation import form_by_operation
+from keras_policy_ext.layers.by_operation import (
+    ByOperation,
+    foreign_kernels,
+    form_by_operation,
+)
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import form_of, original_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -63,6 +67,8 @@ def to_float8_class(
                 if issubclass(form, Float8Mixin):
                     Float8Controller.join(layer)
                 built_layers.swap_class(layer, form)
+            if isinstance(layer, ByOperation):
+                _take_foreign(layer, policy)
             if isinstance(layer, Float8Mixin):
                 layer.float8_controller.replace_policy(policy)
                 stored_weights.store_all(layer, frozen)
@@ -97,6 +103,22 @@ def to_stock_class(layer: keras.Layer) -> None:
                     vars(layer).pop(name, None)
             global_policy.replace_layer_policy(layer, plain)
         built_layers.track_again([layer])
+
+
+def _take_foreign(layer: ByOperation, policy: Any) -> None:
+    """Make a layer contract weights of other layers, which then do not.
+
+    A kernel has one state, which is that of the layer that multiplies. A
+    policy of stored kernels is about weights of the layer alone.
+    """
+    recipe = getattr(policy, "recipe", None)
+    trains = recipe is not None and recipe.trains
+    found = foreign_kernels(layer) if trains else []
+    for owner, kernel in found:
+        controller = getattr(owner, "float8_controller", None)
+        if controller is not None and controller.has_kernel(kernel):
+            to_stock_class(owner)
+    layer.float8_controller.foreign = tuple(kernel for _, kernel in found)
 
 
 def _form(layer: keras.Layer) -> type:

@@ -83,6 +83,7 @@ class Float8Controller:
     Attributes:
         layer: The layer.
         kernel_paths: Paths of the weights that are contracted in float8.
+        foreign: Weights of other layers that this layer contracts.
         weight_names: Names of all weights in the order in which they were
             made, while kernels are stored.
         policy: The float8 policy that the layer followed when its path was
@@ -99,6 +100,7 @@ class Float8Controller:
     def __init__(self, layer: keras.Layer) -> None:
         self.layer = layer
         self.kernel_paths: tuple[str, ...] = ()
+        self.foreign: tuple[keras.Variable, ...] = ()
         self.weight_names: tuple[str, ...] = ()
         self.policy: Float8DTypePolicy | None = None
         self.recipe_of_activations: Any = None
@@ -213,8 +215,17 @@ class Float8Controller:
 
     @property
     def contracted(self) -> list[keras.Variable]:
-        """The weights of the layer that are contracted in float8."""
-        return [v for v in self.layer.weights if v.path in self.kernel_paths]
+        """The weights that the layer contracts in float8."""
+        return self._ordered(lambda v: v.path in self.kernel_paths)
+
+    def _ordered(self, is_wanted: Callable[[Any], bool]) -> list[Any]:
+        """Return some of the weights in the layer, then some of elsewhere."""
+        weights = self.layer.weights
+        if self.foreign:
+            known = {id(v) for v in weights}
+            others = [v for v in self.foreign if id(v) not in known]
+            weights = [*weights, *others]
+        return [v for v in weights if is_wanted(v)]
 
     def has_kernel(self, variable: Any) -> bool:
         """Return True if a variable is a kernel that the layer contracts."""
@@ -232,7 +243,9 @@ class Float8Controller:
             return self.contracted
         layer = self.layer
         own = walking.own_weights(layer)
-        return [v for v in own if layer.is_float8_kernel(layer, v)]
+        kernels = [v for v in own if layer.is_float8_kernel(layer, v)]
+        ids = {id(v) for v in (*kernels, *self.foreign)}
+        return self._ordered(lambda v: id(v) in ids)
 
     # The contraction
 

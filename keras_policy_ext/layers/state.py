@@ -111,6 +111,8 @@ class Float8State(keras.layers.Layer):
         beside = scope_of_path(kernel.path.rpartition("/")[0])
         with beside, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name)
+            if hasattr(self, name):  # Of a kernel of another layer.
+                name = f"{name}_{len(self._owners)}"
             # Tracked while it is trainable, so that Keras counts it among the
             # trainable variables whenever the layer becomes trainable.
             setattr(self, name, variable)
