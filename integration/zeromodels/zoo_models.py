@@ -156,6 +156,27 @@ FAMILIES = {
     )
 }
 
+
+def tied_llama():
+    return models.llama.LlamaTextGenerate(**_DECODER, tie_embeddings=True)
+
+
+def t5():
+    return models.t5.T5ConditionalGenerate(
+        vocab_size=TOKENS,
+        embed_dim=16,
+        key_value_dim=8,
+        mlp_dim=32,
+        num_layers=1,
+        num_decoder_layers=1,
+        num_heads=2,
+        hidden_act="relu",
+    )
+
+
+WITH_TIED_HEAD = {f.__name__: f for f in (tied_llama, gemma, qwen3, t5)}
+"""Models with a layer that multiplies with the table of an embedding."""
+
 TIED = ("gpt2", "gemma", "qwen3")
 """Language models that multiply with the table of their embedding."""
 
@@ -168,7 +189,7 @@ _OPEN = {"input_features": 16, "input_values": 1024}
 
 def model_of(family):
     """A model with random weights, the same on each backend; no dropout."""
-    model = FAMILIES[family]()
+    model = {**WITH_TIED_HEAD, **FAMILIES}[family]()
     for layer in layers_of(model):
         for rate in ("rate", "drop_path_rate"):
             if hasattr(layer, rate):
