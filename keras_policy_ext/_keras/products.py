@@ -45,6 +45,12 @@ BRANCHES = (
 )
 """The operations that run functions of the caller, perhaps in another trace."""
 
+CHOICES = {
+    "numpy": ("argmax", "argmin", "argsort", "sort"),
+    "math": ("top_k",),
+}
+"""The operations that choose among entries, by module of the backend."""
+
 _thread = threading.local()
 
 Handler = Callable[..., Any]
@@ -76,7 +82,7 @@ def watch(product: Handler, move: Handler, branch: Handler) -> None:
         product: Called as `product(layer, stock, name, args, kwargs)` for each
             of `PRODUCTS`; its result is that of the operation.
         move: The same for each of `MOVES` and `CASTS`.
-        branch: The same for each of `BRANCHES`.
+        branch: The same for each of `BRANCHES` and `CHOICES`.
     """
     if _backend is None:
         return
@@ -85,6 +91,8 @@ def watch(product: Handler, move: Handler, branch: Handler) -> None:
         (MOVES, _backend.numpy, move),
         (CASTS, _backend.core, move),
         (BRANCHES, _backend.core, branch),
+        (CHOICES["numpy"], _backend.numpy, branch),
+        (CHOICES["math"], _backend.math, branch),
     ):
         for name in names:
             put_around(module, name, _told(handler, name))

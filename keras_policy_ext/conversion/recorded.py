@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext._keras import stock_float8, walking
+from keras_policy_ext._keras import products, stock_float8, walking
 from keras_policy_ext.conversion import work
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.by_operation import (
@@ -93,11 +93,14 @@ class _Notes:
         }
         self._products: dict[int, list[_Product]] = {}
         self._branches: dict[int, str] = {}
+        self._choosing: set[int] = set()
         self._called: set[int] = set()
 
     def take(self, layer: Any, found: Noted | LikeCall | str) -> None:
         """Take a note; see `by_operation.recording`."""
-        if isinstance(found, str):
+        if isinstance(found, str) and found not in products.BRANCHES:
+            self._choosing.add(id(layer))
+        elif isinstance(found, str):
             self._branches.setdefault(id(layer), found)
         elif isinstance(found, LikeCall):
             self._take_call(layer, found.other)
@@ -125,6 +128,8 @@ class _Notes:
                 self._called.add(id(b))
             if id(a) in self._branches:
                 self._branches.setdefault(id(b), self._branches[id(a)])
+            if id(a) in self._choosing:
+                self._choosing.add(id(b))
             for each in self._products.get(id(a), ()):
                 owner = place.get(id(each.owner)) or _alike(each.owner, a, b)
                 if owner is not None:
@@ -146,6 +151,7 @@ class _Notes:
         return Recorded(
             (*own, *(_recorded(x, layer) for x in chosen)),
             self._branches.get(id(layer), ""),
+            id(layer) in self._choosing,
             is_tied=bool(tied) and not own and not uncalled,
             refused=tuple(weakref.ref(x.owner) for x in refused),
         )

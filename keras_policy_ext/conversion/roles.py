@@ -11,6 +11,7 @@ from keras_policy_ext.backends.flows import Sources
 from keras_policy_ext.conversion.candidates import Candidate
 from keras_policy_ext.conversion.traced import Call
 from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.layers.by_operation import record_of
 
 FEW = 4
 """The most layers that make one choice together.
@@ -58,7 +59,7 @@ def deciding(
         key = id(candidate.layer)
         if key in routers:
             reasons[number] = f"{DECIDES}which experts of {routers[key]} run"
-        elif key in chosen:
+        elif key in chosen or _chooses(candidate.layer):
             reasons[number] = _CHOOSES
     return reasons
 
@@ -85,6 +86,12 @@ def ends(found: Sequence[Candidate], works: Works) -> dict[int, str]:
         reasons[len(found) - 1] = "it is the last layer"
     others = [n for n in range(len(found)) if n not in reasons]
     return {**reasons, **{n: "it is the first layer" for n in others[:1]}}
+
+
+def _chooses(layer: keras.Layer) -> bool:
+    """Return True if a layer with products of its own also makes a choice."""
+    record = record_of(layer)
+    return record is not None and record.chooses and bool(record.products)
 
 
 def _few(several: Sequence[Sources] | frozenset[Sources]) -> set[object]:

@@ -71,6 +71,7 @@ class Recorded:
 
     Attributes:
         products: Its products with weights that can be computed in float8.
+        chooses: Whether it calls a top-k, an argmax, an argmin or a sort.
         branch: The name of an operation that runs a function of the caller;
             "" if the layer calls none.
         is_tied: Whether the weights are a table that other layers look up, or
@@ -81,6 +82,7 @@ class Recorded:
 
     products: tuple[RecordedProduct, ...] = ()
     branch: str = ""
+    chooses: bool = False
     is_tied: bool = False
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,13 +141,9 @@ class Float8Controller:
             self.layer.float8_trains or not policy.recipe.trains
         )
         self.policy = policy if follows else None
-        self.recipe_of_activations = (
-            policy.recipe.for_activations if follows else None
-        )
-        self.recipe_of_weighted_sum = (
-            weighted_sum_of(self.recipe_of_activations) if follows else None
-        )
-        self.limit_of_values = _limit_of_values(self.recipe_of_weighted_sum)
+        recipes = _of_activations(policy.recipe) if follows else (None,) * 3
+        self.recipe_of_activations = recipes[0]
+        self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
         self._path = self.layer.path
 
@@ -416,12 +413,17 @@ class Float8Controller:
         )
 
 
-def _limit_of_values(recipe: Any) -> float | None:
-    """Return `limit_of_values` for the recipe of a weighted sum, or None."""
-    # Found once: torch.compile does not follow what finds it.
-    if not isinstance(recipe, WeightedSum):
-        return None
-    return formats.get(recipe.format_of("kernel")).max
+@functools.cache
+def _of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
+    """Return the recipes of two activations and of a weighted sum, its limit.
+
+    The limit is `Float8Controller.limit_of_values`.
+    """
+    activations = recipe.for_activations
+    summed, limit = weighted_sum_of(activations), None
+    if isinstance(summed, WeightedSum):
+        limit = formats.get(summed.format_of("kernel")).max
+    return activations, summed, limit
 
 
 def new_state(layer: keras.Layer) -> Float8State:

@@ -53,7 +53,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
         quantization: How the operand is quantized.
     """
     if quantization.constant_scale is not None:
-        return Scales(ops.full_like(amax, quantization.constant_scale))
+        return Scales(ops.ones_like(amax) * quantization.constant_scale)
     if quantization.has_tensor_scale:
         return _two_level(amax, quantization)
     if quantization.scale_format == "float8_e8m0fnu":

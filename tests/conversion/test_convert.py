@@ -188,7 +188,7 @@ def test_a_recipe_alone_is_a_policy(recipe):
 
 
 def test_so_is_the_name_of_one_with_fields():
-    spec = "rowwise(kernel_grad='high_precision')"
+    spec = "rowwise(kernel_grad='high_precision',power_of_two=True)"
     report = kpe.convert(sequential(), spec)
     assert {e.policy for e in report.converted} == {
         f"float8/{spec}_from_float32"

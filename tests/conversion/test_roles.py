@@ -276,6 +276,7 @@ def test_a_sum_of_many_layers_is_what_a_model_computes():
     blocks = [Residual(name=f"block_{n}") for n in range(6)]
     report = kpe.convert(model_of(*blocks, Codebook(name="codes")), POLICY)
     assert len(report.converted) == 8
+    assert left(report)["codes"].startswith("it decides")
 
 
 def test_all_converts_routers_too():
