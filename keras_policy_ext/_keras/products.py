@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-
-from keras_policy_ext._keras.around import put_around
 
 try:
     from keras.src import backend as _backend
@@ -51,6 +50,12 @@ CHOICES = {
 }
 """The operations that choose among entries, by module of the backend."""
 
+_SCOPES = "name_scope_stack"
+
+_MARK = "_keras_policy_ext_products"
+
+_FOLLOWED: set[type] = set()
+
 _thread = threading.local()
 
 Handler = Callable[..., Any]
@@ -63,10 +68,8 @@ def innermost_layer() -> Any:
     `name_scope_stack`, keras 3.0 to 3.16). If it is missing, None. Expires
     with a public way to ask for the layer of a call.
     """
-    if _global_state is None:
-        return None
-    scopes = _global_state.get_global_attribute("name_scope_stack")
-    return getattr(scopes[-1], "caller", None) if scopes else None
+    scopes = _global_state and _global_state.get_global_attribute(_SCOPES)
+    return scopes[-1].caller if scopes else None
 
 
 def watch(product: Handler, move: Handler, branch: Handler) -> None:
@@ -80,7 +83,9 @@ def watch(product: Handler, move: Handler, branch: Handler) -> None:
 
     Args:
         product: Called as `product(layer, stock, name, args, kwargs)` for each
-            of `PRODUCTS`; its result is that of the operation.
+            of `PRODUCTS`; its result is that of the operation. It is called
+            while products are recorded, and for layers of classes that are
+            followed (`follow`).
         move: The same for each of `MOVES` and `CASTS`.
         branch: The same for each of `BRANCHES` and `CHOICES`.
     """
@@ -95,20 +100,35 @@ def watch(product: Handler, move: Handler, branch: Handler) -> None:
         (CHOICES["math"], _backend.math, branch),
     ):
         for name in names:
-            put_around(module, name, _told(handler, name))
+            _wrap(module, name, handler)
 
 
-def _told(handler: Handler, name: str) -> Callable[..., Any]:
-    """Return a function for `put_around` that calls `handler`."""
+def follow(cls: type) -> None:
+    """Call the functions given to `watch` inside of layers of this class."""
+    _FOLLOWED.add(cls)
 
-    def told(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = innermost_layer()
-        if layer is None:
-            return stock(*args, **kwargs)
-        return handler(layer, stock, name, args, kwargs)
 
-    told.__qualname__ = f"_told.{handler.__name__}.{name}"
-    return told
+def _wrap(module: Any, name: str, handler: Handler) -> None:
+    """Replace `module.name` once by a function that calls `handler`.
+
+    All operations of the process pass through it, so it is one function.
+    """
+    stock = getattr(module, name, None)
+    if stock is None or hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        scopes = _global_state.get_global_attribute(_SCOPES)
+        layer = scopes[-1].caller if scopes else None
+        if layer is not None and (
+            type(layer) in _FOLLOWED or getattr(_thread, "note", None)
+        ):
+            return handler(layer, stock, name, args, kwargs)
+        return stock(*args, **kwargs)
+
+    vars(told)[_MARK] = True
+    setattr(module, name, told)
 
 
 @contextlib.contextmanager

@@ -148,6 +148,7 @@ def form_by_operation(layer: keras.Layer) -> Any:
     if cls not in _FORMS:
         _FORMS[cls] = _new_form(cls)
         products.watch(_product, _move, _branch)
+        products.follow(_FORMS[cls])
     return _FORMS[cls]
 
 
@@ -232,15 +233,10 @@ def _set_origin(x: Any, origin: _Origin) -> None:
     known[key] = weakref.ref(x, forget), origin
 
 
-def _is_watched(layer: Any) -> bool:
-    """Return True if operands in the call of this layer are to be followed."""
-    return isinstance(layer, ByOperation) or products.recorder() is not None
-
-
 def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run an operation that moves or casts; follow the operand through it."""
     result = stock(*args, **kwargs)
-    if not args or not _is_watched(layer) or result is args[0]:
+    if not args or result is args[0]:
         return result
     origin = _origin(layer, args[0])
     if origin is None or isinstance(result, keras.Variable):
@@ -259,8 +255,6 @@ def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
-    if not _is_watched(layer):
-        return stock(*args, **kwargs)
     found = _recognised(layer, name, args, kwargs)
     note = products.recorder()
     if found is None or note is not None:

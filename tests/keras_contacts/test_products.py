@@ -7,6 +7,15 @@ from keras import ops
 
 from keras_policy_ext._keras import products
 
+SEEN = {
+    *products.PRODUCTS,
+    *products.MOVES,
+    *products.CASTS,
+    *products.BRANCHES,
+    *products.CHOICES["numpy"],
+    *products.CHOICES["math"],
+}
+
 
 class Layer(keras.layers.Layer):
     def __init__(self, function):
@@ -44,6 +53,8 @@ def test_a_layer_is_known_inside_of_its_call_alone():
         ("take", lambda x: ops.take(x, 0, axis=0)),
         ("cast", lambda x: ops.cast(x, "float16")),
         ("convert_to_tensor", ops.convert_to_tensor),
+        ("argmax", ops.argmax),
+        ("top_k", lambda x: ops.top_k(x, 1)),
         ("cond", lambda x: ops.cond(x[0, 0] > 0, lambda: x, lambda: -x)),
     ],
 )
@@ -55,12 +66,20 @@ def test_an_operation_is_seen_in_a_layer(name, call, monkeypatch):
         seen.append(name)
         return stock(*args, **kwargs)
 
-    for module in (products._backend.numpy, products._backend.core):
-        for each in dir(module):
-            if callable(getattr(module, each)):
-                monkeypatch.setattr(module, each, getattr(module, each))
+    backend = products._backend
+    for module in (backend.numpy, backend.core, backend.math):
+        for each, function in list(vars(module).items()):
+            if hasattr(function, products._MARK):
+                monkeypatch.setattr(module, each, function.__wrapped__)
+            elif each in SEEN:  # and taken back afterwards
+                monkeypatch.setattr(module, each, function)
+    monkeypatch.setattr(products, "_FOLLOWED", {Layer})
     products.watch(note, note, note)
     call(np.ones((2, 2), "float32"))
     assert name not in seen
     Layer(call)(np.ones((2, 2), "float32"))
     assert name in seen
+    other = keras.layers.Lambda(call)
+    seen.clear()
+    other(np.ones((2, 2), "float32"))
+    assert not seen
