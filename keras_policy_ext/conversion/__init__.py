@@ -18,18 +18,21 @@ from keras_policy_ext.conversion.report import (
     Report,
     Skipped,
 )
+from keras_policy_ext.conversion.smoothing import Smoothed, smooth_swiglu
 
 __all__ = [
     "Converted",
     "FrozenReport",
     "Report",
     "Skipped",
+    "Smoothed",
     "calibrate",
     "convert",
     "eight_bit_rules",
     "filters",
     "freeze",
     "revert",
+    "smooth_swiglu",
     "thaw",
     "widen",
 ]

@@ -22,7 +22,7 @@ import keras
 
 from keras_policy_ext import _user_code, policies
 from keras_policy_ext._keras import global_policy, keras_hub, walking
-from keras_policy_ext.conversion import candidates, roles, training
+from keras_policy_ext.conversion import candidates, roles, smoothing, training
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     Unconverted,
@@ -184,6 +184,7 @@ def convert(
     filter: LayerFilter | None = None,
     min_size: int | None = None,
     attention: Literal["float8"] | None = None,
+    smooth_swiglu: Any = None,
 ) -> Report:
     """Make the layers of a model compute in float8, in place.
 
@@ -219,6 +220,9 @@ def convert(
         attention: `"float8"`: if all projections of an attention layer are
             converted, its scores and its weighted sum are computed in float8
             too, with current scaling. None leaves these two unchanged.
+        smooth_swiglu: Inputs for one call of the model: scales of channels are
+            first folded into its gated blocks, by
+            `kpe.conversion.smooth_swiglu`. None folds none.
 
     Returns:
         What was converted, and what was not and why.
@@ -251,6 +255,8 @@ def convert(
     )
     if decided.decisions:
         training.check_optimizers(model)
+    if smooth_swiglu is not None:
+        smoothing.smooth_swiglu(model, smooth_swiglu)
     asked = training.loss_scale_asked(model)
     with training.changing(model) as retraced:
         report = _convert(model, decided, attention, retraced)
