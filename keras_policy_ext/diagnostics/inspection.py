@@ -201,11 +201,15 @@ class Inspection(LayersReport):
         about = [entry.path, entry.class_name, entry.policy, entry.kernel]
         several = len(entry.stored) > 1
         rows = [cells for each in entry.stored for cells in each.rows(several)]
-        several = len({operand.kernel for operand in entry.operands}) > 1
+        kernels = {operand.kernel for operand in entry.operands}
+        several = len(kernels) > 1
+        names = {kernel.rpartition("/")[2] for kernel in kernels}
+        # Of other layers, they may all be called the same.
+        parts = 1 if len(names) == len(kernels) else 2
         for operand in entry.operands:
             name = operand.name
             if several:
-                name = f"{operand.kernel.rpartition('/')[2]}: {name}"
+                name = f"{'/'.join(operand.kernel.split('/')[-parts:])}: {name}"
             numbers = (operand.amax, operand.scale, operand.saturation)
             cells = ("–" if n is None else f"{n:.3g}" for n in numbers)
             rows.append([name, *cells])

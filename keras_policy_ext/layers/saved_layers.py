@@ -233,14 +233,18 @@ def _resized(ring: np.ndarray, length: int) -> np.ndarray:
 
 
 def is_float8_layer(group: Any) -> bool:
-    """Return True if an HDF5 group is the state of a layer with weights.
+    """Return True if an HDF5 group is the state of a layer that contracts.
 
-    A composite such as attention has a state too, which records its float8
-    form. If it is frozen, it also has a header that names no weight.
+    It has weights, or contracts those of other layers: then `convert` gave it
+    its policy, or its state has a kernel. A composite such as attention has a
+    state too, which records its float8 form. If it is frozen, it also has a
+    header that names no weight.
     """
     of_state = group.name.endswith(f"/{entries.GROUP}/vars")
     if not of_state or entries.VERSION not in group:
         return False
+    if entries.GIVEN in group or any(key.startswith("0.") for key in group):
+        return True
     layer = group.parent.parent
     return "vars" in layer and bool(set(layer["vars"]) - {entries.HEADER})
 

@@ -1,6 +1,7 @@
 """Products with weights of another layer, recognised by operation."""
 
 import gc
+import pickle
 import weakref
 
 import keras
@@ -198,6 +199,14 @@ def test_it_trains_observes_and_comes_back(include, tmp_path):
         np.testing.assert_array_equal(numpy(one), other)
 
 
+@pytest.mark.parametrize("policy", ["delayed", "current"])
+def test_a_copy_in_memory_is_in_float8(policy):
+    model = decoder()
+    kpe.convert(model, policy, include="head|first|second")
+    copied = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(numpy(copied(IDS)), numpy(model(IDS)))
+
+
 def test_states_go_with_their_kernels_where_the_policy_changes():
     model = decoder()
     kpe.convert(model, include="first")
@@ -336,3 +345,10 @@ def test_torch_compile_takes_the_whole_call():
         expected = model(ids)
         compiled = torch.compile(model, backend="eager")
         np.testing.assert_array_equal(numpy(compiled(ids)), numpy(expected))
+
+
+def test_inspect_tells_kernels_of_one_name_apart():
+    model = decoder()
+    kpe.convert(model, include="first")
+    table = str(kpe.inspect(model).table(full=True))
+    assert "up/kernel: inputs" in table and "down/kernel: inputs" in table
