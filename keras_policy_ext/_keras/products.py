@@ -69,7 +69,8 @@ def innermost_layer() -> Any:
     with a public way to ask for the layer of a call.
     """
     scopes = _global_state and _global_state.get_global_attribute(_SCOPES)
-    return scopes[-1].caller if scopes else None
+    callers = (scope.caller for scope in reversed(scopes or ()))
+    return next((each for each in callers if each is not None), None)
 
 
 def watch(product: Handler, move: Handler, branch: Handler) -> None:
@@ -121,6 +122,8 @@ def _wrap(module: Any, name: str, handler: Handler) -> None:
     def told(*args: Any, **kwargs: Any) -> Any:
         scopes = _global_state.get_global_attribute(_SCOPES)
         layer = scopes[-1].caller if scopes else None
+        if scopes and layer is None:  # A name scope of the user.
+            layer = innermost_layer()
         if layer is not None and (
             type(layer) in _FOLLOWED or getattr(_thread, "note", None)
         ):

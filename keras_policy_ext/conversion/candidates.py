@@ -271,9 +271,10 @@ def _not_recognised(layer: keras.Layer) -> str | None:
     if record.products:
         return f"it calls keras.ops.{record.branch}, in which products differ"
     return (
-        f"{type(layer).__name__} multiplies no weight of its own by "
-        "keras.ops.matmul, einsum, dot or tensordot; a layer of your own can "
-        "derive from Float8Mixin and contract with float8_einsum"
+        f"in the call of {type(layer).__name__} no product with a weight of "
+        "its own was recognised (keras.ops.matmul, einsum, dot, tensordot); a "
+        "layer of your own can derive from Float8Mixin and contract with "
+        "float8_einsum"
     )
 
 

@@ -375,12 +375,13 @@ def freezable(
 ) -> tuple[list[Candidate], list[Unconverted]]:
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
-    found = {
-        id(each.layer): each
-        for each in map(_of_own_kernels, survey.candidates)
-        if each.kernels
-    }
-    skipped = []
+    several = list(map(_of_own_kernels, survey.candidates))
+    found = {id(each.layer): each for each in several if each.kernels}
+    skipped = [
+        Unconverted(each.layer, _KERNEL_ELSEWHERE)
+        for each in several
+        if not each.kernels
+    ]
     for each in survey.skipped:
         form = _form(each.layer)
         trains = getattr(form, "float8_trains", True)
@@ -404,6 +405,11 @@ def freezable(
         else:
             chosen.append(candidate)
     return chosen, skipped
+
+
+_KERNEL_ELSEWHERE = (
+    "it multiplies with a weight of another layer, which is stored there"
+)
 
 
 def _of_own_kernels(candidate: Candidate) -> Candidate:

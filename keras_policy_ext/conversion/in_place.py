@@ -255,8 +255,9 @@ def convert(
     )
     if decided.decisions:
         training.check_optimizers(model)
-    if smooth_swiglu is not None:
-        smoothing.smooth_swiglu(model, smooth_swiglu)
+    nothing_folded = smooth_swiglu is not None and not smoothing.smooth_swiglu(
+        model, smooth_swiglu
+    )
     asked = training.loss_scale_asked(model)
     with training.changing(model) as retraced:
         report = _convert(model, decided, attention, retraced)
@@ -264,6 +265,12 @@ def convert(
         # In here, so that an error made of this warning undoes all.
         warn_of_little(report, model)
         warn_of_no_effect(report)
+        if nothing_folded:
+            _user_code.warn(
+                f"`smooth_swiglu` had no effect on {model.name!r}: no gated "
+                "block was found, down(act(gate(x)) * up(x)) of Dense layers. "
+                "Leave `smooth_swiglu` out."
+            )
         if not decided.decisions:
             warn_of_plain(decided.left)
     return report

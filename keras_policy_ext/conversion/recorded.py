@@ -43,7 +43,8 @@ def record(model: keras.Layer, unknown: list[keras.Layer]) -> None:
         if not work.traced_once(model):
             return
     for layer in {id(x): x for x in (*own, *others)}.values():
-        by_operation.remember(layer, notes.of(layer))
+        if notes.has(layer):
+            by_operation.remember(layer, notes.of(layer))
 
 
 def _may_multiply(layer: keras.Layer) -> bool:
@@ -136,6 +137,10 @@ class _Notes:
                     moved = each._replace(owner=owner)
                     self._products.setdefault(id(b), []).append(moved)
 
+    def has(self, layer: keras.Layer) -> bool:
+        """Return True if the traced call reached a layer."""
+        return id(layer) in self._called
+
     def of(self, layer: keras.Layer) -> Recorded:
         """Return what was noted of a layer."""
         found = dict.fromkeys(self._products.get(id(layer), ()))
@@ -160,6 +165,8 @@ class _Notes:
         """Return True if `owner` only holds the weights of `layer`."""
         if id(owner) in self._called or _is_table(owner):
             return False
+        if isinstance(owner, Float8Mixin) and owner.float8_policy is not None:
+            return False  # Another model may call it.
         within = walking.layers_within(layer)[1:]
         return any(each is owner for each in within)
 

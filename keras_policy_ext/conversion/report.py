@@ -87,6 +87,7 @@ class Converted(Work):
         kept_bytes_before: The same without float8.
         shares_scales: Whether it multiplies activations that have one scale
             for all positions and examples.
+        looks_up: Whether its call looks up rows of its kernel.
         parameters, multiplications, plain_multiplications, sizes_known: As
             for `work.Work`.
     """
@@ -98,6 +99,7 @@ class Converted(Work):
     kept_bytes: int | None = None
     kept_bytes_before: int | None = None
     shares_scales: bool = False
+    looks_up: bool = False
 
     @property
     def in_float8(self) -> bool:
@@ -254,7 +256,9 @@ class Report(LayersReport):
         idle = [
             e
             for e in self.converted
-            if e.in_float8 and not e.multiplications and e.parameters
+            if e.in_float8
+            and not (e.multiplications or e.looks_up)
+            and e.parameters
         ]
         if idle and self.totals.sizes_known:
             first = idle[0].path
@@ -465,6 +469,7 @@ def _converted(layer: keras.Layer, counted: Work) -> Converted:
         kept_bytes=kept,
         kept_bytes_before=kept_before,
         shares_scales=_shares_scales(layer),
+        looks_up=isinstance(layer, keras.layers.Embedding),
         **dataclasses.asdict(counted),
     )
 

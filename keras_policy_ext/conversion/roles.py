@@ -53,13 +53,14 @@ def deciding(
     """
     routers = keras_hub.routers(model)
     followed = works.followed() if works.chooses else None
-    chosen = _few(followed.chosen if followed else ())
+    several = followed.chosen if followed else frozenset[Sources]()
+    chosen, reached = _few(several), frozenset[object]().union(*several)
     reasons = {}
     for number, candidate in enumerate(found):
         key = id(candidate.layer)
         if key in routers:
             reasons[number] = f"{DECIDES}which experts of {routers[key]} run"
-        elif key in chosen or _chooses(candidate.layer):
+        elif key in chosen or (key in reached and _chooses(candidate.layer)):
             reasons[number] = _CHOOSES
     return reasons
 
@@ -89,7 +90,10 @@ def ends(found: Sequence[Candidate], works: Works) -> dict[int, str]:
 
 
 def _chooses(layer: keras.Layer) -> bool:
-    """Return True if a layer with products of its own also makes a choice."""
+    """Return True if a layer with products of its own makes a choice itself.
+
+    Then its own product is the last before the choice, as in a codebook.
+    """
     record = record_of(layer)
     return record is not None and record.chooses and bool(record.products)
 

@@ -16,6 +16,7 @@ from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import layers_in_float8
 
 LARGEST = 20
@@ -111,7 +112,27 @@ def smooth_swiglu(model: keras.Layer, batch: Any) -> tuple[Smoothed, ...]:
         ]
         for up, down in _found(model, batch, tried, outputs, seen):
             pairs[id(down)] = up, down
-    return tuple(_fold(up, down, seen) for up, down in pairs.values())
+    changed = [
+        weight
+        for pair in pairs.values()
+        for layer in pair
+        for weight in walking.own_weights(layer)
+    ]
+    with unchanged_on_error((), changed):
+        folded = tuple(_fold(up, down, seen) for up, down in pairs.values())
+        found = _arrays(model(batch, training=False))
+        if not all(map(np.array_equal, found, outputs)):
+            raise ValueError(_MOVED)
+    return folded
+
+
+_MOVED = (
+    "Folding scales into gated blocks changes the outputs of this model, so it "
+    "was not done. Received: a model in which another layer reads a kernel of "
+    "such a block, or numbers close to the limits of float32. Allowed: blocks "
+    "whose kernels no other layer reads. Call `convert` without "
+    "`smooth_swiglu`."
+)
 
 
 def _check(model: keras.Layer) -> None:

@@ -76,7 +76,8 @@ class Totals:
             multiplications_in_float8=work(in_float8)
             - sum(e.plain_multiplications for e in in_float8),
             multiplications_of_stored=work(stored),
-            parameters=max(parameters, sum(e.parameters for e in entries)),
+            # Of a tied table two layers have an entry.
+            parameters=parameters or sum(e.parameters for e in entries),
             parameters_in_float8=sum(
                 e.parameters
                 for e in entries

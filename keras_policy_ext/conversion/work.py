@@ -293,13 +293,22 @@ def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
     named = {
         name.removesuffix("_shape"): _tensors(layer, shape)
         for name, shape in shapes.items()
-        if shape is not None
+        # The path is added by `BuiltUnderSavedPath`.
+        if shape is not None and name != "path"
     }
+    if list(named) == ["input"]:
+        return (named["input"],), {}
     return (), named
 
 
 def _tensors(layer: keras.Layer, shapes: Any) -> Any:
-    """Replace each shape in nested shapes by a symbolic tensor."""
+    """Replace each shape in nested shapes by a symbolic tensor.
+
+    Raises:
+        TypeError: If there is something else than shapes.
+    """
+    if not isinstance(shapes, (dict, list, tuple)):
+        raise TypeError(f"{shapes!r} is no shape")
     if isinstance(shapes, dict):
         return {name: _tensors(layer, each) for name, each in shapes.items()}
     if all(size is None or isinstance(size, int) for size in shapes):

@@ -159,7 +159,13 @@ def _new_form(cls: Any) -> type:
         with keras.name_scope(self.name, caller=self):
             return cls.call(self, *args, **kwargs)
 
-    return new_form(cls, ByOperation, call=call)
+    def from_config(form: Any, config: Any) -> Any:
+        # What was recorded is of one layer: a copy begins as `cls`.
+        return cls.from_config(config)
+
+    return new_form(
+        cls, ByOperation, call=call, from_config=classmethod(from_config)
+    )
 
 
 class ByOperation(Float8Mixin, keras.layers.Layer):
@@ -202,13 +208,20 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
 class _Origin:
     """The variable that a tensor was made of.
 
+    It holds the variable weakly: the tensor may be that of the variable.
+
     Attributes:
-        variable: The variable.
+        held: A weak reference to the variable.
         moved: How its elements were moved; None if they are in their places.
     """
 
-    variable: keras.Variable
+    held: weakref.ref[keras.Variable]
     moved: MovedKernel | None = None
+
+    @property
+    def variable(self) -> Any:
+        """The variable; None once it is gone."""
+        return self.held()
 
 
 _ORIGINS: dict[int, tuple[Any, _Origin]] = {}
@@ -218,9 +231,11 @@ _ORIGINS: dict[int, tuple[Any, _Origin]] = {}
 def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
     """Return what an operand in the call of `layer` was made of, or None."""
     if isinstance(x, keras.Variable):
-        return _Origin(x)
+        return _Origin(weakref.ref(x))
     known = _ORIGINS.get(id(x))
-    return None if known is None or known[0]() is not x else known[1]
+    if known is None or known[0]() is not x or known[1].variable is None:
+        return None
+    return known[1]
 
 
 def _set_origin(x: Any, origin: _Origin) -> None:
@@ -248,7 +263,7 @@ def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
             return stock(before.move(x) if before else x, *rest, **kwargs)
 
         moved = MovedKernel(tuple(result.shape), move)
-        origin = _Origin(origin.variable, moved)
+        origin = _Origin(origin.held, moved)
     _set_origin(result, origin)
     return result
 
@@ -259,13 +274,13 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     note = products.recorder()
     if found is None or note is not None:
         if found is not None:
-            _, origin, contraction = found
+            _, _, origin, contraction = found
             is_moved = origin.moved is not None
             note(layer, Noted(origin.variable, contraction.equation, is_moved))
         return stock(*args, **kwargs)
-    inputs, origin, contraction = found
+    inputs, operand, origin, contraction = found
     kernel = origin.variable
-    dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
+    dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
     if (
         layer.float8_policy is None
         or not layer.float8_controller.has_kernel(kernel)
@@ -325,8 +340,8 @@ def _by_matrix(
 
 def _recognised(
     layer: Any, name: str, args: Any, kwargs: Any
-) -> tuple[Any, _Origin, Einsum] | None:
-    """Return inputs, kernel and equation of a product with a weight, or None.
+) -> tuple[Any, Any, _Origin, Einsum] | None:
+    """Return inputs, operand, its origin and equation of a product, or None.
 
     None if not exactly one of two operands is made of a weight, or if no
     einsum equation says what the operation computes.
@@ -355,12 +370,19 @@ def _recognised(
         )
     except ValueError:
         return None
-    if not keras.backend.is_float_dtype(
-        keras.backend.standardize_dtype(getattr(first, "dtype", "int32"))
-    ):
+    a, b, out = equations.split(contraction.equation)
+    if set(b) - set(a + out):  # An amax is of the kernel before it is summed.
+        return None
+    if not keras.backend.is_float_dtype(_dtype_of(first)):
         return None
     origin: Any = origins[0] or origins[1]
-    return first, origin, contraction
+    return first, second, origin, contraction
+
+
+def _dtype_of(x: Any) -> str:
+    """Return the name of the dtype of an operand, as the layer reads it."""
+    name: str = keras.backend.standardize_dtype(getattr(x, "dtype", "int32"))
+    return name
 
 
 def _operation(
@@ -386,15 +408,14 @@ def _equation(name: str, first: int, second: int) -> str:
     """Return the equation of `matmul` or `dot` for operands of these ranks.
 
     Raises:
-        ValueError: If an operand has one axis.
+        ValueError: If an operand has one axis, or `dot` has a second operand
+            of more than two, for which backends differ.
     """
-    if min(first, second) < 2:
-        raise ValueError("a vector")
+    if min(first, second) < 2 or (name == "dot" and second > 2):
+        raise ValueError("no such product")
     if name == "matmul":
         return "...xy,...yz->...xz" if second > 2 else "...y,yz->...z"
-    a = string.ascii_lowercase[: first - 1]
-    b = string.ascii_uppercase[: second - 1]
-    return f"{a}z,{b[:-1]}z{b[-1]}->{a}{b}"
+    return "...y,yz->...z"
 
 
 def _of_axes(axes: Any, first: int, second: int) -> str | None:

@@ -1,5 +1,8 @@
 """Layers without a float8 form whose products are recognised by operation."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -142,7 +145,7 @@ def test_what_is_not_such_a_product_stays_and_is_reported(name):
     report = kpe.convert(model, SOURCE)
     assert not report.converted
     (left,) = report.skipped
-    words = "keras.ops.cond" if name == "branch" else "keras.ops.matmul"
+    words = "keras.ops.cond" if name == "branch" else "was recognised"
     assert words in left.reason
     np.testing.assert_array_equal(numpy(model(X)), expected)
 
@@ -260,3 +263,109 @@ def test_another_layer_that_multiplies_the_weight_stays():
     model = keras.Model(inputs, Tied(first)(first(inputs)))
     report = kpe.convert(model, SOURCE)
     assert [e.class_name for e in report.converted] == ["Own"]
+
+
+class MixtureOfOwnExperts(keras.layers.Layer):
+    """A router that is a layer, a top-k, and experts, in one call."""
+
+    def build(self, shape):
+        self.router = keras.layers.Dense(4, name="router")
+        self.router.build(shape)
+        self.up = self.add_weight(shape=(4, WIDTH, 8), name="up")
+
+    def call(self, x):
+        weights, chosen = ops.top_k(ops.softmax(self.router(x)), 2)
+        asked = ops.one_hot(chosen, 4) * ops.expand_dims(weights, -1)
+        each = ops.einsum("bi,eio->beo", x, self.up)
+        return ops.sum(each * ops.expand_dims(ops.sum(asked, 1), -1), axis=1)
+
+
+def test_experts_beside_a_top_k_are_in_float8_and_their_router_is_not():
+    keras.utils.set_random_seed(0)
+    layer = MixtureOfOwnExperts()
+    model = keras.Sequential([keras.Input((WIDTH,)), layer])
+    report = kpe.convert(model, SOURCE)
+    assert [e.path for e in report.converted] == [layer.path]
+    (router,) = report.skipped
+    assert router.reason.startswith("it decides")
+
+
+def test_a_clone_is_converted_anew():
+    model = model_of("matmul")
+    kpe.convert(model, SOURCE)
+    clone = keras.models.clone_model(model)
+    assert type(clone.layers[0]) is Own
+    assert [e.class_name for e in kpe.convert(clone, SOURCE).converted] == [
+        "Own"
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_dtype_of_the_outputs_is_that_of_the_operands(dtype):
+    class Casts(keras.layers.Layer):
+        def build(self, shape):
+            self.weight = self.add_weight(shape=(WIDTH, 8), name="weight")
+
+        def call(self, x):
+            return ops.matmul(ops.cast(x, dtype), ops.cast(self.weight, dtype))
+
+    other = "mixed_bfloat16" if dtype == "float32" else "float32"
+    layer = Casts(dtype=other)
+    model = keras.Sequential([keras.Input((WIDTH,)), layer])
+    expected = numpy(ops.cast(layer(X), "float32"))
+    kpe.convert(model, f"float8/current_from_{other}")
+    found = layer(X)
+    assert keras.backend.standardize_dtype(found.dtype) == dtype
+    found = numpy(ops.cast(found, "float32"))
+    assert 1e-4 < relative_rms(found, expected) < 0.08
+
+
+def test_a_model_that_multiplies_its_own_weight_is_loaded(tmp_path):
+    @keras.saving.register_keras_serializable("by_operation")
+    class Whole(keras.Model):
+        def build(self, shape):
+            self.weight = self.add_weight(shape=(shape[-1], 8), name="weight")
+
+        def call(self, x):
+            return ops.matmul(x, self.weight)
+
+    model = Whole()
+    model(X)
+    assert kpe.convert(model, SOURCE).converted
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(numpy(loaded(X)), numpy(model(X)))
+
+
+def test_a_layer_that_was_not_called_is_looked_at_again():
+    class Optional(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.calls_it = Own("matmul"), False
+
+        def build(self, shape):
+            self.inner.build(shape)
+
+        def call(self, x):
+            return self.inner(x) if self.calls_it else x
+
+    layer = Optional()
+    model = keras.Sequential([keras.Input((WIDTH,)), layer])
+    assert not kpe.convert(model, SOURCE).converted
+    layer.calls_it = True
+    model = keras.Sequential([keras.Input((WIDTH,)), layer])
+    assert [e.class_name for e in kpe.convert(model, SOURCE).converted] == [
+        "Own"
+    ]
+
+
+def test_what_is_followed_keeps_no_weight():
+    for name in ("cast", "transposed"):
+        model = model_of(name)
+        kpe.convert(model, SOURCE)
+        model(X)
+    alive = weakref.ref(model.layers[0].weight)
+    del model
+    keras.utils.clear_session()
+    gc.collect()
+    assert alive() is None

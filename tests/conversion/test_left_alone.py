@@ -78,6 +78,7 @@ def test_reports_are_dicts_and_tables():
             "kept_bytes": report.converted[0].kept_bytes,
             "kept_bytes_before": 4,
             "shares_scales": False,
+            "looks_up": False,
             "parameters": 10,
             "multiplications": 20,
             "plain_multiplications": 0,
