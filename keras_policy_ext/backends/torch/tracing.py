@@ -116,9 +116,15 @@ def _trace(
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
         if flow is not None:
             flow.start(map(id, tensors))
-        with _Recorder(flow) as recorder:
-            recorder.keep(*tensors)
-            outputs = function(*tensors)
+        recorder = _Recorder(flow)
+        recorder.keep(*tensors)
+        # Left by code of PyTorch alone, which an interrupt here cannot skip.
+        _Recorder.innermost.append(recorder)
+        try:
+            with recorder:
+                outputs = function(*tensors)
+        finally:
+            _Recorder.innermost.pop()
     if flow is not None:
         flow.finish(map(id, _tensors_in(keras.tree.flatten(outputs))))
     outputs = keras.tree.map_structure(_described, outputs)
@@ -162,15 +168,6 @@ class _Recorder(TorchFunctionMode):
         """Hold tensors, so that no other tensor gets the `id` of one."""
         if self._flow is not None:
             self._kept += tensors
-
-    def __enter__(self) -> _Recorder:
-        super().__enter__()
-        self.innermost.append(self)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.innermost.pop()
-        super().__exit__(*raised)
 
     def __torch_function__(
         self,
