@@ -110,19 +110,41 @@ def _blocks(paths: list[str]) -> list[Block | None]:
     """Return the block of each path; None for a path outside of all.
 
     A number counts blocks if another path has another number in its place.
-    The outermost such number counts.
+    The outermost such number counts. Keras numbers layers of one name from
+    the second on, as in "block" and "block_1".
     """
     numbers: dict[str, set[str]] = {}
     for path in paths:
         for prefix, number in _numbers(path):
             numbers.setdefault(prefix, set()).add(number)
-    found = [
-        [each for each in _numbers(path) if len(numbers[each[0]]) > 1]
-        for path in paths
-    ]
-    if any(found):
-        return [each[0] if each else None for each in found]
-    return [(path, "") for path in paths]
+    firsts = {
+        prefix[:-1]
+        for prefix, several in numbers.items()
+        if prefix.endswith("_") and "1" in several and "0" not in several
+    }
+    for path in paths:
+        for prefix, number in _firsts(path, firsts):
+            numbers.setdefault(prefix + "_", set()).add(number)
+    found = []
+    for path in paths:
+        counted = [x for x in _numbers(path) if len(numbers[x[0]]) > 1]
+        several = sorted([*counted, *_firsts(path, firsts)], key=_length)
+        found.append(several[0] if several else None)
+    return found if any(found) else [(path, "") for path in paths]
+
+
+_WITHOUT_NUMBER = "/"
+"""In place of the number of a first block that has none."""
+
+
+def _firsts(path: str, firsts: set[str]) -> list[Block]:
+    """Return the first blocks that a path is in, which have no number."""
+    within = [x for x in firsts if f"{path}/".startswith(f"{x}/")]
+    return [(each, _WITHOUT_NUMBER) for each in within]
+
+
+def _length(block: Block) -> int:
+    return len(block[0])
 
 
 def _numbers(path: str) -> Iterable[Block]:
@@ -135,7 +157,10 @@ def _pattern(candidate: Candidate, block: Block | None) -> str:
     """Return a pattern for all layers of a block, or for one layer."""
     if block is None or not block[1]:
         return re.escape(path_of(candidate.layer))
-    return re.escape("".join(block)) + r"(?!\d).*"
+    prefix, number = block
+    if number == _WITHOUT_NUMBER:
+        return re.escape(prefix) + "(?:/.*)?"
+    return re.escape(prefix + number) + r"(?!\d).*"
 
 
 def _computes_logits(candidate: Candidate) -> bool:

@@ -119,3 +119,23 @@ def test_a_model_without_layers_for_float8_is_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5)])
     with pytest.raises(ValueError, match="No layer of this model"):
         rules_of(model)
+
+
+def test_the_first_block_of_a_name_has_no_number():
+    """Keras calls them `block`, `block_1` and `block_2`."""
+
+    class Block(keras.layers.Layer):
+        def build(self, shape):
+            self.inner = keras.layers.Dense(16, name="inner")
+            self.inner.build(shape)
+
+        def call(self, x):
+            return self.inner(x)
+
+    keras.utils.clear_session()
+    blocks = [keras.Input((16,)), *(Block() for _ in range(3))]
+    model = keras.Sequential([*blocks, keras.layers.Dense(4, name="head")])
+    found = kept(model, first=1, last=1)
+    paths = [layer.inner.path for layer in model.layers[:3]]
+    assert paths[0].endswith("/block/inner")
+    assert set(found) == {paths[0], paths[2], model.layers[3].path}
