@@ -44,11 +44,10 @@ BRANCHES = (
 )
 """The operations that run functions of the caller, perhaps in another trace."""
 
-CHOICES = {
-    "numpy": ("argmax", "argmin", "argsort", "sort"),
-    "math": ("top_k",),
-}
-"""The operations that choose among entries, by module of the backend."""
+CHOICES = ("argmax", "argmin", "argsort", "sort", "top_k")
+"""The operations that choose among entries."""
+
+_MODULES = ("core", "math", "numpy")
 
 _SCOPES = "name_scope_stack"
 
@@ -76,11 +75,12 @@ def innermost_layer() -> Any:
 def watch(product: Handler, move: Handler, branch: Handler) -> None:
     """Make Keras's operations call `product` and `move` inside of a layer.
 
-    `keras.ops` calls a function of the same name in `backend.numpy` or
-    `backend.core` (keras 3.0 to 3.16). These are wrapped, so that it makes no
-    difference how a module imports the operation. If Keras has the functions
-    elsewhere, no product is seen, and `convert` says that such a layer has no
-    float8 form. Expires with a public hook.
+    `keras.ops` calls a function of the same name in `backend.numpy`,
+    `backend.core` or `backend.math` (keras 3.0 to 3.15), or in `backend.ops`
+    and in modules of these names there (3.16). These are wrapped, so that it
+    makes no difference how a module imports the operation. If Keras has the
+    functions elsewhere, no product is seen, and `convert` says that none was
+    recognised. Expires with a public hook.
 
     Args:
         product: Called as `product(layer, stock, name, args, kwargs)` for each
@@ -90,18 +90,21 @@ def watch(product: Handler, move: Handler, branch: Handler) -> None:
         move: The same for each of `MOVES` and `CASTS`.
         branch: The same for each of `BRANCHES` and `CHOICES`.
     """
-    if _backend is None:
-        return
-    for names, module, handler in (
-        (PRODUCTS, _backend.numpy, product),
-        (MOVES, _backend.numpy, move),
-        (CASTS, _backend.core, move),
-        (BRANCHES, _backend.core, branch),
-        (CHOICES["numpy"], _backend.numpy, branch),
-        (CHOICES["math"], _backend.math, branch),
+    for names, handler in (
+        (PRODUCTS, product),
+        ((*MOVES, *CASTS), move),
+        ((*BRANCHES, *CHOICES), branch),
     ):
-        for name in names:
-            _wrap(module, name, handler)
+        for module in modules():
+            for name in names:
+                _wrap(module, name, handler)
+
+
+def modules() -> list[Any]:
+    """Return the modules of Keras that have the functions behind operations."""
+    home = getattr(_backend, "ops", None)
+    places = [home, *(getattr(home or _backend, x, None) for x in _MODULES)]
+    return [place for place in places if place is not None]
 
 
 def follow(cls: type) -> None:
