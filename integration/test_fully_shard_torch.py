@@ -203,7 +203,8 @@ dist.destroy_process_group()
 RECIPES = {
     "delayed": "delayed(amax_history_length=6,initial_scale=1.0)",
     "current": "current",
-    "rowwise": "rowwise",
+    # Scales of a part of the batch round as those of the whole one then do.
+    "rowwise": "rowwise(power_of_two=True)",
 }
 WAYS = ("whole", "layers", "module", "all", "every")
 NEWEST = 10

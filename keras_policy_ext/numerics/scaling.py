@@ -31,7 +31,7 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
 
     Args:
         x: Tensor of any shape and real dtype. An empty one has amax 0.
-        axis: Axis or axes to reduce; None for all.
+        axis: Axis or axes to reduce; None for all, `()` for none.
         keepdims: Whether to keep reduced axes with size 1.
 
     Returns:
@@ -47,6 +47,8 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
         if axis is None and not keepdims and x.dtype.is_floating_point:
             smallest, largest = x.aminmax()
             return largest.abs().maximum(smallest.abs()).float()
+        if axis == ():  # To PyTorch it means all axes.
+            return ops.cast(ops.abs(x), "float32")
         # Not `ops.max`, which torch.compile does not follow (keras 3.15).
         axes = () if axis is None else axis
         largest = x.amax(axes, keepdims)

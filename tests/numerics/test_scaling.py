@@ -60,6 +60,13 @@ def test_amax_is_the_largest_magnitude(way):
         same_bits(run(along, way, x), expected)
 
 
+def test_amax_along_no_axis_is_the_magnitude():
+    x = np.array([[-3.0, 2.0], [0.5, -1.0]], "float32")
+    for keepdims in (False, True):
+        found = scaling.amax(ops.convert_to_tensor(x), (), keepdims)
+        np.testing.assert_array_equal(ops.convert_to_numpy(found), np.abs(x))
+
+
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
 @WAYS
 def test_nan_anywhere_makes_amax_not_finite(source, way):
