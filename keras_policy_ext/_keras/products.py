@@ -1,4 +1,4 @@
-"""See the products that a layer's `call` computes by Keras's operations."""
+"""Wrap Keras's operations, to find the products that a layer computes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _wrap(module: Any, name: str, handler: Handler) -> None:
         return
 
     @functools.wraps(stock)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         scopes = _global_state.get_global_attribute(_SCOPES)
         layer = scopes[-1].caller if scopes else None
         if scopes and layer is None:  # A name scope of the user.
@@ -133,8 +133,8 @@ def _wrap(module: Any, name: str, handler: Handler) -> None:
             return handler(layer, stock, name, args, kwargs)
         return stock(*args, **kwargs)
 
-    vars(told)[_MARK] = True
-    setattr(module, name, told)
+    vars(wrapped)[_MARK] = True
+    setattr(module, name, wrapped)
 
 
 @contextlib.contextmanager

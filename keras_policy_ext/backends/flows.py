@@ -43,7 +43,7 @@ _NUMBERS = itertools.count()
 
 
 class _MarkedCall(NamedTuple):
-    """How sources pass through a call, and the number of its results."""
+    """A marked call: a map of its sources, and the number of its results."""
 
     through: Through
     results: int
@@ -102,7 +102,7 @@ class Flow:
         return None if call is None else call.results
 
     def same(self, old: Hashable, new: Hashable) -> None:
-        """Say that the tensor `new` is the tensor `old`."""
+        """Give the tensor `new` the sources of the tensor `old`."""
         self._put(new, self._of(old))
 
     def called(

@@ -158,7 +158,7 @@ Decision = tuple[Candidate, Target]
 
 @dataclasses.dataclass(frozen=True)
 class _Decided:
-    """What `convert` is going to do.
+    """The decisions of `convert`, before any layer is changed.
 
     Attributes:
         survey: The layers of the model.

@@ -84,7 +84,7 @@ class _Product(NamedTuple):
 
 
 class _Notes:
-    """Takes notes of what the layers of a model do in a traced call."""
+    """Collects the products of the layers of a model in a traced call."""
 
     def __init__(self, model: keras.Layer) -> None:
         self._places = {
@@ -98,7 +98,7 @@ class _Notes:
         self._called: set[int] = set()
 
     def take(self, layer: Any, found: Noted | LikeCall | str) -> None:
-        """Take a note; see `by_operation.recording`."""
+        """Add a note; see `by_operation.recording`."""
         if isinstance(found, str) and found not in products.BRANCHES:
             self._choosing.add(id(layer))
         elif isinstance(found, str):
@@ -142,7 +142,7 @@ class _Notes:
         return id(layer) in self._called
 
     def of(self, layer: keras.Layer) -> Recorded:
-        """Return what was noted of a layer."""
+        """Return the products and choices that were noted of a layer."""
         found = dict.fromkeys(self._products.get(id(layer), ()))
         own = [_recorded(x, layer) for x in found if x.owner is layer]
         foreign = [x for x in found if x.owner is not layer]

@@ -1,4 +1,4 @@
-"""Find the layers that decide instead of computing, and those at the ends."""
+"""Find layers that make decisions, such as routers, and first and last ones."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Smoothed:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """What a layer was called on, and what it returned."""
+    """The inputs and outputs of a call of a layer."""
 
     inputs: Array
     outputs: Any

@@ -67,7 +67,7 @@ class RecordedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What was recorded of a layer.
+    """The products and choices found in the traced call of a layer.
 
     Attributes:
         products: Its products with weights that can be computed in float8.
@@ -169,7 +169,7 @@ def _new_form(cls: Any) -> type:
 
 
 class ByOperation(Float8Mixin, keras.layers.Layer):
-    """The common base of forms whose products are recognised."""
+    """The base class of float8 forms whose products are recognised."""
 
     float8_kernels = ()
     float8_replaces = ()
@@ -201,7 +201,7 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
         return super().float8_axes(layer, kernel)
 
 
-# What an operand of a product is made of.
+# The variable behind each operand.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,7 +462,7 @@ Note = Callable[[Any, Noted | LikeCall | str], None]
 
 
 def recording(note: Note) -> contextlib.AbstractContextManager[None]:
-    """In the block, `note` products and calls of layers that are traced.
+    """In the block, pass each traced product and call of a layer to `note`.
 
     Args:
         note: Called with a layer, and what its call does: a product, or the

@@ -45,7 +45,7 @@ INPUTS_SCALE = "{name}.inputs_scale"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the array of an entry must be.
+    """The dtype, rank and valid numbers of an entry's array.
 
     Attributes:
         dtype: Its dtype, or an abstract one of NumPy.
@@ -71,12 +71,12 @@ class Schema:
     """The entries of a kind of groups, and the texts of errors about them.
 
     Attributes:
-        title: What the group is of a layer.
-        kept: What an error leaves unchanged.
+        title: The first words of an error; the path of the layer follows.
+        kept: The object that an error leaves unchanged, in words.
         forms: The form of each entry, by key.
         allowed: The entries that are allowed, in words.
-        advice: What to do about a damaged group.
-        update: What to do about a newer version.
+        advice: The next step if a group is damaged.
+        update: The next step if a version is newer.
         version: The newest version that this package reads. It is increased
             only if older versions of this package would misread a file.
     """
@@ -143,7 +143,7 @@ class Group:
 
         Args:
             template: Its key in the schema.
-            **names: What to put into the template.
+            **names: The values of the names in the template.
 
         Raises:
             ValueError: If it is missing or malformed, or has invalid values.

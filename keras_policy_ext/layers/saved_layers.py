@@ -44,7 +44,7 @@ class KernelState(NamedTuple):
 
 
 class SavedState(Group):
-    """What the group of a float8 state says of its layer."""
+    """The group of a float8 state in a file."""
 
     @classmethod
     def of(cls, store: Mapping[str, Any], path: str) -> SavedState:
@@ -259,7 +259,7 @@ def is_frozen(store: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenWeights(Group):
-    """What the group of a frozen layer's weights says of it.
+    """The group of a frozen layer's weights in a file.
 
     Attributes:
         recipe: How kernels are stored.
@@ -368,7 +368,7 @@ def header_for_file(
 
 @dataclasses.dataclass(frozen=True)
 class KerasWeights:
-    """What a file says of a layer that was saved in Keras's own float8.
+    """The variables of a layer that was saved in Keras's own float8.
 
     `keras.layers.Dense` and `EinsumDense` under `quantize("float8")` save all
     their variables by number: the kernel, the bias if there is one, and then

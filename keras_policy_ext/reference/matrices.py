@@ -66,7 +66,7 @@ class Asked(Protocol):
 
     @property
     def four_over_six(self) -> bool:
-        """Whether the amax of a tile becomes 4 or 6, by the smaller error."""
+        """True if the amax of a tile becomes 4 or 6, by the smaller error."""
 
     @property
     def constant_scale(self) -> float | None:
