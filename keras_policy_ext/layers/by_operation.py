@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 import string
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -93,6 +94,9 @@ _RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
 
 _FORMS: dict[type, type] = {}
 
+# Threads that convert layers of one class at a time get one form.
+_MAKING_A_FORM = threading.Lock()
+
 
 def remember(layer: keras.Layer, found: Recorded) -> None:
     """Store what was recorded of a layer."""
@@ -145,11 +149,13 @@ def form_by_operation(layer: keras.Layer) -> Any:
     cls = type(layer)
     if not products_of(layer):
         return None
-    if cls not in _FORMS:
-        _FORMS[cls] = _new_form(cls)
-        products.watch(_product, _move, _branch)
-        products.follow(_FORMS[cls])
-    return _FORMS[cls]
+    with _MAKING_A_FORM:
+        if cls not in _FORMS:
+            products.watch(_product, _move, _branch)
+            form = _new_form(cls)
+            products.follow(form)
+            _FORMS[cls] = form
+        return _FORMS[cls]
 
 
 def _new_form(cls: Any) -> type:
@@ -288,14 +294,18 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     ):
         return stock(*args, **kwargs)
     recipe = layer.float8_policy.recipe
-    if recipe.trains and _crosses_matrices(contraction, kernel, recipe):
-        contraction, inputs = _by_matrix(contraction, inputs, kernel)
+    shape = tuple(operand.shape)
+    if recipe.trains and _crosses_matrices(contraction, shape, recipe):
+        contraction, inputs = _by_matrix(contraction, inputs, shape[0])
     return layer._contract(
         contraction, inputs, kernel, None, dtype, moved=origin.moved
     )
 
 
-def _crosses_matrices(contraction: Einsum, kernel: Any, recipe: Recipe) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _crosses_matrices(
+    contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
+) -> bool:
     """Return True if a tile would lie in two matrices of a bank.
 
     A bank is a kernel of three axes or more whose first axis, the number of
@@ -306,14 +316,13 @@ def _crosses_matrices(contraction: Einsum, kernel: Any, recipe: Recipe) -> bool:
     bank = second[0]
     if len(second) < 3 or bank in first or bank not in out:
         return False
-    sizes = dict(zip(second, kernel.shape, strict=True))
+    sizes = dict(zip(second, shape, strict=True))
     columns = math.prod(
         n for c, n in sizes.items() if c != bank and c not in first
     )
     return any(columns % tile for tile in _tiles_along_columns(recipe))
 
 
-@functools.lru_cache(maxsize=256)
 def _tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
     """Return the sizes of tiles along the columns of a product."""
     found = [
@@ -329,12 +338,12 @@ def _tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
 
 
 def _by_matrix(
-    contraction: Einsum, inputs: Tensor, kernel: Any
+    contraction: Einsum, inputs: Tensor, matrices: int
 ) -> tuple[Einsum, Tensor]:
     """Return a product with a bank as one product for each of its matrices."""
     first, second, out = equations.split(contraction.equation)
     inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
-    inputs = ops.repeat(inputs, kernel.shape[0], axis=0)
+    inputs = ops.repeat(inputs, matrices, axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 
@@ -356,27 +365,48 @@ def _recognised(
     first, second = operands
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
-    try:
-        if equation is None:
-            equation = _equation(name, len(first.shape), len(second.shape))
-        equation = equations.explicit(
-            equation, len(first.shape), len(second.shape)
-        )
-        if origins[0] is not None:
-            a, b, out = equations.split(equation)
-            equation, first, second = f"{b},{a}->{out}", second, first
-        contraction = contraction_of(
-            equation, tuple(first.shape), tuple(second.shape)
-        )
-    except ValueError:
+    ranks = len(first.shape), len(second.shape)
+    explicit = _with_kernel_last(name, equation, *ranks, origins[1] is None)
+    if explicit is None:
         return None
-    a, b, out = equations.split(contraction.equation)
-    if set(b) - set(a + out):  # An amax is of the kernel before it is summed.
+    if origins[0] is not None:
+        first, second = second, first
+    try:
+        contraction = contraction_of(
+            explicit, tuple(first.shape), tuple(second.shape)
+        )
+    except ValueError:  # Sizes of 1 that the operation broadcasts.
         return None
     if not keras.backend.is_float_dtype(_dtype_of(first)):
         return None
     origin: Any = origins[0] or origins[1]
     return first, second, origin, contraction
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_kernel_last(
+    name: str, equation: str | None, first: int, second: int, swapped: bool
+) -> str | None:
+    """Return the explicit equation of a product, or None if there is none.
+
+    Args:
+        name: The name of the operation.
+        equation: Its equation; None for that of `matmul` or `dot`.
+        first: The rank of the first operand.
+        second: The rank of the second operand.
+        swapped: Whether the kernel is the first operand. In the result it is
+            the second one.
+    """
+    try:
+        if equation is None:
+            equation = _equation(name, first, second)
+        a, b, out = equations.split(equations.explicit(equation, first, second))
+    except ValueError:  # Not a product of two operands, such as a diagonal.
+        return None
+    if swapped:
+        a, b = b, a
+    # The amax of a kernel is found before an axis of it is summed alone.
+    return None if set(b) - set(a + out) else f"{a},{b}->{out}"
 
 
 def _dtype_of(x: Any) -> str:

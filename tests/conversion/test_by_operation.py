@@ -222,6 +222,14 @@ def test_no_tile_is_of_two_matrices_of_a_bank(recipe):
     assert not np.array_equal(after[:, 1], before[:, 1])
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "block", "mxfp8"])
+def test_part_of_a_bank_is_multiplied_too(recipe):
+    model = model_of("some experts")
+    expected = numpy(model(X))
+    kpe.convert(model, recipe)
+    assert 1e-4 < relative_rms(numpy(model(X)), expected) < 0.08
+
+
 def test_layers_that_are_alike_are_all_converted():
     keras.utils.set_random_seed(0)
     blocks = [Own("matmul"), keras.layers.Dense(WIDTH), Own("matmul")]
