@@ -8,7 +8,11 @@ from keras import ops
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales, ScaleRule
+from keras_policy_ext.numerics.scale_sources import (
+    HistoryScales,
+    ScaleRule,
+    StateReading,
+)
 from keras_policy_ext.recipes import OPERANDS, Quantization
 
 
@@ -100,7 +104,7 @@ def read_both(
     operand: str,
     asked: Quantization,
     rule: ScaleRule,
-    history: HistoryScales | None,
+    history: StateReading | None,
     observe: bool,
 ) -> QuantizedForBoth:
     """Quantize an operand's matrix with one scale, once for both matmuls.
@@ -111,21 +115,22 @@ def read_both(
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         asked: How to quantize it.
         rule: How a scale is computed from an amax.
-        history: The scales in the state; None for a source without state.
+        history: What was read from the state; None for a source without one.
+            A count of steps has no scales: they are computed from amaxes.
         observe: Whether the amax is needed for the state.
     """
+    scales = history if isinstance(history, HistoryScales) else None
     known = ScaleHint(None, None, rule)
-    if history is not None:
-        index, unseen = OPERANDS.index(operand), history.unseen
+    if scales is not None:
+        index, unseen = OPERANDS.index(operand), scales.unseen
         flag = None if unseen is None else unseen[index]
-        lately = history.seen_lately
-        known = ScaleHint(history.scales[index], flag, rule, lately)
-    stateless = history is None
-    found = both.quantize(matrix[0], asked, known, observe or stateless)
+        lately = scales.seen_lately
+        known = ScaleHint(scales.scales[index], flag, rule, lately)
+    found = both.quantize(matrix[0], asked, known, observe or scales is None)
     scale = ops.reshape(found.scale, (1, 1, 1))
     first = Quantized(found.values[None], scale, asked)
     second = Quantized(found.across.mT[None], scale, asked)
-    if stateless:
+    if scales is None:
         second = second.with_nan_scales(found.amax)
         first = (
             first

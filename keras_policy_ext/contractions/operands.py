@@ -204,6 +204,8 @@ class OperandUse:
         reads_transpose: Whether the matmul reads the transpose of the matrix
             that is quantized.
         is_stochastic: Whether it is rounded stochastically.
+        is_stored_in_float8: Whether a float8 matmul reads what is quantized
+            for this use.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class OperandUse:
         self.slot, self.inputs_dtype = plan.slot, plan.inputs_dtype
         self.quantization = plan.operands.quantizations[operand, matmul]
         self.native = selections[matmul][1].native
+        self.is_stored_in_float8 = self.native
         self.reads_transpose = operands.reads_transpose(operand, matmul)
         self.amax_of = amax_of(operand)
         self._as_stored = (
@@ -281,6 +284,9 @@ class OperandUse:
             key,
             self.reads_transpose,
         )
+        if self.is_stochastic and self.is_stored_in_float8:
+            # The values are of the format, but still in float32.
+            saturated = saturated.encoded(self.quantization.format)
         marked = (
             saturated if amaxes is None else saturated.with_nan_scales(amaxes)
         )
@@ -357,6 +363,8 @@ class BoundOperand:
         )
         self.first, self.second = uses
         self.is_shared = plan.operands.shares_quantization[operand]
+        if self.is_shared:
+            self.first.is_stored_in_float8 |= self.second.native
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = backends.current

@@ -221,7 +221,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 
     `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
     """
-    q = as_dtype(x, dtype)
+    q = as_dtype(primitives.current.before_cast(x, dtype), dtype)
     if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
         return q
     bits = ops.view(q, "uint8")

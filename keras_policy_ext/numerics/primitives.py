@@ -87,6 +87,18 @@ class Primitives:
         """Cast a tensor, also to and from formats Keras does not know."""
         return ops.cast(x, dtype)
 
+    def before_cast(self, x: Tensor, dtype: str) -> Tensor:
+        """Return values that a cast to a format does not change.
+
+        Some compilers drop a cast to float8 if the result is cast back, and
+        so would drop the rounding. There the values are rounded in float32.
+
+        Args:
+            x: Float32, no larger than the format's largest value.
+            dtype: The ml_dtypes name of the format.
+        """
+        return x
+
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` in a form by which XLA really divides.
 

@@ -353,3 +353,34 @@ def test_whole_tensors_at_random_are_those_of_the_reference(equation):
     exact = reference.einsum(equation, x, w, g, recipe, key)
     for one, two in zip(found, exact[1:3], strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_a_native_matmul_reads_float8_that_was_rounded_at_random():
+    """The random rounding itself is in float32."""
+    g, state = (
+        ops.convert_to_tensor(normal(2, 16, 16)),
+        counted(WholeAtRandom(), 7),
+    )
+    found = {}
+    for kind in ("native", "emulated"):
+        with kpe.kernels.prefer(kind):
+            plan = contractions.make_plan(
+                contractions.Einsum("ab,bc->ac"),
+                WholeAtRandom(),
+                "float32",
+                "float32",
+                True,
+            )
+            known = plan.source.history_scales(ops.convert_to_tensor(state))
+            read = plan.bound.outputs_grad.quantize(g, known, False)
+        native = kernels_are_native(plan)
+        assert native == (kind == "native" and BACKEND != "tensorflow")
+        for each in (read.first, read.second):
+            assert (E5M2 in str(each.values.dtype)) == native
+        found[kind] = array(ops.cast(read.first.values, "float32"))
+    np.testing.assert_array_equal(found["native"], found["emulated"])
+
+
+def kernels_are_native(plan):
+    """Whether float8 matmuls read the gradient of the outputs."""
+    return plan.bound.outputs_grad.first.native

@@ -23,6 +23,7 @@ from keras_policy_ext.backends.interface import (
 )
 from keras_policy_ext.backends.jax import gradients, tracing
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
 Names = tuple[str, ...]
@@ -179,6 +180,18 @@ class JaxBackend(Backend):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.abs(x)
         return lax.platform_dependent(x, cpu=_finite_or_inf, default=jnp.abs)
+
+    @override
+    def before_cast(self, x: Tensor, dtype: str) -> Tensor:
+        # XLA for a GPU replaces casts from float32 to float8 and back by
+        # nothing (JAX 0.10 to 0.11). One that is compiled alone stays.
+        if not isinstance(x, jax.core.Tracer):
+            return x
+        return lax.platform_dependent(
+            x,
+            cpu=lambda x: x,
+            default=functools.partial(casting.round_to_format, dtype=dtype),
+        )
 
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:

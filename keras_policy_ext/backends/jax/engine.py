@@ -257,7 +257,13 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Float8Dot(NativeMatmul):
-    """A kernel that passes float8 operands with one scale each to XLA."""
+    """A kernel that passes float8 operands to XLA; scales multiply the output.
+
+    XLA for CUDA takes operands that are cast from float8 to bfloat16 for a
+    float8 matmul. It does not where a scale multiplies an operand before the
+    matmul: it then fuses the cast to float8 into a matmul of bfloat16, and
+    uses scales that are rounded to bfloat16 (JAX 0.11 on an H200).
+    """
 
     @override
     def refusal(self, request: Request) -> str | None:
@@ -277,25 +283,26 @@ class Float8Dot(NativeMatmul):
         # XLA takes any precision but the highest for leave to accumulate fast,
         # in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        wide = written = jnp.float32
+        # XLA adds up the products of a vector in the dtype of the result.
+        if not have_vector(a, b):
+            wide = jnp.bfloat16
+            if may_write_bfloat16(a, b, dtype):
+                written = jnp.bfloat16
 
         def direct() -> Tensor:
-            product = _product(a.values, b.values, precision)
-            return scaled(product, a, b, dtype)
+            return _product(a.values, b.values, precision)
 
-        def dequantized() -> Tensor:
-            return _dequantized_product(a, b, precision, dtype)
+        def cast() -> Tensor:
+            x, y = (each.values.astype(wide) for each in (a, b))
+            return _product(x, y, precision, written).astype(jnp.float32)
 
-        # XLA's float8 matmul writes no float64.
-        if have_vector(a, b) or dtype == "float64":
-            return direct()
-        return lax.platform_dependent(cuda=dequantized, default=direct)
+        sums = lax.platform_dependent(cuda=cast, default=direct)
+        return scaled(sums, a, b, dtype)
 
 
 class Float8DotOfRows(Float8Dot):
-    """A kernel that passes float8 operands with row scales to XLA.
-
-    XLA has no float8 matmul that takes row scales, so it gets scales of one.
-    """
+    """The same kernel for scales of rows, which XLA has no matmul for."""
 
     @override
     def reads(self, request: Request) -> bool:
@@ -304,52 +311,6 @@ class Float8DotOfRows(Float8Dot):
     @override
     def reason(self, request: Request) -> str:
         return super().reason(request) + ", scales of rows after it"
-
-    @override
-    def multiply(
-        self, a: Quantized, b: Quantized, dtype: str, fast: bool
-    ) -> Tensor:
-        # XLA for CUDA reads float8 where it is cast to bfloat16 as well, and
-        # small matmuls, for which it casts, are then none of float16.
-        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
-        narrow = may_write_bfloat16(a, b, dtype)
-        written = jnp.bfloat16 if narrow else jnp.float32
-
-        def direct() -> Tensor:
-            return _product(a.values, b.values, precision)
-
-        def cast() -> Tensor:
-            x, y = (each.values.astype(jnp.bfloat16) for each in (a, b))
-            return _product(x, y, precision, written).astype(jnp.float32)
-
-        if have_vector(a, b):
-            sums = direct()
-        else:
-            sums = lax.platform_dependent(cuda=cast, default=direct)
-        return scaled(sums, a, b, dtype)
-
-
-def _dequantized_product(
-    a: Quantized, b: Quantized, precision: lax.Precision, dtype: str
-) -> Tensor:
-    """Dequantize and multiply, so that XLA for CUDA fuses both into a matmul.
-
-    The fused matmul reads float8 values and uses the float32 scales from
-    before their cast. It adds a bias and writes `dtype`. A plain matmul of
-    float8 values would be one that writes float32, followed by other kernels.
-
-    The scales are behind a barrier. XLA casts the whole tensor that a scale is
-    sliced from, and then does not recognize that the slice is cast back (JAX
-    0.10).
-    """
-    scales = lax.optimization_barrier(
-        [each.scale.reshape(()) for each in (a, b)]
-    )
-    first, second = (
-        each.values.astype(dtype) * scale.astype(dtype)
-        for each, scale in zip((a, b), scales, strict=True)
-    )
-    return _product(first, second, precision, jnp.dtype(dtype))
 
 
 def _casts_before_amax() -> bool:

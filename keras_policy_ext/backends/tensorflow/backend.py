@@ -29,6 +29,7 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     sizes_of,
 )
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
 
@@ -128,6 +129,14 @@ class TensorFlowBackend(Backend):
         if self.traces_for_xla() or tf.executing_eagerly():
             return dtype
         return "uint8" if _in_a_loop() else dtype
+
+    @override
+    def before_cast(self, x: Tensor, dtype: str) -> Tensor:
+        # XLA for a GPU replaces casts from float32 to float8 and back by
+        # nothing (TF 2.21).
+        if self.on_cpu(x) or not self.traces_for_xla():
+            return x
+        return casting.round_to_format(x, dtype)
 
     @override
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
