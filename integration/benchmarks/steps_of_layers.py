@@ -41,12 +41,22 @@ def compiled_function(function, compiled=COMPILED):
 
         return jax.jit(function)
     if BACKEND == "torch":
-        import torch
-
-        return torch.compile(function)
+        return _compiled_by_torch(function)
     import tensorflow as tf
 
     return tf.function(function, jit_compile=True)
+
+
+def _compiled_by_torch(function):
+    """A function that is compiled anew for each model of a benchmark.
+
+    By default PyTorch compiles one piece of code at most eight times, and then
+    runs it eagerly.
+    """
+    import torch
+
+    torch._dynamo.config.recompile_limit = 256
+    return torch.compile(function)
 
 
 def _jax(layer, compiled):
@@ -91,7 +101,7 @@ def _torch(layer, compiled):
     def outputs(x):
         return layer(x, training=True)
 
-    outputs = torch.compile(outputs) if compiled else outputs
+    outputs = _compiled_by_torch(outputs) if compiled else outputs
 
     def run(x, outputs_grad):
         x = x.detach().requires_grad_()
@@ -177,7 +187,7 @@ def _torch_step(layer, optimizer, compiled):
     def outputs(x):
         return layer(x, training=True)
 
-    outputs = torch.compile(outputs) if compiled else outputs
+    outputs = _compiled_by_torch(outputs) if compiled else outputs
 
     def run(x, outputs_grad):
         x = x.detach().requires_grad_()
