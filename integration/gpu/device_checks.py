@@ -253,6 +253,99 @@ def eager_equals_compiled():
     return {"largest error": measuring.rounded(max(errors), 2)}
 
 
+def mapped_layers():
+    """A mapped layer gives what calls one by one give.
+
+    Stock Keras's layer in float32 is mapped as well, for comparison: where it
+    differs too, the error is none of this package.
+    """
+    found, differ = {}, []
+    for name, policy in _mapped_policies().items():
+        room = keras.layers if name == STOCK else kpe.layers
+        layer = room.Dense(4, activation="relu", dtype=policy)
+        layer.build((None, 8))
+        layer.kernel.assign(normal((8, 4), "float32", seed=1))
+        sizes = np.float32([[1], [100], [0.01]])
+        xs = ops.convert_to_tensor(sizes * numpy(normal((3, 8), "float32")))
+        for what, of_one, of_many in _mapped_functions(layer):
+            mapped = numpy(of_many(xs))
+            called = np.stack([numpy(of_one(x)) for x in xs])
+            error = np.linalg.norm(mapped - called) / np.linalg.norm(called)
+            key = f"{name}: {what}"
+            found[key] = "not finite"
+            if np.isfinite(error):
+                found[key] = measuring.rounded(float(error), 2)
+            # Also true of NaN.
+            if not error < TOLERANCES["float32"]:
+                differ.append(key)
+    ours = [key for key in differ if not key.startswith(STOCK)]
+    require(not ours, f"Different: {differ}. Errors: {found}.")
+    return {"different": differ, **found}
+
+
+STOCK = "stock float32"
+
+
+def _mapped_policies():
+    """Dtype policies by name."""
+    recipes = {
+        "delayed": kpe.recipes.DelayedScaling(),
+        "gradients in high precision": kpe.recipes.RowwiseScaling(
+            inputs_grad="high_precision", kernel_grad="high_precision"
+        ),
+        "inputs_grad alone in float8": kpe.recipes.RowwiseScaling(
+            forward="high_precision", kernel_grad="high_precision"
+        ),
+    }
+    policies = {
+        name: kpe.Float8DTypePolicy("float32", recipe=recipe)
+        for name, recipe in recipes.items()
+    }
+    return {STOCK: "float32", **policies}
+
+
+def _mapped_functions(layer):
+    """Names, functions of one example, and the same mapped over examples.
+
+    There is no gradient on TensorFlow, whose vectorized loops lose those that
+    are custom.
+    """
+
+    def outputs(x):
+        return layer(x[None])[0]
+
+    def loss(x):
+        return ops.sum(outputs(x) ** 2)
+
+    yield "outputs", outputs, lambda xs: ops.vectorized_map(outputs, xs)
+    if BACKEND == "torch":
+        from torch.func import grad, vmap
+
+        yield "inputs_grad", grad(loss), vmap(grad(loss))
+    if BACKEND == "jax":
+        import jax
+
+        weights = [v.value for v in layer.trainable_variables]
+        others = [v.value for v in layer.non_trainable_variables]
+
+        def loss_of(weights, x):
+            y, _ = layer.stateless_call(weights, others, x[None])
+            return ops.sum(y**2)
+
+        def kernel_and_inputs(weights, x):
+            (kernel, *_), inputs = both(weights, x)
+            return ops.concatenate([ops.ravel(kernel), inputs])
+
+        both = jax.grad(loss_of, argnums=(0, 1))
+        slopes = jax.jit(kernel_and_inputs)
+        mapped = jax.vmap(slopes, in_axes=(None, 0))
+        yield (
+            "gradients",
+            lambda x: slopes(weights, x),
+            lambda xs: mapped(weights, xs),
+        )
+
+
 def auto_filter():
     """`filter="auto"` converts large layers where float8 gains, else none."""
     here = filters.here()
@@ -286,6 +379,7 @@ CHEAP = (
     training,
     save_and_load,
     steps_keep_memory,
+    mapped_layers,
     auto_filter,
 )
 """Those that take seconds on a CPU."""

@@ -6,6 +6,7 @@ of PyTorch which want a GPU.
 
 import numpy as np
 import pytest
+from arithmetic_checks import LOST_BY_ADDING, TOLERANCES
 from keras import ops
 
 from conftest import visible_gpus
@@ -79,8 +80,11 @@ def test_a_native_product_on_a_gpu_is_the_emulated_one(pair, sizes, dtype):
     choice = select(pair, "auto")[1]
     if not choice.native:
         pytest.skip(choice.reason)
-    # Tensor cores add products with some 14 bits: see `test_select.py`.
-    same_products(pair, sizes, dtype, 2.0**-11)
+    # Tensor cores add products with some 14 bits: see `test_select.py`. Each 32
+    # terms that are added fast, one after the other, lose as much again. On an
+    # H200, 1100 terms in PyTorch lost more than 2**-11 of the largest product.
+    lost = sizes[1] / 32 * LOST_BY_ADDING
+    same_products(pair, sizes, dtype, TOLERANCES["float32"] + lost)
 
 
 @pytest.mark.parametrize(
