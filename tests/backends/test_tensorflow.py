@@ -16,11 +16,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from finer_scales import ANY_ROW, ROW, WHOLE, matrix
+from finer_scales import ANY_ROW, ROW, WHOLE, asked, matrix
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.tensorflow import engine as tensorflow_devices
 from keras_policy_ext.backends.tensorflow import engine as tensorflow_kernels
 from keras_policy_ext.numerics.quantized import quantize
+from keras_policy_ext.recipes import Tile
+
+ANY = asked(Tile(), scale_rounding="nearest")
 
 
 def optimized_graph(function, *arguments):
@@ -320,41 +323,51 @@ def test_lists_of_tensorflow_still_cannot_hold_float8():
         through_a_list(tf.cast(tf.ones(2), narrow))
 
 
-@pytest.mark.full_except("pair1-17-False-bf16", "pair3-1-True-f32")
+@pytest.mark.full_except("pair1-17-False-bf16", "pair6-1-True-f32")
 @pytest.mark.parametrize(
     ("pair", "rows", "fast", "written"),
     [
         ((ROW, ROW), 17, True, "bf16"),
         ((ROW, WHOLE), 17, False, "bf16"),
         ((ROW, ANY_ROW), 17, True, "f32"),
+        ((WHOLE, WHOLE), 17, True, "bf16"),
+        ((ANY, ANY), 17, True, "f32"),
+        ((ANY, ANY), 17, False, "f32"),
         ((ROW, ROW), 1, True, "f32"),
     ],
 )
-def test_powers_of_two_come_after_what_a_gpu_writes_in_bfloat16(
+def test_scales_come_after_what_a_gpu_writes_in_bfloat16_or_float32(
     pair, rows, fast, written
 ):
+    """In bfloat16 if they are powers of two, which round nothing.
+
+    XLA takes operands that are cast to bfloat16 for a float8 matmul. It adds
+    up the products of a single row in the dtype of the result.
+    """
     pretending = devices.pretend("h200")
     matrices = tf.constant(matrix(rows, 40, 0)), tf.constant(matrix(7, 40, 1))
 
     @tf.function(jit_compile=True)
     def multiply(x, y):
         a, b = (
-            quantize(each, asked, cast=backends.engine.narrow_cast)[0]
-            for each, asked in zip((x, y), pair, strict=True)
+            quantize(each, how, cast=backends.engine.narrow_cast)[0]
+            for each, how in zip((x, y), pair, strict=True)
         )
-        kernel = tensorflow_kernels.XlaMatmulOfRows()
+        kernel = tensorflow_kernels.XlaMatmul()
         with pretending:
             return kernel.multiply(a, b, "bfloat16", fast)
 
     program = multiply.experimental_get_compiler_ir(*matrices)(stage="hlo")
     (product,) = [x for x in program.splitlines() if " dot(" in x]
     assert f" = {written}[" in product
+    read = "f32" if rows == 1 else "bf16"
+    assert product.partition(" dot(")[2].count(f"{read}[") == 2
     assert ("precision={highest,highest}" in product) == (not fast)
     if rows == 1:
         return  # XLA casts it by way of float16 on a CPU (TF 2.21).
     a, b = (
-        quantize(each, asked)[0].dequantize()
-        for each, asked in zip(matrices, pair, strict=True)
+        quantize(each, how)[0].dequantize()
+        for each, how in zip(matrices, pair, strict=True)
     )
     exact = tf.matmul(a, b, transpose_b=True).numpy()
     found = tf.cast(multiply(*matrices), tf.float32).numpy()

@@ -157,10 +157,12 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class XlaMatmul(NativeMatmul):
-    """A kernel that casts float8 operands; XLA fuses casts and matmul.
+    """A kernel that casts float8 operands; scales multiply the output.
 
     `tf.matmul` refuses float8 operands. On a GPU with float8 support, XLA
     turns a matmul of operands that are cast from float8 into a float8 matmul.
+    A scale that multiplies an operand before the matmul can be rounded to
+    bfloat16, and keep XLA from a float8 matmul; see JAX's `Float8Dot`.
     """
 
     @override
@@ -182,64 +184,26 @@ class XlaMatmul(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        on_gpu = lacking(*map(_format_of, (a, b))) is None
+        wide = written = "float32"
+        # XLA adds up the products of a vector in the dtype of the result.
+        if on_gpu and not have_vector(a, b):
+            wide = "bfloat16"
+            if may_write_bfloat16(a, b, dtype):
+                written = "bfloat16"
+        x, y = (tf.cast(each.values, wide) for each in (a, b))
         # Not fast is the highest precision.
-        product = _product if fast else _exact_product
-        return scaled(product(unscaled(a), unscaled(b)), a, b, dtype)
-
-
-class DequantizedMatmul(XlaMatmul):
-    """A kernel that casts and scales operands; XLA fuses it with the matmul.
-
-    The fused matmul uses the float32 scales from before their cast, adds a
-    bias and writes `dtype`. A matmul of the casts alone writes float32, which
-    another kernel reads. On other devices the rounded scales would be used.
-    """
-
-    @override
-    def refusal(self, request: Request) -> str | None:
-        # With a GPU that has float8.
-        return super().refusal(request) or lacking(*request.formats)
-
-    @override
-    def multiply(
-        self, a: Quantized, b: Quantized, dtype: str, fast: bool
-    ) -> Tensor:
-        # XLA's float8 matmul writes no float64.
-        if have_vector(a, b) or dtype == "float64":
-            return super().multiply(a, b, dtype, fast)
-        product = _product if fast else _exact_product
-        scales = [tf.reshape(each.scale, ()) for each in (a, b)]
-        if xla is not None:
-            # Else XLA casts the slices of one state together and rounds them.
-            scales = xla.optimization_barrier(*scales)
-        first, second = (
-            tf.cast(each.values, dtype) * tf.cast(scale, dtype)
-            for each, scale in zip((a, b), scales, strict=True)
-        )
-        return product(first, second)
+        product = _fast_product if fast else _exact_product
+        sums = tf.cast(product(x, y, written), tf.float32)
+        return scaled(sums, a, b, dtype)
 
 
 class XlaMatmulOfRows(XlaMatmul):
-    """A kernel that casts float8 operands; row scales multiply the output.
-
-    XLA has no float8 matmul that takes row scales.
-    """
+    """The same kernel for scales of rows, which XLA has no matmul for."""
 
     @override
     def reads(self, request: Request) -> bool:
         return request.of_rows
-
-    @override
-    def multiply(
-        self, a: Quantized, b: Quantized, dtype: str, fast: bool
-    ) -> Tensor:
-        narrow = may_write_bfloat16(a, b, dtype)
-        on_gpu = lacking(*map(_format_of, (a, b))) is None
-        if not narrow or have_vector(a, b) or not on_gpu:
-            return super().multiply(a, b, dtype, fast)
-        product = _product if fast else _exact_product
-        sums = product(*(tf.cast(x.values, dtype) for x in (a, b)))
-        return scaled(tf.cast(sums, tf.float32), a, b, dtype)
 
 
 class EmulatedMatmul(Emulated):
@@ -257,15 +221,21 @@ class EmulatedMatmul(Emulated):
         if not in_xla or not exact_in(narrow, a, b):
             return super().multiply(a, b, dtype, fast)
         x, y = (tf.cast(unscaled(each), narrow) for each in (a, b))
-        product = tf.raw_ops.BatchMatMulV3(
-            x=x, y=y, Tout=tf.float32, adj_y=True
-        )
-        return scaled(product, a, b, dtype)
+        return scaled(_fast_product(x, y, "float32"), a, b, dtype)
 
 
-def _exact_product(a: Tensor, b: Tensor) -> Tensor:
-    if xla is None:
+def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
+    """Multiply as `_product` does, in XLA; write the sums in a dtype."""
+    if a.dtype == written:
         return _product(a, b)
+    return tf.raw_ops.BatchMatMulV3(
+        x=a, y=b, Tout=tf.as_dtype(written), adj_y=True
+    )
+
+
+def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
+    if xla is None:
+        return _fast_product(a, b, written)
     numbers = xla.DotDimensionNumbers(
         lhs_contracting_dimensions=(2,),
         rhs_contracting_dimensions=(2,),
@@ -274,7 +244,7 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     )
     highest = xla.PrecisionConfig.HIGHEST
     precision = xla.PrecisionConfig(operand_precision=[highest, highest])
-    return xla.dot_general(a, b, numbers, precision)
+    return xla.dot_general(a, b, numbers, precision, tf.as_dtype(written))
 
 
 def _format_of(operand: Quantized) -> str:
@@ -286,7 +256,6 @@ ENGINE = Engine(
     name="tensorflow",
     device=here,
     matmuls=(
-        DequantizedMatmul(),
         XlaMatmul(),
         XlaMatmulOfRows(),
         EmulatedMatmul(_product),
