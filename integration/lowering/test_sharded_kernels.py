@@ -111,8 +111,9 @@ def test_kernels_that_are_read_twice_are_gathered_twice_in_bytes(results):
     assert matmuls == 5
 
 
-def test_unsaid_xla_gathers_bfloat16_and_multiplies_it(results):
+def test_unsaid_xla_gathers_a_kernel_in_bfloat16_and_multiplies_it(results):
     """Where this fails, XLA may do without being told."""
     lines, matmuls = results["current unsaid"]
-    assert gathered(lines)["bf16"] == 2 * NUMBERS
-    assert matmuls == 3
+    # One of the two kernels.
+    assert gathered(lines) == {"f8e4m3fn": NUMBERS, "bf16": NUMBERS}
+    assert matmuls == 4
