@@ -13,7 +13,7 @@ from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import HistoryScales
-from keras_policy_ext.recipes import Quantization, Tile
+from keras_policy_ext.recipes import EACH_MATRIX, Quantization, Tile
 
 Shapes = tuple[Any, Any]
 Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
@@ -74,6 +74,11 @@ class Request(NamedTuple):
     def of_whole_tensors(self) -> bool:
         """True if each operand has one scale for the whole tensor."""
         return self.tiles == (Tile(), Tile())
+
+    @property
+    def of_matrices(self) -> bool:
+        """True if each matrix of both operands has one scale."""
+        return self.tiles == (EACH_MATRIX,) * 2
 
     @property
     def of_rows(self) -> bool:
@@ -290,4 +295,6 @@ def _described(tile: Tile) -> str:
     """Return a tile in words, such as `"scales of rows"`."""
     if tile.is_whole:
         return "a scale for a tensor"
+    if tile == EACH_MATRIX:
+        return "a scale for each matrix"
     return "scales of rows" if tile == ROW else "scales of blocks"

@@ -34,6 +34,9 @@ from keras_policy_ext.contractions.kinds import (
     Conv,
     ConvTranspose,
     Einsum,
+    EinsumOfBank,
+    known_with_bank,
+    with_bank,
 )
 from keras_policy_ext.contractions.plan import (
     Plan,
@@ -55,6 +58,7 @@ __all__ = [
     "Conv",
     "ConvTranspose",
     "Einsum",
+    "EinsumOfBank",
     "Engine",
     "FrozenPlan",
     "MatmulKernel",
@@ -66,6 +70,7 @@ __all__ = [
     "dequantized",
     "fold",
     "frozen_plan",
+    "known_with_bank",
     "make_plan",
     "multiplies_codes",
     "prefer",
@@ -75,6 +80,7 @@ __all__ = [
     "select",
     "settling",
     "unrounded",
+    "with_bank",
 ]
 
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -199,6 +199,35 @@ class Einsum:
 
 
 @dataclasses.dataclass(frozen=True)
+class EinsumOfBank(Einsum):
+    """An einsum with a bank of weights, such as the matrices of experts.
+
+    Each matrix of its operands has a scale where a recipe has one per tensor.
+    """
+
+    def quantization(self, asked: Quantization | None) -> Quantization | None:
+        """Return a recipe's quantization, with a scale for each matrix."""
+        return None if asked is None else asked.of_each_matrix
+
+
+def with_bank(contraction: Contraction) -> Contraction:
+    """Return a contraction of a weight; `EinsumOfBank` if that is a bank.
+
+    The weight is a bank of matrices if it has an axis that the inputs and the
+    outputs have too, an axis of the outputs alone, and an axis that is summed.
+    """
+    if not isinstance(contraction, Einsum):
+        return contraction
+    form = form_of(contraction.equation)
+    is_bank = form.batch and form.columns and form.contracted
+    return EinsumOfBank(contraction.equation) if is_bank else contraction
+
+
+known_with_bank = functools.lru_cache(maxsize=4096)(with_bank)
+"""Return `with_bank`, cached: the same object for equal arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Conv:
     """A convolution of rank 1, 2 or 3, with the arguments of `ops.conv`.
 

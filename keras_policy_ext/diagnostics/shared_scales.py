@@ -19,7 +19,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, FrozenPlan
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.controller import Float8Controller
-from keras_policy_ext.recipes import WHOLE, Quantization, Tile
+from keras_policy_ext.recipes import EACH_MATRIX, WHOLE, Quantization, Tile
 from keras_policy_ext.reference.contraction import form_of, home_matrices
 from keras_policy_ext.reference.scales import tile_amax
 
@@ -336,6 +336,8 @@ def _words(asked: Quantization) -> str:
     """Return what one scale is of, in words."""
     if asked.tile.is_whole or asked.has_tensor_scale:
         return "the tensor"
+    if asked.tile == EACH_MATRIX:
+        return "a matrix"
     if asked.tile == Tile(free=1):
         return "a row"
-    return "×".join("all" if n is None else str(n) for n in asked.tile)
+    return "×".join("all" if n is None else str(n) for n in asked.tile[:2])

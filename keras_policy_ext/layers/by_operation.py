@@ -295,30 +295,35 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
         return stock(*args, **kwargs)
     recipe = layer.float8_policy.recipe
     shape = tuple(operand.shape)
-    if recipe.trains and _crosses_matrices(contraction, shape, recipe):
-        contraction, inputs = _by_matrix(contraction, inputs, shape[0])
+    if recipe.trains and _is_bank(contraction):
+        apart = layer.float8_controller.scales_each_matrix
+        if apart or _crosses_matrices(contraction, shape, recipe):
+            contraction, inputs = _by_matrix(contraction, inputs, shape[0])
     return layer._contract(
         contraction, inputs, kernel, None, dtype, moved=origin.moved
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _crosses_matrices(
-    contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
-) -> bool:
-    """Return True if a tile would lie in two matrices of a bank.
+def _is_bank(contraction: Einsum) -> bool:
+    """Return True if the kernel is a bank, and the inputs are of no matrix.
 
     A bank is a kernel of three axes or more whose first axis, the number of
     the matrix, is an axis of the outputs and not of the inputs. The columns of
     all its matrices are one axis of the product.
     """
     first, second, out = equations.split(contraction.equation)
-    bank = second[0]
-    if len(second) < 3 or bank in first or bank not in out:
-        return False
-    sizes = dict(zip(second, shape, strict=True))
+    return len(second) > 2 and second[0] not in first and second[0] in out
+
+
+@functools.lru_cache(maxsize=1024)
+def _crosses_matrices(
+    contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
+) -> bool:
+    """Return True if a tile would lie in two matrices of a bank."""
+    first, second, _ = equations.split(contraction.equation)
     columns = math.prod(
-        n for c, n in sizes.items() if c != bank and c not in first
+        n for c, n in zip(second[1:], shape[1:], strict=True) if c not in first
     )
     return any(columns % tile for tile in _tiles_along_columns(recipe))
 

@@ -96,6 +96,9 @@ class Float8Controller:
         limit_of_values: The largest value of these values, if they are scaled
             by keys; None if they have a scale of all keys, or are not
             quantized.
+        scales_each_matrix: Whether the operands of a product with a bank of
+            weights have a scale for each of its matrices, where another
+            operand has one per tensor.
     """
 
     def __init__(self, layer: keras.Layer) -> None:
@@ -107,6 +110,7 @@ class Float8Controller:
         self.recipe_of_activations: Any = None
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
+        self.scales_each_matrix = False
         self._has_state = False
         # No path: the first look resolves the policy.
         self._path: str | None = ""
@@ -145,6 +149,7 @@ class Float8Controller:
         self.recipe_of_activations = recipes[0]
         self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
+        self.scales_each_matrix = follows and _scales_each_matrix(policy.recipe)
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
@@ -288,6 +293,12 @@ class Float8Controller:
         framework = backends.current
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
+        if self.scales_each_matrix:
+            # torch.compile leaves caches out.
+            named = contractions.with_bank
+            if not compiling:
+                named = contractions.known_with_bank
+            contraction = named(contraction)
         state, slot = self._state_of(kernel, value, training, compiling)
         if moved is not None:
             value = moved.move(value)
@@ -424,6 +435,16 @@ def _of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
     if isinstance(summed, WeightedSum):
         limit = formats.get(summed.format_of("kernel")).max
     return activations, summed, limit
+
+
+def _scales_each_matrix(recipe: Any) -> bool:
+    """Return True if matrices of a bank have scales apart under a recipe.
+
+    Scales of rows or blocks are of one matrix already. A history is of the
+    whole tensor.
+    """
+    of_tensors = recipe.trains and recipe.granularity == "tensorwise"
+    return bool(of_tensors and not recipe.history_length)
 
 
 def new_state(layer: keras.Layer) -> Float8State:

@@ -64,7 +64,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
         exponent = ops.maximum(_floored_exponent(amax, limit), 1)
         scale = view(ops.left_shift(exponent, casting.MANTISSA), "float32")
         return Scales(ops.where(scaling.is_positive_finite(amax), scale, 1.0))
-    if rounding == "nearest" and None not in quantization.tile:
+    if rounding == "nearest" and None not in quantization.tile[:2]:
         # As Transformer Engine computes the scales of blocks.
         return Scales(scaling.scale_of_multiplier(amax, limit))
     up = rounding == "up"

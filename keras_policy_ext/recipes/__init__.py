@@ -35,6 +35,7 @@ from keras_policy_ext.recipes.frozen import ACTIVATIONS, FrozenKernels
 
 # isort: split
 from keras_policy_ext.recipes.quantization import (
+    EACH_MATRIX,
     MATMULS,
     OPERANDS,
     WHOLE,
@@ -54,6 +55,7 @@ from keras_policy_ext.recipes.spec import (
 
 __all__ = [
     "ACTIVATIONS",
+    "EACH_MATRIX",
     "LARGEST_MARGIN",
     "MATMULS",
     "OPERANDS",

@@ -36,24 +36,30 @@ class Tile(NamedTuple):
         free: Its size along the axis that the result keeps; None for all of
             it.
         contracted: Its size along the axis that is summed; None for all of it.
+        each_matrix: Whether a tile without sizes is one matrix of the batch,
+            not the whole tensor.
     """
 
     free: int | None = None
     contracted: int | None = None
+    each_matrix: bool = False
 
     @property
     def transposed(self) -> Tile:
         """The tile with both sizes exchanged, for a transposed matrix."""
-        return Tile(self.contracted, self.free)
+        return Tile(self.contracted, self.free, self.each_matrix)
 
     @property
     def is_whole(self) -> bool:
         """True if all elements of the tensor share one scale."""
-        return self == (None, None)
+        return self == Tile()
 
 
 WHOLE = Tile()
 """The tile of a tensor with one scale."""
+
+EACH_MATRIX = Tile(each_matrix=True)
+"""The tile of a batch of matrices with one scale each."""
 
 SCALE_FORMATS = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
 SCALE_ROUNDINGS = ("nearest", "up", "floor")
@@ -101,8 +107,13 @@ class Quantization:
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(self._wrong(name, repr(allowed)[1:-1]))
-        if any(size is not None and size < 1 for size in self.tile):
+        sizes = [n for n in self.tile[:2] if n is not None]
+        if any(size < 1 for size in sizes):
             raise ValueError(self._wrong("tile", "sizes >= 1, or None"))
+        if sizes and self.tile.each_matrix:
+            raise ValueError(
+                self._wrong("tile", "sizes, or each_matrix=True without them")
+            )
         of_exponents = self.scale_format == "float8_e8m0fnu"
         if of_exponents and self.scale_rounding == "nearest":
             raise ValueError(
@@ -157,6 +168,13 @@ class Quantization:
             scale_rounding="nearest" if self._to_nearest else "up",
             constant_scale=self.constant_scale,
         )
+
+    @functools.cached_property
+    def of_each_matrix(self) -> Quantization:
+        """The same with a scale per matrix where there is one per tensor."""
+        if not self.has_one_scale or self.constant_scale is not None:
+            return self
+        return dataclasses.replace(self, tile=EACH_MATRIX)
 
     @functools.cached_property
     def has_one_scale(self) -> bool:

@@ -14,7 +14,7 @@ from keras_policy_ext.reference.matrices import (
     Quantized,
     quantize_matrices,
 )
-from keras_policy_ext.reference.scales import amax
+from keras_policy_ext.reference.scales import amax, is_whole
 
 Array = np.ndarray[Any, Any]
 
@@ -166,6 +166,17 @@ class Scaling(Protocol):
         """Return how an operand of a matmul is quantized; None if it is not."""
 
 
+class _OfBank(NamedTuple):
+    """A recipe with a scale per matrix where it has one per tensor."""
+
+    recipe: Scaling
+    history_length: int = 0
+
+    def quantization(self, operand: str, matmul: str) -> Asked | None:
+        asked = self.recipe.quantization(operand, matmul)
+        return None if asked is None else asked.of_each_matrix
+
+
 class Linear(NamedTuple):
     """The output, gradients and quantized operands of a linear layer.
 
@@ -235,6 +246,7 @@ def einsum(
     g: ArrayLike,
     recipe: Scaling,
     key: int | None = None,
+    is_bank: bool = False,
 ) -> Linear:
     """Compute a contraction, forward and backward, under a recipe.
 
@@ -252,6 +264,9 @@ def einsum(
         g: The gradient of the result.
         recipe: A recipe without a history.
         key: The int32 key of the step, if the recipe rounds stochastically.
+        is_bank: Whether the kernel is a bank of matrices, as of experts. Where
+            the recipe has one scale per tensor, each matrix of the batch then
+            has its own.
 
     Returns:
         A `Linear`.
@@ -268,6 +283,8 @@ def einsum(
             "history, such as CurrentScaling(). For this recipe use "
             "`reference.DelayedLinear`."
         )
+    if is_bank:
+        recipe = _OfBank(recipe)
     form = form_of(equation)
     operands = {"inputs": x, "kernel": kernel, "outputs_grad": g}
     sizes = sizes_of(form, operands)
@@ -362,7 +379,7 @@ def _of_tensors(
         first, second = _readers(operand)
         home, turned = read[operand, first], read[operand, second]
         both = [q for q in (home, turned) if isinstance(q, Quantized)]
-        if not both or any(q.tile != (None, None) for q in both):
+        if not both or any(not is_whole(q.tile) for q in both):
             continue
         codes = (both[0] if both[0] is home else both[0].transposed).codes
         if codes.size == math.prod(sizes[c] for c in getattr(form, operand)):

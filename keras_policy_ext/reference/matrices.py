@@ -73,6 +73,10 @@ class Asked(Protocol):
         """The scale of every tile; None to compute scales from amaxes."""
 
     @property
+    def of_each_matrix(self) -> "Asked":
+        """The same with a scale per matrix where there is one per tensor."""
+
+    @property
     def transposed(self) -> "Asked":
         """The same quantization for the transposed matrix."""
 
@@ -85,7 +89,7 @@ class Quantized(NamedTuple):
             summed; a Hadamard transform lengthens them to a multiple of 16.
         scales: One per tile, in the format of scales: `(batch, rows /
             tile[0], columns / tile[1])`, rounded up; `(1, 1, 1)` for one
-            scale of the whole tensor.
+            scale of the whole tensor, `(batch, 1, 1)` for one of each matrix.
         tensor_scale: float32 scalar that multiplies e4m3fn scales; None for
             other scales.
         tile: Rows and columns of a tile; None is all of an axis.
@@ -106,7 +110,7 @@ class Quantized(NamedTuple):
         return self._replace(
             codes=self.codes.swapaxes(1, 2),
             scales=self.scales.swapaxes(1, 2),
-            tile=(self.tile[1], self.tile[0]),
+            tile=(self.tile[1], self.tile[0], *self.tile[2:]),
             finite=self.finite.swapaxes(1, 2),
             nan=self.nan.swapaxes(1, 2),
         )
@@ -200,7 +204,7 @@ def _float32_scales(usable: Array, asked: Asked) -> Array:
         return scale_from_amax(usable, asked.format, power_of_two=True)
     if asked.scale_rounding == "floor":
         return floor_scale(usable, asked.format)
-    in_blocks = None not in asked.tile
+    in_blocks = None not in asked.tile[:2]
     rule = scale_of_multiplier if in_blocks else scale_from_amax
     return rule(usable, asked.format)
 

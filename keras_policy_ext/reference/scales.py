@@ -160,7 +160,7 @@ def _squared_errors(
     values = float32(cast(np.minimum(scaled, np.float32(6)), "float4_e2m1fn"))
     parts = (scaled * 1024).astype(np.int64) - (values * 1024).astype(np.int64)
     sums = parts**2
-    for axis, size in zip((-2, -1), tile, strict=True):
+    for axis, size in zip((-2, -1), tile[:2], strict=True):
         starts = np.arange(0, sums.shape[axis], size or sums.shape[axis])
         sums = np.add.reduceat(sums, starts, axis=axis)
     return float32(sums) * (float32(scales) * float32(scales))
@@ -185,14 +185,21 @@ def _largest_value(dtype: str, adaptive: bool = False) -> float:
 
 
 #: How far one scale reaches along the last two axes; None is all of an axis.
-Tile = tuple[int | None, int | None]
+#: The third entry, if any, is whether `(None, None)` is one matrix of several.
+Tile = tuple[int | None, int | None] | tuple[int | None, int | None, bool]
+
+
+def is_whole(tile: Tile) -> bool:
+    """Return True if a tile is a whole array with all its axes."""
+    return tile[:2] == (None, None) and not any(tile[2:])
 
 
 def tile_amax(x: ArrayLike, tile: Tile) -> Array:
     """Return the largest magnitude in each tile; NaN if the tile holds NaN.
 
     The last tile of an axis may be smaller. `(None, None)` is the whole array
-    with all its axes; every other tile is within one matrix.
+    with all its axes; every other tile, also `(None, None, True)`, is within
+    one matrix.
 
     Args:
         x: `(..., rows, columns)`.
@@ -203,9 +210,9 @@ def tile_amax(x: ArrayLike, tile: Tile) -> Array:
         single number with as many axes for the whole array.
     """
     magnitudes = np.abs(float32(x))
-    if tile == (None, None):
+    if is_whole(tile):
         return np.reshape(amax(magnitudes), (1,) * magnitudes.ndim)
-    for axis, size in zip((-2, -1), tile, strict=True):
+    for axis, size in zip((-2, -1), tile[:2], strict=True):
         length = magnitudes.shape[axis]
         starts = np.arange(0, length, size or max(length, 1))
         magnitudes = np.maximum.reduceat(magnitudes, starts, axis=axis)
@@ -217,7 +224,7 @@ def spread(tiles: Array, tile: Tile, shape: tuple[int, ...]) -> Array:
 
     The result has the shape `(..., rows, columns)`.
     """
-    for axis, size in zip((-2, -1), tile, strict=True):
+    for axis, size in zip((-2, -1), tile[:2], strict=True):
         tiles = tiles.repeat(size or shape[axis], axis=axis)
     return np.broadcast_to(tiles[..., : shape[-2], : shape[-1]], shape)
 

@@ -266,6 +266,10 @@ class Float8Dot(NativeMatmul):
     """
 
     @override
+    def reads(self, request: Request) -> bool:
+        return request.of_whole_tensors or request.of_matrices
+
+    @override
     def refusal(self, request: Request) -> str | None:
         wanted = request.prefer == "native"
         return None if wanted else lacking(*request.formats)

@@ -166,6 +166,10 @@ class XlaMatmul(NativeMatmul):
     """
 
     @override
+    def reads(self, request: Request) -> bool:
+        return request.of_whole_tensors or request.of_matrices
+
+    @override
     def refusal(self, request: Request) -> str | None:
         # In what XLA compiles.
         wanted = request.prefer == "native"
