@@ -35,6 +35,7 @@ from keras_policy_ext.contractions.kinds import (
     ConvTranspose,
     Einsum,
     EinsumOfBank,
+    bank_axis,
     known_with_bank,
     with_bank,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Plan",
     "Quantized",
     "Request",
+    "bank_axis",
     "catching_up",
     "compute_dtype",
     "dequantized",
@@ -87,16 +89,20 @@ COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @functools.cache
-def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
+def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
     """Return the function that turns a value assigned to a state into a state.
+
+    Args:
+        recipe: A recipe with state.
+        matrices: The number of matrices of the kernel with a history each.
 
     Returns:
         A function `(value, previous)` that returns the new state, (rows,
         width). `value`, (rows, width or more), is an observation, a settled
         state or zeros; `previous`, (rows, width), is the state before. The
-        same object for equal recipes.
+        same object for equal arguments.
     """
-    source = state_source_of(recipe)
+    source = state_source_of(recipe, matrices)
 
     def settle(value: Tensor, previous: Any) -> Any:
         states = backends.engine.state_kernels_for(source, previous)
@@ -110,7 +116,7 @@ def settling(recipe: Recipe) -> Callable[[Any, Any], Any]:
 
 @functools.cache
 def catching_up(
-    recipe: Recipe, beyond: float = 1.0
+    recipe: Recipe, beyond: float = 1.0, matrices: int = 1
 ) -> Callable[[Any, Any], Any]:
     """Return a function that raises a state's scale to fit a larger kernel.
 
@@ -118,12 +124,13 @@ def catching_up(
         recipe: A recipe that observes amaxes.
         beyond: By what factor a kernel may exceed the largest value that its
             scale allows.
+        matrices: See `settling`.
 
     Returns:
         A function of the amax of the kernel and of its state: see
         `StateSource.caught_up`. The same object for equal arguments.
     """
-    source = state_source_of(recipe)
+    source = state_source_of(recipe, matrices)
     return lambda amax, state: source.caught_up(amax, state, beyond)
 
 

@@ -439,7 +439,8 @@ class BoundPlan:
         """Return the states; raise a scale that is too small for the kernel."""
         if not self._observes_amaxes:
             return state
-        amax = scaling.amax(kernel)
+        apart = self.plan.histories > 1
+        amax = (self.kernel.amax if apart else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
@@ -481,8 +482,9 @@ class BoundPlan:
         states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
             return states.observation(self._source, numbers, self.plan.slot)
-        # A kernel may have found an amax for each part of an operand.
-        numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
+        if self.plan.histories == 1:
+            # A kernel may have found an amax for each part of an operand.
+            numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
         found: Tensor = self._source.observation(numbers, self.plan.slot)
         return found
 

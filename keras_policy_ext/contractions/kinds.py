@@ -24,7 +24,8 @@ from keras_policy_ext.backends.matmuls import (
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import Form, axes_alone, form_of
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.recipes import Quantization
+from keras_policy_ext.numerics.tiles import tile_amax
+from keras_policy_ext.recipes import EACH_MATRIX, Quantization
 
 
 class Contraction(Hashable, Protocol):
@@ -203,24 +204,57 @@ class EinsumOfBank(Einsum):
     """An einsum with a bank of weights, such as the matrices of experts.
 
     Each matrix of its operands has a scale where a recipe has one per tensor.
+
+    Attributes:
+        histories: The number of matrices with a history each, under delayed
+            scaling; 1 for a recipe without history.
     """
+
+    histories: int = 1
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """Return a recipe's quantization, with a scale for each matrix."""
         return None if asked is None else asked.of_each_matrix
 
+    def amaxes(self, name: str, x: Tensor, asked: Any) -> Tensor:
+        """Return the amax of each matrix, float32 (matrices, 1, 1).
 
-def with_bank(contraction: Contraction) -> Contraction:
+        Args:
+            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+            x: What `operand` returns.
+            asked: How it is quantized; None if it is not.
+        """
+        matrix = self.form.matrix(name, x) if in_one_scale(asked) else x
+        return tile_amax(matrix, EACH_MATRIX)
+
+
+def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
     """Return a contraction of a weight; `EinsumOfBank` if that is a bank.
 
     The weight is a bank of matrices if it has an axis that the inputs and the
     outputs have too, an axis of the outputs alone, and an axis that is summed.
+
+    Args:
+        contraction: A contraction of inputs and a weight.
+        histories: See `EinsumOfBank`.
     """
     if not isinstance(contraction, Einsum):
         return contraction
     form = form_of(contraction.equation)
     is_bank = form.batch and form.columns and form.contracted
-    return EinsumOfBank(contraction.equation) if is_bank else contraction
+    if not is_bank:
+        return contraction
+    return EinsumOfBank(contraction.equation, histories)
+
+
+def bank_axis(equation: str) -> int | None:
+    """Return the one axis of a weight that tells matrices of a bank apart.
+
+    None if the weight is no bank, or has several such axes.
+    """
+    form = form_of(equation)
+    is_bank = len(form.batch) == 1 and form.columns and form.contracted
+    return form.second.index(form.batch) if is_bank else None
 
 
 known_with_bank = functools.lru_cache(maxsize=4096)(with_bank)

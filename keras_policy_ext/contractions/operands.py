@@ -369,6 +369,10 @@ class BoundOperand:
         self._in_forward = self.first.matmul == "forward"
         self._framework = backends.current
         self._amax_of = self.first.amax_of
+        if plan.histories > 1:
+            asked = self.first.quantization
+            of = functools.partial(plan.contraction.amaxes, operand)
+            self._amax_of = lambda home: of(home, asked)
         self._is_stochastic = any(
             use.is_stochastic for use in (self.first, self.second)
         )
@@ -376,7 +380,7 @@ class BoundOperand:
         self._casts_before_amax = _casts_before_amax(plan, self, engine)
 
     def amax(self, x: Tensor) -> Tensor:
-        """Compute the amax of an operand, a float32 scalar."""
+        """Compute the amax of an operand, a scalar or one per history."""
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(

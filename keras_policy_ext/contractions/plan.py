@@ -14,7 +14,7 @@ from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.contractions.bound_plan import BoundPlan
-from keras_policy_ext.contractions.kinds import Contraction
+from keras_policy_ext.contractions.kinds import Contraction, EinsumOfBank
 from keras_policy_ext.contractions.operands import Operands, operands_of
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -126,7 +126,13 @@ class Plan:
     @functools.cached_property
     def source(self) -> Any:
         """The object that computes the recipe's scales."""
-        return source_of(self.recipe)
+        return source_of(self.recipe, self.histories)
+
+    @functools.cached_property
+    def histories(self) -> int:
+        """The number of histories of each operand; 1 but for a bank."""
+        known = self.contraction
+        return known.histories if isinstance(known, EinsumOfBank) else 1
 
     def resolved(self) -> Plan:
         """Return a copy of this plan with the current value of `prefer`."""

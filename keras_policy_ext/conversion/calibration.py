@@ -202,7 +202,7 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
             continue
         for amax in seen[id(variable)]:
             variable.observe("inputs", amax)
-        if variable.newest("kernel") != state.amax(kernel):
+        if variable.newest("kernel") != state.amax(kernel).max():
             state.observe([kernel])
         filled = True
     return filled

@@ -27,7 +27,12 @@ from keras import ops
 
 from keras_policy_ext._keras import products, walking
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import COMPUTE_DTYPES, Einsum, equations
+from keras_policy_ext.contractions import (
+    COMPUTE_DTYPES,
+    Einsum,
+    bank_axis,
+    equations,
+)
 from keras_policy_ext.layers.drop_in import new_form
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import MovedKernel, contraction_of
@@ -206,6 +211,18 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
                 return Axes(summed, tuple(i for i in axes if i not in summed))
         return super().float8_axes(layer, kernel)
 
+    @classmethod
+    def float8_bank_axis(
+        cls, layer: keras.Layer, kernel: keras.Variable
+    ) -> int | None:
+        """Return the axis of a kernel that all its products take for a bank."""
+        found = [x for x in products_of(layer) if x.path == kernel.path]
+        axes = {
+            None if each.is_moved else _bank_axis(each.equation)
+            for each in found
+        }
+        return axes.pop() if len(axes) == 1 else None
+
 
 # The variable behind each operand.
 
@@ -296,7 +313,7 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     recipe = layer.float8_policy.recipe
     shape = tuple(operand.shape)
     if recipe.trains and _is_bank(contraction):
-        apart = layer.float8_controller.scales_each_matrix
+        apart = layer.float8_controller.scales_each_matrix(kernel)
         if apart or _crosses_matrices(contraction, shape, recipe):
             contraction, inputs = _by_matrix(contraction, inputs, shape[0])
     return layer._contract(
@@ -340,6 +357,13 @@ def _tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
         if (asked := recipe.quantization(operand, matmul)) is not None
     ]
     return tuple(size for size in found if size is not None)
+
+
+def _bank_axis(equation: str) -> int | None:
+    """Return the axis of a kernel with the number of its matrix, or None."""
+    if _is_bank(Einsum(equation)):
+        return 0
+    return bank_axis(equation)
 
 
 def _by_matrix(

@@ -96,9 +96,6 @@ class Float8Controller:
         limit_of_values: The largest value of these values, if they are scaled
             by keys; None if they have a scale of all keys, or are not
             quantized.
-        scales_each_matrix: Whether the operands of a product with a bank of
-            weights have a scale for each of its matrices, where another
-            operand has one per tensor.
     """
 
     def __init__(self, layer: keras.Layer) -> None:
@@ -110,7 +107,7 @@ class Float8Controller:
         self.recipe_of_activations: Any = None
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
-        self.scales_each_matrix = False
+        self._scales_each_matrix = False
         self._has_state = False
         # No path: the first look resolves the policy.
         self._path: str | None = ""
@@ -149,7 +146,7 @@ class Float8Controller:
         self.recipe_of_activations = recipes[0]
         self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
-        self.scales_each_matrix = follows and _scales_each_matrix(policy.recipe)
+        self._scales_each_matrix = follows and _are_of_tensors(policy.recipe)
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
@@ -209,7 +206,7 @@ class Float8Controller:
         if self.policy is None:
             return
         for kernel in contracted:
-            layer.float8_state.add(kernel, self.policy.recipe)
+            self._add_state(kernel, self.policy.recipe)
         if entries:
             layer.float8_state.load_own_variables(entries)
 
@@ -238,7 +235,11 @@ class Float8Controller:
         self.kernel_paths += (variable.path,)
         policy = self.layer.float8_policy
         if policy is not None:
-            self.layer.float8_state.add(variable, policy.recipe)
+            self._add_state(variable, policy.recipe)
+
+    def _add_state(self, kernel: keras.Variable, recipe: Any) -> None:
+        axis = self.layer.float8_bank_axis(self.layer, kernel)
+        self.layer.float8_state.add(kernel, recipe, axis)
 
     def _kernels_to_contract(self) -> list[keras.Variable]:
         if self.kernel_paths:
@@ -293,12 +294,8 @@ class Float8Controller:
         framework = backends.current
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
-        if self.scales_each_matrix:
-            # torch.compile leaves caches out.
-            named = contractions.with_bank
-            if not compiling:
-                named = contractions.known_with_bank
-            contraction = named(contraction)
+        if self.scales_each_matrix(kernel):
+            contraction = self._of_bank(contraction, kernel, compiling)
         state, slot = self._state_of(kernel, value, training, compiling)
         if moved is not None:
             value = moved.move(value)
@@ -316,6 +313,40 @@ class Float8Controller:
         if not compiling and _hooks.get():
             call_hooks(layer.float8_state.of(kernel), inputs)
         return contractions.run(plan, inputs, value, *state, bias=bias)
+
+    def scales_each_matrix(self, kernel: keras.Variable) -> bool:
+        """Return True if each matrix has a scale where a kernel is a bank.
+
+        Under a recipe with histories they do if the state of the kernel has a
+        history for each matrix.
+        """
+        if not self._scales_each_matrix:
+            return False
+        state = self.layer.float8_state.of(kernel)
+        observes = state is not None and state.observes_amaxes
+        return not observes or state.matrices > 1
+
+    def _of_bank(
+        self, contraction: Any, kernel: keras.Variable, compiling: bool
+    ) -> Any:
+        state = self.layer.float8_state.of(kernel)
+        matrices = 1 if state is None else state.matrices
+        # torch.compile leaves caches out.
+        named = contractions.with_bank
+        if not compiling:
+            named = contractions.known_with_bank
+        found = named(contraction, matrices)
+        if matrices > 1 and not _reads_bank(found, state.bank_axis):
+            raise ValueError(
+                f"The kernel {kernel.path!r} is no bank of matrices in this "
+                f"product. Received: {contraction!r}; the layer has a history "
+                f"for each of {matrices} matrices, along axis "
+                f"{state.bank_axis}. Allowed: an equation in which inputs and "
+                "outputs have this axis too, such as 'eti,eio->eto' for axis "
+                "0. Change the equation, or what the layer's "
+                "`float8_bank_axis` returns."
+            )
+        return found
 
     def _contract_stored(
         self,
@@ -437,14 +468,20 @@ def _of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
     return activations, summed, limit
 
 
-def _scales_each_matrix(recipe: Any) -> bool:
-    """Return True if matrices of a bank have scales apart under a recipe.
+def _are_of_tensors(recipe: Any) -> bool:
+    """Return True if a recipe has one scale per tensor.
 
-    Scales of rows or blocks are of one matrix already. A history is of the
-    whole tensor.
+    Scales of rows or blocks are of one matrix of a bank already.
     """
-    of_tensors = recipe.trains and recipe.granularity == "tensorwise"
-    return bool(of_tensors and not recipe.history_length)
+    return bool(recipe.trains and recipe.granularity == "tensorwise")
+
+
+def _reads_bank(contraction: Any, axis: int) -> bool:
+    """Return True if a product's batch is this axis of its kernel."""
+    if not isinstance(contraction, contractions.EinsumOfBank):
+        return False
+    form = contraction.form
+    return form.batch == form.second[axis]
 
 
 def new_state(layer: keras.Layer) -> Float8State:

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.contractions import equations
+from keras_policy_ext.contractions import bank_axis, equations
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin, activated
@@ -85,6 +85,13 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
         return Axes(
             tuple(map(second.index, summed)), tuple(map(second.index, free))
         )
+
+    @classmethod
+    @override
+    def float8_bank_axis(
+        cls, layer: keras.Layer, kernel: keras.Variable
+    ) -> int | None:
+        return bank_axis(layer.equation.replace("...", ""))
 
 
 def _einsum_call(

@@ -49,20 +49,21 @@ class Form:
 
     Attributes:
         dtype: Its dtype, or an abstract one of NumPy.
-        rank: The number of its axes; None for any.
+        rank: The number of its axes, or several; None for any.
         is_valid: Returns True for each valid number, floats in float32; None
             if all are.
     """
 
     dtype: Any
-    rank: int | None
+    rank: int | tuple[int, ...] | None
     is_valid: Callable[[np.ndarray], np.ndarray] | None = None
 
     def fits(self, array: Any) -> bool:
         """Return True if an array has the dtype and rank; no empty vector."""
-        if self.rank not in (None, array.ndim):
+        ranks = self.rank if isinstance(self.rank, tuple) else (self.rank,)
+        if None not in ranks and array.ndim not in ranks:
             return False
-        is_empty = self.rank == 1 and not array.size
+        is_empty = None not in ranks and not array.size
         return np.issubdtype(array.dtype, self.dtype) and not is_empty
 
 
@@ -173,8 +174,8 @@ def _positive(array: np.ndarray) -> np.ndarray:
 
 _TEXT = Form(np.uint8, 1)
 AMAXES = {
-    SCALE: Form(np.floating, 0, is_amax),
-    HISTORY: Form(np.floating, 1, is_amax),
+    SCALE: Form(np.floating, (0, 1), is_amax),
+    HISTORY: Form(np.floating, (1, 2), is_amax),
 }
 _OPERANDS = f"each of {', '.join(OPERANDS)}"
 
@@ -188,7 +189,9 @@ STATE = Schema(
         ATTENTION: _TEXT,
         KERAS_LENGTH: Form(np.integer, 0, lambda x: x >= 1),
         **AMAXES,
-        PART: Form(np.floating, 0, lambda x: abs(x - 0.5) <= 0.5 + ROUNDING),
+        PART: Form(
+            np.floating, (0, 1), lambda x: abs(x - 0.5) <= 0.5 + ROUNDING
+        ),
         EARLIER: Form(np.float32, 2, lambda x: x >= 0),
         STEPS: Form(np.integer, 0, lambda x: (x >= 0) & (x < MOST_STEPS)),
     },

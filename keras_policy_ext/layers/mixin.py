@@ -408,6 +408,25 @@ class Float8Mixin(
         *summed, free = range(len(kernel.shape))
         return Axes(tuple(summed), (free,))
 
+    @classmethod
+    def float8_bank_axis(
+        cls, layer: keras.Layer, kernel: keras.Variable
+    ) -> int | None:
+        """Return the axis of a kernel that tells the matrices of a bank apart.
+
+        Under delayed scaling each of these matrices, such as those of experts,
+        has a history. All products with the kernel then have this axis in
+        their inputs and outputs.
+
+        Args:
+            layer: A layer of this class, or of the stock class.
+            kernel: One of its contracted weights.
+
+        Returns:
+            None, for one history; subclasses may differ.
+        """
+        return None
+
     # What Keras calls
 
     def add_weight(

@@ -106,12 +106,17 @@ class SavedState(Group):
             found = f"{key!r} is {text.dtype} and no UTF-8"
             raise self.damaged(found) from error
 
-    def kernels(self, recipes: Sequence[Recipe]) -> list[KernelState]:
+    def kernels(
+        self, recipes: Sequence[Recipe], matrices: Sequence[int] | None = None
+    ) -> list[KernelState]:
         """Return one state per kernel of a layer; missing ones start anew.
 
         Args:
             recipes: For each kernel the recipe that its layer follows or is
                 going to follow.
+            matrices: For each kernel the number of its matrices that have a
+                history each; None for what the file has. A single history in
+                the file becomes that of each matrix.
 
         Returns:
             The states; none if the recipe has no state.
@@ -124,12 +129,17 @@ class SavedState(Group):
         if recipes and self.store:
             self._check_version()
         return [
-            KernelState(self._matrix(i, recipe), self._earlier(i))
+            KernelState(
+                self._matrix(i, recipe, matrices[i] if matrices else None),
+                self._earlier(i),
+            )
             for i, recipe in enumerate(recipes)
         ]
 
-    def _matrix(self, i: int, recipe: Recipe) -> np.ndarray:
-        source = state_source_of(recipe)
+    def _matrix(
+        self, i: int, recipe: Recipe, matrices: int | None
+    ) -> np.ndarray:
+        source = state_source_of(recipe, matrices or self._matrices(i))
         layout, matrix = source.layout, source.layout.never_observed()
         scales, histories = layout.scale(matrix), layout.history(matrix)
         if not source.observes_amaxes:
@@ -143,15 +153,45 @@ class SavedState(Group):
         ]
         if not any(key in self.store for key in keys):
             return matrix
-        for row, operand in enumerate(OPERANDS):
+        count = len(matrix) // len(OPERANDS)
+        for n, operand in enumerate(OPERANDS):
+            rows = slice(n * count, (n + 1) * count)
             names = {"i": i, "operand": operand}
-            scales[row] = self.read(entries.SCALE, **names)
-            ring = self.read(entries.HISTORY, **names)
-            histories[row] = _resized(ring, layout.length)
-            matrix[row, 0] = _looks(matrix[row])
+            scales[rows] = self._of_matrices(count, 0, entries.SCALE, names)
+            rings = self._of_matrices(count, 1, entries.HISTORY, names)
+            for row, ring in zip(matrix[rows], rings, strict=True):
+                layout.history(row[None])[0] = _resized(ring, layout.length)
+                row[0] = _looks(row)
             if entries.PART.format(**names) in self.store:
-                matrix[row, 0] = UNSEEN + self.read(entries.PART, **names)
+                part = self._of_matrices(count, 0, entries.PART, names)
+                matrix[rows, 0] = UNSEEN + part
         return matrix
+
+    def _matrices(self, i: int) -> int:
+        """Return of how many matrices the file has histories of a kernel."""
+        names = {"i": i, "operand": OPERANDS[0]}
+        if entries.SCALE.format(**names) not in self.store:
+            return 1
+        return int(self.read(entries.SCALE, **names).size)
+
+    def _of_matrices(
+        self, count: int, rank: int, template: str, names: Mapping[str, Any]
+    ) -> np.ndarray:
+        """Return an entry with a first axis of this many matrices.
+
+        Args:
+            count: The number of matrices.
+            rank: The number of axes of the entry for one history.
+            template: The key of the entry.
+            names: The values of the names in the template.
+        """
+        array = self.read(template, **names)
+        if array.ndim > rank and len(array) != count:
+            key = template.format(**names)
+            found = f"{key!r} is of {len(array)} matrices, the kernel of "
+            raise self.damaged(f"{found}{count}")
+        one = array.shape[array.ndim - rank :]
+        return np.broadcast_to(array, (count, *one))
 
     def _earlier(self, i: int) -> np.ndarray | None:
         if entries.EARLIER.format(i=i) not in self.store:
@@ -208,12 +248,18 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     if not variable.observes_amaxes:
         return {entries.STEPS.format(i=i): histories[0, 0].astype("int32")}
     arrays = {}
-    for row, operand in enumerate(OPERANDS):
-        names = {"i": i, "operand": operand}
-        arrays[entries.SCALE.format(**names)] = scales[row]
-        arrays[entries.HISTORY.format(**names)] = histories[row]
-        if matrix[row, 0] != _looks(matrix[row]):
-            arrays[entries.PART.format(**names)] = matrix[row, 0] - UNSEEN
+    looks = np.array([_looks(row) for row in matrix], "float32")
+    for operand in OPERANDS:
+        names, rows = {"i": i, "operand": operand}, variable.rows_of(operand)
+        found = {
+            entries.SCALE: scales[rows],
+            entries.HISTORY: histories[rows],
+        }
+        if (matrix[rows, 0] != looks[rows]).any():
+            found[entries.PART] = matrix[rows, 0] - UNSEEN
+        for key, value in found.items():
+            one = value[0] if variable.matrices == 1 else value
+            arrays[key.format(**names)] = one
     return arrays
 
 

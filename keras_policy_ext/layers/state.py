@@ -89,8 +89,18 @@ class Float8State(keras.layers.Layer):
         """
         self._layer = weakref.ref(layer)
 
-    def add(self, kernel: keras.Variable, recipe: Recipe) -> None:
+    def add(
+        self,
+        kernel: keras.Variable,
+        recipe: Recipe,
+        bank_axis: int | None = None,
+    ) -> None:
         """Create the state variable of a kernel, if the recipe has state.
+
+        Args:
+            kernel: The kernel.
+            recipe: The recipe that its layer follows.
+            bank_axis: See `Float8Mixin.float8_bank_axis`.
 
         Raises:
             ValueError: If there is already a kernel with this path.
@@ -110,7 +120,7 @@ class Float8State(keras.layers.Layer):
         # keeps parameters by path.
         beside = scope_of_path(kernel.path.rpartition("/")[0])
         with beside, keras.name_scope(self.name):
-            variable = StateVariable(recipe, kernel, name)
+            variable = StateVariable(recipe, kernel, name, bank_axis)
             if hasattr(self, name):  # Of a kernel of another layer.
                 name = f"{name}_{len(self._owners)}"
             # Tracked while it is trainable, so that Keras counts it among the
@@ -127,10 +137,15 @@ class Float8State(keras.layers.Layer):
             if variable is not None and variable.observes_amaxes:
                 variable.observe("kernel", self.amax(kernel))
 
-    def amax(self, kernel: keras.Variable) -> np.float32:
-        """Return the amax of a kernel's current value, on the host."""
+    def amax(self, kernel: keras.Variable) -> Any:
+        """Return the amax of a kernel's current value, on the host.
+
+        It is float32, a scalar; (matrices,) if each has a history.
+        """
         value = variable_values.value_without_autocast(kernel)
-        return np.float32(ops.convert_to_numpy(scaling.amax(value)))
+        variable = self.of(kernel)
+        of = scaling.amax if variable is None else variable.amax_of
+        return np.float32(ops.convert_to_numpy(of(value)))
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:
         """Return the state variable of a kernel; None if it has none."""
@@ -149,9 +164,9 @@ class Float8State(keras.layers.Layer):
 
     def fits(self, recipe: Recipe) -> bool:
         """Return True if these state variables have the shape of a recipe's."""
-        shape = source_of(recipe).state_shape
-        return shape is None or all(
-            tuple(variable.shape) == shape for variable in self.matrices
+        return not has_state(recipe) or all(
+            tuple(each.shape) == source_of(recipe, each.matrices).state_shape
+            for each in self.matrices
         )
 
     def follow(self, recipe: Recipe) -> None:
@@ -207,7 +222,9 @@ class Float8State(keras.layers.Layer):
         self.policy_in_file = saved.store.get(entries.POLICY)
         variables = self.matrices
         try:
-            kernels = saved.kernels([each.recipe for each in variables])
+            recipes = [each.recipe for each in variables]
+            matrices = [each.matrices for each in variables]
+            kernels = saved.kernels(recipes, matrices)
             self.given = saved.text(entries.GIVEN) or self.given
         except ValueError as error:
             self._failure = error

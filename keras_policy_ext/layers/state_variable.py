@@ -22,7 +22,11 @@ from keras_policy_ext.numerics.observations import (
     VALID_MARK,
     StateLayout,
 )
-from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
+from keras_policy_ext.numerics.scale_sources import (
+    keeps_histories_apart,
+    source_of,
+    state_source_of,
+)
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 _MOVED = (
@@ -78,6 +82,9 @@ class StateVariable(
     Attributes:
         recipe: The recipe that the state belongs to.
         kernel: The contracted weight.
+        bank_axis: The axis of the kernel whose matrices have a history each;
+            None for one history.
+        matrices: The number of these matrices; 1 for one history.
         uses: The number of uses of the kernel since the last assignment.
         counts_steps: Whether this state is a count of steps.
         observed: The observations since then, on a framework that stores them
@@ -92,14 +99,24 @@ class StateVariable(
     _version: int | None = None
     _row: int | None = None
 
-    def __init__(self, recipe: Recipe, kernel: keras.Variable, name: str):
+    def __init__(
+        self,
+        recipe: Recipe,
+        kernel: keras.Variable,
+        name: str,
+        bank_axis: int | None = None,
+    ):
         self.recipe = recipe
         self.kernel = kernel
+        if not keeps_histories_apart(recipe):
+            bank_axis = None
+        self.bank_axis = bank_axis
+        self.matrices = 1 if bank_axis is None else kernel.shape[bank_axis]
         self.uses = 0
         self.counts_steps = not source_of(recipe).observes_amaxes
         super().__init__(
             initializer=self._never_observed,
-            shape=source_of(recipe).state_shape,
+            shape=source_of(recipe, self.matrices).state_shape,
             dtype="float32",
             autocast=False,
             aggregation="only_first_replica",
@@ -280,9 +297,18 @@ class StateVariable(
         """
         if not self.observes_amaxes:
             return matrix
-        settle = contractions.catching_up(self.recipe, beyond)
-        amax = scaling.amax(kernel)
+        how = self.recipe, beyond, self.matrices
+        settle = contractions.catching_up(*how)
+        amax = self.amax_of(kernel)
         return backends.current.settle_here(settle, amax, matrix)
+
+    def amax_of(self, kernel: Tensor) -> Tensor:
+        """Return the amax of a kernel; (matrices,) if each has a history."""
+        if self.matrices == 1:
+            return scaling.amax(kernel)
+        axes = range(len(kernel.shape))
+        others = tuple(axis for axis in axes if axis != self.bank_axis)
+        return scaling.amax(kernel, axis=others)
 
     @property
     def settling(self) -> Any:
@@ -290,7 +316,7 @@ class StateVariable(
 
         See `contractions.settling`.
         """
-        return contractions.settling(self.recipe)
+        return contractions.settling(self.recipe, self.matrices)
 
     def matrix(self) -> Any:
         """Return this variable's tensor; raise if it is not float32.
@@ -344,25 +370,33 @@ class StateVariable(
 
         Args:
             operand: One of `recipes.OPERANDS`.
-            amax: Float32 scalar.
+            amax: Float32 scalar, or (matrices,). Of a bank, an amax of 0 is
+                not entered.
         """
-        amax = np.float32(ops.convert_to_numpy(amax))
-        row = OPERANDS.index(operand)
         matrix = np.array(ops.convert_to_numpy(self.value))
-        layout = self.rows_layout
-        if matrix[row, 0] == UNSEEN and np.isfinite(amax):
-            # What settling comes to, without its thirty operations.
-            matrix[row, 0] = VALID_MARK
-            layout.history(matrix)[row, 0] = amax
-        else:
-            matrix[row] = 0.0
-            matrix[row, :2] = UNIT, UNIT * amax
+        layout, rows = self.rows_layout, self.rows_of(operand)
+        found = np.float32(ops.convert_to_numpy(amax))
+        for row, amax in enumerate(np.resize(found, self.matrices), rows.start):
+            if self.matrices > 1 and not amax:
+                continue
+            if matrix[row, 0] == UNSEEN and np.isfinite(amax):
+                # What settling comes to, without its thirty operations.
+                matrix[row, 0] = VALID_MARK
+                layout.history(matrix)[row, 0] = amax
+            else:
+                matrix[row] = 0.0
+                matrix[row, :2] = UNIT, UNIT * amax
         self.enter(matrix)
+
+    def rows_of(self, operand: str) -> slice:
+        """Return the rows of the state that an operand has."""
+        first = OPERANDS.index(operand) * self.matrices
+        return slice(first, first + self.matrices)
 
     @property
     def rows_layout(self) -> StateLayout:
         """The `StateLayout` of this state: which columns mean what."""
-        return state_source_of(self.recipe).layout
+        return state_source_of(self.recipe, self.matrices).layout
 
     @property
     def observes_amaxes(self) -> bool:
@@ -374,27 +408,25 @@ class StateVariable(
 
         A scale is 0 until one was computed from a history. An amax is 0 if it
         was never observed, or if the state is an average of which too little
-        was observed. The dict is empty for a count of steps.
+        was observed. The dict is empty for a count of steps. Of a bank, each
+        number is the largest of its matrices.
         """
         if not self.observes_amaxes:
             return {}
         layout = self.rows_layout
         matrix = self.trusted()
         matrix[~_is_sealed(matrix[:, 0])] = 0.0
-        return {
-            operand: (scale, newest_first(ring))
-            for operand, scale, ring in zip(
-                OPERANDS,
-                layout.scale(matrix),
-                layout.history(matrix),
-                strict=True,
-            )
-        }
+        found = {}
+        for operand in OPERANDS:
+            rows = matrix[self.rows_of(operand)]
+            ring = layout.history(rows).max(axis=0)
+            found[operand] = layout.scale(rows).max(), newest_first(ring)
+        return found
 
     def is_unseen(self, operand: str) -> bool:
         """Return True if an operand's amax was never observed."""
         matrix = ops.convert_to_numpy(self.matrix())
-        return bool(matrix[OPERANDS.index(operand), 0] == UNSEEN)
+        return bool((matrix[self.rows_of(operand), 0] == UNSEEN).all())
 
     def newest(self, operand: str) -> np.float32:
         """Return the newest observed amax of an operand; 0 without one."""
@@ -470,8 +502,10 @@ def _cast(path: str, dtype: str) -> str:
 
 
 def _kernel_row(value: np.ndarray) -> int:
-    """Return a hash of a state's row for the kernel, to detect changes."""
-    return hash(value[min(1, len(value) - 1)].astype("float32").tobytes())
+    """Return a hash of a state's rows for the kernel, to detect changes."""
+    third = len(value) // len(OPERANDS)
+    rows = value[third : 2 * third] if third else value
+    return hash(rows.astype("float32").tobytes())
 
 
 def newest_first(ring: np.ndarray) -> np.ndarray:

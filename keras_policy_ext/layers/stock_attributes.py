@@ -7,7 +7,6 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext.recipes import OPERANDS
 
 
 class _View:
@@ -18,7 +17,7 @@ class _View:
     """
 
     def __init__(self, operand: str, kind: str):
-        self.row = OPERANDS.index(operand)
+        self.operand = operand
         self.kind = kind
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -36,12 +35,16 @@ class _View:
                 f"no amaxes. Received: the policy {layer.dtype_policy!r}. "
                 "Allowed: a float8 policy with delayed scaling."
             )
-        layout = matrices[0].rows_layout
+        layout, rows = (
+            matrices[0].rows_layout,
+            matrices[0].rows_of(self.operand),
+        )
+        at: Any = rows if matrices[0].matrices > 1 else rows.start
         state = variable_values.value_without_autocast(matrices[0])
         state = ops.stop_gradient(state)
         if self.kind == "amax_history":
-            return layout.history(state)[self.row]
-        scale = layout.scale(state)[self.row]
+            return layout.history(state)[at]
+        scale = layout.scale(state)[at]
         return ops.where(ops.greater(scale, 0.0), scale, 1.0)
 
 
@@ -49,7 +52,8 @@ class StockAttributes:
     """A mixin that shows scales and histories under Keras's names.
 
     They are tensors to read. A scale is float32 (), the last one used or 1. An
-    amax history is float32 (length,), newest at index 0.
+    amax history is float32 (length,), newest at index 0. A bank of matrices has
+    one more axis in front, of its matrices.
     """
 
     inputs_scale = _View("inputs", "scale")

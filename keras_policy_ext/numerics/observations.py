@@ -28,6 +28,9 @@ treats the state as a weight changes both, the slots by as little as an amax in
 `UNIT`. A row with other values there is discarded, and its operand counts as
 never observed.
 
+The state of a bank of matrices has a row for each matrix of each operand; see
+`scale_sources.DelayedSourceOfBank`.
+
 A row that was never observed has a -2. Its average with an observed row is
 between -1 and -2 and is discarded too, since its amaxes are too small. A
 moving average is accepted as soon as the unobserved part of it is below
@@ -248,13 +251,18 @@ class StateLayout:
 
 
 def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
-    """Return the kernel's row of an observation if `flag` is set, else zeros.
+    """Return the kernel's rows of an observation where `flag` is set.
+
+    The others are zeros.
 
     Args:
-        observation: (rows, width), one row per operand of `OPERANDS`.
-        flag: Bool scalar.
+        observation: (rows, width), as many rows for each of `OPERANDS`.
+        flag: Bool scalar; or (matrices,), one for each matrix of a bank.
     """
     is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
+    if len(flag.shape):
+        is_kernel = is_kernel.repeat(flag.shape[0], axis=0)
+        flag = ops.expand_dims(ops.tile(flag, len(OPERANDS)), 1)
     return ops.where(ops.logical_and(is_kernel, flag), observation, 0.0)
 
 

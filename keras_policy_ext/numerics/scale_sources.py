@@ -37,10 +37,10 @@ class HistoryScales:
     """The three operands' scales for a step, read from a state.
 
     Attributes:
-        scales: Float32 (3,), one per operand; 0 for one that was never
+        scales: Float32, one per row of the state; 0 for one that was never
             observed if the recipe has no fixed initial scale.
-        unseen: Bool (3,), whether each operand was never observed; None if the
-            recipe has a fixed initial scale.
+        unseen: Bool, whether each row was never observed; None if the recipe
+            has a fixed initial scale.
         seen_lately: Whether a device reported some steps ago that all operands
             were observed. `unseen` is then false unless the state has been
             restored since, which is not worth an extra pass over an operand.
@@ -402,6 +402,70 @@ class DelayedSource:
         return scaling.scale_of_multiplier(amax, limit, margin, previous)
 
 
+class DelayedSourceOfBank(DelayedSource):
+    """Delayed scaling of a bank, with a history for each of its matrices.
+
+    A state has a row for each matrix of the inputs, then of the kernel, then
+    of the outputs gradient. Amaxes are float32 (matrices, 1, 1). An amax of 0
+    is not observed: so a row of an expert that gets no token stays as it is.
+
+    Args:
+        recipe: A delayed-scaling recipe.
+        matrices: The number of matrices.
+    """
+
+    def __init__(self, recipe: Any, matrices: int):
+        super().__init__(recipe)
+        self.matrices = matrices
+        constant = np.repeat(self.layout.constant, matrices).tolist()
+        self.layout = StateLayout(recipe.history_length, tuple(constant))
+        self.state_shape = len(constant), self.layout.width
+        self.limits = np.repeat(self.limits, matrices).tolist()
+
+    def scale(
+        self,
+        operand: str,
+        quantization: Quantization,
+        amax: Amax,
+        known: Any,
+    ) -> Tensor | None:
+        """Return a scale for each matrix of an operand, (matrices, 1, 1)."""
+        if known is None:
+            return None
+        first = OPERANDS.index(operand) * self.matrices
+        rows = slice(first, first + self.matrices)
+        scale = ops.reshape(known.scales[rows], (-1, 1, 1))
+        if known.unseen is None:
+            return scale
+        unseen = ops.reshape(known.unseen[rows], (-1, 1, 1))
+        amax_of_now = ops.where(unseen, amax(), 0.0)
+        known_scale = ops.where(unseen, 1.0, scale)
+        return self._scale(amax_of_now, self.limits[first], known_scale)
+
+    def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
+        """Return the amaxes of one use of a layer as a state's gradient."""
+        flat = ops.concatenate([ops.reshape(x, (-1,)) for x in amaxes])
+        observation = self.layout.observation(flat, slot)
+        is_used = ops.expand_dims(ops.not_equal(flat, 0.0), 1)
+        return ops.where(is_used, observation, 0.0)
+
+    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+        """Return, for each matrix of a kernel, whether its scale is too small.
+
+        Args:
+            amax: The amax of each matrix.
+            known: The reading of the state.
+
+        Returns:
+            Bool (matrices,).
+        """
+        first = OPERANDS.index("kernel") * self.matrices
+        before = known.scales[first : first + self.matrices]
+        amax = ops.reshape(amax, (-1,))
+        own = self._scale(amax, self.limits[first], 0.0)
+        return ops.logical_and(before > 0.0, own > before)
+
+
 class CountingSource(CurrentSource):
     """A source that uses a tensor's own amax, and a state that counts steps.
 
@@ -467,12 +531,14 @@ _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {
 
 
 @functools.cache
-def source_of(recipe: Recipe) -> ScaleSource:
+def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
     """Return the object that computes a recipe's scales, from a cache.
 
     Args:
         recipe: Any recipe. An unregistered one is scaled by the amaxes of its
             tensors.
+        matrices: The number of matrices of a kernel that have a history each,
+            under delayed scaling; 1 for one history.
 
     Returns:
         The same object for equal recipes.
@@ -493,6 +559,8 @@ def source_of(recipe: Recipe) -> ScaleSource:
         return CountingSource(recipe)
     found = next(b for b in type(recipe).__mro__ if b in _SOURCES)
     source = _SOURCES[found](recipe)
+    if matrices > 1 and type(source) is DelayedSource:
+        return DelayedSourceOfBank(recipe, matrices)
     if recipe.history_length and source.state_shape is None:
         raise ValueError(
             f"Nothing keeps the history of {recipe!r}. Received: a history "
@@ -503,9 +571,15 @@ def source_of(recipe: Recipe) -> ScaleSource:
     return source
 
 
-def state_source_of(recipe: Recipe) -> StateSource:
+def state_source_of(recipe: Recipe, matrices: int = 1) -> StateSource:
     """Return the `StateSource` of a recipe whose kernels have a state."""
-    return cast(StateSource, source_of(recipe))
+    return cast(StateSource, source_of(recipe, matrices))
+
+
+def keeps_histories_apart(recipe: Recipe) -> bool:
+    """Return True if matrices of a bank can have a history each."""
+    of_tensors = recipe.trains and recipe.granularity == "tensorwise"
+    return of_tensors and type(source_of(recipe)) is DelayedSource
 
 
 def register(
