@@ -24,13 +24,19 @@ class Contract(kpe.layers.Float8Mixin, keras.layers.Layer):
         return self.float8_einsum(self.equation, inputs, self.kernel, training)
 
 
-def quantized(x, operand, recipe):
-    """What float8 keeps of an array under current scaling, in float64."""
+def quantized(x, operand, recipe, apart=()):
+    """What float8 keeps of an array under current scaling, in float64.
+
+    Each index of the axes `apart` has its own scale.
+    """
     dtype = recipe.format_of(operand)
     amax = reference.amax(x)
+    if apart:
+        others = tuple(i for i in range(x.ndim) if i not in apart)
+        amax = np.abs(x).max(axis=others, keepdims=True)
     scale = reference.scale_from_amax(amax, dtype, **recipe.scale_options)
     codes = reference.quantize(x, scale, dtype)
-    return codes.astype("float64") * np.float64(scale)
+    return codes.astype("float64") * scale.astype("float64")
 
 
 def whole(values, scale, dtype="float8_e4m3fn"):

@@ -240,9 +240,7 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
     """
     if not isinstance(contraction, Einsum):
         return contraction
-    form = form_of(contraction.equation)
-    is_bank = form.batch and form.columns and form.contracted
-    if not is_bank:
+    if not _bank_axes(contraction.equation):
         return contraction
     return EinsumOfBank(contraction.equation, histories)
 
@@ -252,9 +250,19 @@ def bank_axis(equation: str) -> int | None:
 
     None if the weight is no bank, or has several such axes.
     """
-    form = form_of(equation)
-    is_bank = len(form.batch) == 1 and form.columns and form.contracted
-    return form.second.index(form.batch) if is_bank else None
+    axes = _bank_axes(equation)
+    return axes[0] if len(axes) == 1 else None
+
+
+def _bank_axes(equation: str) -> list[int]:
+    """Return the axes of a weight that tell matrices of a bank apart."""
+    # Not from `form_of`: torch.compile warns about its cache.
+    first, second, out = equations.split(equation)
+    columns = (set(second) - set(first)) & set(out)
+    contracted = (set(first) & set(second)) - set(out)
+    if not columns or not contracted:
+        return []
+    return [i for i, c in enumerate(second) if c in first and c in out]
 
 
 known_with_bank = functools.lru_cache(maxsize=4096)(with_bank)

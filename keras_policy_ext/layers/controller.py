@@ -31,6 +31,7 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
+from keras_policy_ext.recipes import scales_whole_tensors
 from keras_policy_ext.recipes.weighted_sum import (
     WeightedSum,
     weighted_sum_of,
@@ -107,7 +108,7 @@ class Float8Controller:
         self.recipe_of_activations: Any = None
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
-        self._scales_each_matrix = False
+        self._scales_each_matrix = self._has_histories = False
         self._has_state = False
         # No path: the first look resolves the policy.
         self._path: str | None = ""
@@ -146,7 +147,10 @@ class Float8Controller:
         self.recipe_of_activations = recipes[0]
         self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
-        self._scales_each_matrix = follows and _are_of_tensors(policy.recipe)
+        known: Any = policy
+        of_tensors = follows and scales_whole_tensors(known.recipe)
+        self._scales_each_matrix = of_tensors
+        self._has_histories = follows and bool(known.recipe.history_length)
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
@@ -320,11 +324,10 @@ class Float8Controller:
         Under a recipe with histories they do if the state of the kernel has a
         history for each matrix.
         """
-        if not self._scales_each_matrix:
-            return False
+        if not (self._scales_each_matrix and self._has_histories):
+            return self._scales_each_matrix
         state = self.layer.float8_state.of(kernel)
-        observes = state is not None and state.observes_amaxes
-        return not observes or state.matrices > 1
+        return state is not None and state.matrices > 1
 
     def _of_bank(
         self, contraction: Any, kernel: keras.Variable, compiling: bool
@@ -335,8 +338,10 @@ class Float8Controller:
         named = contractions.with_bank
         if not compiling:
             named = contractions.known_with_bank
-        found = named(contraction, matrices)
-        if matrices > 1 and not _reads_bank(found, state.bank_axis):
+        found: Any = named(contraction, matrices)
+        is_bank = isinstance(found, contractions.EinsumOfBank)
+        axis = contractions.bank_axis(found.equation) if is_bank else None
+        if matrices > 1 and axis != state.bank_axis:
             raise ValueError(
                 f"The kernel {kernel.path!r} is no bank of matrices in this "
                 f"product. Received: {contraction!r}; the layer has a history "
@@ -466,22 +471,6 @@ def _of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
     if isinstance(summed, WeightedSum):
         limit = formats.get(summed.format_of("kernel")).max
     return activations, summed, limit
-
-
-def _are_of_tensors(recipe: Any) -> bool:
-    """Return True if a recipe has one scale per tensor.
-
-    Scales of rows or blocks are of one matrix of a bank already.
-    """
-    return bool(recipe.trains and recipe.granularity == "tensorwise")
-
-
-def _reads_bank(contraction: Any, axis: int) -> bool:
-    """Return True if a product's batch is this axis of its kernel."""
-    if not isinstance(contraction, contractions.EinsumOfBank):
-        return False
-    form = contraction.form
-    return form.batch == form.second[axis]
 
 
 def new_state(layer: keras.Layer) -> Float8State:

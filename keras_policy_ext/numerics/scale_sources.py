@@ -29,6 +29,7 @@ from keras_policy_ext.recipes import (
     Quantization,
     Recipe,
     check,
+    scales_whole_tensors,
 )
 
 
@@ -578,7 +579,7 @@ def state_source_of(recipe: Recipe, matrices: int = 1) -> StateSource:
 
 def keeps_histories_apart(recipe: Recipe) -> bool:
     """Return True if matrices of a bank can have a history each."""
-    of_tensors = recipe.trains and recipe.granularity == "tensorwise"
+    of_tensors = scales_whole_tensors(recipe)
     return of_tensors and type(source_of(recipe)) is DelayedSource
 
 

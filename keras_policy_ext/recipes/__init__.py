@@ -44,7 +44,12 @@ from keras_policy_ext.recipes.quantization import (
     matmuls_of,
     read_transposed,
 )
-from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, check
+from keras_policy_ext.recipes.recipe import (
+    REGISTRY,
+    Recipe,
+    check,
+    scales_whole_tensors,
+)
 from keras_policy_ext.recipes.spec import (
     deserialize,
     get,
@@ -78,5 +83,6 @@ __all__ = [
     "names",
     "parse",
     "read_transposed",
+    "scales_whole_tensors",
     "serialize",
 ]

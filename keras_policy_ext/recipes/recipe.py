@@ -267,6 +267,12 @@ def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
     return ""
 
 
+def scales_whole_tensors(recipe: Recipe) -> bool:
+    """Return True if a recipe that trains has one scale for each tensor."""
+    asked = (each for each in _all_asked(recipe) if each is not None)
+    return recipe.trains and all(each.has_one_scale for each in asked)
+
+
 def scales_rows_apart(recipe: Recipe) -> bool:
     """Return True if no scale of the forward matmul is of two rows.
 

@@ -12,7 +12,6 @@ from keras_policy_ext.contractions import Einsum, EinsumOfBank
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import Quantization
 from steps import gradients, normal, numpy, relative_rms
-from ways import BACKEND
 
 EXPERTS, TOKENS, WIDTH, OUT = 3, 4, 16, 8
 SIZES = np.array([1.0, 1e5, 1e-5], "float32")[:, None, None]
@@ -121,7 +120,7 @@ def test_both_kinds_of_matmuls_multiply_by_the_scales(kind):
     engine = backends.engine
     request = Request("forward", asked, asked, True, kind, True)
     matmul, choice = engine.select(request)
-    assert choice.native == (kind == "native" and BACKEND != "torch")
+    assert choice.native == (kind == "native")
     cast = engine.narrow_cast if choice.native else engine.cast
     a, b = (
         quantize(ops.convert_to_tensor(normal(3, 8, 16) * x), asked, cast=cast)

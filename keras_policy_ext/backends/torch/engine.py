@@ -28,6 +28,7 @@ from keras_policy_ext.backends.torch.backend import is_known, is_real
 from keras_policy_ext.backends.torch.scaled_mm import (
     ScaledMM,
     ScaledMMOfBlocks,
+    ScaledMMOfMatrices,
     ScaledMMOfMX,
     ScaledMMOfRows,
 )
@@ -354,6 +355,7 @@ ENGINE = Engine(
     device=backend.here,
     matmuls=(
         ScaledMM(),
+        ScaledMMOfMatrices(),
         ScaledMMOfRows(),
         ScaledMMOfBlocks(),
         ScaledMMOfMX(),

@@ -89,6 +89,38 @@ class ScaledMM(NativeMatmul):
         return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
 
 
+class ScaledMMOfMatrices(NativeMatmul):
+    """A kernel: `scaled_mm` of one matrix of a bank after the other.
+
+    It was not run on a GPU in this release.
+    """
+
+    @override
+    def reads(self, request: Request) -> bool:
+        return request.of_matrices
+
+    @override
+    def refusal(self, request: Request) -> str | None:
+        return _lacking(request) or _slower_on_a_cpu(request)
+
+    @override
+    def reason(self, request: Request) -> str:
+        return f"scaled_mm on {_here()}, of each matrix"
+
+    @override
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        wide = getattr(torch, dtype)
+        operands = zip(a.values, b.values, a.scale, b.scale, strict=True)
+        return torch.stack(
+            [
+                _scaled_mm(x, y.t(), s.reshape(()), t.reshape(()), wide, fast)
+                for x, y, s, t in operands
+            ]
+        )
+
+
 class ScaledMMOfRows(NativeMatmul):
     """A kernel: `scaled_mm` with row scales for one operand or both.
 
@@ -252,9 +284,19 @@ def _refusal(request: Request) -> str | None:
     """Return why PyTorch has no float8 matmul for a request, or None."""
     if request.batched:
         return "torch has no batched float8 matmul"
+    return _lacking(request)
+
+
+def _lacking(request: Request) -> str | None:
+    """Return why PyTorch has no float8 matmul of two matrices, or None."""
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
     return torch_devices.lacking(*request.formats)
+
+
+def _here() -> str:
+    on_cpu = torch_devices.here().maker == "cpu"
+    return "a CPU, asked for" if on_cpu else "CUDA"
 
 
 def _slower_on_a_cpu(request: Request) -> str | None:
