@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -32,6 +32,14 @@ MOVES = (
 
 CASTS = ("cast", "convert_to_tensor")
 
+PASSES = ("dropout", "where")
+"""Operations whose result is made of one operand, with some entries set."""
+
+SOFTMAX = "softmax"
+
+ATTENTION = "dot_product_attention"
+"""The operation that multiplies queries, keys and values."""
+
 BRANCHES = (
     "associative_scan",
     "cond",
@@ -47,7 +55,7 @@ BRANCHES = (
 CHOICES = ("argmax", "argmin", "argsort", "sort", "top_k")
 """The operations that choose among entries."""
 
-_MODULES = ("core", "math", "numpy")
+_MODULES = ("core", "math", "nn", "numpy", "random")
 
 _SCOPES = "name_scope_stack"
 
@@ -72,32 +80,29 @@ def innermost_layer() -> Any:
     return next((each for each in callers if each is not None), None)
 
 
-def watch(product: Handler, move: Handler, branch: Handler) -> None:
-    """Make Keras's operations call `product` and `move` inside of a layer.
+def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
+    """Make operations of Keras call a handler of their own inside of a layer.
 
-    `keras.ops` calls a function of the same name in `backend.numpy`,
-    `backend.core` or `backend.math` (keras 3.0 to 3.15), or in `backend.ops`
-    and in modules of these names there (3.16). These are wrapped, so that it
-    makes no difference how a module imports the operation. If Keras has the
-    functions elsewhere, no product is seen, and `convert` says that none was
-    recognised. Expires with a public hook.
+    `keras.ops` calls a function of the same name in a module of the backend,
+    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops` and in
+    modules of these names there (3.16). These are wrapped, so that it makes no
+    difference how a module imports the operation. Layers cast by
+    `backend.cast`. If Keras has the functions elsewhere, no product is seen,
+    and `convert` says that none was recognised. Expires with a public hook.
 
     Args:
-        product: Called as `product(layer, stock, name, args, kwargs)` for each
-            of `PRODUCTS`; its result is that of the operation. It is called
-            while products are recorded, and for layers of classes that are
-            followed (`follow`).
-        move: The same for each of `MOVES` and `CASTS`.
-        branch: The same for each of `BRANCHES` and `CHOICES`.
+        handlers: The handler for operations of these names. It is called as
+            `handler(layer, stock, name, args, kwargs)`, and its result is that
+            of the operation. It is called while products are recorded, for
+            layers of classes that are followed (`follow`), and inside of
+            `following()`.
     """
-    for names, handler in (
-        (PRODUCTS, product),
-        ((*MOVES, *CASTS), move),
-        ((*BRANCHES, *CHOICES), branch),
-    ):
-        for module in modules():
-            for name in names:
+    for names, handler in handlers.items():
+        for name in names:
+            for module in modules():
                 _wrap(module, name, handler)
+            if name == "cast":
+                _wrap(_backend, name, handler)
 
 
 def modules() -> list[Any]:
@@ -128,7 +133,9 @@ def _wrap(module: Any, name: str, handler: Handler) -> None:
         if scopes and layer is None:  # A name scope of the user.
             layer = innermost_layer()
         if layer is not None and (
-            type(layer) in _FOLLOWED or getattr(_thread, "note", None)
+            type(layer) in _FOLLOWED
+            or getattr(_thread, "note", None)
+            or getattr(_thread, "follows", False)
         ):
             return handler(layer, stock, name, args, kwargs)
         return stock(*args, **kwargs)
@@ -146,6 +153,17 @@ def recording(note: Callable[[keras.Layer, Any], None]) -> Iterator[None]:
         yield
     finally:
         _thread.note = before
+
+
+@contextlib.contextmanager
+def following() -> Iterator[None]:
+    """In the block, call handlers inside of all layers, in this thread."""
+    before = getattr(_thread, "follows", False)
+    _thread.follows = True
+    try:
+        yield
+    finally:
+        _thread.follows = before
 
 
 def recorder() -> Any:

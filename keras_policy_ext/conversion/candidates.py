@@ -102,16 +102,25 @@ class Survey:
     skipped: list[Unconverted]
 
 
-def survey(model: keras.Layer) -> Survey:
-    """Sort the layers of a model into candidates, composites and skipped."""
+def survey(model: keras.Layer, attention: bool = False) -> Survey:
+    """Sort the layers of a model into candidates, composites and skipped.
+
+    Args:
+        model: The model.
+        attention: Whether layers without a float8 class, and without kernels,
+            are composites if their attention can be in float8.
+    """
     found = Survey([], [], [])
     layers = walking.layers_within(model)
-    recorded.record(model, [x for x in layers if _has_no_form(x)])
+    unknown = [x for x in layers if _has_no_form(x)]
+    if attention:
+        unknown += [x for x in layers if isinstance(x, ByOperation)]
+    recorded.record(model, unknown, attention)
     for layer in layers:
         if isinstance(layer, Float8State):
             continue
         try:
-            form = _form(layer)
+            form = _form(layer, attention)
             kernels = () if form is None else tuple(_kernels(layer, form))
         except _CannotConvert as reason:
             found.skipped.append(Unconverted(layer, str(reason)))
@@ -180,8 +189,12 @@ class _CannotConvert(Exception):
     """Raised for a layer that cannot be converted; its text says why."""
 
 
-def _form(layer: keras.Layer) -> type | None:
+def _form(layer: keras.Layer, attention: bool) -> type | None:
     """Return the float8 class for a layer, or None if it needs no conversion.
+
+    Args:
+        layer: The layer.
+        attention: As for `survey`.
 
     Raises:
         _CannotConvert: If it has weights and cannot be converted.
@@ -193,7 +206,7 @@ def _form(layer: keras.Layer) -> type | None:
         raise _CannotConvert(_quantized_by(layer) or str(error)) from error
     own = walking.own_weights(layer)
     if form is None and not quantized_by_keras(layer):
-        form = form_by_operation(layer)
+        form = form_by_operation(layer, attention)
     trains = getattr(form, "float8_trains", True)
     if form is None or (form is not cls and not trains):
         _refuse_unknown(layer, own)

@@ -47,6 +47,8 @@ from keras_policy_ext.conversion.requested import (
     warn_of_plain,
 )
 from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.layers.activation_products import attends
+from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
 from keras_policy_ext.layers.transaction import undone
@@ -219,7 +221,8 @@ def convert(
         min_size: The fewest entries of a kernel whose layer is converted.
         attention: `"float8"`: if all projections of an attention layer are
             converted, its scores and its weighted sum are computed in float8
-            too, with current scaling. None leaves these two unchanged.
+            too, also in a layer of another class where they are recognised.
+            None leaves these two unchanged.
         smooth_swiglu: Inputs for one call of the model: scales of channels are
             first folded into its gated blocks, by
             `kpe.conversion.smooth_swiglu`. None folds none.
@@ -314,7 +317,7 @@ def _decided(
     selection = Selection.read(include, exclude, filter, min_size)
     _check_attention(attention)
     candidates.check(model)
-    survey = candidates.survey(model)
+    survey = candidates.survey(model, attention is not None)
     requested = Requested.read(model, policy, recipe)
     found = survey.candidates
     works = None
@@ -346,6 +349,8 @@ def _convert(
         state = candidate.layer.float8_state
         state.given = target.given
         state.observe(candidate.layer.float8_contracted)
+        if attention and can_attend(candidate.layer):
+            candidate.layer.choose_attention(attention)
     refused = [
         Unconverted(composite, reason)
         for composite in survey.composites
@@ -358,8 +363,12 @@ def _convert(
         if attention and float8_policy_of(layer) is not None
     ]
     idle = []
-    if attention is not None and not contracting:
-        idle.append(_no_attention(model, refused))
+    if attention is not None:
+        done = [x for x in (*chosen, *contracting) if attends(x)]
+        idle = _partly_left([*chosen, *contracting])
+        refused += _left(model, [*chosen, *contracting], refused)
+        if not contracting and not done:
+            idle.append(_no_attention(model, refused))
     return report_of(
         Report,
         model,
@@ -531,16 +540,58 @@ def _check_attention(attention: object) -> None:
 def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
     """Return the warning that `attention="float8"` had no effect."""
     why = (
-        "it has no attention layer of Keras with all projections in float8"
+        "it has no attention layer with all projections in float8"
         if not refused
         else f"of {path_of(refused[0].layer)!r}, {refused[0].reason}"
     )
     return (
         f"`attention='float8'` had no effect on {model.name!r}: {why}. "
         "Allowed: MultiHeadAttention and GroupQueryAttention whose "
-        "projections are all converted. In an attention layer of your own, "
-        "multiply with `float8_activations_einsum` of Float8Mixin."
+        "projections are all converted, and layers of your own or of other "
+        "libraries whose products are recognised. In an attention layer of "
+        "your own, you can multiply with `float8_activations_einsum` and "
+        "`float8_weighted_sum` of Float8Mixin."
     )
+
+
+_PROJECTIONS = (
+    "its attention is in float8 only if the layers in it are all converted, to "
+    "one policy"
+)
+
+
+def _left(
+    model: keras.Layer,
+    converted: Sequence[keras.Layer],
+    refused: Sequence[Unconverted],
+) -> Iterator[Unconverted]:
+    """Yield layers with layers in float8 in them, and attention in floats."""
+    known = {id(x) for x in converted} | {id(each.layer) for each in refused}
+    for layer in walking.layers_within(model):
+        reason = _why_left(layer)
+        within = walking.layers_directly_in(layer)
+        if id(layer) in known or reason is None:
+            continue
+        if any(float8_policy_of(each) is not None for each in within):
+            yield Unconverted(layer, reason)
+
+
+def _partly_left(converted: Sequence[keras.Layer]) -> list[str]:
+    """Return a sentence for each class with products left in floats."""
+    found = {
+        type(x).__name__: reason for x in converted if (reason := _why_left(x))
+    }
+    return [
+        f"`attention='float8'` had no effect on a part of {name}: {reason}."
+        for name, reason in found.items()
+    ]
+
+
+def _why_left(layer: keras.Layer) -> str | None:
+    """Return why products of two activations in a layer stay in floats."""
+    record = record_of(layer)
+    found = None if record is None else record.attention
+    return None if found is None else found.left
 
 
 def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
@@ -551,7 +602,7 @@ def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
     """
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):
-        return None
+        return _PROJECTIONS if attention and can_attend(layer) else None
     choose = getattr(layer, "choose_attention", None)
     if choose is None or not (was_stock or attention):
         return None

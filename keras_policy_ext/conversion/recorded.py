@@ -8,11 +8,18 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import products, stock_float8, walking
-from keras_policy_ext.conversion import work
+from keras_policy_ext.backends.flows import NONE, Sources
+from keras_policy_ext.conversion import traced, work
 from keras_policy_ext.layers import by_operation
+from keras_policy_ext.layers.activation_products import (
+    Attention,
+    Fused,
+    Multiplied,
+    Softmax,
+    role_of,
+)
 from keras_policy_ext.layers.by_operation import (
     LikeCall,
-    Noted,
     Recorded,
     RecordedProduct,
 )
@@ -21,7 +28,9 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import is_floating
 
 
-def record(model: keras.Layer, unknown: list[keras.Layer]) -> None:
+def record(
+    model: keras.Layer, unknown: list[keras.Layer], attention: bool = False
+) -> None:
     """Record the products of some layers of a model, once for each layer.
 
     The model is traced with shapes only; see `conversion.traced`. If it cannot
@@ -31,20 +40,31 @@ def record(model: keras.Layer, unknown: list[keras.Layer]) -> None:
 
     Args:
         model: A built model.
-        unknown: Layers of it whose class has no float8 form.
+        unknown: Layers of it whose class has no float8 form of the package.
+        attention: Whether to look for products of two activations too.
     """
-    unknown = [x for x in unknown if by_operation.record_of(x) is None]
+    unknown = [x for x in unknown if _is_wanted(x, attention)]
     own = [x for x in unknown if _may_multiply(x)]
     others = [x for x in unknown if _may_read_others(x)]
-    if not own and not (others and _has_table(model)):
+    if not own and not (others and (attention or _has_table(model))):
         return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
-        if not work.traced_once(model):
+        follows = attention and work.traced_within(model, _OF_ATTENTION)
+        if not follows and not work.traced_once(model):
             return
     for layer in {id(x): x for x in (*own, *others)}.values():
         if notes.has(layer):
-            by_operation.remember(layer, notes.of(layer))
+            by_operation.remember(layer, notes.of(layer, follows))
+
+
+_OF_ATTENTION = (keras.layers.Softmax, keras.layers.Dropout)
+"""Layers between the two products of an attention."""
+
+
+def _is_wanted(layer: keras.Layer, attention: bool) -> bool:
+    found = by_operation.record_of(layer)
+    return found is None or (attention and found.attention is None)
 
 
 def _may_multiply(layer: keras.Layer) -> bool:
@@ -83,6 +103,10 @@ class _Product(NamedTuple):
         return walking.own_weights(self.owner)[self.number]
 
 
+_PRODUCT = "product of two activations"
+"""The first entry of the source that such a product is in a traced call."""
+
+
 class _Notes:
     """Collects the products of the layers of a model in a traced call."""
 
@@ -96,9 +120,14 @@ class _Notes:
         self._branches: dict[int, str] = {}
         self._choosing: set[int] = set()
         self._called: set[int] = set()
+        self._activations: dict[int, list[Multiplied | Fused]] = {}
+        self._scores: set[object] = set()
+        self._like: dict[int, int] = {}
 
-    def take(self, layer: Any, found: Noted | LikeCall | str) -> None:
+    def take(self, layer: Any, found: Any) -> Any:
         """Add a note; see `by_operation.recording`."""
+        if isinstance(found, (Multiplied, Fused, Softmax)):
+            return self._take_activations(layer, found)
         if isinstance(found, str) and found not in products.BRANCHES:
             self._choosing.add(id(layer))
         elif isinstance(found, str):
@@ -109,6 +138,41 @@ class _Notes:
             owner, number = self._places[id(found.variable)]
             product = _Product(owner, number, found.equation, found.is_moved)
             self._products.setdefault(id(layer), []).append(product)
+
+    def _take_activations(
+        self, layer: Any, found: Multiplied | Fused | Softmax
+    ) -> Any:
+        """Add a note on activations; return how to mark what they make."""
+        known = self._activations.setdefault(id(layer), [])
+        source = (_PRODUCT, id(layer), len(known))
+        if not isinstance(found, Softmax):
+            known.append(found)
+
+        def of_product(sources: Sources) -> Sources:
+            return frozenset([source])
+
+        def of_softmax(sources: Sources) -> Sources:
+            self._scores.update(sources)
+            return NONE
+
+        is_softmax = isinstance(found, Softmax)
+        through = of_softmax if is_softmax else of_product
+        return lambda operands, result: traced.mark(operands, result, through)
+
+    def _attention(self, layer: keras.Layer) -> Attention:
+        """Return what the products of two activations in a layer are."""
+        # A layer that is like another one was not traced itself.
+        key = self._like.get(id(layer), id(layer))
+        noted = self._activations.get(key, ())
+        fused = [x for x in noted if isinstance(x, Fused)]
+        roles = tuple(
+            (each.equation, role_of(each, (_PRODUCT, key, n) in self._scores))
+            for n, each in enumerate(noted)
+            if isinstance(each, Multiplied)
+        )
+        return Attention(
+            roles, bool(fused), any(each.needs_flash for each in fused)
+        )
 
     def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:
         self._called.add(id(layer))
@@ -131,6 +195,8 @@ class _Notes:
                 self._branches.setdefault(id(b), self._branches[id(a)])
             if id(a) in self._choosing:
                 self._choosing.add(id(b))
+            if id(b) not in self._activations:
+                self._like[id(b)] = self._like.get(id(a), id(a))
             for each in self._products.get(id(a), ()):
                 owner = place.get(id(each.owner)) or _alike(each.owner, a, b)
                 if owner is not None:
@@ -141,8 +207,13 @@ class _Notes:
         """Return True if the traced call reached a layer."""
         return id(layer) in self._called
 
-    def of(self, layer: keras.Layer) -> Recorded:
-        """Return the products and choices that were noted of a layer."""
+    def of(self, layer: keras.Layer, attention: bool) -> Recorded:
+        """Return the products and choices that were noted of a layer.
+
+        Args:
+            layer: A layer that the traced call reached.
+            attention: Whether products of two activations were followed.
+        """
         found = dict.fromkeys(self._products.get(id(layer), ()))
         own = [_recorded(x, layer) for x in found if x.owner is layer]
         foreign = [x for x in found if x.owner is not layer]
@@ -159,6 +230,7 @@ class _Notes:
             id(layer) in self._choosing,
             is_tied=bool(tied) and not own and not uncalled,
             refused=tuple(weakref.ref(x.owner) for x in refused),
+            attention=self._attention(layer) if attention else None,
         )
 
     def _is_uncalled(self, owner: keras.Layer, layer: keras.Layer) -> bool:

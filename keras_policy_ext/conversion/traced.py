@@ -9,6 +9,7 @@ are computed from the shapes of their inputs.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import math
@@ -242,6 +243,55 @@ def follow(layer: keras.Layer, args: Any, kwargs: dict[str, Any]) -> Call:
     return call
 
 
+def trace_within(
+    layer: keras.Layer,
+    args: Any,
+    kwargs: dict[str, Any],
+    within: tuple[type, ...],
+) -> Call:
+    """Trace one call like `follow`; calls of some layers are followed inside.
+
+    Operations in it can be marked (`mark`).
+
+    Args:
+        layer: A layer that is built.
+        args: As for `trace`.
+        kwargs: As for `trace`.
+        within: Classes of inner layers whose operations count as operations of
+            the layer that calls them.
+
+    Raises:
+        Exception: If the call raises it.
+    """
+    tracer = _Tracer(follows=True, within=within)
+    token = _MARKING.set(tracer)
+    try:
+        (call,) = _trace(tracer, layer, [(args, kwargs)])
+    finally:
+        _MARKING.reset(token)
+    return call
+
+
+def mark(
+    operands: Sequence[Any],
+    result: Any,
+    through: Callable[[Sources], Sources],
+) -> Any:
+    """Mark an operation in the program of the call that `trace_within` traces.
+
+    Args:
+        operands: Its tensors.
+        result: Its result.
+        through: Maps the sources that reach the operands to those of the
+            result.
+
+    Returns:
+        The result to go on with.
+    """
+    tracer = _MARKING.get()
+    return result if tracer is None else tracer.mark(operands, result, through)
+
+
 def _trace(
     tracer: _Tracer,
     layer: keras.Layer,
@@ -282,10 +332,14 @@ class _Tracer:
 
     Args:
         follows: Whether to find the sources of outputs and choices.
+        within: As for `trace_within`.
     """
 
-    def __init__(self, follows: bool = False) -> None:
+    def __init__(
+        self, follows: bool = False, within: tuple[type, ...] = ()
+    ) -> None:
         self._follows = follows
+        self._within = within
         self._known: dict[Any, tuple[keras.Layer, Call]] = {}
         self._structures: dict[int, Any] = {}
         self._frames: list[_Frame] = []
@@ -303,7 +357,8 @@ class _Tracer:
         if layer is frame.layer and not frame.entered:
             frame.entered = True
             return stock(layer, *args, **kwargs)
-        if any(isinstance(x, keras.KerasTensor) for x in given):
+        is_within = type(layer) in self._within
+        if is_within or any(isinstance(x, keras.KerasTensor) for x in given):
             return stock(layer, *args, **kwargs)  # Keras asks for a shape.
         found = self.trace(
             layer, *keras.tree.map_structure(_described, (args, kwargs))
@@ -320,6 +375,21 @@ class _Tracer:
         self._frames[-1].add(found)
         found = found._replace(reached=[frozenset([id(layer)])])
         return self._marked(found, [inputs], outputs)
+
+    def mark(
+        self,
+        operands: Sequence[Any],
+        result: Any,
+        through: Callable[[Sources], Sources],
+    ) -> Any:
+        """Mark an operation in the program of the frame; return its result."""
+        flow = self._frames[-1].flow if self._frames else None
+        if flow is None:
+            return result
+        number = flow.new_call(lambda each: [through(NONE.union(*each))], 1)
+        given = [ops.convert_to_tensor(x) for x in operands]
+        (marked,) = backends.current.mark_call(flow, number, given, [result])
+        return marked
 
     def _marked(self, call: Call, given: list[Any], outputs: Any) -> Any:
         """Mark a call in the program of the frame; return its outputs."""
@@ -563,6 +633,11 @@ class _Tracer:
             self._structures[id(layer)] = type(layer), in_float8, found, inner
         return self._structures[id(layer)]
 
+
+# The tracer of a call whose operations can be marked.
+_MARKING: contextvars.ContextVar[_Tracer | None] = contextvars.ContextVar(
+    "tracer whose operations are marked", default=None
+)
 
 # Operations that may be in the graph of a model, and multiply.
 _PRODUCTS = frozenset(

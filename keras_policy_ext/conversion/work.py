@@ -194,6 +194,20 @@ def traced_once(model: keras.Layer) -> bool:
     return False
 
 
+def traced_within(model: keras.Layer, within: tuple[type, ...]) -> bool:
+    """Trace a model's call like `traced_once`, and follow its values.
+
+    Args:
+        model: A built model.
+        within: As for `traced.trace_within`.
+    """
+    for inputs in _inputs(model):
+        with contextlib.suppress(Exception):
+            traced.trace_within(model, *inputs.of(SAMPLES[0]), within)
+            return True
+    return False
+
+
 def _with_kernels(
     small: list[traced.Counted], large: list[traced.Counted]
 ) -> Iterator[tuple[keras.Layer, _Counted]]:

@@ -33,9 +33,16 @@ from keras_policy_ext.contractions import (
     bank_axis,
     equations,
 )
+from keras_policy_ext.layers import activation_products
+from keras_policy_ext.layers.activation_products import Attention
 from keras_policy_ext.layers.drop_in import new_form
+from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.operands import MovedKernel, contraction_of
+from keras_policy_ext.layers.operands import (
+    MovedKernel,
+    TensorNotes,
+    contraction_of,
+)
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.stored_kernels import Axes
@@ -84,6 +91,8 @@ class Recorded:
             are of a layer elsewhere, so that `convert` has to be asked.
         refused: Other layers with whose weights it multiplies too, and which
             compute in float8 themselves.
+        attention: Its products of two activations; None if they were not
+            looked for.
     """
 
     products: tuple[RecordedProduct, ...] = ()
@@ -91,6 +100,7 @@ class Recorded:
     chooses: bool = False
     is_tied: bool = False
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
+    attention: Attention | None = None
 
 
 _RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
@@ -125,6 +135,14 @@ def products_of(layer: keras.Layer) -> tuple[RecordedProduct, ...]:
     )
 
 
+def can_attend(layer: keras.Layer) -> bool:
+    """Return True if products of two activations can be in float8."""
+    record = _RECORDED.get(layer)
+    if record is None or record.branch or record.attention is None:
+        return False
+    return record.attention.is_recognised
+
+
 def _own_products(layer: keras.Layer) -> list[RecordedProduct]:
     """Return the products of a layer with weights of its own."""
     return [each for each in products_of(layer) if each.owner is None]
@@ -146,17 +164,21 @@ def foreign_kernels(
     return list({id(x[1]): x for x in found if x is not None}.values())
 
 
-def form_by_operation(layer: keras.Layer) -> Any:
+def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
     """Return the float8 form of a layer with recorded products, or None.
 
     The form is a subclass of the layer's class. Files name that class.
+
+    Args:
+        layer: The layer.
+        attention: Whether products of two activations count.
     """
     cls = type(layer)
-    if not products_of(layer):
+    if not (products_of(layer) or (attention and can_attend(layer))):
         return None
     with _MAKING_A_FORM:
         if cls not in _FORMS:
-            products.watch(_product, _move, _branch)
+            _watch()
             form = _new_form(cls)
             products.follow(form)
             _FORMS[cls] = form
@@ -167,7 +189,8 @@ def _new_form(cls: Any) -> type:
     @functools.wraps(cls.call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Open already, but where PyTorch computes a call again for gradients.
-        with keras.name_scope(self.name, caller=self):
+        scope = keras.name_scope(self.name, caller=self)
+        with scope, activation_products.call_of(self):
             return cls.call(self, *args, **kwargs)
 
     def from_config(form: Any, config: Any) -> Any:
@@ -184,6 +207,28 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
 
     float8_kernels = ()
     float8_replaces = ()
+
+    def choose_attention(self, attention: str | None) -> None:
+        """Set `attention`, as for the attention layers of the package.
+
+        Raises:
+            ValueError: If it is `"float8"` and no product of two activations
+                was recognised.
+        """
+        record = record_of(self)
+        found = None if record is None else record.attention
+        if attention is not None and (found is None or not can_attend(self)):
+            raise ValueError(
+                "in its call no product of two activations was recognised "
+                "whose result reaches a softmax, or with the result of one"
+            )
+        self.float8_controller.attention = found if attention else None
+
+    def texts_for_file(self) -> dict[str, str]:
+        """Return the strings to save with this layer, such as a policy."""
+        texts = super().texts_for_file()
+        attends = self.float8_controller.attention is not None
+        return {**texts, ATTENTION: "float8"} if attends else texts
 
     @classmethod
     def is_float8_kernel(
@@ -247,28 +292,15 @@ class _Origin:
         return self.held()
 
 
-_ORIGINS: dict[int, tuple[Any, _Origin]] = {}
-"""Origins by the id of a tensor, with a weak reference to the tensor."""
+_ORIGINS: TensorNotes[_Origin] = TensorNotes()
 
 
 def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
     """Return what an operand in the call of `layer` was made of, or None."""
     if isinstance(x, keras.Variable):
         return _Origin(weakref.ref(x))
-    known = _ORIGINS.get(id(x))
-    if known is None or known[0]() is not x or known[1].variable is None:
-        return None
-    return known[1]
-
-
-def _set_origin(x: Any, origin: _Origin) -> None:
-    known, key = _ORIGINS, id(x)
-
-    def forget(reference: Any) -> None:
-        if key in known and known[key][0] is reference:
-            del known[key]
-
-    known[key] = weakref.ref(x, forget), origin
+    known = _ORIGINS.of(x)
+    return None if known is None or known.variable is None else known
 
 
 def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -276,6 +308,7 @@ def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     result = stock(*args, **kwargs)
     if not args or result is args[0]:
         return result
+    activation_products.pass_on(args[:1], result)
     origin = _origin(layer, args[0])
     if origin is None or isinstance(result, keras.Variable):
         return result
@@ -287,7 +320,7 @@ def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 
         moved = MovedKernel(tuple(result.shape), move)
         origin = _Origin(origin.held, moved)
-    _set_origin(result, origin)
+    _ORIGINS.set(result, origin)
     return result
 
 
@@ -295,11 +328,12 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
     found = _recognised(layer, name, args, kwargs)
     note = products.recorder()
-    if found is None or note is not None:
-        if found is not None:
-            _, _, origin, contraction = found
-            is_moved = origin.moved is not None
-            note(layer, Noted(origin.variable, contraction.equation, is_moved))
+    if found is None:
+        return _of_activations(layer, stock, name, args, kwargs)
+    if note is not None:
+        _, _, origin, contraction = found
+        is_moved = origin.moved is not None
+        note(layer, Noted(origin.variable, contraction.equation, is_moved))
         return stock(*args, **kwargs)
     inputs, operand, origin, contraction = found
     kernel = origin.variable
@@ -316,9 +350,37 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
         apart = layer.float8_controller.scales_each_matrix(kernel)
         if apart or _crosses_matrices(contraction, shape, recipe):
             contraction, inputs = _by_matrix(contraction, inputs, shape[0])
-    return layer._contract(
-        contraction, inputs, kernel, None, dtype, moved=origin.moved
-    )
+    with activation_products.none_in(layer):
+        return layer._contract(
+            contraction, inputs, kernel, None, dtype, moved=origin.moved
+        )
+
+
+def _of_activations(
+    layer: Any, stock: Any, name: str, args: Any, kwargs: Any
+) -> Any:
+    """Run a product: in float8 if it is one of attention, of two activations.
+
+    `convert` was then called with `attention="float8"`.
+    """
+    operation = _operation(name, args, kwargs)
+    is_known = products.recorder() or activation_products.attends(layer)
+    if operation is None or not is_known:
+        return stock(*args, **kwargs)
+    equation, operands = operation
+    ranks = [len(getattr(x, "shape", ())) for x in operands]
+    explicit = _with_kernel_last(name, equation, *ranks, swapped=False)
+    floats = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
+    if explicit is None or any(_origin(layer, x) for x in operands):
+        return stock(*args, **kwargs)
+    if not all(ranks) or not all(floats):
+        return stock(*args, **kwargs)
+    try:
+        contraction_of(explicit, *(tuple(x.shape) for x in operands))
+    except ValueError:  # Sizes of 1 that the operation broadcasts.
+        return stock(*args, **kwargs)
+    compute = functools.partial(stock, *args, **kwargs)
+    return activation_products.multiply(layer, compute, explicit, operands)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -528,8 +590,21 @@ def recording(note: Note) -> contextlib.AbstractContextManager[None]:
             name of an operation that runs functions of the caller; or that it
             is called.
     """
-    products.watch(_product, _move, _branch)
+    _watch()
     return products.recording(note)
+
+
+def _watch() -> None:
+    products.watch(
+        {
+            products.PRODUCTS: _product,
+            (*products.MOVES, *products.CASTS): _move,
+            products.PASSES: activation_products.run_and_pass_on,
+            (products.SOFTMAX,): activation_products.softmax,
+            (products.ATTENTION,): activation_products.attend,
+            (*products.BRANCHES, *products.CHOICES): _branch,
+        }
+    )
 
 
 def note_call(layer: keras.Layer, other: keras.Layer) -> None:

@@ -88,6 +88,8 @@ class Float8Controller:
         foreign: Weights of other layers that this layer contracts.
         weight_names: Names of all weights in the order in which they were
             made, while kernels are stored.
+        attention: The products of two activations that a layer without a
+            float8 class computes in float8; None for none.
         policy: The float8 policy that the layer followed when its path was
             last looked at, or None; `current_policy` looks.
         recipe_of_activations: The recipe for operands that are no weights;
@@ -104,6 +106,7 @@ class Float8Controller:
         self.kernel_paths: tuple[str, ...] = ()
         self.foreign: tuple[keras.Variable, ...] = ()
         self.weight_names: tuple[str, ...] = ()
+        self.attention: Any = None
         self.policy: Float8DTypePolicy | None = None
         self.recipe_of_activations: Any = None
         self.recipe_of_weighted_sum: Any = None

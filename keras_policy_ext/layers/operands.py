@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import keras
 
@@ -22,6 +23,34 @@ class MovedKernel(NamedTuple):
 
     shape: tuple[Any, ...]
     move: Callable[[Tensor], Tensor]
+
+
+Value = TypeVar("Value")
+
+
+class TensorNotes(Generic[Value]):
+    """What is known of tensors, for as long as they live.
+
+    A tensor is found by identity: tensors of some frameworks have no hash.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], Value]] = {}
+
+    def of(self, x: Any) -> Value | None:
+        """Return what is known of a tensor, or None."""
+        known = self._known.get(id(x))
+        return None if known is None or known[0]() is not x else known[1]
+
+    def set(self, x: Any, value: Value) -> None:
+        """Note a value of a tensor."""
+        known, key = self._known, id(x)
+
+        def forget(reference: Any) -> None:
+            if key in known and known[key][0] is reference:
+                del known[key]
+
+        known[key] = weakref.ref(x, forget), value
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:

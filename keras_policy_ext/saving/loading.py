@@ -349,7 +349,7 @@ def _restore_float8(
 
 def _places(model: keras.Layer) -> list[Candidate]:
     """Return a model's convertible layers and the composites that hold them."""
-    found = candidates.survey(model)
+    found = candidates.survey(model, attention=True)
     return [
         *found.candidates,
         *(Candidate(layer, type(layer), ()) for layer in found.composites),

@@ -13,6 +13,9 @@ SEEN = {
     *products.CASTS,
     *products.BRANCHES,
     *products.CHOICES,
+    *products.PASSES,
+    products.SOFTMAX,
+    products.ATTENTION,
 }
 
 
@@ -53,6 +56,13 @@ def test_a_layer_is_known_inside_of_its_call_alone():
         ("cast", lambda x: ops.cast(x, "float16")),
         ("convert_to_tensor", ops.convert_to_tensor),
         ("argmax", ops.argmax),
+        ("where", lambda x: ops.where(x > 0, x, 0.0)),
+        ("dropout", lambda x: keras.random.dropout(ops.array(x), 0.5)),
+        ("softmax", keras.activations.softmax),
+        (
+            "dot_product_attention",
+            lambda x: ops.dot_product_attention(*[x[None, None]] * 3),
+        ),
         ("top_k", lambda x: ops.top_k(x, 1)),
         ("cond", lambda x: ops.cond(x[0, 0] > 0, lambda: x, lambda: -x)),
     ],
@@ -73,7 +83,7 @@ def test_an_operation_is_seen_in_a_layer(name, call, monkeypatch):
                 stock = stock if is_ours else function
                 monkeypatch.setattr(module, each, stock)
     monkeypatch.setattr(products, "_FOLLOWED", {Layer})
-    products.watch(note, note, note)
+    products.watch({tuple(SEEN): note})
     call(np.ones((2, 2), "float32"))
     assert name not in seen
     Layer(call)(np.ones((2, 2), "float32"))

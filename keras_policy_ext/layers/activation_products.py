@@ -1,0 +1,339 @@
+"""Products of two activations in the attention of layers without a form.
+
+They are computed in float8 if `convert` was called with `attention="float8"`.
+It traces the layer once, to record what each product is:
+
+- scores: the values of its result reach a softmax, with no other product in
+  between;
+- a weighted sum: one operand is the result of a softmax, which operations of
+  Keras may have cast, moved or masked.
+
+From then on a product is known by its equation. If scores and weighted sums
+have the same equation, as in `matmul(matmul(q, k), v)`, it has to be the same
+one in the order of products as well, and the result of a softmax is followed
+in the call. A product that is neither, or is not known, stays in floats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_policy_ext._keras import products
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions import COMPUTE_DTYPES, equations
+from keras_policy_ext.layers.operands import TensorNotes
+
+SCORES = "scores"
+SUM = "weighted sum"
+SWAPPED = "weighted sum, values first"
+OTHER = "other"
+"""What a product of two activations can be."""
+
+_OF_OPERAND = (SUM, SWAPPED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The products of two activations in the traced call of a layer.
+
+    Attributes:
+        roles: The equation of each product and what it is, in order.
+        is_fused: Whether it calls `keras.ops.dot_product_attention`.
+        needs_flash: Whether it does so with `flash_attention=True`.
+    """
+
+    roles: tuple[tuple[str, str], ...] = ()
+    is_fused: bool = False
+    needs_flash: bool = False
+
+    @property
+    def is_recognised(self) -> bool:
+        """True if a product in it can be computed in float8."""
+        alone = self.is_fused and not self.needs_flash
+        return alone or any(map(self.of, dict(self.roles)))
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if products with one equation differ in what they are."""
+        return any(len(self.of(each)) > 1 for each in dict(self.roles))
+
+    @property
+    def left(self) -> str | None:
+        """Why products in it stay in floats; None if none does."""
+        others = [e for e in dict(self.roles) if not self.of(e)]
+        if self.needs_flash:
+            return (
+                "it calls keras.ops.dot_product_attention with "
+                "flash_attention=True, one kernel that is not float8"
+            )
+        if others:
+            return (
+                "it multiplies two activations in a product that is neither "
+                "recognised as scores, whose values reach a softmax, nor as a "
+                f"sum weighted by the result of one ({', '.join(others)})"
+            )
+        return None
+
+    def of(self, equation: str) -> tuple[str, ...]:
+        """Return what products with an equation are; () if one is neither."""
+        found = dict.fromkeys(r for e, r in self.roles if e == equation)
+        return () if OTHER in found else tuple(found)
+
+
+class Multiplied(NamedTuple):
+    """A product of two activations, as it is noted while a model is traced.
+
+    Attributes:
+        equation: Explicit, with one letter per axis.
+        weights: The number of the operand that a softmax made; None for none.
+    """
+
+    equation: str
+    weights: int | None
+
+
+class Softmax(NamedTuple):
+    """A softmax, as it is noted while a model is traced."""
+
+
+class Fused(NamedTuple):
+    """An operation that computes attention, noted while a model is traced."""
+
+    needs_flash: bool
+
+
+_PROBABILITIES: TensorNotes[bool] = TensorNotes()
+"""Tensors that a softmax made, perhaps moved, cast or masked."""
+
+_thread = threading.local()
+
+
+class _Call:
+    """A call of a layer, with the number of its products so far."""
+
+    def __init__(self, layer: keras.Layer) -> None:
+        self.layer = layer
+        self.products = 0
+
+
+def attends(layer: Any) -> bool:
+    """Return True if products of two activations are in float8 in a layer."""
+    controller = getattr(layer, "float8_controller", None)
+    return controller is not None and controller.attention is not None
+
+
+@contextlib.contextmanager
+def _call(layer: keras.Layer) -> Any:
+    before = getattr(_thread, "call", None)
+    _thread.call = _Call(layer)
+    try:
+        with products.following():
+            yield
+    finally:
+        _thread.call = before
+
+
+def call_of(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block for the call of a layer, in which products are counted.
+
+    Only if the layer needs that, since torch.compile breaks its graph there.
+    """
+    if attends(layer) and layer.float8_controller.attention.is_ordered:
+        found: contextlib.AbstractContextManager[None] = _call(layer)
+        return found
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _none() -> Any:
+    before = getattr(_thread, "none", False)
+    _thread.none = True
+    try:
+        yield
+    finally:
+        _thread.none = before
+
+
+def none_in(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which no product is one of attention."""
+    if attends(layer):
+        found: contextlib.AbstractContextManager[None] = _none()
+        return found
+    return contextlib.nullcontext()
+
+
+def multiply(
+    layer: Any,
+    stock: Callable[[], Tensor],
+    equation: str,
+    operands: Sequence[Tensor],
+) -> Tensor:
+    """Multiply two activations in the call of a layer; note it if recording.
+
+    Args:
+        layer: The layer.
+        stock: Computes the product as Keras does.
+        equation: Explicit, with one letter per axis.
+        operands: Two floating tensors that are made of no weight alone.
+    """
+    weights = next((n for n in (0, 1) if _PROBABILITIES.of(operands[n])), None)
+    note = products.recorder()
+    if note is not None:
+        return note(layer, Multiplied(equation, weights))(operands, stock())
+    role = _role(layer, equation, weights)
+    dtype = keras.backend.result_type(*(x.dtype for x in operands))
+    if role is None or layer.float8_policy is None:
+        return stock()
+    if dtype not in COMPUTE_DTYPES:
+        return stock()
+    if role == SCORES:
+        compute = layer.float8_activations_einsum
+        return compute(equation, *operands, dtype)
+    if role == SWAPPED:
+        first, second, out = equations.split(equation)
+        equation, operands = f"{second},{first}->{out}", operands[::-1]
+    return layer.float8_weighted_sum(equation, *operands, dtype)
+
+
+def _role(layer: Any, equation: str, weights: int | None) -> str | None:
+    """Return what a product in the call of a layer is; None if not known."""
+    if getattr(_thread, "none", False):
+        return None
+    attention = layer.float8_controller.attention
+    call = getattr(_thread, "call", None)
+    number = None
+    if call is not None and call.layer is layer:
+        number = call.products
+        call.products += 1
+    found = attention.of(equation)
+    if len(found) < 2:
+        return found[0] if found else None
+    roles = attention.roles
+    expected = roles[number] if number in range(len(roles)) else None
+    seen = SCORES if weights is None else _OF_OPERAND[weights]
+    return seen if expected == (equation, seen) else None
+
+
+def role_of(found: Multiplied, reaches_softmax: bool) -> str:
+    """Return what a product of a traced call is."""
+    if found.weights is None:
+        return SCORES if reaches_softmax else OTHER
+    first, second, out = equations.split(found.equation)
+    values = first if found.weights else second
+    others = second if found.weights else first
+    # A key has no single scale if its values have an axis that is summed.
+    return (
+        OTHER if set(values) - set(others + out) else _OF_OPERAND[found.weights]
+    )
+
+
+def pass_on(operands: Sequence[Any], result: Any) -> None:
+    """Note that a result is made of the result of a softmax, if it is."""
+    if any(_PROBABILITIES.of(x) for x in operands):
+        _PROBABILITIES.set(result, True)
+
+
+def run_and_pass_on(
+    layer: Any, stock: Any, name: str, args: Any, kwargs: Any
+) -> Any:
+    """Run an operation that sets some entries of its operand."""
+    result = stock(*args, **kwargs)
+    # Of `where`, the first operand is the condition.
+    named = [kwargs[k] for k in ("inputs", "x1", "x2") if k in kwargs]
+    operands = [*args[name == "where" :][:2], *named]
+    pass_on([x for x in operands if x is not result], result)
+    return result
+
+
+def softmax(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a softmax, and note what made its result."""
+    result, note = stock(*args, **kwargs), products.recorder()
+    if note is not None and args:
+        result = note(layer, Softmax())(args[:1], result)
+    _PROBABILITIES.set(result, True)
+    return result
+
+
+def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run `dot_product_attention`: by its two products if in float8."""
+    note = products.recorder()
+    needs_flash = kwargs.get("flash_attention", (*args, *[None] * 8)[7])
+    if note is not None:
+        note(layer, Fused(bool(needs_flash)))
+    in_float8 = note is None and attends(layer) and not needs_flash
+    if not in_float8 or layer.float8_policy is None:
+        return stock(*args, **kwargs)
+    found = dot_product(layer, *args, **kwargs)
+    return stock(*args, **kwargs) if found is None else found
+
+
+def dot_product(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    flash_attention: bool | None = None,
+    attn_logits_soft_cap: float | None = None,
+) -> Tensor | None:
+    """Compute `keras.ops.dot_product_attention`, its products in float8.
+
+    Scores and softmax are in float32, as in Keras.
+
+    Args:
+        layer: A layer with the mixin.
+        query: (batch, queries, heads, size).
+        key: (batch, keys, heads, size), perhaps with fewer heads.
+        value: As `key`.
+        bias: Added to the scores; fits (batch, heads, queries, keys).
+        mask: Where it is False, a key is left out; fits the scores too.
+        scale: Of the scores; None for `1 / sqrt(size)`.
+        is_causal: Whether later keys are left out.
+        flash_attention: Ignored.
+        attn_logits_soft_cap: The scores `s` are `cap * tanh(s / cap)`.
+
+    Returns:
+        As `query`; None for shapes and dtypes that Keras refuses, or that
+        are not computed in float8.
+    """
+    tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
+    dtype = keras.backend.result_type(*(x.dtype for x in tensors))
+    heads, of_keys = tensors[0].shape[-2], tensors[1].shape[-2]
+    if dtype not in COMPUTE_DTYPES or any(len(x.shape) != 4 for x in tensors):
+        return None
+    if not (heads and of_keys) or heads % of_keys:
+        return None
+    query, key, value = (ops.cast(x, dtype) for x in tensors)
+    if heads > of_keys:
+        groups = heads // of_keys
+        key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
+    equation = "btnh,bsnh->bnts"
+    scores = layer.float8_activations_einsum(equation, query, key, "float32")
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_logits_soft_cap is not None:
+        cap = attn_logits_soft_cap
+        scores = ops.tanh(scores / cap) * cap
+    if bias is not None:
+        scores = scores + ops.cast(bias, "float32")
+    if is_causal:
+        queries, keys = ops.shape(scores)[-2:]
+        causal = ops.arange(queries)[:, None] >= ops.arange(keys)
+        mask = causal if mask is None else ops.logical_and(mask, causal)
+    if mask is not None:
+        scores = ops.where(ops.cast(mask, "bool"), scores, _MASKED)
+    weights = ops.cast(ops.softmax(scores), dtype)
+    return layer.float8_weighted_sum("bnts,bsnh->btnh", weights, value, dtype)
+
+
+_MASKED = -0.7 * 3.4028235e38
+"""The score of a masked key, as in `jax.nn.dot_product_attention`."""
