@@ -315,9 +315,9 @@ def test_recipes_of_attention():
     assert block.for_activations is block
     assert block != recipes.BlockScaling(**given)
     assert block.quantization("outputs_grad", "kernel_grad") is None
-    assert block.quantization("kernel", "forward").tile == (1, 128)
+    assert block.quantization("kernel", "forward").tile == recipes.Tile(1, 128)
     frozen = recipes.FrozenKernels(activations="dynamic").for_activations
-    assert frozen.quantization("kernel", "forward").tile == (1, None)
+    assert frozen.quantization("kernel", "forward").tile == recipes.Tile(1)
     assert frozen.quantization("kernel", "inputs_grad") is None
     static = recipes.FrozenKernels(activations="static").for_activations
     assert static.quantization("kernel", "forward").has_one_scale
