@@ -32,6 +32,7 @@ def row(variant, moved, large, float8_matmuls, **kwargs):
 
 PLAIN = row("bfloat16", 6.0, 3, 0)
 FLOAT8 = row("float8 delayed", 12.0, 8, 3)
+PLACE = ("tensorflow", "H200")
 
 
 @pytest.mark.any_backend
@@ -82,7 +83,7 @@ def test_every_figure_stands_beside_its_kernel_and_its_quality():
     assert len(rows) > 50
     for each in rows:
         assert {"case", "variant", "kernel", "reason"} <= set(each)
-        assert "sqnr_db" in each or "peak_mib" in each
+        assert {"sqnr_db", "peak_mib", "float8_matmuls"} & set(each)
         assert each["variant"] not in break_even.OURS or each["kernel"]
 
 
@@ -179,12 +180,43 @@ def test_a_measured_size_is_the_one_from_which_all_gain():
         times |= {(size, "bfloat16"): 1.0, (size, "float8 delayed"): delayed}
         times |= {(size, "float8 current"): 0.4}
     found = break_even.measured(result("NVIDIA H200", times))
-    assert (found["device"], found["size"]) == ("NVIDIA H200", 2048)
-    assert "512³ to 4096³ at 0.91 to 2.00" in found["origin"]
+    # As in the name of a simulated device.
+    assert (found["device"], found["size"]) == ("H200", 2048)
+    assert "512³ to 4096³ under delayed and current" in found["origin"]
+    assert "at 0.91 to 2.00" in found["origin"]
     # What is not float8 may be faster in float32, as on a CPU.
     times |= {(size, "float32"): 0.3 for size in (512, 1024, 2048, 4096)}
     found = break_even.measured(result("CPU (this one)", times))
     assert (found["device"], found["size"]) == ("cpu", None)
+
+
+def matmul(variant, milliseconds, speedup):
+    return {
+        "case": "matmul 8192",
+        "size": 8192,
+        "variant": variant,
+        "kernel": "native",
+        "median_ms": milliseconds,
+        "speedup_over_bfloat16": speedup,
+    }
+
+
+@pytest.mark.parametrize(
+    ("host", "speedup", "size"),
+    [(8.0, 2.0, 10368), (3.0, 2.0, 8192), (8.0, 0.9, None)],
+)
+def test_steps_that_the_host_bounds_gain_where_bfloat16_takes_longer(
+    host, speedup, size
+):
+    """Three matmuls of 8192 take 4 ms; of 10321 they would take 8 ms."""
+    times = {(4096, "bfloat16"): 2.0, (4096, "float8 delayed"): host}
+    found = result("NVIDIA H200", times)
+    found["rows"].append(matmul("bfloat16", 4 / 3, 1.0))
+    found["rows"].append(matmul("float8", 4 / 3 / speedup, speedup))
+    row = break_even.measured(found)
+    assert row["size"] == size
+    told = f"the host takes {host} ms" in row["origin"]
+    assert told == (size is not None)
 
 
 def test_what_is_measured_comes_before_what_is_estimated(tmp_path):
@@ -196,14 +228,30 @@ def test_what_is_measured_comes_before_what_is_estimated(tmp_path):
     file.write_text(json.dumps(result("NVIDIA H200", times)))
     rows = break_even.table(tmp_path, path)
     origins = [row["origin"].split()[0] for row in rows]
-    kinds = ["measured", "estimated", "estimated", "there", "assumed,"]
+    kinds = [*["measured"] * 2, *["estimated"] * 2, "there", "assumed,"]
     assert origins == kinds
-    assert [row["device"] for row in rows[1:3]] == ["H200", "H100"]
+    assert [row["device"] for row in rows[:4]] == ["H200", "H100"] * 2
     h200 = estimates.break_even(FLOAT8, PLAIN)
     # The memory of an H100 is slower, and the matmuls are not.
     h100 = estimates.break_even(FLOAT8, PLAIN, "H100")
-    assert [row["size"] for row in rows[:3]] == [None, h200, h100]
+    assert [row["size"] for row in rows[:4]] == [None, None, h200, h100]
     assert h200 < h100
+    # Of the same framework and device only what is measured.
+    of_torch = [each | {"backend": "torch"} for each in (PLAIN, FLOAT8)]
+    path.write_text(json.dumps(of_torch))
+    assert len(break_even.table(tmp_path, path)) == 4
+    # XLA compiles for TensorFlow what it compiles for JAX.
+    of_jax = result("NVIDIA H200", times)
+    of_jax["environment"]["backend"] = "jax"
+    (tmp_path / "layer_jax_h200.json").write_text(json.dumps(of_jax))
+    counted = [each | {"backend": "tensorflow"} for each in (PLAIN, FLOAT8)]
+    path.write_text(json.dumps(counted))
+    rows = break_even.table(tmp_path, path)
+    (of_tensorflow,) = (
+        row for row in rows if (row["backend"], row["device"]) == PLACE
+    )
+    assert of_tensorflow["size"] is None
+    assert "assumed to be as with JAX" in of_tensorflow["origin"]
 
 
 def test_other_gpus_are_taken_to_be_as_the_worst_of_those_known(tmp_path):

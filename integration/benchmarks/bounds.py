@@ -21,7 +21,9 @@ class Program(NamedTuple):
         grad_amax: Of the output gradient in bfloat16, with the sum of its
             columns for the bias; 0 where that is done while it is cast.
         grad: Likewise.
-        update: Kernel and gradient read, kernel written.
+        results: Outputs and gradient of the inputs, read in float32 and
+            written in bfloat16, after they are multiplied by the scales.
+        update: Kernel and gradient read, both in float32, kernel written.
     """
 
     inputs_amax: int
@@ -30,7 +32,8 @@ class Program(NamedTuple):
     kernel: int
     grad_amax: int
     grad: int
-    update: int = 10
+    results: int = 12
+    update: int = 12
 
 
 DELAYED, FROM_ONE, CURRENT = (
@@ -54,7 +57,10 @@ in memory, apart from its matmuls. The unit is bytes per matrix element, summed
 over the three matrices (inputs, kernel, output gradient). A float8 number
 takes one byte. The matmuls of a Hopper GPU read only one memory layout, so
 XLA's program casts inputs and kernel into two layouts each. The program casts
-output gradients once and then transposes them.
+output gradients once and then transposes them. The matmuls write float32, and
+other kernels multiply the results by the scales: outputs and gradients of the
+inputs are read in float32 and written in bfloat16, and the update of a kernel
+reads its gradient in float32.
 
 Under current scaling, a step must find the amax (largest absolute value) of a
 tensor before it casts the tensor, so the step reads all three tensors twice.
@@ -71,7 +77,8 @@ XLA cannot compute the amax and transpose a tensor in one kernel. A kernel
 written in Pallas can cast, transpose and find the amax with 4 bytes of
 traffic. But XLA must first write the input of a Pallas kernel to memory, which
 costs 4 bytes more. We compiled a prototype of such a Pallas kernel for an
-H200, and estimated the time of a step as above. In the first variant, the
+H200, in programs whose matmuls took the scales themselves, and estimated the
+time of a step as above. In the first variant, the
 prototype cast the inputs. With this variant, a `dense` step took 0.99 of the
 time without the prototype, steps with ReLU and GELU took 1.00, and steps with
 SwiGLU and of the block took 1.01. In the second variant, the prototype also

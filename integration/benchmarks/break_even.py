@@ -3,13 +3,14 @@
     python integration/benchmarks/break_even.py [--check]
 
 For each framework and device the size from which on a Dense layer is faster
-in float8, under either recipe: what `layer.py` has measured, or else what the
-model of `estimates.py` makes of counts. `--check` writes nothing, and fails
-where the table is another.
+in float8, under the recipes that were measured: what `layer.py` has measured,
+or else what the model of `estimates.py` makes of counts. `--check` writes
+nothing, and fails where the table is another.
 """
 
 import itertools
 import json
+import math
 import pathlib
 
 import estimates
@@ -18,9 +19,11 @@ from generated import write_or_check
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[2] / "keras_policy_ext"
 TABLE = PACKAGE / "conversion" / "break_even.json"
-OURS = ("float8 delayed", "float8 current")
+OURS = ("float8 delayed", "float8 current", "float8 rowwise")
 PLAIN = ("bfloat16", "float32")
 CASE = "dense"
+XLA = {"jax": "JAX", "tensorflow": "TensorFlow"}
+"""Frameworks whose programs XLA compiles, with their names."""
 OTHERS = {
     "backend": "any",
     "device": "any",
@@ -52,26 +55,79 @@ def measured(result):
     low, high = min(speedups.values()), max(speedups.values())
     tried = f"{min(speedups)}³ to {max(speedups)}³"
     device = where["device"]
+    size, more = min(gaining, default=None), ""
+    if size is None:
+        size, more = _beyond(result["rows"])
     return {
         "backend": where["backend"],
-        "device": "cpu" if device.startswith("CPU") else device,
-        "size": min(gaining, default=None),
-        "origin": f"measured on {device}: {tried} at {low:.2f} to {high:.2f} "
-        "of the speed without float8",
+        "device": _short(device),
+        "size": size,
+        "origin": f"measured on {device}: steps of {tried} under "
+        f"{_recipes(result['rows'])} scaling at {low:.2f} to {high:.2f} of the "
+        f"speed without float8{more}",
     }
+
+
+def _short(device):
+    """A part of the name that is in that of a simulated device too."""
+    if device.startswith("CPU"):
+        return "cpu"
+    known = [name for name in estimates.DEVICES if name in device]
+    return known[0] if known else device
+
+
+def _recipes(rows):
+    measured = {row["variant"] for row in rows}
+    names = [name.split()[1] for name in OURS if name in measured]
+    return " and ".join(names)
+
+
+def _beyond(rows):
+    """The size from which on steps would gain that gained in no size; or None.
+
+    Where matmuls alone gain, and steps do not, the host bounds the steps.
+    Its time is the same for any size. From this size on the three matmuls of
+    a step in bfloat16 take longer than it.
+
+    Returns:
+        The size, and the words that say so.
+    """
+    matmuls = [row for row in rows if row["case"].startswith("matmul")]
+    largest = max((row["size"] for row in matmuls), default=0)
+    by_name = {r["variant"]: r for r in matmuls if r["size"] == largest}
+    steps = _steps(rows)
+    tried = max(steps)
+    if by_name.get("float8", {}).get("kernel") != "native" or largest <= tried:
+        return None, ""
+    speedup = by_name["float8"]["speedup_over_bfloat16"]
+    host = max(ms for name, ms in steps[tried].items() if name in OURS)
+    plain = 3 * by_name["bfloat16"]["median_ms"]
+    if speedup <= 1:
+        return None, ""
+    size = 64 * math.ceil(largest * (host / plain) ** (1 / 3) / 64)
+    return max(size, largest), (
+        f", since the host takes {host:.1f} ms for a float8 step; matmuls of "
+        f"{largest}³ alone at {speedup:.2f}. The size is computed: three "
+        "matmuls of it in bfloat16 take as long as the host"
+    )
+
+
+def _steps(rows):
+    """Milliseconds of a step by the size of its layer and the variant."""
+    sizes = {}
+    for row in rows:
+        if row["case"] == f"layer {row['size']}":
+            times = sizes.setdefault(row["size"], {})
+            times[row["variant"]] = row["median_ms"]
+    return sizes
 
 
 def _speedups(rows):
     """How much faster a layer is with float8 than without, by its size."""
-    sizes = {}
-    for row in rows:
-        if row["case"].startswith("layer"):
-            times = sizes.setdefault(row["size"], {})
-            times[row["variant"]] = row["median_ms"]
     return {
         size: min(times[name] for name in PLAIN if name in times)
-        / max(times[name] for name in OURS)
-        for size, times in sorted(sizes.items())
+        / max(times[name] for name in OURS if name in times)
+        for size, times in sorted(_steps(rows).items())
     }
 
 
@@ -98,12 +154,39 @@ def estimated(rows):
 def table(folder=RESULTS, counts=estimates.COUNTS):
     """All rows; what was measured comes before what is estimated."""
     files = sorted(folder.glob("layer_*.json"))
-    rows = [measured(json.loads(f.read_text("utf-8"))) for f in files]
+    rows = []
+    for file in files:
+        row = measured(json.loads(file.read_text("utf-8")))
+        for device in estimates.SAME_PROGRAM.get(
+            row["device"], [row["device"]]
+        ):
+            rows.append({**row, "device": device})
+    known = {_place(row): row for row in rows}
     counted = estimates.read_counts(counts)
     counted.sort(key=_place)
     for _, group in itertools.groupby(counted, key=_place):
-        rows += estimated(list(group))
+        found = estimated(list(group))
+        rows += [
+            _as_measured(row, known)
+            for row in found
+            if _place(row) not in known
+        ]
     return [*rows, CPU, _others(rows)]
+
+
+def _as_measured(row, known):
+    """A row of an estimate; where XLA was measured there, as with that.
+
+    Args:
+        row: An estimated row.
+        known: The measured rows by their place.
+    """
+    for backend, name in XLA.items():
+        same = known.get((backend, row["device"]))
+        if row["backend"] in XLA and same is not None:
+            origin = f"assumed to be as with {name}: XLA compiles for both"
+            return {**row, "size": same["size"], "origin": origin}
+    return row
 
 
 def _others(rows):

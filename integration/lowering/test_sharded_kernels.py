@@ -1,8 +1,8 @@
 """What eight Hopper GPUs gather of kernels that are cut along the batch.
 
 A step of two layers, in bfloat16, from a description of the GPUs. Where
-nothing is said of gathering, XLA gathers bfloat16 for the forward pass, and
-what it then multiplies is not in float8.
+nothing is said of gathering, XLA gathers one of the kernels in bfloat16 too,
+and one matmul is not in float8.
 """
 
 import collections

@@ -162,7 +162,7 @@ class ScaledMMOfRows(NativeMatmul):
 class ScaledMMOfBlocks(NativeMatmul):
     """A kernel: `scaled_mm` with 1 x 128 scales, or 128 x 128 for the second.
 
-    It was not run in this release, for want of a Hopper GPU. The layouts are
+    The checks for GPUs that ran on an H200 do not use it. The layouts are
     those of PyTorch's own test (`test_scaled_matmul_cuda.py`). They are
     checked on tensors without data.
     """
