@@ -9,8 +9,8 @@ import inspect
 import math
 import textwrap
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -23,12 +23,13 @@ from keras_policy_ext import (
     stored_kernels,
 )
 from keras_policy_ext._keras import built_layers, walking
-from keras_policy_ext.conversion import candidates, in_place, training
+from keras_policy_ext.conversion import candidates, in_place, roles, training
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     Unconverted,
     path_of,
 )
+from keras_policy_ext.conversion.filters import Auto, Safe
 from keras_policy_ext.conversion.report import (
     FrozenReport,
     Report,
@@ -37,6 +38,7 @@ from keras_policy_ext.conversion.report import (
     report_of,
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
+from keras_policy_ext.conversion.work import Works
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
@@ -245,6 +247,7 @@ def freeze(
     trained_scales: bool = False,
     include: PathPatterns | None = None,
     exclude: PathPatterns | None = None,
+    filter: Callable[[Any], bool] | Literal["all"] | None = None,
 ) -> FrozenReport:
     """Store the kernels of a model in float8, in place: one byte per element.
 
@@ -273,6 +276,9 @@ def freeze(
             `granularity="tensor"`.
         include: As for `convert`.
         exclude: As for `convert`.
+        filter: `f(layer) -> bool`: whether to freeze a layer; or `"all"`. None
+            leaves out layers that decide, such as routers of experts, as
+            `convert` does; but not one that is in float8 already.
 
     Returns:
         What was stored, in how many bytes and with what error; and what was
@@ -296,10 +302,15 @@ def freeze(
         weights=weights, per=granularity, activations=activations
     )
     _check_trained(trained_scales, granularity)
-    selection = Selection.read(include, exclude, None, None)
+    selection = Selection.read(include, exclude, filter, None)
+    if isinstance(selection.filter, (Auto, Safe)):
+        raise ValueError(_no_filter(filter))
     candidates.check(model)
     found, skipped = freezable(model)
-    reasons = selection.reasons(found)
+    works = Works(model)
+    reasons = selection.reasons(
+        found, _deciding(model, selection, found, works)
+    )
     projecting: dict[int, str] = {}
     if activations is not None and include is None:
         projecting = _projecting(model, found)
@@ -327,6 +338,7 @@ def freeze(
             layers,
             [*left, *skipped],
             retraced=retraced,
+            works=works if works.hold_for(layers) else None,
             stored=tuple(stored),
         )
 
@@ -422,6 +434,30 @@ def _of_own_kernels(candidate: Candidate) -> Candidate:
     own = {id(each) for each in walking.own_weights(candidate.layer)}
     kernels = tuple(each for each in candidate.kernels if id(each) in own)
     return dataclasses.replace(candidate, kernels=kernels, owners=())
+
+
+def _deciding(
+    model: keras.Layer,
+    selection: Selection,
+    found: list[Candidate],
+    works: Works,
+) -> dict[int, str]:
+    """Return why layers that decide stay in floats, by index."""
+    if selection.deciding:
+        return {}
+    reasons = roles.deciding(model, found, works)
+    in_floats = [n for n in reasons if not float8_policy_of(found[n].layer)]
+    return {n: reasons[n] for n in in_floats}
+
+
+def _no_filter(given: object) -> str:
+    return (
+        "This filter is about the speed or the accuracy of training, and not "
+        f"about stored kernels. Received: filter={given!r}. Allowed: a "
+        "function of a layer that returns a bool; 'all'; or None, for all "
+        "layers but those that decide, such as routers of experts. Choose "
+        "layers by `include` and `exclude`."
+    )
 
 
 def _release(model: keras.Layer, chosen: list[Candidate]) -> None:

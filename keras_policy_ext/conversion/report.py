@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import keras
 import numpy as np
@@ -182,6 +182,8 @@ class Report(LayersReport):
     retraced: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
 
+    _kept: ClassVar[str] = "Not converted"
+    _changes: ClassVar[str] = "converts"
     _columns = (Column("policy / reason not converted", wraps=True),)
     _full_columns = (
         Column("layer", apart=True),
@@ -243,9 +245,9 @@ class Report(LayersReport):
         if deciding:
             layers = counted(len(deciding), "layer")
             notes.append(
-                f"Not converted, since rounding could change what is chosen: "
+                f"{self._kept}, since rounding could change what is chosen: "
                 f"{layers}, such as {deciding[0].path!r}. `filter='all'` "
-                "converts such layers too."
+                f"{self._changes} such layers too."
             )
         if self.retraced:
             shown = ", ".join(self.retraced)
@@ -345,6 +347,9 @@ class FrozenReport(Report):
     Attributes:
         stored: One entry for each kernel that was stored.
     """
+
+    _kept: ClassVar[str] = "Not frozen"
+    _changes: ClassVar[str] = "freezes"
 
     stored: tuple[Stored, ...] = ()
 

@@ -80,7 +80,7 @@ def test_a_composite_keeps_a_policy_that_says_what_its_layers_follow(
 
 
 class OwnAttention(keras.layers.Layer):
-    """Computes scores and weighted sums itself."""
+    """Slices the probabilities, so that they are not recognised."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class OwnAttention(keras.layers.Layer):
     def call(self, x):
         query = self.query(x)
         scores = keras.ops.matmul(query, keras.ops.transpose(x, (0, 2, 1)))
-        return keras.ops.matmul(keras.ops.softmax(scores), x)
+        return keras.ops.matmul(keras.ops.softmax(scores)[:, :, 1:], x[:, 1:])
 
 
 @pytest.mark.any_backend

@@ -135,6 +135,43 @@ def test_what_a_choice_is_made_from_stays_and_the_report_says_so(name):
     assert type(model.get_layer("a").one) is layers.Dense
 
 
+@pytest.mark.full_except("top-k of probabilities")
+@pytest.mark.parametrize("name", DECIDES)
+def test_freeze_leaves_out_what_a_choice_is_made_from(name):
+    model = mixture(name)
+    report = kpe.freeze(model)
+    assert converted(report) == {"first", "a/up", "b/up", "last"}
+    assert set(left(report)) == {"a/one", "b/one"}
+    printed = " ".join(str(report).split())
+    assert "Not frozen, since rounding could change what is chosen" in printed
+    assert "`filter='all'` freezes such layers too" in printed
+    assert type(model.get_layer("a").one) is layers.Dense
+    assert converted(kpe.freeze(model, include="one", filter="all")) == {
+        "a/one",
+        "b/one",
+    }
+
+
+@pytest.mark.full_except("function")
+@pytest.mark.parametrize("how", ["function", "all", "in float8 before"])
+def test_freeze_takes_a_layer_that_decides_if_asked_to(how):
+    model, options = mixture(), {"filter": "all"}
+    if how == "function":
+        options = {"filter": lambda layer: layer.name == "one"}
+    if how == "in float8 before":
+        kpe.convert(model, POLICY, filter="all")
+        options = {}
+    report = kpe.freeze(model, **options)
+    assert {"a/one", "b/one"} <= converted(report)
+    assert len(report.converted) == (2 if how == "function" else 6)
+
+
+@pytest.mark.parametrize("name", ["auto", "safe"])
+def test_freeze_refuses_filters_of_training(name):
+    with pytest.raises(ValueError, match="not about stored kernels"):
+        kpe.freeze(mixture(), filter=name)
+
+
 @pytest.mark.parametrize("name", COMPUTES)
 def test_what_computes_is_converted(name):
     report = kpe.convert(mixture(name), POLICY)
