@@ -179,7 +179,7 @@ def test_a_kernel_of_square_tiles_is_quantized_once():
         grad = result.matrices["kernel", "inputs_grad"]
         same(forward.codes[0].T, grad.codes[0])
         same(forward.scales[0].T, grad.scales[0])
-        assert forward.tile == (number, number)
+        assert forward.tile == Tile(number, number)
 
 
 class Own:
