@@ -1,11 +1,13 @@
 """The variables that an optimizer was built with, and their slots."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
 from keras_policy_ext._keras import variable_values, versions
+from keras_policy_ext._keras.around import put_around
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -262,3 +264,67 @@ def follow_weight_decay_exclusions(
     for variable, stand_in in pairs:
         if key(variable) in excluded:
             excluded.add(key(stand_in))
+
+
+def untracked() -> Any:
+    """Return a scope in which attributes of an optimizer are not tracked.
+
+    See `_replace_list`.
+    """
+    if _tracking is None:
+        return contextlib.nullcontext()
+    return _tracking.DotNotTrackScope()
+
+
+def track(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+    """Add a variable to those of an optimizer.
+
+    `add_variable`, the public way, makes the variable (`_track_variable`, keras
+    3.0 to 3.16).
+
+    Raises:
+        ImportError: If this Keras adds it otherwise.
+    """
+    if not hasattr(optimizer, "_track_variable"):
+        raise versions.missing(
+            "Optimizer._track_variable",
+            "an optimizer whose state is stored in one byte a number",
+            "Use the optimizer as it is.",
+        )
+    optimizer._track_variable(variable)
+
+
+def replace_slots(
+    optimizer: keras.optimizers.Optimizer,
+    replaced: dict[int, keras.Variable],
+) -> None:
+    """Put other variables in the place of slots of a built optimizer.
+
+    Keras knows them in `_variables` and in lists of its class (keras 3.0 to
+    3.16).
+
+    Args:
+        optimizer: The optimizer.
+        replaced: The new variables, by the ids of the old ones.
+    """
+    for name, value in list(vars(optimizer).items()):
+        if name == "_variables" or not isinstance(value, list):
+            continue
+        if any(id(each) in replaced for each in value):
+            new = [replaced.get(id(each), each) for each in value]
+            _replace_list(optimizer, name, new)
+    variables = [replaced.get(id(v), v) for v in optimizer._variables]
+    tracker = tracker_of(optimizer)
+    tracker.stored_ids["variables"] = {id(v) for v in variables}
+    _replace_variables(optimizer, variables)
+
+
+def around_loading(function: Callable[..., None]) -> None:
+    """Have a function load optimizers in the place of Keras's method.
+
+    It gets that method (`Optimizer.load_own_variables`, public) first. A
+    stock optimizer asks nobody about the entries of a file that it reads.
+    """
+    put_around(keras.optimizers.Optimizer, "load_own_variables", function)

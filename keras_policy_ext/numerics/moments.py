@@ -1,0 +1,154 @@
+"""Quantize the moments of an optimizer to one byte a number.
+
+The bits are those of `reference.moments`. Of a second moment, the square root
+is stored: it has the dynamic range of a first moment. It has no sign, so that
+its codes have one more bit of the mantissa.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics import primitives
+from keras_policy_ext.numerics.casting import (
+    MAGNITUDE_BITS,
+    MANTISSA,
+    decode_scales,
+    encode_scales,
+    shifted_right,
+    view,
+)
+from keras_policy_ext.numerics.scaling import (
+    amax,
+    scale_from_amax,
+)
+from keras_policy_ext.numerics.stochastic import RANDOM_BITS, _wrapped
+from keras_policy_ext.reference.moments import (
+    BLOCKS,
+    GOLDEN,
+    KINDS,
+    LARGEST,
+    NEAREST,
+)
+
+_FORMAT = "float8_e4m3fn"
+_SCALE_FORMAT = "float8_e8m0fnu"
+_BIAS = 7
+_SMALLEST_NORMAL = 2.0 ** (1 - _BIAS)
+
+
+def blocks_of(shape: Any, form: str) -> int:
+    """Return how many scales a moment of a shape has."""
+    return -(-math.prod(shape) // BLOCKS[form])
+
+
+def quantize_moments(
+    x: Tensor, kind: str, form: str, key: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize a moment to codes of one byte, with a scale for each block.
+
+    Args:
+        x: Float32 tensor of a known shape.
+        kind: `"first"`, or `"second"` for a moment that is never negative.
+        form: `"float8"`: a float32 scale for 256 numbers; `"mx"`: a power of
+            two, one byte, for 32.
+        key: Int32 scalar for stochastic rounding; None rounds to nearest.
+
+    Returns:
+        Uint8 codes of the shape of `x`, and scales (blocks,), float32 or
+        uint8. See `reference.moments.quantize_moments`.
+    """
+    shape, count = tuple(x.shape), math.prod(x.shape)
+    rows = _in_blocks(_usable(x), count, BLOCKS[form])
+    mantissa_bits, signed = KINDS[kind]
+    if not signed:
+        rows = ops.sqrt(ops.maximum(rows, 0.0))
+    scale = scale_from_amax(
+        amax(rows, axis=1), _FORMAT, power_of_two=form == "mx"
+    )
+    # The `where` hides from compilers that the dividend is a constant.
+    one = ops.where(scale > 0.0, 1.0, scale)
+    factor = ops.expand_dims(ops.divide(one, scale), 1)
+    raw = view(ops.multiply(rows, factor), "int32")
+    magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
+    dropped = MANTISSA - mantissa_bits
+    bits = _bits(rows.shape, key)
+    carried = bits * (1 << (dropped - RANDOM_BITS))
+    normal = ops.right_shift(magnitude + carried, dropped)
+    normal = normal - ((127 - _BIAS) << mantissa_bits)
+    # Below the smallest normal number codes count multiples of the spacing.
+    small = view(magnitude, "float32") * (2.0**mantissa_bits / _SMALLEST_NORMAL)
+    small = ops.minimum(small, 2.0**mantissa_bits)
+    share = ops.cast(bits, "float32") * 2.0**-RANDOM_BITS
+    small = ops.cast(ops.floor(small + share), "int32")
+    is_small = magnitude < int(np.float32(_SMALLEST_NORMAL).view("int32"))
+    code = ops.where(is_small, small, normal)
+    if signed:
+        sign = ops.bitwise_and(shifted_right(raw, 24), 0x80)
+        code = ops.bitwise_or(ops.minimum(code, 126), sign)
+    else:
+        code = ops.maximum(code, ops.cast(rows > 0.0, "int32"))
+    codes = ops.reshape(ops.cast(code, "uint8"), (-1,))[:count]
+    if form == "mx":
+        scale = encode_scales(scale, _SCALE_FORMAT)
+    return ops.reshape(codes, shape), scale
+
+
+def dequantize_moments(
+    codes: Tensor, scale: Tensor, kind: str, form: str
+) -> Tensor:
+    """Return the float32 numbers of the codes of `quantize_moments`."""
+    shape, count = tuple(codes.shape), math.prod(codes.shape)
+    if form == "mx":
+        scale = decode_scales(scale, _SCALE_FORMAT)
+    rows = _in_blocks(codes, count, BLOCKS[form])
+    if KINDS[kind].signed:
+        numbers = primitives.current.numbers(rows, _FORMAT)
+    else:
+        # The codes are bits of float16 numbers of another exponent bias.
+        halves = ops.left_shift(ops.cast(rows, "int16"), 6)
+        numbers = ops.cast(view(halves, "float16"), "float32") * 2.0**8
+    numbers = ops.multiply(numbers, ops.expand_dims(scale, 1))
+    if not KINDS[kind].signed:
+        numbers = ops.square(numbers)
+    return ops.reshape(ops.reshape(numbers, (-1,))[:count], shape)
+
+
+def _usable(x: Tensor) -> Tensor:
+    """Return finite numbers: NaN and denormals are 0, large ones are clipped.
+
+    Some backends take denormals for 0, so that all have to.
+    """
+    x = ops.cast(x, "float32")
+    small = ops.bitwise_and(view(x, "int32"), MAGNITUDE_BITS) < (1 << MANTISSA)
+    x = ops.where(ops.logical_or(small, ops.isnan(x)), 0.0, x)
+    return ops.clip(x, -LARGEST, LARGEST)
+
+
+def _in_blocks(x: Tensor, count: int, size: int) -> Tensor:
+    """Return a tensor as a matrix of blocks, padded with zeros."""
+    x = ops.reshape(x, (-1,))
+    if count % size:
+        x = ops.pad(x, [[0, -count % size]])
+    return ops.reshape(x, (-1, size))
+
+
+def _bits(shape: Any, key: Tensor | None) -> Any:
+    """Return 16 bits for each number; see `reference.moments.moment_bits`."""
+    if key is None:
+        return ops.full((1, 1), NEAREST, "int32")
+    blocks, size = shape
+    rows = ops.arange(blocks, dtype="int32") * _wrapped(
+        size * GOLDEN & 0xFFFFFFFF
+    )
+    columns = np.arange(size, dtype="int64") * GOLDEN & 0xFFFFFFFF
+    columns = ops.convert_to_tensor(columns.astype("uint32").view("int32"))
+    index = ops.expand_dims(rows + key, 1) + columns
+    return shifted_right(index, 32 - RANDOM_BITS)
+
+

@@ -1,0 +1,261 @@
+"""Quantize the state of optimizers, and make it float32 again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext.optimizers.quantized import (
+    QuantizedState,
+    make_quantized,
+)
+from keras_policy_ext.optimizers.settings import KEPT, Settings
+from keras_policy_ext.optimizers.slots import QuantizedSlot
+
+
+def quantize_state(
+    optimizer: keras.optimizers.Optimizer,
+    moments: str = "float8",
+    *,
+    slots: Mapping[str, str] | None = None,
+    exclude: str | Iterable[str] = (),
+    minimum_size: int = 4096,
+) -> keras.optimizers.Optimizer:
+    """Store the moments of an optimizer in one byte a number, in place.
+
+    Between steps a moment is a code of one byte for each number, and a scale
+    for each block. A step reads one weight's moments in float32, calls the
+    `update_step` of the optimizer, and quantizes them again. They are rounded
+    at random, by bits that are a hash of the step and the place: to nearest, a
+    moment would stay where it is while a step changes it by less than half a
+    code. The state of a built optimizer is kept, rounded to nearest.
+
+    First moments are in e4m3. Of second moments the square root is stored, in
+    eight bits without a sign; above 0 it never becomes 0. The weights, their
+    averages (`use_ema`), accumulated gradients, `amsgrad`'s maxima and counters
+    stay as they are, and so do moments of fewer than `minimum_size` numbers.
+
+    Wrappers, such as a `LossScaleOptimizer`, stay; what they wrap is changed.
+
+    Args:
+        optimizer: A Keras optimizer, of a class of Keras or of your own that
+            makes its slots with `add_variable_from_reference` or
+            `add_optimizer_variables`, and changes them in `update_step`.
+        moments: `"float8"`: a float32 scale for 256 numbers. `"mx"`: a power
+            of two, one byte, for 32.
+        slots: What slots hold, by their names: `"first"` (signed moments),
+            `"second"` (averages of squares or magnitudes), or `"float32"`,
+            which leaves them. Default: those of Keras's optimizers.
+        exclude: Weights whose paths contain one of these strings keep their
+            moments in float32.
+        minimum_size: The fewest numbers of a moment that is quantized.
+
+    Returns:
+        The same optimizer. Its class is another one, a subclass of its class.
+
+    Raises:
+        TypeError: If `optimizer` is no Keras optimizer.
+        ValueError: If it has no moments, or a class of your own does not work
+            this way, which is tried on copies. It is then unchanged.
+
+    Examples:
+        >>> optimizer = kpe.optimizers.quantize_state(keras.optimizers.Adam())
+        >>> optimizer.build([keras.Variable(np.zeros((64, 64)))])
+        >>> sum(np.asarray(v).nbytes for v in optimizer.variables[2:])
+        8320
+    """
+    settings = Settings.read(moments, slots, exclude, minimum_size)
+    targets = _targets(optimizer)
+    for each in targets:
+        _check(each, settings)
+    for each in targets:
+        if isinstance(each, QuantizedState):
+            _make_float(each)
+        make_quantized(each, settings)
+        _move(each, _quantized_slot)
+    return optimizer
+
+
+def dequantize_state(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Undo `quantize_state`: give an optimizer slots in float32, in place.
+
+    Args:
+        optimizer: A Keras optimizer. One that is not quantized is unchanged.
+
+    Returns:
+        The same optimizer, with the values that its moments were rounded to.
+
+    Raises:
+        TypeError: If `optimizer` is no Keras optimizer.
+    """
+    for each in _targets(optimizer):
+        if isinstance(each, QuantizedState):
+            _make_float(each)
+    return optimizer
+
+
+def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers that update weights: inside of wrappers."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`optimizer` is not a Keras optimizer. Received: "
+            f"{optimizer!r} (of type {type(optimizer).__name__}). Allowed: an "
+            "instance of a class of keras.optimizers. A loop with an "
+            "optimizer of torch.optim can use a Keras optimizer instead: "
+            "`optimizer.apply(gradients, variables)`."
+        )
+    innermost = optimizer_variables.optimizers_within(optimizer)[-1]
+    multiple = getattr(keras.optimizers, "MultiOptimizer", ())
+    if not isinstance(innermost, multiple):
+        return [innermost]
+    if not innermost.optimizers:
+        raise ValueError(
+            "The MultiOptimizer does not know its optimizers yet. Received: "
+            "one with a function that chooses them. Allowed: one with an "
+            "OptimizerMap, or one that is built. Or quantize the state of "
+            "the optimizers that the function returns."
+        )
+    return [each for one in innermost.optimizers for each in _targets(one)]
+
+
+def _make_float(optimizer: Any) -> None:
+    """Give an optimizer its former class, and float slots if it is built."""
+    cls = optimizer.stock_class
+    _move(optimizer, _float_slot)
+    # A class of Keras on PyTorch has a private one, as what it makes has.
+    optimizer.__class__ = type(cls.__new__(cls))
+    for name in ("_settings", "_step"):
+        vars(optimizer).pop(name, None)
+
+
+def _move(optimizer: Any, make: Callable[..., keras.Variable | None]) -> None:
+    """Replace the slots of an optimizer by those that a function makes."""
+    replaced = {}
+    for number, variable in enumerate(optimizer._variables):
+        made = make(optimizer, variable, number)
+        if made is not None:
+            made.assign(variable.value)
+            replaced[id(variable)] = made
+    if replaced:
+        optimizer_variables.replace_slots(optimizer, replaced)
+
+
+def _quantized_slot(
+    optimizer: Any, variable: keras.Variable, number: int
+) -> keras.Variable | None:
+    settings = optimizer._settings
+    kind = settings.kind_of(variable.name, variable.shape, variable.dtype)
+    if kind is None:
+        return None
+    layout = getattr(variable, "_layout", None)
+    return QuantizedSlot(
+        variable.name,
+        tuple(variable.shape),
+        keras.initializers.get("zeros"),
+        variable.dtype,
+        kind=kind,
+        form=settings.moments,
+        number=number,
+        step=optimizer._step,
+        aggregation=variable.aggregation,
+        **({} if layout is None else {"layout": layout}),
+    )
+
+
+def _float_slot(
+    optimizer: Any, variable: keras.Variable, number: int
+) -> keras.Variable | None:
+    if not isinstance(variable, QuantizedSlot):
+        return None
+    layout = getattr(variable.codes, "_layout", None)
+    return keras.Variable(
+        "zeros",
+        shape=tuple(variable.shape),
+        dtype=variable.dtype,
+        trainable=False,
+        autocast=True,
+        aggregation=variable.codes.aggregation,
+        name=variable.name,
+        **({} if layout is None else {"layout": layout}),
+    )
+
+
+def _check(optimizer: Any, settings: Settings) -> None:
+    """Try on copies whether the state of an optimizer can be quantized."""
+    if optimizer.built:
+        optimizer_variables.check_can_retarget(optimizer)
+    if isinstance(optimizer, QuantizedState):
+        cls = optimizer.stock_class
+    else:
+        cls = type(optimizer)
+    trial = Settings(settings.moments, settings.slots, (), 0)
+    try:
+        stock, copy = _copy(optimizer), make_quantized(_copy(optimizer), trial)
+        variables = [keras.Variable(np.ones((8, 8), "float32")) for _ in "ab"]
+        stock.build(variables[:1])
+        copy.build(variables[1:])
+    # The code may be the user's, and raise anything.
+    except Exception as error:
+        raise ValueError(
+            f"The state of {optimizer.name!r} cannot be quantized, as no copy "
+            f"of it can be made: {error}. Received: an optimizer of class "
+            f"{cls.__name__}. Allowed: one that `from_config(get_config())` "
+            "makes again. Write both methods for it."
+        ) from error
+    slots = [v for v in copy._variables if isinstance(v, QuantizedSlot)]
+    if not slots:
+        names = [v.name for v in stock._variables]
+        raise ValueError(
+            f"{optimizer.name!r} has no moments that are known. Received: "
+            f"{cls.__name__} with {', '.join(names)}. Allowed: an optimizer "
+            "with moments. Keep it as it is, or say by `slots` what its "
+            "slots hold, such as slots={'momentum': 'first'}."
+        )
+    if not cls.__module__.startswith("keras.src."):
+        _check_steps(stock, copy, cls)
+
+
+def _copy(optimizer: Any) -> Any:
+    if isinstance(optimizer, QuantizedState):
+        config = optimizer.get_config()
+        made = type(optimizer).from_config(config)
+        _make_float(made)
+        return made
+    return type(optimizer).from_config(optimizer.get_config())
+
+
+def _check_steps(stock: Any, copy: Any, cls: type) -> None:
+    """Raise if a copy with quantized slots does not follow a stock one."""
+    random = np.random.default_rng(0)
+    reason = None
+    try:
+        for _ in range(3):
+            gradient = random.standard_normal((8, 8)).astype("float32")
+            for each in (stock, copy):
+                each.apply([ops.convert_to_tensor(gradient)])
+    except Exception as error:
+        reason = f"its step fails: {error}"
+    else:
+        for one, other in zip(stock._variables, copy._variables, strict=True):
+            a, b = (np.asarray(ops.convert_to_numpy(v)) for v in (one, other))
+            room = 0.2 * np.abs(a) + 0.02 * np.max(np.abs(a), initial=0.0)
+            if np.any(np.abs(a - b) > room):
+                reason = f"its slot {one.name!r} is another one after 3 steps"
+                if isinstance(other, QuantizedSlot) and np.any(a < 0):
+                    reason += ", as it has a sign"
+                break
+    if reason is not None:
+        raise ValueError(
+            f"The state of {cls.__name__} cannot be quantized: {reason}. "
+            "Received: an optimizer of a class of its own. Allowed: one that "
+            "reads its slots, and assigns to them by `self.assign`, "
+            "`assign_add` or `assign_sub`, in `update_step`. Change it, or "
+            f"leave slots as they are: slots={{'name': {KEPT!r}}}."
+        )

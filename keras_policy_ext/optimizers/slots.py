@@ -1,0 +1,151 @@
+"""A slot of an optimizer that is stored as codes with scales."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics.moments import (
+    blocks_of,
+    dequantize_moments,
+    quantize_moments,
+)
+from keras_policy_ext.numerics.stochastic import key_of_use
+
+
+class Step:
+    """The slots that one `update_step` of an optimizer has used.
+
+    Meanwhile they hold float32 tensors, as if they were variables. At the end
+    they are quantized, with random bits that are a hash of the step.
+    """
+
+    def __init__(self) -> None:
+        self.used: list[QuantizedSlot] | None = None
+
+    @contextlib.contextmanager
+    def running(self, iterations: keras.Variable) -> Iterator[None]:
+        """In the block, slots hold float32 tensors; then, quantize them."""
+        self.used = used = []
+        try:
+            yield
+            step = ops.cast(ops.convert_to_tensor(iterations), "int32")
+            for slot in used:
+                slot.settle(step)
+        finally:
+            self.used = None
+            for slot in used:
+                slot.held_value = None
+
+
+class QuantizedSlot(variable_values.ComputedVariable, keras.Variable):
+    """A slot that is read and assigned as a float variable of its shape.
+
+    It has no memory of its own, but two variables, of which the optimizer
+    tells Keras in its place.
+
+    Attributes:
+        codes: Uint8 variable of the shape of the slot.
+        scale: Float32 or uint8 variable (blocks,).
+        kind: `"first"` or `"second"`.
+        form: `"float8"` or `"mx"`.
+        number: The place of the slot among the variables of the optimizer.
+        held_value: Its float32 tensor during a step; else None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        initial: Callable[..., Tensor],
+        dtype: str,
+        *,
+        kind: str,
+        form: str,
+        number: int,
+        step: Step,
+        **options: Any,
+    ):
+        def part(index: int) -> Callable[..., Tensor]:
+            def value(_: Any, dtype: str | None = None) -> Tensor:
+                x = ops.cast(initial(shape, dtype="float32"), "float32")
+                return quantize_moments(x, kind, form)[index]
+
+            return value
+
+        made = {"trainable": False, "autocast": False}
+        self.codes = keras.Variable(
+            part(0), shape=shape, dtype="uint8", name=name, **made, **options
+        )
+        if options.get("layout") is not None:
+            options["layout"] = keras.distribution.TensorLayout(
+                (None,), options["layout"].device_mesh
+            )
+        self.scale = keras.Variable(
+            part(1),
+            shape=(blocks_of(shape, form),),
+            dtype="uint8" if form == "mx" else "float32",
+            name=f"{name}_scale",
+            **made,
+            **options,
+        )
+        super().__init__(self.codes, dtype)
+        self.kind, self.form, self.number = kind, form, number
+        self.step = step
+        self.held_value: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[keras.Variable, keras.Variable]:
+        """The two variables, codes and scale."""
+        return self.codes, self.scale
+
+    @property
+    def value(self) -> Tensor:
+        """The numbers of the slot."""
+        if self.held_value is not None:
+            return self.held_value
+        numbers = dequantize_moments(
+            self.codes.value, self.scale.value, self.kind, self.form
+        )
+        return self._hold(ops.cast(numbers, self.dtype))
+
+    def assign(self, value: Any) -> Any:
+        """Quantize numbers, at once or at the end of the running step."""
+        value = ops.convert_to_tensor(value, dtype=self.dtype)
+        if tuple(value.shape) != tuple(self.shape):
+            value = ops.broadcast_to(value, self.shape)
+        if self.step.used is None:
+            self._quantize(value, None)
+        else:
+            self.held_value = None
+            self._hold(value)
+        return value
+
+    def settle(self, step: Tensor) -> None:
+        """Quantize what was held, with the random bits of a step."""
+        self._quantize(self.held_value, key_of_use(step, 0, self.number))
+
+    def _hold(self, value: Tensor) -> Tensor:
+        used = self.step.used
+        if used is not None:
+            self.held_value = value
+            if not any(slot is self for slot in used):
+                used.append(self)
+        return value
+
+    def _quantize(self, value: Any, key: Tensor | None) -> None:
+        value = ops.cast(ops.stop_gradient(value), "float32")
+        codes, scale = quantize_moments(value, self.kind, self.form, key)
+        self.codes.assign(codes)
+        self.scale.assign(scale)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return the numbers of the slot as a NumPy array."""
+        return np.asarray(ops.convert_to_numpy(self.value))
