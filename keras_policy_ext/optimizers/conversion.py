@@ -131,7 +131,7 @@ def _make_float(optimizer: Any) -> None:
     _move(optimizer, _float_slot)
     # A class of Keras on PyTorch has a private one, as what it makes has.
     optimizer.__class__ = type(cls.__new__(cls))
-    for name in ("_settings", "_step"):
+    for name in ("_state_settings", "_state_step"):
         vars(optimizer).pop(name, None)
 
 
@@ -150,7 +150,7 @@ def _move(optimizer: Any, make: Callable[..., keras.Variable | None]) -> None:
 def _quantized_slot(
     optimizer: Any, variable: keras.Variable, number: int
 ) -> keras.Variable | None:
-    settings = optimizer._settings
+    settings = optimizer._state_settings
     kind = settings.kind_of(variable.name, variable.shape, variable.dtype)
     if kind is None:
         return None
@@ -163,7 +163,7 @@ def _quantized_slot(
         kind=kind,
         form=settings.moments,
         number=number,
-        step=optimizer._step,
+        step=optimizer._state_step,
         aggregation=variable.aggregation,
         **({} if layout is None else {"layout": layout}),
     )

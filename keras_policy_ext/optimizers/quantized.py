@@ -35,8 +35,8 @@ class QuantizedState(keras.optimizers.Optimizer):
     """
 
     stock_class: ClassVar[type[keras.optimizers.Optimizer]]
-    _settings: Settings
-    _step: Step
+    _state_settings: Settings
+    _state_step: Step
 
     def add_variable(
         self,
@@ -58,7 +58,7 @@ class QuantizedState(keras.optimizers.Optimizer):
             name: Its name, by which moments are known.
         """
         dtype = keras.backend.standardize_dtype(dtype)
-        kind = self._settings.kind_of(name, shape, dtype)
+        kind = self._state_settings.kind_of(name, shape, dtype)
         if kind is None:
             made: keras.Variable = super().add_variable(
                 shape, initializer, dtype, aggregation, layout, name
@@ -72,9 +72,9 @@ class QuantizedState(keras.optimizers.Optimizer):
                 keras.initializers.get(initializer),
                 dtype,
                 kind=kind,
-                form=self._settings.moments,
+                form=self._state_settings.moments,
                 number=len(self._variables),
-                step=self._step,
+                step=self._state_step,
                 aggregation=aggregation,
                 **options,
             )
@@ -100,7 +100,7 @@ class QuantizedState(keras.optimizers.Optimizer):
             variable: The variable.
             learning_rate: The learning rate.
         """
-        with self._step.running(self._iterations):
+        with self._state_step.running(self._iterations):
             return super().update_step(gradient, variable, learning_rate)
 
     # TensorFlow assigns to the tf.Variable in a variable.
@@ -135,7 +135,7 @@ class QuantizedState(keras.optimizers.Optimizer):
         """Return the config of the optimizer, and how its state is stored."""
         stored = {
             "optimizer": described(self.stock_class),
-            **self._settings.config(),
+            **self._state_settings.config(),
         }
         return {**super().get_config(), STORED: stored}
 
@@ -247,8 +247,8 @@ def make_quantized(
     cls = public_class(optimizer) or type(optimizer)
     step = Step()
     with optimizer_variables.untracked():
-        optimizer._settings = settings.for_class(cls)
-        optimizer._step = step
+        optimizer._state_settings = settings.for_optimizer(optimizer)
+        optimizer._state_step = step
     optimizer.__class__ = quantized_class(cls)
     return optimizer
 

@@ -103,11 +103,14 @@ class Settings:
             "minimum_size": self.minimum_size,
         }
 
-    def for_class(self, cls: type) -> Settings:
-        """Return the settings with what Keras's classes need."""
+    def for_optimizer(self, optimizer: keras.optimizers.Optimizer) -> Settings:
+        """Return the settings with what some of Keras's optimizers need."""
         own: dict[str, str] = {}
-        for base in cls.__mro__:
+        for base in type(optimizer).__mro__:
             own = {**OF_CLASS.get(base.__name__, {}), **own}
+        if getattr(optimizer, "centered", False):
+            # A square that is subtracted from it could become larger than it.
+            own = {"velocity": KEPT, **own}
         return dataclasses.replace(
             self, slots=tuple({**own, **dict(self.slots)}.items())
         )
