@@ -21,8 +21,11 @@ GOLDEN = 0x9E3779B1
 #: Larger numbers become this one: its square root may be rounded up and squared.
 LARGEST = 2.0**120
 
-#: The bits that round to nearest; a tie goes away from zero.
-NEAREST = 1 << 15
+#: The smallest scale: denormals, which some backends take for 0, become 0.
+SMALLEST = 2.0**-100
+
+#: The square root of the smallest normal float32.
+SMALLEST_ROOT = 2.0**-63
 
 
 class Kind(NamedTuple):
@@ -51,19 +54,21 @@ def moment_key(step: int, number: int) -> int:
     return int(mixed.view(np.int32)[0])
 
 
-def moment_bits(numbers: int, key: int | None) -> Array:
-    """Return 16 bits for each number: `(i * GOLDEN + key) mod 2^32 >> 16`.
+def moment_bits(numbers: int, key: int | None, count: int) -> Array:
+    """Return random bits: the upper ones of `(i * GOLDEN + key) mod 2^32`.
 
     A number has other bits in each step, as the key is a hash of the step.
 
     Args:
         numbers: How many numbers there are.
-        key: From `moment_key`; None for the bits that round to nearest.
+        key: From `moment_key`; None for the bits that round to nearest, and
+            a tie away from zero.
+        count: How many bits.
     """
     if key is None:
-        return np.full(numbers, NEAREST, np.int64)
+        return np.full(numbers, 1 << (count - 1), np.int64)
     index = np.arange(numbers, dtype=np.int64)
-    return ((index * GOLDEN + key) & 0xFFFFFFFF) >> 16
+    return ((index * GOLDEN + key) & 0xFFFFFFFF) >> (32 - count)
 
 
 def quantize_moments(
@@ -71,8 +76,9 @@ def quantize_moments(
 ) -> tuple[Array, Array]:
     """Quantize a moment to codes of one byte, with a scale for each block.
 
-    A block is 256 (`"mx"`: 32) numbers in row-major order. NaN and denormals
-    count as 0, and numbers beyond 2^120 as 2^120. A block of zeros
+    A block is 256 (`"mx"`: 32) numbers in row-major order. Numbers beyond
+    2^120 count as 2^120, and so does NaN in a first moment; in a second it
+    counts as 0, as do negative numbers. A block of zeros
     has scale 1. A second moment above 0 never becomes 0.
 
     Args:
@@ -88,32 +94,38 @@ def quantize_moments(
     """
     mantissa_bits, signed = KINDS[kind]
     x = float32(x)
-    finite = np.clip(np.nan_to_num(x), -LARGEST, LARGEST).astype(np.float32)
-    finite = np.where(np.abs(finite) < 2.0**-126, np.float32(0), finite)
+    magnitude = np.abs(x)
     if not signed:
-        finite = np.sqrt(np.maximum(finite, 0))
-    count = finite.size
+        magnitude = np.sqrt(magnitude)
+        x = np.sqrt(x)
+        x = np.where(x >= SMALLEST_ROOT, x, np.float32(0))
+    count = x.size
     size = BLOCKS[form]
     blocks = -(-count // size)
     padded = np.zeros(blocks * size, np.float32)
-    padded[:count] = finite.ravel()
+    padded[:count] = x.ravel()
     padded = padded.reshape(blocks, size)
-    amax = np.max(np.abs(padded), axis=1)
+    magnitude = np.pad(magnitude.ravel(), (0, blocks * size - count))
+    amax = np.max(magnitude.reshape(blocks, size), axis=1)
+    amax = np.where(np.isnan(amax), LARGEST, np.minimum(amax, LARGEST))
     scale = scale_from_amax(
         amax, "float8_e4m3fn", power_of_two=form == "mx"
     )
+    scale = np.maximum(scale, np.float32(SMALLEST))
     q = np.abs(padded) * (np.float32(1) / scale)[:, None]
+    q = np.where(q <= 480, q, np.float32(480))
     exponent = np.frexp(np.maximum(q, np.float32(2.0**-6)))[1] - 1
-    bits = moment_bits(blocks * size, key).reshape(q.shape)
+    dropped = 23 - mantissa_bits
+    bits = moment_bits(blocks * size, key, dropped).reshape(q.shape)
     # In float32 below the smallest normal number, as the kernels compute it.
     steps = np.ldexp(q.astype(np.float64), mantissa_bits - exponent)
-    share = bits * 2.0**-16
+    share = bits * 2.0**-dropped
     small = q < np.float32(2.0**-6)
     summed = float32(steps) + float32(share)
     total = np.where(small, summed, steps + share)
     whole = np.floor(total).astype(np.int64)
     base = (exponent + 6) << mantissa_bits
-    code = np.minimum(base + whole, 126 if signed else 255)
+    code = np.minimum(base + whole, 126 if signed else 254)
     if signed:
         code = code | np.where(np.signbit(padded), 128, 0)
     else:
