@@ -28,6 +28,7 @@ from keras_policy_ext import (
     formats,
     layers,
     mixed_precision,
+    optimizers,
     policies,
     recipes,
 )
@@ -131,6 +132,7 @@ __all__ = [
     "migration",
     "mixed_precision",
     "numerics",
+    "optimizers",
     "policies",
     "policy_scope",
     "recipes",

@@ -187,6 +187,7 @@ def convert(
     min_size: int | None = None,
     attention: Literal["float8"] | None = None,
     smooth_swiglu: Any = None,
+    optimizer: Literal["float8", "mx"] | None = None,
 ) -> Report:
     """Make the layers of a model compute in float8, in place.
 
@@ -226,6 +227,9 @@ def convert(
         smooth_swiglu: Inputs for one call of the model: scales of channels are
             first folded into its gated blocks, by
             `kpe.conversion.smooth_swiglu`. None folds none.
+        optimizer: `"float8"` or `"mx"`: the moments of the model's optimizers
+            are stored in one byte a number too, as by
+            `kpe.optimizers.quantize_state`. None leaves them.
 
     Returns:
         What was converted, and what was not and why.
@@ -258,6 +262,7 @@ def convert(
     )
     if decided.decisions:
         training.check_optimizers(model)
+    training.check_moments(model, optimizer)
     nothing_folded = smooth_swiglu is not None and not smoothing.smooth_swiglu(
         model, smooth_swiglu
     )
@@ -276,6 +281,7 @@ def convert(
             )
         if not decided.decisions:
             warn_of_plain(decided.left)
+        training.quantize_moments(model, optimizer)
     return report
 
 
@@ -387,8 +393,8 @@ def revert(model: keras.Layer) -> Report:
 
     Every layer gets back the source policy of its float8 policy. Layers of
     this package become the stock layers of the same name; a layer of your own
-    keeps its class. The optimizer keeps its slots. Frozen layers stay frozen:
-    `thaw` gives them float weights.
+    keeps its class. The optimizer keeps its slots, and has them in float32.
+    Frozen layers stay frozen: `thaw` gives them float weights.
 
     Args:
         model: As for `convert`.
@@ -418,6 +424,7 @@ def revert(model: keras.Layer) -> Report:
         raise ValueError(_all_frozen(model))
     with training.changing(model) as retraced:
         _revert(model, kept)
+        training.dequantize_moments(model)
         left = [each for each in stays if float8_policy_of(each.layer)]
         return report_of(
             RevertedReport, model, reverted, left, retraced=retraced

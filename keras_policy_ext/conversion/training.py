@@ -24,6 +24,11 @@ from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.mixed_precision.float32_views import is_overwritten
 from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
+from keras_policy_ext.optimizers.conversion import (
+    check_state,
+    dequantize_state,
+    quantize_state,
+)
 from keras_policy_ext.policies.loss_scales import LossScale
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
@@ -235,6 +240,49 @@ def _update_optimizers(
             wanted = _to_optimize(known, model, new, gone)
             if [id(v) for v in wanted] != [id(v) for v in known]:
                 optimizer_variables.retarget_optimizer(each, wanted)
+
+
+def check_moments(model: keras.Layer, moments: str | None) -> None:
+    """Raise if the state of a model's optimizers cannot be quantized.
+
+    Raises:
+        ValueError: If there is no optimizer, or `quantize_state` refuses one.
+    """
+    if moments is None:
+        return
+    found = _outermost(model)
+    if not found:
+        raise ValueError(
+            f"{model.name!r} has no optimizer whose state could be stored in "
+            f"one byte a number. Received: optimizer={moments!r} for a model "
+            "that is not compiled. Allowed: a compiled model. Call "
+            "`model.compile` first, or `kpe.optimizers.quantize_state("
+            "optimizer)` for an optimizer of your own loop."
+        )
+    for each in found:
+        check_state(each, moments)
+
+
+def quantize_moments(model: keras.Layer, moments: str | None) -> None:
+    """Store the moments of a model's optimizers in one byte a number."""
+    if moments is not None:
+        for each in _outermost(model):
+            quantize_state(each, moments)
+
+
+def dequantize_moments(model: keras.Layer) -> None:
+    """Give the optimizers of a model slots in float32 again."""
+    for each in _outermost(model):
+        dequantize_state(each)
+
+
+def _outermost(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
+    return [
+        optimizer
+        for layer in walking.layers_within(model)
+        if isinstance(layer, keras.Model)
+        for optimizer in optimizers(layer)
+    ]
 
 
 def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:

@@ -65,7 +65,20 @@ def quantize_moments(
         uint8. See `reference.moments.quantize_moments`.
     """
     shape, count = tuple(x.shape), math.prod(x.shape)
-    rows = _in_blocks(x, count, BLOCKS[form])
+    rows = _in_blocks(ops.cast(x, "float32"), count, BLOCKS[form])
+
+    def quantized(first: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return _quantized(rows, first, kind, form, key)
+
+    codes, scale = primitives.current.by_rows(quantized, rows)
+    codes = ops.reshape(codes, (-1,))[:count]
+    return ops.reshape(codes, shape), scale
+
+
+def _quantized(
+    rows: Tensor, first: int, kind: str, form: str, key: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Quantize blocks, the rows of a matrix; `first` numbers are before it."""
     mantissa_bits, signed = KINDS[kind]
     largest = amax(rows, axis=1)
     if not signed:
@@ -81,7 +94,7 @@ def quantize_moments(
     raw = view(ops.multiply(rows, factor), "int32")
     magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
     dropped = MANTISSA - mantissa_bits
-    bits = _bits(rows.shape, key, dropped)
+    bits = _bits(rows.shape, first, key, dropped)
     normal = ops.right_shift(magnitude + bits, dropped)
     normal = normal - ((127 - _BIAS) << mantissa_bits)
     # Below the smallest normal number codes count multiples of the spacing.
@@ -96,10 +109,9 @@ def quantize_moments(
     else:
         code = ops.minimum(code, 254)
         code = ops.maximum(code, ops.cast(rows > 0.0, "int32"))
-    codes = ops.reshape(ops.cast(code, "uint8"), (-1,))[:count]
     if form == "mx":
         scale = encode_scales(scale, _SCALE_FORMAT)
-    return ops.reshape(codes, shape), scale
+    return ops.cast(code, "uint8"), scale
 
 
 def scale_of_block(amax: Tensor, form: str) -> Tensor:
@@ -115,19 +127,25 @@ def dequantize_moments(
 ) -> Tensor:
     """Return the float32 numbers of the codes of `quantize_moments`."""
     shape, count = tuple(codes.shape), math.prod(codes.shape)
+    rows = _in_blocks(codes, count, BLOCKS[form])
+
+    def numbers(_: int, rows: Tensor, scale: Tensor) -> tuple[Tensor]:
+        return (_numbers(rows, scale, kind, form),)
+
+    (found,) = primitives.current.by_rows(numbers, rows, scale)
+    return ops.reshape(ops.reshape(found, (-1,))[:count], shape)
+
+
+def _numbers(rows: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
     if form == "mx":
         scale = decode_scales(scale, _SCALE_FORMAT)
-    rows = _in_blocks(codes, count, BLOCKS[form])
+    scale = ops.expand_dims(scale, 1)
     if KINDS[kind].signed:
-        numbers = primitives.current.numbers(rows, _FORMAT)
-    else:
-        # The codes are bits of float16 numbers of another exponent bias.
-        halves = ops.left_shift(ops.cast(rows, "int16"), 6)
-        numbers = ops.cast(view(halves, "float16"), "float32") * 2.0**8
-    numbers = ops.multiply(numbers, ops.expand_dims(scale, 1))
-    if not KINDS[kind].signed:
-        numbers = ops.square(numbers)
-    return ops.reshape(ops.reshape(numbers, (-1,))[:count], shape)
+        return primitives.current.numbers(rows, _FORMAT) * scale
+    # The codes are bits of float16 numbers of another exponent bias.
+    halves = ops.left_shift(ops.cast(rows, "int16"), 6)
+    wide = ops.cast(view(halves, "float16"), "float32") * 2.0**8
+    return ops.square(wide * scale)
 
 
 def _in_blocks(x: Tensor, count: int, size: int) -> Tensor:
@@ -138,11 +156,12 @@ def _in_blocks(x: Tensor, count: int, size: int) -> Tensor:
     return ops.reshape(x, (-1, size))
 
 
-def _bits(shape: Any, key: Tensor | None, count: int) -> Any:
+def _bits(shape: Any, first: int, key: Tensor | None, count: int) -> Tensor:
     """Return so many bits per number; see `reference.moments.moment_bits`."""
     if key is None:
         return ops.full((1, 1), 1 << (count - 1), "int32")
     # In this form XLA for a CPU takes a quarter of the time (JAX 0.10).
-    index = ops.reshape(ops.arange(math.prod(shape), dtype="int32"), shape)
+    index = ops.arange(first, first + math.prod(shape), dtype="int32")
+    index = ops.reshape(index, shape)
     index = index * _wrapped(GOLDEN) + key
     return shifted_right(index, 32 - count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -54,6 +54,19 @@ class Primitives:
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Stack tensors along a new axis as `ops.stack` does."""
         return ops.stack(tensors, axis)
+
+    def by_rows(
+        self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return `function(0, *tensors)`, in parts if that is faster.
+
+        Args:
+            function: It treats each row alike. It gets the number of elements
+                of the first tensor that are before its part, and parts of the
+                tensors. It returns tensors with as many rows.
+            *tensors: The first is a matrix; all have as many rows.
+        """
+        return function(0, *tensors)
 
     def known_number(self, x: Tensor) -> float | None:
         """Return a float32 scalar as a float; None if reading it is slow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def quantize_state(
         8320
     """
     settings = Settings.read(moments, slots, exclude, minimum_size)
-    targets = _targets(optimizer)
+    targets = _to_change(optimizer, settings)
     for each in targets:
         _check(each, settings)
     for each in targets:
@@ -79,6 +80,13 @@ def quantize_state(
         make_quantized(each, settings)
         _move(each, _quantized_slot)
     return optimizer
+
+
+def check_state(optimizer: keras.optimizers.Optimizer, moments: str) -> None:
+    """Raise what `quantize_state` raises, and change nothing."""
+    settings = Settings.read(moments, None, (), 4096)
+    for each in _to_change(optimizer, settings):
+        _check(each, settings)
 
 
 def dequantize_state(
@@ -123,6 +131,16 @@ def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
             "the optimizers that the function returns."
         )
     return [each for one in innermost.optimizers for each in _targets(one)]
+
+
+def _to_change(optimizer: Any, settings: Settings) -> list[Any]:
+    """Return the optimizers within that are not stored that way already."""
+    return [
+        each
+        for each in _targets(optimizer)
+        if not isinstance(each, QuantizedState)
+        or each._state_settings != settings.for_optimizer(each)
+    ]
 
 
 def _make_float(optimizer: Any) -> None:
@@ -195,7 +213,7 @@ def _check(optimizer: Any, settings: Settings) -> None:
         cls = optimizer.stock_class
     else:
         cls = type(optimizer)
-    trial = Settings(settings.moments, settings.slots, (), 0)
+    trial = dataclasses.replace(settings, exclude=(), minimum_size=0)
     try:
         stock, copy = _copy(optimizer), make_quantized(_copy(optimizer), trial)
         variables = [keras.Variable(np.ones((8, 8), "float32")) for _ in "ab"]

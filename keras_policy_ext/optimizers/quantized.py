@@ -232,7 +232,11 @@ def quantized_class(cls: type) -> Any:
     All have one registered name, and are read by `QuantizedState.from_config`,
     which finds the other class in the config.
     """
-    members = {"stock_class": cls, "__module__": __name__, "__doc__": cls.__doc__}
+    members = {
+        "stock_class": cls,
+        "__module__": __name__,
+        "__doc__": cls.__doc__,
+    }
     made = type(f"Quantized{cls.__name__}", (QuantizedState, cls), members)
     register = keras.saving.register_keras_serializable
     return register("keras_policy_ext", "QuantizedState")(made)

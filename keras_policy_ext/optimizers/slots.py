@@ -33,7 +33,8 @@ class Step:
     @contextlib.contextmanager
     def running(self, iterations: keras.Variable) -> Iterator[None]:
         """In the block, slots hold float32 tensors; then, quantize them."""
-        self.used = used = []
+        used: list[QuantizedSlot] = []
+        self.used = used
         try:
             yield
             step = ops.cast(ops.convert_to_tensor(iterations), "int32")

@@ -18,7 +18,7 @@ BLOCKS = {"float8": 256, "mx": 32}
 #: 2^32 divided by the golden ratio, an odd number.
 GOLDEN = 0x9E3779B1
 
-#: Larger numbers become this one: its square root may be rounded up and squared.
+#: Larger numbers become this one, whose code may be rounded up and squared.
 LARGEST = 2.0**120
 
 #: The smallest scale: denormals, which some backends take for 0, become 0.
@@ -102,15 +102,12 @@ def quantize_moments(
     count = x.size
     size = BLOCKS[form]
     blocks = -(-count // size)
-    padded = np.zeros(blocks * size, np.float32)
-    padded[:count] = x.ravel()
-    padded = padded.reshape(blocks, size)
-    magnitude = np.pad(magnitude.ravel(), (0, blocks * size - count))
-    amax = np.max(magnitude.reshape(blocks, size), axis=1)
+    rest = (0, blocks * size - count)
+    padded = np.pad(x.ravel(), rest).reshape(blocks, size)
+    magnitude = np.pad(magnitude.ravel(), rest).reshape(blocks, size)
+    amax = np.max(magnitude, axis=1)
     amax = np.where(np.isnan(amax), LARGEST, np.minimum(amax, LARGEST))
-    scale = scale_from_amax(
-        amax, "float8_e4m3fn", power_of_two=form == "mx"
-    )
+    scale = scale_from_amax(amax, "float8_e4m3fn", power_of_two=form == "mx")
     scale = np.maximum(scale, np.float32(SMALLEST))
     q = np.abs(padded) * (np.float32(1) / scale)[:, None]
     q = np.where(q <= 480, q, np.float32(480))

@@ -413,6 +413,23 @@ class TorchBackend(Backend):
         return operation.forward(inputs, constants)
 
     @override
+    def by_rows(
+        self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        # On a CPU in parts, whose intermediate results stay in its cache.
+        rows, columns = tensors[0].shape
+        step = max(_ROWS_AT_ONCE // columns, 1)
+        if rows <= step or not self.on_cpu(tensors[0]):
+            return function(0, *tensors)
+        parts = [
+            function(
+                start * columns, *(x[start : start + step] for x in tensors)
+            )
+            for start in range(0, rows, step)
+        ]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         # A GPU casts, and a CPU looks them up.
         #
@@ -434,6 +451,9 @@ class TorchBackend(Backend):
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
         return x.to(getattr(torch, dtype))
 
+
+_ROWS_AT_ONCE = 1 << 16
+"""The numbers of a part in `by_rows`."""
 
 BACKEND = TorchBackend()
 
