@@ -98,6 +98,7 @@ _LAZY_NAMES = {
     "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
+    "what_if": "diagnostics.what_if",
     "widen": "conversion",
 }
 
@@ -141,6 +142,7 @@ __all__ = [
     "serialize",
     "set_dtype_policy",
     "thaw",
+    "what_if",
     "widen",
 ]
 
@@ -166,6 +168,7 @@ if TYPE_CHECKING:
     from keras_policy_ext.diagnostics.audit import audit
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
+    from keras_policy_ext.diagnostics.what_if import what_if
     from keras_policy_ext.saving import load_model, load_preset, load_weights
 else:
 

@@ -155,6 +155,7 @@ DIFFERENTIATED_AGAIN = (
 )
 
 Settle = Callable[[Tensor, Tensor], Tensor]
+Mark = Callable[[Tensor], Tensor]
 
 
 @functools.cache
@@ -433,6 +434,26 @@ class Gradients:
         """Run `operation.forward`; the gradient is `operation.inputs_grad`.
 
         Only the constants are saved for the gradient.
+        """
+        raise NotImplementedError
+
+    def marked_gradients(
+        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Compute the gradients of a loss with respect to tensors inside it.
+
+        No gradient is stored with a variable.
+
+        Args:
+            run: Given a function that marks a tensor and returns an equal one
+                to go on with. Returns the loss, and nested tensors to keep.
+                JAX calls it twice, and takes the gradients of the second call.
+            step_by_step: Whether to run recurrent loops and the compiled
+                functions of layers eagerly.
+
+        Returns:
+            What was kept, and a gradient for each marked tensor, in the order
+            of marking; None if the loss does not depend on it. (JAX: zeros.)
         """
         raise NotImplementedError
 

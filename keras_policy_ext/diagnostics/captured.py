@@ -1,0 +1,328 @@
+"""The operands of all float8 contractions of a model, from one batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import backends, contractions
+from keras_policy_ext._keras import walking
+from keras_policy_ext._keras.calls import in_place_of
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.diagnostics.forward_pass import unchanged_counters
+from keras_policy_ext.layers.controller import Float8Controller
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.policies.of_layers import layers_in_float8
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of a model: inputs, targets and weights of examples.
+
+    Attributes:
+        x: The inputs, as the model is called on.
+        y: The targets; None for none.
+        sample_weight: The weights of the examples; None for none.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+    @classmethod
+    def read(cls, data: Any) -> Batch:
+        """Return the first batch of `data`.
+
+        Args:
+            data: Arrays: `x`, `(x, y)` or `(x, y, sample_weight)`; or what has
+                such batches, such as a `tf.data.Dataset`.
+
+        Raises:
+            TypeError: If it is something else.
+            ValueError: If it has no batch.
+        """
+        if not isinstance(data, (tuple, list, dict)) and not _is_array(data):
+            if not hasattr(data, "__iter__") and hasattr(data, "__getitem__"):
+                data = data[0]
+            elif hasattr(data, "__iter__"):
+                data = next(iter(data), None)
+                if data is None:
+                    raise ValueError(
+                        "`data` has no batch. Received: an empty "
+                        f"{_ALLOWED} Pass at least one batch."
+                    )
+        parts = data if isinstance(data, tuple) else (data,)
+        if not 1 <= len(parts) <= 3 or parts[0] is None:
+            raise TypeError(
+                f"`data` is not a batch. Received: a tuple of {len(parts)}. "
+                f"{_ALLOWED}"
+            )
+        return cls(*keras.tree.map_structure(_tensor, parts))
+
+
+_ALLOWED = (
+    "Allowed: arrays x, (x, y) or (x, y, sample_weight), or what has such "
+    "batches. Several inputs are a list or a dict in the place of x."
+)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or bool(ops.is_tensor(x))
+
+
+def _tensor(x: Any) -> Any:
+    if x is None:
+        return None
+    if not _is_array(x) and not isinstance(x, (bool, int, float)):
+        # A tensor of another framework, as a data loader may return.
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"`data` is not arrays. Received: {x!r} (of type "
+                f"{type(x).__name__}). {_ALLOWED}"
+            )
+        x = np.asarray(x)
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        x = x.astype(keras.config.floatx())  # as Keras converts it
+    return ops.convert_to_tensor(x)
+
+
+@dataclasses.dataclass
+class Use:
+    """A use of a kernel in a float8 contraction, with its operands.
+
+    Attributes:
+        layer: The layer.
+        kernel: The weight that it contracts.
+        plan: The `Plan`.
+        inputs: The inputs, in the compute dtype.
+        weights: The values of the kernel.
+        state: The state matrix of the recipe, or nothing.
+        outputs_grad: The gradient of the outputs; None if the loss does not
+            depend on them.
+    """
+
+    layer: keras.Layer
+    kernel: keras.Variable
+    plan: contractions.Plan
+    inputs: Tensor
+    weights: Tensor
+    state: tuple[Tensor, ...]
+    outputs_grad: Tensor | None = None
+
+    def operand(self, name: str) -> Tensor | None:
+        """Return one of the three operands by its name."""
+        if name == "kernel":
+            return self.weights
+        return self.inputs if name == "inputs" else self.outputs_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """The uses of all float8 kernels of a model in one step.
+
+    Attributes:
+        uses: In the order in which they ran.
+        unexamined: The paths of float8 layers without a use, and why.
+        loss: The words for the loss whose gradients were taken.
+        value: The value of the loss, as a float.
+    """
+
+    uses: tuple[Use, ...]
+    unexamined: dict[str, str]
+    loss: str
+    value: float
+
+
+def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
+    """Run a forward and a backward pass; return the operands of contractions.
+
+    The model, its states, its random seeds and its optimizer stay unchanged.
+
+    Args:
+        model: A model or layer with float8 layers.
+        batch: What it is called on.
+        loss: Computes a scalar from the targets and the outputs. None for the
+            loss that the model was compiled with, or if there is none for the
+            sum of squares of the outputs.
+    """
+    layers = [
+        layer
+        for layer in walking.layers_within(model)
+        if not isinstance(layer, Float8State)
+    ]
+    kind = _kind(model, batch, loss)
+    with undone(layers), unchanged_counters(layers):
+        for step_by_step in (False, True):
+            listing = _Listing()
+
+            def run(mark: Any, listing: Any = listing) -> tuple[Any, Any]:
+                listing.begin(mark)
+                with keras.StatelessScope(collect_losses=True):
+                    value = _loss(model, batch, loss, kind)
+                listing.end()
+                return value, (value, [_tensors(use) for use in listing.uses])
+
+            with listing.listed():
+                (value, kept), gradients = backends.current.marked_gradients(
+                    run, step_by_step
+                )
+            if not listing.traced:
+                break
+    for use, tensors, gradient in zip(
+        listing.uses, kept, gradients, strict=True
+    ):
+        use.inputs, use.weights, *state = tensors
+        use.state, use.outputs_grad = tuple(state), gradient
+    value = float(ops.convert_to_numpy(ops.cast(value, "float32")))
+    return Captured(
+        tuple(listing.uses), _unexamined(model, listing), kind, value
+    )
+
+
+def _tensors(use: Use) -> list[Tensor]:
+    """Return the tensors of a use that its forward pass reads."""
+    return [use.inputs, use.weights, *use.state]
+
+
+class _Listing:
+    """The contractions of a model in one pass, listed as they run."""
+
+    def __init__(self) -> None:
+        self._inside: list[tuple[keras.Layer, keras.Variable]] = []
+        self.begin(lambda x: x)
+
+    def begin(self, mark: Callable[[Tensor], Tensor]) -> None:
+        """Forget what was listed, for another pass that marks outputs."""
+        self._mark, self._ended = mark, False
+        self.uses: list[Use] = []
+        self.traced: dict[str, None] = {}
+        self.stored: dict[str, None] = {}
+
+    def end(self) -> None:
+        """List no more: what is computed again for gradients is listed."""
+        self._ended = True
+
+    @contextlib.contextmanager
+    def listed(self) -> Iterator[None]:
+        """In the block, list the contractions of this thread."""
+        controller: Any = Float8Controller
+        with (
+            in_place_of("contract", self._contract, controller),
+            in_place_of("run", self._run, contractions),
+        ):
+            yield
+
+    def _contract(
+        self,
+        stock: Any,
+        controller: Any,
+        contraction: Any,
+        inputs: Tensor,
+        kernel: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if isinstance(kernel, StoredVariable):
+            self.stored[path_of(controller.layer)] = None
+        self._inside.append((controller.layer, kernel))
+        try:
+            return stock(
+                controller, contraction, inputs, kernel, *args, **kwargs
+            )
+        finally:
+            self._inside.pop()
+
+    def _run(
+        self,
+        stock: Any,
+        plan: Any,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        if not self._inside:  # two activations
+            return stock(plan, inputs, kernel, *state, bias=bias)
+        layer, weight = self._inside[-1]
+        state = tuple(map(ops.stop_gradient, state))
+        outputs = stock(plan, inputs, kernel, *state, bias=bias)
+        if backends.current.is_traced(outputs):
+            self.traced[path_of(layer)] = None
+            return outputs
+        if not self._ended:
+            use = Use(layer, weight, plan, inputs, kernel, state)
+            self.uses.append(use)
+        return self._mark(outputs)
+
+
+SQUARES = "the sum of squares of the outputs"
+"""The loss of a model that is not compiled."""
+
+COMPILED = "the loss that the model was compiled with"
+
+
+def _kind(model: keras.Layer, batch: Batch, loss: Loss | None) -> str:
+    if loss is not None:
+        return "the loss passed as `loss`"
+    is_compiled = getattr(model, "compiled", False)
+    has_loss = is_compiled and getattr(model, "loss", None) is not None
+    if has_loss and batch.y is None:
+        raise ValueError(
+            f"{model.name!r} is compiled with a loss, and `data` has no "
+            "targets. Received: inputs alone. Allowed: (x, y), or `loss=` "
+            "with a function of the targets and the outputs that does not "
+            "need the targets. Pass a batch as to `train_on_batch`."
+        )
+    return COMPILED if has_loss else SQUARES
+
+
+def _loss(model: Any, batch: Batch, loss: Loss | None, kind: str) -> Tensor:
+    """Call a model; return the loss, times the loss scale of its optimizer."""
+    outputs = model(batch.x, training=True)
+    if loss is not None:
+        value = loss(batch.y, outputs)
+    elif kind == COMPILED:
+        value = model.compute_loss(
+            x=batch.x,
+            y=batch.y,
+            y_pred=outputs,
+            sample_weight=batch.sample_weight,
+            training=True,
+        )
+    else:
+        floats = [
+            ops.cast(x, "float32")
+            for x in keras.tree.flatten(outputs)
+            if keras.backend.is_float_dtype(x.dtype)
+        ]
+        value = sum(ops.sum(ops.square(x)) for x in floats)
+    optimizer = getattr(model, "optimizer", None)
+    return value if optimizer is None else optimizer.scale_loss(value)
+
+
+def _unexamined(model: keras.Layer, listing: _Listing) -> dict[str, str]:
+    """Return the paths of float8 layers without a use, each with the reason."""
+    used = {id(use.layer) for use in listing.uses}
+    found = {}
+    for layer in layers_in_float8(model):
+        path = path_of(layer)
+        if id(layer) in used or not layer.float8_controller.kernel_paths:
+            continue
+        if path in listing.stored:
+            found[path] = "its kernel is frozen to codes"
+        elif path in listing.traced:
+            found[path] = "it is compiled or rematerialized by itself"
+        else:
+            found[path] = "the model did not call it"
+    return found

@@ -1,0 +1,216 @@
+"""What quantization does to an operand, in numbers that add up over uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions import Contraction
+from keras_policy_ext.numerics import quantized
+from keras_policy_ext.recipes import Quantization, matmuls_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Counts and sums over the values of an operand that is quantized.
+
+    Two of them add up: the values of both are then counted. Sums of powers are
+    of values divided by `amax`. Values that are not finite are counted, and
+    are 0 in everything else.
+
+    Attributes:
+        size: The number of values.
+        nonfinite: How many are infinite or NaN.
+        zeros: How many are 0.
+        saturated: How many would round beyond the largest number of the
+            format, at their scale.
+        underflowed: How many are not 0 and become 0.
+        amax: The largest magnitude.
+        scale: The largest dequantizing scale; 1 if nothing is quantized.
+        powers: The sums of the first four powers.
+        noise: The sum of squares of what rounding changes.
+    """
+
+    size: float = 0.0
+    nonfinite: float = 0.0
+    zeros: float = 0.0
+    saturated: float = 0.0
+    underflowed: float = 0.0
+    amax: float = 0.0
+    scale: float = 0.0
+    powers: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    noise: float = 0.0
+
+    @classmethod
+    def read(cls, numbers: Any) -> Figures:
+        """Return the figures in a vector of `measured`."""
+        *counts, first, second, third, fourth, noise = map(float, numbers)
+        return cls(*counts, (first, second, third, fourth), noise)
+
+    def __add__(self, other: Figures) -> Figures:
+        amax = max(self.amax, other.amax)
+        parts = [x.amax / amax if amax else 0.0 for x in (self, other)]
+
+        def together(n: int, *sums: float) -> float:
+            pairs = zip(parts, sums, strict=True)
+            return sum(part**n * each for part, each in pairs)
+
+        first, second, third, fourth = (
+            together(n + 1, self.powers[n], other.powers[n]) for n in range(4)
+        )
+        return Figures(
+            self.size + other.size,
+            self.nonfinite + other.nonfinite,
+            self.zeros + other.zeros,
+            self.saturated + other.saturated,
+            self.underflowed + other.underflowed,
+            amax,
+            max(self.scale, other.scale),
+            (first, second, third, fourth),
+            together(2, self.noise, other.noise),
+        )
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The signal-to-quantization-noise ratio, dB; None if nothing changes.
+
+        It is `10 log10(Σ x² / Σ (x - q)²)`.
+        """
+        signal = self.powers[1]
+        if not self.noise or not signal:
+            return None
+        return 10.0 * math.log10(signal / self.noise)
+
+    @property
+    def zero_fraction(self) -> float:
+        """The fraction of values that are 0."""
+        return self.zeros / self.size if self.size else 0.0
+
+    @property
+    def saturated_fraction(self) -> float:
+        """The fraction of nonzero values that saturate."""
+        return self.saturated / max(self.size - self.zeros, 1.0)
+
+    @property
+    def underflow_fraction(self) -> float:
+        """The fraction of nonzero values that become 0."""
+        return self.underflowed / max(self.size - self.zeros, 1.0)
+
+    @property
+    def kurtosis(self) -> float | None:
+        """The fourth central moment over the variance squared; None without.
+
+        It is 3 for normal numbers, and larger the rarer and larger outliers
+        are.
+        """
+        if not self.size:
+            return None
+        first, second, third, fourth = (x / self.size for x in self.powers)
+        variance = second - first**2
+        if variance <= 1e-12 * second:
+            return None
+        central = fourth - 4 * first * third + 6 * first**2 * second
+        return (central - 3 * first**4) / variance**2
+
+
+def total(figures: Iterable[Figures]) -> Figures:
+    """Return the sum of figures."""
+    return sum(figures, Figures())
+
+
+def measured(
+    contraction: Contraction,
+    operand: str,
+    matmul: str,
+    asked: Quantization | None,
+    x: Tensor,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Quantize an operand as one of its matmuls reads it; return figures.
+
+    Args:
+        contraction: What is multiplied.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        matmul: The matmul that reads it.
+        asked: How the recipe quantizes it; None for not at all.
+        x: The operand.
+        scale: Float32 scalar, the scale of the tensor; None to find the
+            scales from `x`.
+
+    Returns:
+        Float32 vector, for `Figures.read`.
+    """
+    x = contraction.operand(operand, ops.cast(x, "float32"), asked)
+    finite = ops.isfinite(x)
+    x = ops.where(finite, x, 0.0)
+    is_zero = ops.equal(x, 0.0)
+    counts = [ops.logical_not(finite), is_zero]
+    if asked is None:
+        scales, rounded = ops.ones((), "float32"), x
+        counts += [ops.zeros_like(is_zero)] * 2
+    else:
+        x, scales, rounded = _rounded(asked, operand, matmul, x, scale)
+        magnitude = ops.abs(x)
+        counts += [
+            ops.greater(magnitude, scales * _edge(asked.format)),
+            ops.logical_and(ops.greater(magnitude, 0.0), ops.equal(rounded, 0)),
+        ]
+    amax = ops.max(ops.abs(x))
+    unit = ops.where(ops.greater(amax, 0.0), amax, 1.0)
+    parts, error = x / unit, (x - rounded) / unit
+    squares = ops.square(parts)
+    sums = [parts, squares, squares * parts, ops.square(squares)]
+    size = float(np.prod(finite.shape))
+    return ops.stack(
+        [
+            ops.convert_to_tensor(size, "float32"),
+            *(ops.sum(ops.cast(each, "float32")) for each in counts),
+            amax,
+            ops.max(scales),
+            *map(ops.sum, [*sums, ops.square(error)]),
+        ]
+    )
+
+
+def _rounded(
+    asked: Quantization,
+    operand: str,
+    matmul: str,
+    x: Tensor,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is quantized, the scale of each value, and the result."""
+    across = matmul != matmuls_of(operand)[0]
+    if across:
+        asked = asked.transposed
+    if asked.hadamard is not None:
+        # It changes no norm: what it returns is rounded, and so compared.
+        axis = 1 if across else 2
+        x = quantized.hadamard(quantized.padded(x, axis), axis)
+        asked = dataclasses.replace(asked, hadamard=None)
+    key = None
+    if asked.rounding == "stochastic":
+        key = ops.convert_to_tensor(0, "int32")
+    found, _ = quantized.quantize(x, asked, scale, key=key, across=across)
+    scales = found.spread_scale
+    if asked.has_one_scale:
+        scales = ops.reshape(scales, ())
+    if found.tensor_scale is not None:
+        scales = scales * found.tensor_scale
+    return x, scales, found.values * scales
+
+
+@functools.cache
+def _edge(format_name: str) -> float:
+    """Return the number beyond which values round past the largest one."""
+    found = formats.get(format_name)
+    last_bit = 2.0 ** (math.floor(math.log2(found.max)) - found.mantissa_bits)
+    return found.max + last_bit / 2

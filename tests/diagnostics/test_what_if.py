@@ -1,0 +1,331 @@
+"""`what_if`: what each recipe would do to the operands of each layer."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_policy_ext as kpe
+from keras_policy_ext import reference
+from keras_policy_ext.contractions import Einsum
+from keras_policy_ext.diagnostics.figures import Figures, measured, total
+from keras_policy_ext.recipes import MATMULS, matmuls_of
+from steps import mean_square, normal, numpy
+
+X, Y = normal(8, 6), normal(8, 3, seed=1)
+
+
+def dense(units, **kwargs):
+    return layers.Dense(units, **kwargs)
+
+
+def mlp(optimizer="adam"):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            dense(5, activation="relu", name="up"),
+            layers.Dropout(0.5, seed=1),
+            dense(3, name="down"),
+        ]
+    )
+    if optimizer:
+        model.compile(optimizer, "mse")
+    return model
+
+
+def entries(report, layer, **wanted):
+    """The entries of a layer, by the end of its path."""
+    found = [
+        e
+        for e in report.entries
+        if e.layer.endswith(layer)
+        and all(getattr(e, name) == value for name, value in wanted.items())
+    ]
+    assert found, (layer, wanted)
+    return found
+
+
+def entry(report, layer, operand, **wanted):
+    """The first one, where it does not matter by which recipe."""
+    return entries(report, layer, operand=operand, **wanted)[0]
+
+
+# The figures
+
+
+def figures(x, operand, matmul, asked, scale=None):
+    contraction = Einsum("ab,bc->ac")
+    if scale is not None:
+        scale = ops.convert_to_tensor(np.float32(scale))
+    x = ops.convert_to_tensor(x)
+    return Figures.read(
+        numpy(measured(contraction, operand, matmul, asked, x, scale))
+    )
+
+
+EVERY = [(o, m) for m, operands in MATMULS.items() for o in operands]
+
+
+@pytest.mark.parametrize("recipe", kpe.recipes.names())
+@pytest.mark.parametrize(
+    ("operand", "matmul"), EVERY, ids=[f"{o}-{m}" for o, m in EVERY]
+)
+def test_sqnr_is_that_of_the_reference(recipe, operand, matmul):
+    x = normal(48, 80) * np.exp(normal(48, 1, seed=1))
+    asked = kpe.recipes.get(recipe).quantization(operand, matmul)
+    found = figures(x, operand, matmul, asked)
+    # The kernel's rows are the axis that the outputs keep.
+    home = (x.T if operand == "kernel" else x)[None]
+    if matmul != matmuls_of(operand)[0]:
+        home = home.swapaxes(1, 2)
+    if asked.rounding == "stochastic":
+        expected = reference.quantize_matrices(home, asked, key=0)
+    else:
+        expected = reference.quantize_matrices(home, asked)
+    values = expected.dequantize()
+    if asked.hadamard:
+        home = reference.hadamard(home)
+    np.testing.assert_allclose(
+        found.sqnr_db, reference.sqnr_db(home, values), atol=0.01
+    )
+    lost = np.mean(values[home != 0] == 0)
+    np.testing.assert_allclose(found.underflow_fraction, lost, atol=1e-6)
+
+
+def test_fractions_kurtosis_and_values_that_are_not_finite():
+    x = normal(64, 64)
+    x[0] = 0.0
+    x[1, 0], x[1, 1] = np.inf, np.nan
+    asked = kpe.recipes.get("current").quantization("inputs", "forward")
+    # 465 rounds beyond 448, the largest number of e4m3; 463 does not.
+    x[2, :4] = [465.0, -465.0, 463.0, 1e-6]
+    found = figures(x, "inputs", "forward", asked, scale=1.0)
+    finite = np.where(np.isfinite(x), x, 0.0).astype("float64")
+    count = np.count_nonzero(finite)
+    assert found.nonfinite == 2 and found.amax == 465.0 and found.scale == 1.0
+    np.testing.assert_allclose(found.saturated_fraction, 2 / count)
+    lost = (np.abs(finite) <= 2.0**-10) & (finite != 0)
+    np.testing.assert_allclose(found.underflow_fraction, lost.sum() / count)
+    np.testing.assert_allclose(found.zero_fraction, 1 - count / finite.size)
+    central = finite - finite.mean()
+    expected = np.mean(central**4) / np.mean(central**2) ** 2
+    np.testing.assert_allclose(found.kurtosis, expected, rtol=1e-4)
+
+
+def test_figures_of_parts_add_up_to_those_of_the_whole():
+    x = normal(32, 16)
+    x[16:] *= 1e-20
+    asked = kpe.recipes.get("mxfp8").quantization("inputs", "forward")
+    whole = figures(x, "inputs", "forward", asked)
+    parts = total(
+        figures(h, "inputs", "forward", asked) for h in (x[:16], x[16:])
+    )
+    assert (parts.size, parts.amax) == (whole.size, whole.amax)
+    np.testing.assert_allclose(parts.sqnr_db, whole.sqnr_db, rtol=1e-5)
+    np.testing.assert_allclose(parts.kurtosis, whole.kurtosis, rtol=1e-5)
+
+
+# What is captured
+
+
+@pytest.mark.parametrize("is_converted", [False, True], ids=["plain", "float8"])
+def test_operands_are_those_of_the_step(is_converted):
+    model = keras.Sequential([keras.Input((6,)), dense(3, name="down")])
+    model.compile("sgd", "mse")
+    if is_converted:
+        kpe.convert(model)
+    kernel, bias = (numpy(v) for v in model.layers[0].weights[:2])
+    report = kpe.what_if(model, (X, Y), "current")
+    outputs_grad = 2 * (X @ kernel + bias - Y) / Y.size
+    assert len(report.entries) == 6
+    for operand, x in (
+        ("inputs", X),
+        ("kernel", kernel),
+        ("outputs_grad", outputs_grad),
+    ):
+        found = entry(report, "down", operand)
+        np.testing.assert_allclose(found.amax, np.abs(x).max(), rtol=1e-5)
+    assert report.loss == "the loss that the model was compiled with"
+    loss = np.mean(np.square(X @ kernel + bias - Y))
+    np.testing.assert_allclose(report.value, loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_converted", [False, True], ids=["plain", "float8"])
+def test_nothing_of_the_model_changes(is_converted):
+    twins = [mlp(), mlp()]
+    twins[1].set_weights(twins[0].get_weights())
+    for model in twins:
+        if is_converted:
+            kpe.convert(model)
+        model.train_on_batch(X, Y)
+    attributes = [set(vars(layer)) for layer in twins[0].layers]
+    kinds = [type(layer) for layer in twins[0].layers]
+    kpe.what_if(twins[0], (X, Y), ["current", "nvfp4"])
+    assert [set(vars(layer)) for layer in twins[0].layers] == attributes
+    assert [type(layer) for layer in twins[0].layers] == kinds
+    # Seeds of dropout, slots, states: the next step shows them all.
+    for model in twins:
+        model.train_on_batch(X, Y)
+    first, second = (
+        [numpy(v) for v in (*m.variables, *m.optimizer.variables)]
+        for m in twins
+    )
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_losses():
+    model = mlp(optimizer=None)
+    report = kpe.what_if(model, X, "current")
+    assert "sum of squares" in report.loss and "not compiled" in report.loss
+    mine = kpe.what_if(
+        model, (X, Y), "current", loss=lambda y, p: 0 * mean_square(p - y)
+    )
+    assert mine.value == 0.0 and mine.loss == "the loss passed as `loss`"
+    lacks = entry(mine, "down", "outputs_grad")
+    assert lacks.amax == 0.0 and "does not depend" in lacks.note
+
+
+def test_gradients_are_of_the_scaled_loss():
+    model = mlp()
+    plain = kpe.what_if(model, (X, Y), "current")
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(), initial_scale=1024.0
+    )
+    model.compile(scaled, "mse")
+    found = kpe.what_if(model, (X, Y), "current")
+    a, b = (entry(r, "down", "outputs_grad").amax for r in (plain, found))
+    np.testing.assert_allclose(b, 1024 * a, rtol=1e-6)
+
+
+class Experts(keras.Model):
+    """A layer without tokens, one with zeros, one used twice, one unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = ("empty", "zeros", "shared", "unused", "head")
+        for name in self.names:
+            setattr(self, name, dense(6, name=name))
+
+    def build(self, shape):
+        for name in self.names:
+            getattr(self, name).build((None, 6))
+
+    def call(self, x):
+        nobody = self.empty(x[:0])
+        y = self.shared(self.shared(x)) + self.zeros(0 * x)
+        return self.head(y) + ops.sum(nobody)
+
+
+def test_layers_are_shown_as_what_they_are():
+    model = Experts()
+    model(X)
+    model.head.trainable = False
+    report = kpe.what_if(model, X, ["current", "block"])
+    paths = {e.layer.rsplit("/")[-1]: e.layer for e in report.entries}
+    notes = {
+        name: {e.operand: e.note for e in entries(report, path)}
+        for name, path in paths.items()
+    }
+    assert set(notes) == {"empty", "zeros", "shared", "head"}
+    assert notes["empty"]["inputs"] == "no values"
+    assert notes["empty"]["outputs_grad"] == "no values"
+    assert notes["zeros"]["inputs"] == "zeros"
+    assert notes["head"]["kernel"] == "frozen"
+    assert not any(notes["shared"].values())
+    for operand in ("inputs", "kernel", "outputs_grad"):
+        assert entry(report, paths["shared"], operand).uses == 2
+    (unused,) = report.unexamined.items()
+    assert unused[0].endswith("unused") and "did not call" in unused[1]
+    text = report.table(full=True)
+    for word in ("no values", "frozen", "zeros", "2 uses", "did not call"):
+        assert word in text
+
+
+def recurrent():
+    x = keras.Input((5, 6))
+    y = layers.LSTM(4, name="lstm")(x)
+    return keras.Model(x, dense(3, name="head")(y))
+
+
+@pytest.mark.full
+def test_each_step_of_a_recurrent_layer_counts():
+    report = kpe.what_if(recurrent(), normal(2, 5, 6), "current")
+    assert report.unexamined == {}
+    inner = entry(
+        report, "lstm/lstm_cell", "outputs_grad", kernel="recurrent_kernel"
+    )
+    # PyTorch and TensorFlow compute the first step twice, in Keras.
+    assert inner.uses in (5, 6) and inner.amax > 0
+
+
+@pytest.mark.full
+def test_rematerialized_layers_count_once():
+    with keras.RematScope(mode="full"):
+        model = keras.Sequential(
+            [keras.Input((6,)), dense(5, name="up"), dense(3, name="down")]
+        )
+    report = kpe.what_if(model, X, "current")
+    if report.unexamined:  # JAX computes it inside of a compiled function.
+        assert keras.backend.backend() == "jax"
+        assert all("rematerial" in why for why in report.unexamined.values())
+    else:
+        assert entry(report, "up", "inputs").uses == 1
+
+
+# The report
+
+
+def test_the_table_fits_and_the_dict_is_json():
+    deep = keras.Sequential(
+        [keras.Input((6,)), *(dense(6, name=f"dense_{n}") for n in range(9))]
+    )
+    report = kpe.what_if(deep, X)
+    assert report.recipes == kpe.recipes.names()
+    assert len(str(report).splitlines()) <= 24
+    full = report.table(full=True)
+    assert all(f"dense_{n}" in full for n in range(9))
+    again = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert len(again["entries"]) == 9 * 6 * len(report.recipes)
+
+
+def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
+    report = kpe.what_if(mlp(), (X, Y), ["current", "nvfp4"])
+    page = report.heat_map()
+    assert page.count("background: hsl(") == 2 * 3 * 2
+    assert "http" not in page and "<script" not in page
+    assert "<td" in report._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((X,), ValueError, "has no targets"),
+        (((X, Y, None, None),), TypeError, "a tuple of 4"),
+        (((object(),),), TypeError, "is not arrays"),
+        ((iter([]),), ValueError, "has no batch"),
+        (((X, Y), []), ValueError, "not recipes for training"),
+        (((X, Y), "rowise"), ValueError, "rowwise"),
+    ],
+    ids=["targets", "four", "object", "empty", "none", "typo"],
+)
+def test_bad_arguments(arguments, error, words):
+    model = mlp()
+    with pytest.raises(error, match=words):
+        kpe.what_if(model, *arguments)
+    assert type(model.layers[0]) is layers.Dense
+
+
+def test_the_first_batch_of_many_is_taken():
+    def value(data):
+        return kpe.what_if(mlp_, data, "current").entries[0].amax
+
+    mlp_ = mlp(None)
+    assert value(iter([(X, Y), (2 * X, Y)])) == value((X, Y))
+
+
+def test_what_is_not_a_model_is_refused():
+    with pytest.raises(TypeError, match="Keras model or layer"):
+        kpe.what_if("model", X)
