@@ -30,9 +30,11 @@ class Figures:
         size: The number of values.
         nonfinite: How many are infinite or NaN.
         zeros: How many are 0.
-        saturated: How many would round beyond the largest number of the
+        nonzero: How many values are rounded and are not 0. Under a Hadamard
+            transform these are the transformed values.
+        saturated: How many of them would round beyond the largest number of the
             format, at their scale.
-        underflowed: How many are not 0 and become 0.
+        underflowed: How many of them become 0.
         amax: The largest magnitude.
         scale: The largest dequantizing scale; 1 if nothing is quantized.
         powers: The sums of the first four powers.
@@ -42,6 +44,7 @@ class Figures:
     size: float = 0.0
     nonfinite: float = 0.0
     zeros: float = 0.0
+    nonzero: float = 0.0
     saturated: float = 0.0
     underflowed: float = 0.0
     amax: float = 0.0
@@ -52,8 +55,21 @@ class Figures:
     @classmethod
     def read(cls, numbers: Any) -> Figures:
         """Return the figures in a vector of `measured`."""
-        *counts, first, second, third, fourth, noise = map(float, numbers)
-        return cls(*counts, (first, second, third, fourth), noise)
+        *found, first, second, third, fourth, noise = map(float, numbers)
+        size, nonfinite, zeros, nonzero, saturated, underflowed, *ends = found
+        amax, scale = ends
+        return cls(
+            size,
+            nonfinite,
+            zeros,
+            nonzero,
+            saturated,
+            underflowed,
+            amax,
+            scale,
+            (first, second, third, fourth),
+            noise,
+        )
 
     def __add__(self, other: Figures) -> Figures:
         amax = max(self.amax, other.amax)
@@ -70,6 +86,7 @@ class Figures:
             self.size + other.size,
             self.nonfinite + other.nonfinite,
             self.zeros + other.zeros,
+            self.nonzero + other.nonzero,
             self.saturated + other.saturated,
             self.underflowed + other.underflowed,
             amax,
@@ -97,12 +114,12 @@ class Figures:
     @property
     def saturated_fraction(self) -> float:
         """The fraction of nonzero values that saturate."""
-        return self.saturated / max(self.size - self.zeros, 1.0)
+        return self.saturated / max(self.nonzero, 1.0)
 
     @property
     def underflow_fraction(self) -> float:
         """The fraction of nonzero values that become 0."""
-        return self.underflowed / max(self.size - self.zeros, 1.0)
+        return self.underflowed / max(self.nonzero, 1.0)
 
     @property
     def kurtosis(self) -> float | None:
@@ -151,21 +168,23 @@ def measured(
     x = contraction.operand(operand, ops.cast(x, "float32"), asked)
     finite = ops.isfinite(x)
     x = ops.where(finite, x, 0.0)
-    is_zero = ops.equal(x, 0.0)
-    counts = [ops.logical_not(finite), is_zero]
-    if asked is None:
-        scales, rounded = ops.ones((), "float32"), x
-        counts += [ops.zeros_like(is_zero)] * 2
-    else:
-        x, scales, rounded = _rounded(asked, operand, matmul, x, scale)
-        magnitude = ops.abs(x)
-        counts += [
-            ops.greater(magnitude, scales * _edge(asked.format)),
-            ops.logical_and(ops.greater(magnitude, 0.0), ops.equal(rounded, 0)),
-        ]
+    read, scales, rounded = x, ops.ones((), "float32"), x
+    edge = math.inf
+    if asked is not None:
+        read, scales, rounded = _rounded(asked, operand, matmul, x, scale)
+        edge = _edge(asked.format)
+    magnitude = ops.abs(read)
+    nonzero = ops.greater(magnitude, 0.0)
+    counts = [
+        ops.logical_not(finite),
+        ops.equal(x, 0.0),
+        nonzero,
+        ops.greater(magnitude, scales * edge),
+        ops.logical_and(nonzero, ops.equal(rounded, 0.0)),
+    ]
     amax = ops.max(ops.abs(x))
     unit = ops.where(ops.greater(amax, 0.0), amax, 1.0)
-    parts, error = x / unit, (x - rounded) / unit
+    parts, error = x / unit, (read - rounded) / unit
     squares = ops.square(parts)
     sums = [parts, squares, squares * parts, ops.square(squares)]
     size = float(np.prod(finite.shape))

@@ -25,7 +25,6 @@ from keras_policy_ext.diagnostics.captured import (
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
 from keras_policy_ext.diagnostics.page import page, shade
 from keras_policy_ext.recipes import (
-    MATMULS,
     OPERANDS,
     Quantization,
     Recipe,
@@ -34,7 +33,9 @@ from keras_policy_ext.recipes import (
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 _NOTHING_ROUNDED = recipes_.CurrentScaling(
-    **dict.fromkeys(MATMULS, "high_precision")
+    forward="high_precision",
+    inputs_grad="high_precision",
+    kernel_grad="high_precision",
 )
 
 _LACKS_GRADIENT = "the loss does not depend on the outputs"
