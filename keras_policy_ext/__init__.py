@@ -82,7 +82,15 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = ("conversion", "kernels", "loops", "migration", "numerics", "reference")
+_LAZY = (
+    "callbacks",
+    "conversion",
+    "kernels",
+    "loops",
+    "migration",
+    "numerics",
+    "reference",
+)
 
 # Public names and the modules that load on their first use.
 _LAZY_NAMES = {
@@ -98,6 +106,7 @@ _LAZY_NAMES = {
     "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
+    "watch": "diagnostics.monitor",
     "what_if": "diagnostics.what_if",
     "widen": "conversion",
 }
@@ -110,6 +119,7 @@ __all__ = [
     "audit",
     "autocast_scope",
     "calibrate",
+    "callbacks",
     "carry_policy",
     "conversion",
     "convert",
@@ -142,6 +152,7 @@ __all__ = [
     "serialize",
     "set_dtype_policy",
     "thaw",
+    "watch",
     "what_if",
     "widen",
 ]
@@ -149,6 +160,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keras_policy_ext import (
+        callbacks,
         conversion,
         kernels,
         loops,
@@ -168,6 +180,7 @@ if TYPE_CHECKING:
     from keras_policy_ext.diagnostics.audit import audit
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
+    from keras_policy_ext.diagnostics.monitor import watch
     from keras_policy_ext.diagnostics.what_if import what_if
     from keras_policy_ext.saving import load_model, load_preset, load_weights
 else:

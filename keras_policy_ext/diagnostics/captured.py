@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from keras_policy_ext._keras import walking
 from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.diagnostics.figures import Figures
 from keras_policy_ext.diagnostics.forward_pass import unchanged_counters
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.state import Float8State
@@ -50,22 +51,17 @@ class Batch:
 
         Raises:
             TypeError: If it is something else.
-            ValueError: If it has no batch.
         """
         if not isinstance(data, (tuple, list, dict)) and not _is_array(data):
-            if not hasattr(data, "__iter__") and hasattr(data, "__getitem__"):
-                data = data[0]
-            elif hasattr(data, "__iter__"):
-                data = next(iter(data), None)
-                if data is None:
-                    raise ValueError(
-                        "`data` has no batch. Received: an empty "
-                        f"{_ALLOWED} Pass at least one batch."
-                    )
+            if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+                data = data[0]  # a keras.utils.PyDataset
+            else:
+                found = hasattr(data, "__iter__")
+                data = next(iter(data), ()) if found else ()
         parts = data if isinstance(data, tuple) else (data,)
-        if not 1 <= len(parts) <= 3 or parts[0] is None:
+        if not 1 <= len(parts) <= 3:
             raise TypeError(
-                f"`data` is not a batch. Received: a tuple of {len(parts)}. "
+                f"`data` is not a batch. Received: {len(parts)} parts. "
                 f"{_ALLOWED}"
             )
         return cls(*keras.tree.map_structure(_tensor, parts))
@@ -84,14 +80,13 @@ def _is_array(x: Any) -> bool:
 def _tensor(x: Any) -> Any:
     if x is None:
         return None
-    if not _is_array(x) and not isinstance(x, (bool, int, float)):
-        # A tensor of another framework, as a data loader may return.
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(
-                f"`data` is not arrays. Received: {x!r} (of type "
-                f"{type(x).__name__}). {_ALLOWED}"
-            )
-        x = np.asarray(x)
+    if not hasattr(x, "shape") and not isinstance(x, (bool, int, float)):
+        raise TypeError(
+            f"`data` is not arrays. Received: {x!r} (of type "
+            f"{type(x).__name__}). {_ALLOWED}"
+        )
+    # Tensors of another framework too, as a data loader may return.
+    x = x if ops.is_tensor(x) else np.asarray(x)
     if isinstance(x, np.ndarray) and x.dtype == np.float64:
         x = x.astype(keras.config.floatx())  # as Keras converts it
     return ops.convert_to_tensor(x)
@@ -188,6 +183,27 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
     return Captured(
         tuple(listing.uses), _unexamined(model, listing), kind, value
     )
+
+
+def by_kernel(uses: Iterable[Use]) -> list[list[Use]]:
+    """Return uses in lists, one for each kernel of each layer."""
+    found: dict[tuple[int, int], list[Use]] = {}
+    for use in uses:
+        key = id(use.layer), id(use.kernel)
+        found.setdefault(key, []).append(use)
+    return list(found.values())
+
+
+def note_of(use: Use, operand: str, figures: Figures) -> str:
+    """Return what is unusual about an operand, in words; "" for nothing."""
+    if operand == "kernel" and not use.kernel.trainable:
+        return "frozen"
+    if operand == "outputs_grad" and not figures.amax:
+        empty = 0 in use.inputs.shape
+        return "no values" if empty else "the loss does not depend on outputs"
+    if not figures.size:
+        return "no values"
+    return "" if figures.amax else "zeros"
 
 
 def _tensors(use: Use) -> list[Tensor]:

@@ -22,78 +22,51 @@ from keras_policy_ext.recipes import Quantization, matmuls_of
 class Figures:
     """Counts and sums over the values of an operand that is quantized.
 
-    Two of them add up: the values of both are then counted. Sums of powers are
-    of values divided by `amax`. Values that are not finite are counted, and
-    are 0 in everything else.
+    Two of them add up. Values that are not finite are counted, and are 0 in
+    everything else.
 
     Attributes:
-        size: The number of values.
-        nonfinite: How many are infinite or NaN.
-        zeros: How many are 0.
-        nonzero: How many values are rounded and are not 0. Under a Hadamard
-            transform these are the transformed values.
-        saturated: How many of them would round beyond the largest number of the
-            format, at their scale.
-        underflowed: How many of them become 0.
+        counts: The number of values; of values that are not finite; of zeros;
+            of values that are rounded and are not 0, under a Hadamard
+            transform of transformed ones; of these, how many would round
+            beyond the largest number of the format, and how many become 0.
         amax: The largest magnitude.
         scale: The largest dequantizing scale; 1 if nothing is quantized.
         powers: The sums of the first four powers.
         noise: The sum of squares of what rounding changes.
     """
 
-    size: float = 0.0
-    nonfinite: float = 0.0
-    zeros: float = 0.0
-    nonzero: float = 0.0
-    saturated: float = 0.0
-    underflowed: float = 0.0
+    counts: tuple[float, ...] = (0.0,) * 6
     amax: float = 0.0
     scale: float = 0.0
-    powers: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    powers: tuple[float, ...] = (0.0,) * 4
     noise: float = 0.0
 
     @classmethod
     def read(cls, numbers: Any) -> Figures:
         """Return the figures in a vector of `measured`."""
-        *found, first, second, third, fourth, noise = map(float, numbers)
-        size, nonfinite, zeros, nonzero, saturated, underflowed, *ends = found
-        amax, scale = ends
-        return cls(
-            size,
-            nonfinite,
-            zeros,
-            nonzero,
-            saturated,
-            underflowed,
-            amax,
-            scale,
-            (first, second, third, fourth),
-            noise,
-        )
+        *counts, amax, scale, x1, x2, x3, x4, noise = map(float, numbers)
+        powers = amax * x1, amax**2 * x2, amax**3 * x3, amax**4 * x4
+        return cls(tuple(counts), amax, scale, powers, amax**2 * noise)
 
     def __add__(self, other: Figures) -> Figures:
-        amax = max(self.amax, other.amax)
-        parts = [x.amax / amax if amax else 0.0 for x in (self, other)]
-
-        def together(n: int, *sums: float) -> float:
-            pairs = zip(parts, sums, strict=True)
-            return sum(part**n * each for part, each in pairs)
-
-        first, second, third, fourth = (
-            together(n + 1, self.powers[n], other.powers[n]) for n in range(4)
-        )
         return Figures(
-            self.size + other.size,
-            self.nonfinite + other.nonfinite,
-            self.zeros + other.zeros,
-            self.nonzero + other.nonzero,
-            self.saturated + other.saturated,
-            self.underflowed + other.underflowed,
-            amax,
+            tuple(map(sum, zip(self.counts, other.counts, strict=True))),
+            max(self.amax, other.amax),
             max(self.scale, other.scale),
-            (first, second, third, fourth),
-            together(2, self.noise, other.noise),
+            tuple(map(sum, zip(self.powers, other.powers, strict=True))),
+            self.noise + other.noise,
         )
+
+    @property
+    def size(self) -> float:
+        """The number of values."""
+        return self.counts[0]
+
+    @property
+    def nonfinite(self) -> float:
+        """The number of values that are infinite or NaN."""
+        return self.counts[1]
 
     @property
     def sqnr_db(self) -> float | None:
@@ -109,17 +82,17 @@ class Figures:
     @property
     def zero_fraction(self) -> float:
         """The fraction of values that are 0."""
-        return self.zeros / self.size if self.size else 0.0
+        return self.counts[2] / max(self.size, 1.0)
 
     @property
     def saturated_fraction(self) -> float:
         """The fraction of nonzero values that saturate."""
-        return self.saturated / max(self.nonzero, 1.0)
+        return self.counts[4] / max(self.counts[3], 1.0)
 
     @property
     def underflow_fraction(self) -> float:
         """The fraction of nonzero values that become 0."""
-        return self.underflowed / max(self.nonzero, 1.0)
+        return self.counts[5] / max(self.counts[3], 1.0)
 
     @property
     def kurtosis(self) -> float | None:

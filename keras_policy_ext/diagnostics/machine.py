@@ -12,8 +12,8 @@ from typing import Any
 import keras
 from keras import ops
 
-import keras_policy_ext
 from keras_policy_ext import backends
+from keras_policy_ext._version import __version__
 
 
 def backend() -> str:
@@ -83,7 +83,7 @@ def facts() -> dict[str, str]:
         name: installed(name) for name in ("tensorflow", "jax", "torch")
     }
     return {
-        "keras-policy-ext": keras_policy_ext.__version__,
+        "keras-policy-ext": __version__,
         "backend": backend(),
         "device": device(),
         "keras": keras.__version__,

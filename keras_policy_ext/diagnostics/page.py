@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -14,9 +15,9 @@ th, td { padding: .2rem .55rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
 tbody th { font-weight: 500; }
 th:first-child, td:nth-child(2), td:last-child { text-align: left; }
-figure { display: inline-block; margin: .4rem .8rem .4rem 0; }
-figcaption { font-size: 13px; }
-svg { width: 17rem; max-width: 100%; height: auto; display: block; }
+svg { width: 11rem; height: 2.6rem; display: block; }
+polyline { fill: none; stroke: #3b7dd8; stroke-width: 1.5; }
+text { font-size: 9px; fill: currentColor; }
 """
 
 _LOW, _HIGH = 5.0, 40.0
@@ -45,3 +46,24 @@ def shade(level: float | None) -> str:
         return ""
     share = min(max((level - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
     return f"background: hsl({120 * share:.0f} 65% 75%); color: #111"
+
+
+def line_plot(points: Sequence[tuple[float, float]]) -> str:
+    """Return a small plot as SVG, with the least and the largest value."""
+    if not points:
+        return ""
+    (first, *_), (least, most) = (
+        sorted(x for x, _ in points),
+        (min(y for _, y in points), max(y for _, y in points)),
+    )
+    width = (max(x for x, _ in points) - first) or 1.0
+    height = (most - least) or 1.0
+    line = " ".join(
+        f"{130 * (x - first) / width:.1f},{36 - 32 * (y - least) / height:.1f}"
+        for x, y in points
+    )
+    return (
+        f'<svg viewBox="0 0 176 40"><polyline points="{line}"/>'
+        f'<text x="134" y="9">{most:.3g}</text>'
+        f'<text x="134" y="38">{least:.3g}</text></svg>'
+    )

@@ -20,7 +20,9 @@ from keras_policy_ext.diagnostics.captured import (
     Batch,
     Loss,
     Use,
+    by_kernel,
     captured,
+    note_of,
 )
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
 from keras_policy_ext.diagnostics.page import page, shade
@@ -37,8 +39,6 @@ _NOTHING_ROUNDED = recipes_.CurrentScaling(
     inputs_grad="high_precision",
     kernel_grad="high_precision",
 )
-
-_LACKS_GRADIENT = "the loss does not depend on the outputs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,11 +371,7 @@ def _recipes(asked: Any) -> list[Recipe]:
 def _entries(
     uses: Sequence[Use], recipes: Sequence[Recipe]
 ) -> Iterator[QuantizedOperand]:
-    of_kernel: dict[tuple[int, int], list[Use]] = {}
-    for use in uses:
-        key = id(use.layer), id(use.kernel)
-        of_kernel.setdefault(key, []).append(use)
-    for own in of_kernel.values():
+    for own in by_kernel(uses):
         for operand in OPERANDS:
             for matmul in matmuls_of(operand):
                 yield from _of_matmul(own, operand, matmul, recipes)
@@ -425,14 +421,3 @@ def _figures(
             continue
         numbers = measured(use.plan.contraction, operand, matmul, asked, x)
         yield Figures.read(ops.convert_to_numpy(numbers))
-
-
-def note_of(use: Use, operand: str, figures: Figures) -> str:
-    """Return what is unusual about an operand, in words; "" for nothing."""
-    if operand == "kernel" and not use.kernel.trainable:
-        return "frozen"
-    if operand == "outputs_grad" and not figures.amax:
-        return "no values" if 0 in use.inputs.shape else _LACKS_GRADIENT
-    if not figures.size:
-        return "no values"
-    return "" if figures.amax else "zeros"

@@ -303,9 +303,9 @@ def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
     ("arguments", "error", "words"),
     [
         ((X,), ValueError, "has no targets"),
-        (((X, Y, None, None),), TypeError, "a tuple of 4"),
+        (((X, Y, None, None),), TypeError, "4 parts"),
         (((object(),),), TypeError, "is not arrays"),
-        ((iter([]),), ValueError, "has no batch"),
+        ((iter([]),), TypeError, "0 parts"),
         (((X, Y), []), ValueError, "not recipes for training"),
         (((X, Y), "rowise"), ValueError, "rowwise"),
     ],

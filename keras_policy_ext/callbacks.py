@@ -1,0 +1,87 @@
+"""Callbacks for `fit`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import keras
+
+from keras_policy_ext.diagnostics.captured import Loss
+from keras_policy_ext.diagnostics.monitor import Watch, watch
+
+__all__ = ["Float8Monitor"]
+
+
+class Float8Monitor(keras.callbacks.Callback):
+    """A callback that follows what float8 does to each layer, by `kpe.watch`.
+
+    After the first sample it adds the worst figures to the logs of batches and
+    epochs: `float8_sqnr_db`, `float8_saturated_fraction` and
+    `float8_underflow_fraction`. List it before callbacks that read these.
+
+    Args:
+        data: A batch to look at, `(x, y)`, as for `what_if`: callbacks do not
+            get the batches of `fit`. From an iterator, each sample takes the
+            next batch.
+        every: As for `watch`.
+        share: As for `watch`.
+        loss: As for `what_if`.
+        path: As for `watch`.
+        page: A file for `Watch.page` when training ends; None for none.
+
+    Attributes:
+        watch: The `Watch`, from the first `fit` on; else None.
+
+    Raises:
+        ValueError: When training begins, as `watch` does.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        every: int | None = None,
+        share: float = 0.02,
+        loss: Loss | None = None,
+        path: str | pathlib.Path | None = None,
+        page: str | pathlib.Path | None = None,
+    ):
+        super().__init__()
+        self.watch: Watch | None = None
+        self._data, self._page = data, page
+        self._how: dict[str, Any] = {
+            "every": every,
+            "share": share,
+            "loss": loss,
+            "path": path,
+        }
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check the model; go on with the samples of an earlier `fit`."""
+        if self.watch is None:
+            self.watch = watch(self.model, **self._how)
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Take a sample if it is time for one; log the worst figures."""
+        if self.watch is not None:
+            self.watch.step(self._data)
+        self._log(logs)
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Log the worst figures of the last sample."""
+        self._log(logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write the page."""
+        if self.watch is not None and self._page is not None:
+            text = self.watch.page()
+            pathlib.Path(self._page).write_text(text, encoding="utf-8")
+
+    def _log(self, logs: dict[str, Any] | None) -> None:
+        if self.watch is not None and logs is not None:
+            logs.update(self.watch.logs())

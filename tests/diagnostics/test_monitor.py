@@ -1,0 +1,177 @@
+"""`watch` and `Float8Monitor`: figures of operands over steps."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_policy_ext as kpe
+from keras_policy_ext.diagnostics import monitor
+from steps import normal, numpy
+
+X, Y = normal(8, 6), normal(8, 3, seed=1)
+
+
+def mlp(recipe="current"):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(5, activation="relu", name="up"),
+            layers.Dense(3, name="down"),
+        ]
+    )
+    model.compile("sgd", "mse")
+    if recipe:
+        kpe.convert(model, recipe)
+    return model
+
+
+def rows(watch, layer, operand):
+    return [
+        row
+        for row in watch.history
+        if row["layer"].endswith(layer) and row["operand"] == operand
+    ]
+
+
+def test_saturation_under_the_scale_of_earlier_steps_is_seen():
+    """In the step in which the inputs grow, and not in the one after it."""
+    model = mlp(kpe.recipes.DelayedScaling(amax_history_length=1))
+    watch = kpe.watch(model, every=1)
+    for factor in (1, 1, 64, 64):
+        watch.step((factor * X, Y))
+        model.train_on_batch(factor * X, Y)
+    found = rows(watch, "up", "inputs")
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    saturated = [row["saturated_fraction"] for row in found]
+    assert saturated[:2] == [0.0, 0.0] and saturated[3] == 0.0
+    amax = np.abs(X).max()
+    expected = np.mean(np.abs(64 * X) / (amax / 448) > 464)
+    np.testing.assert_allclose(saturated[2], expected, atol=0.02)
+    np.testing.assert_allclose(
+        [row["scale"] for row in found],
+        [amax / 448, amax / 448, amax / 448, 64 * amax / 448],
+        rtol=1e-5,
+    )
+    assert found[2]["sqnr_db"] < 5 < 20 < found[1]["sqnr_db"]
+    grads = rows(watch, "down", "outputs_grad")
+    assert all(row["amax"] > 0 and row["kurtosis"] > 1 for row in grads)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_training_goes_on_as_without_it(recipe):
+    twins = [mlp(recipe), mlp(recipe)]
+    twins[1].set_weights(twins[0].get_weights())
+    watch = kpe.watch(twins[0], every=1)
+    for _ in range(3):
+        for model in twins:
+            model.train_on_batch(X, Y)
+        watch.step((X, Y))
+    first, second = ([numpy(v) for v in m.variables] for m in twins)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.full
+def test_the_callback_logs_and_writes(tmp_path):
+    model = mlp("delayed")
+    before = [set(vars(layer)) for layer in model.layers]
+    callback = kpe.callbacks.Float8Monitor(
+        (X, Y),
+        every=2,
+        path=tmp_path / "run.jsonl",
+        page=tmp_path / "run.html",
+    )
+    history = model.fit(
+        X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[callback]
+    )
+    for name in ("sqnr_db", "saturated_fraction", "underflow_fraction"):
+        assert len(history.history[f"float8_{name}"]) == 2
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert found == callback.watch.history
+    assert sorted({row["step"] for row in found}) == [1, 3, 5, 7]
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("<polyline") == 2 * 6
+    assert "http" not in page and "<script" not in page
+    kpe.revert(model)
+    assert not any(value is callback.watch for value in vars(model).values())
+    after = [set(vars(layer)) for layer in model.layers]
+    assert all(a <= b for a, b in zip(after, before, strict=True))
+
+
+def test_a_nan_is_counted_and_leaves_the_figures():
+    watch = kpe.watch(mlp(), every=1)
+    bad = X.copy()
+    bad[0, 0] = np.nan
+    watch.step((bad, Y))
+    (inputs,) = rows(watch, "up", "inputs")
+    assert inputs["nonfinite"] == 1
+    np.testing.assert_allclose(inputs["amax"], np.abs(X).max(), atol=1)
+    json.dumps(watch.history, allow_nan=False)
+    assert watch.page().startswith("<!DOCTYPE html>")
+
+
+class Clock:
+    """Each pass takes a second."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_samples_take_the_share_of_the_time_that_they_may(monkeypatch):
+    clock, passes = Clock(), []
+    monkeypatch.setattr(monitor, "time", clock)
+    stock = monitor.captured
+
+    def captured(*args):
+        clock.now += 1.0
+        passes.append(clock.now)
+        return stock(*args)
+
+    monkeypatch.setattr(monitor, "captured", captured)
+    watch = kpe.watch(mlp(), share=0.1)
+    taken = []
+    for step in range(100):
+        if watch.step((X, Y)):
+            taken.append(step)
+        clock.now += 0.5
+    # The first sample runs twice, as it compiles. Then 10 seconds are 20 steps.
+    assert taken == [0, 20, 40, 60, 80] and len(passes) == 6
+
+
+def test_history_keeps_the_whole_run_within_bounds(monkeypatch):
+    monkeypatch.setattr(monitor, "MOST", 4)
+    watch = kpe.watch(mlp(), every=1)
+    for _ in range(12):
+        watch.step((X, Y))
+    steps = sorted({row["step"] for row in watch.history})
+    assert steps == [1, 5, 9]
+
+
+def test_a_page_without_samples():
+    watch = kpe.watch(mlp(), every=1)
+    assert watch.logs() == {} and "No sample" in watch.page()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every": 0}, "not a number of steps"),
+        ({"share": 0.0}, "not a share of the time"),
+    ],
+    ids=["every", "share"],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        kpe.watch(mlp(), **arguments)
+
+
+def test_a_model_without_float8_is_refused():
+    with pytest.raises(ValueError, match="has nothing to watch"):
+        kpe.watch(mlp(None))
