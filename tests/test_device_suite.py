@@ -151,6 +151,23 @@ def test_casts_that_are_not_fused_are_noticed_with_the_error(monkeypatch):
 
 
 @pytest.mark.any_backend
+@pytest.mark.parametrize("factor", [1.01, np.inf])
+def test_mapped_layers_that_differ_are_noticed_and_named(monkeypatch, factor):
+    mapped = device_checks._mapped_functions
+
+    def changed(layer):
+        for name, of_one, of_many in mapped(layer):
+            if name == "outputs" and isinstance(layer, kpe.layers.Dense):
+                of_many = off_by(factor, of_many)
+            yield name, of_one, of_many
+
+    monkeypatch.setattr(device_checks, "_mapped_functions", changed)
+    message = broken(device_checks.mapped_layers)
+    assert "delayed: outputs" in message.partition(". Errors")[0]
+    assert "stock float32" not in message.partition(". Errors")[0]
+
+
+@pytest.mark.any_backend
 def test_a_state_that_is_behind_is_noticed(monkeypatch):
     monkeypatch.setattr(arithmetic_checks, "_apply", lambda *args: None)
     assert "Step 0" in broken(device_checks.state_update)
