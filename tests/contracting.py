@@ -14,9 +14,9 @@ def policy(source="float32", recipe=None):
     return kpe.Float8DTypePolicy(source, recipe=recipe or CurrentScaling())
 
 
-def run_layer(layer, x, g):
+def run_layer(layer, x, g, compiled=True):
     """`(y, dx, dkernel)` for the output gradient `g`, as NumPy arrays."""
-    y, dx, grads = gradients(layer, x, weighted(g), compiled=True)
+    y, dx, grads = gradients(layer, x, weighted(g), compiled=compiled)
     return numpy_of_any(y), numpy_of_any(dx), numpy_of_any(grads[0])
 
 

@@ -70,7 +70,10 @@ def check_float32(layer, equation, x, w, recipe):
     expected = np.einsum(equation, qx, qw)
     g = normal(*expected.shape, seed=7)
     qg = kept(g, "outputs_grad", out)
-    y, dx, dw = run_layer(layer, x, g)
+    # Compiled as a whole, g would be a constant. XLA for a CPU computes wrong
+    # values of a constant that is transposed before it is quantized, as the
+    # matrices of a bank are (JAX 0.10).
+    y, dx, dw = run_layer(layer, x, g, compiled=not apart)
     assert y.shape == expected.shape
     assert relative_rms(y, expected) < FLOAT32_TOLERANCE
     # A gradient is constant along an axis that was summed alone.
