@@ -183,7 +183,10 @@ def multiply(
         equation: Explicit, with one letter per axis.
         operands: Two floating tensors that are made of no weight alone.
     """
-    weights = next((n for n in (0, 1) if _PROBABILITIES.of(operands[n])), None)
+    weights = None
+    if _follows():
+        made = (n for n in (0, 1) if _PROBABILITIES.of(operands[n]))
+        weights = next(made, None)
     note = products.recorder()
     if note is not None:
         return note(layer, Multiplied(equation, weights))(operands, stock())
@@ -236,7 +239,7 @@ def role_of(found: Multiplied, reaches_softmax: bool) -> str:
 
 def pass_on(operands: Sequence[Any], result: Any) -> None:
     """Note that a result is made of the result of a softmax, if it is."""
-    if any(_PROBABILITIES.of(x) for x in operands):
+    if _follows() and any(_PROBABILITIES.of(x) for x in operands):
         _PROBABILITIES.set(result, True)
 
 
@@ -257,8 +260,15 @@ def softmax(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     result, note = stock(*args, **kwargs), products.recorder()
     if note is not None and args:
         result = note(layer, Softmax())(args[:1], result)
-    _PROBABILITIES.set(result, True)
+    if _follows():
+        _PROBABILITIES.set(result, True)
     return result
+
+
+def _follows() -> bool:
+    """Return True if the results of a softmax are followed now."""
+    in_call = getattr(_thread, "call", None) is not None
+    return in_call or products.recorder() is not None
 
 
 def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
