@@ -36,6 +36,7 @@ def rows(watch, layer, operand):
     ]
 
 
+@pytest.mark.full
 def test_saturation_under_the_scale_of_earlier_steps_is_seen():
     """In the step in which the inputs grow, and not in the one after it."""
     model = mlp(kpe.recipes.DelayedScaling(amax_history_length=1))
@@ -124,6 +125,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.full
 def test_samples_take_the_share_of_the_time_that_they_may(monkeypatch):
     clock, passes = Clock(), []
     monkeypatch.setattr(monitor, "time", clock)
@@ -145,6 +147,7 @@ def test_samples_take_the_share_of_the_time_that_they_may(monkeypatch):
     assert taken == [0, 20, 40, 60, 80] and len(passes) == 6
 
 
+@pytest.mark.full
 def test_history_keeps_the_whole_run_within_bounds(monkeypatch):
     monkeypatch.setattr(monitor, "MOST", 4)
     watch = kpe.watch(mlp(), every=1)

@@ -68,6 +68,9 @@ def figures(x, operand, matmul, asked, scale=None):
 EVERY = [(o, m) for m, operands in MATMULS.items() for o in operands]
 
 
+@pytest.mark.full_except(
+    "outputs_grad-kernel_grad-current", "outputs_grad-kernel_grad-nvfp4"
+)
 @pytest.mark.parametrize("recipe", kpe.recipes.names())
 @pytest.mark.parametrize(
     ("operand", "matmul"), EVERY, ids=[f"{o}-{m}" for o, m in EVERY]
@@ -114,6 +117,7 @@ def test_fractions_kurtosis_and_values_that_are_not_finite():
     np.testing.assert_allclose(found.kurtosis, expected, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_figures_of_parts_add_up_to_those_of_the_whole():
     x = normal(32, 16)
     x[16:] *= 1e-20
@@ -130,6 +134,7 @@ def test_figures_of_parts_add_up_to_those_of_the_whole():
 # What is captured
 
 
+@pytest.mark.full_except("plain")
 @pytest.mark.parametrize("is_converted", [False, True], ids=["plain", "float8"])
 def test_operands_are_those_of_the_step(is_converted):
     model = keras.Sequential([keras.Input((6,)), dense(3, name="down")])
@@ -152,6 +157,7 @@ def test_operands_are_those_of_the_step(is_converted):
     np.testing.assert_allclose(report.value, loss, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_converted", [False, True], ids=["plain", "float8"])
 def test_nothing_of_the_model_changes(is_converted):
     twins = [mlp(), mlp()]
@@ -176,6 +182,7 @@ def test_nothing_of_the_model_changes(is_converted):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 def test_losses():
     model = mlp(optimizer=None)
     report = kpe.what_if(model, X, "current")
@@ -188,6 +195,7 @@ def test_losses():
     assert lacks.amax == 0.0 and "does not depend" in lacks.note
 
 
+@pytest.mark.full
 def test_gradients_are_of_the_scaled_loss():
     model = mlp()
     plain = kpe.what_if(model, (X, Y), "current")
@@ -219,6 +227,7 @@ class Experts(keras.Model):
         return self.head(y) + ops.sum(nobody)
 
 
+@pytest.mark.full
 def test_layers_are_shown_as_what_they_are():
     model = Experts()
     model(X)
@@ -278,6 +287,7 @@ def test_rematerialized_layers_count_once():
 # The report
 
 
+@pytest.mark.full
 def test_the_table_fits_and_the_dict_is_json():
     deep = keras.Sequential(
         [keras.Input((6,)), *(dense(6, name=f"dense_{n}") for n in range(9))]
@@ -291,6 +301,7 @@ def test_the_table_fits_and_the_dict_is_json():
     assert len(again["entries"]) == 9 * 6 * len(report.recipes)
 
 
+@pytest.mark.full
 def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
     report = kpe.what_if(mlp(), (X, Y), ["current", "nvfp4"])
     page = report.heat_map()
@@ -318,6 +329,7 @@ def test_bad_arguments(arguments, error, words):
     assert type(model.layers[0]) is layers.Dense
 
 
+@pytest.mark.full
 def test_the_first_batch_of_many_is_taken():
     def value(data):
         return kpe.what_if(mlp_, data, "current").entries[0].amax
