@@ -200,7 +200,7 @@ def note_of(use: Use, operand: str, figures: Figures) -> str:
         return "frozen"
     if operand == "outputs_grad" and not figures.amax:
         empty = 0 in use.inputs.shape
-        return "no values" if empty else "the loss does not depend on outputs"
+        return "no values" if empty else "no gradient"
     if not figures.size:
         return "no values"
     return "" if figures.amax else "zeros"

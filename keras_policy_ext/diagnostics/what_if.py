@@ -67,6 +67,7 @@ class QuantizedOperand:
             figures leave them out.
         note: What is unusual: `"frozen"` for a kernel that is not trained;
             `"no values"`, such as an expert without tokens; `"zeros"`;
+            `"no gradient"` for outputs that no gradient of the loss reaches;
             `"not in float8"` for a matmul that the recipe leaves out; else "".
     """
 
