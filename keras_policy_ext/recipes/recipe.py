@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -267,6 +268,7 @@ def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=256)
 def scales_whole_tensors(recipe: Recipe) -> bool:
     """Return True if a recipe that trains has one scale for each tensor."""
     asked = (each for each in _all_asked(recipe) if each is not None)
