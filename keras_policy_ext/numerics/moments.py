@@ -87,7 +87,7 @@ def _quantized(
         rows = ops.sqrt(rows)
         # NaN becomes 0, and a denormal, which some backends take for 0.
         rows = ops.where(rows >= SMALLEST_ROOT, rows, 0.0)
-    scale = scale_of_block(largest, form)
+    scale = scale_of_block(largest, kind, form)
     # The `where` hides from compilers that the dividend is a constant.
     one = ops.where(scale > 0.0, 1.0, scale)
     factor = ops.expand_dims(ops.divide(one, scale), 1)
@@ -114,10 +114,10 @@ def _quantized(
     return ops.cast(code, "uint8"), scale
 
 
-def scale_of_block(amax: Tensor, form: str) -> Tensor:
+def scale_of_block(amax: Tensor, kind: str, form: str) -> Tensor:
     """Return the float32 scales of blocks with these largest magnitudes."""
-    amax = ops.where(ops.isnan(amax), LARGEST, amax)
-    amax = ops.minimum(amax, LARGEST)
+    amax = ops.where(ops.isnan(amax), LARGEST[kind], amax)
+    amax = ops.minimum(amax, LARGEST[kind])
     scale = scale_from_amax(amax, _FORMAT, power_of_two=form == "mx")
     return ops.maximum(scale, SMALLEST)
 

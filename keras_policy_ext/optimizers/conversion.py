@@ -272,7 +272,7 @@ def _check_steps(stock: Any, copy: Any, cls: type) -> None:
     if reason is not None:
         raise ValueError(
             f"The state of {cls.__name__} cannot be quantized: {reason}. "
-            "Received: an optimizer of a class of its own. Allowed: one that "
+            f"Received: an optimizer of class {cls.__name__}. Allowed: one that "
             "reads its slots, and assigns to them by `self.assign`, "
             "`assign_add` or `assign_sub`, in `update_step`. Change it, or "
             f"leave slots as they are: slots={{'name': {KEPT!r}}}."

@@ -42,6 +42,10 @@ from keras_policy_ext.reference.matrices import (
     Quantized,
     quantize_matrices,
 )
+from keras_policy_ext.reference.moments import (
+    dequantize_moments,
+    quantize_moments,
+)
 from keras_policy_ext.reference.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -66,6 +70,7 @@ __all__ = [
     "cast",
     "delayed_scale",
     "dequantize",
+    "dequantize_moments",
     "einsum",
     "hadamard",
     "linear",
@@ -75,6 +80,7 @@ __all__ = [
     "quantize_block",
     "quantize_dequantize",
     "quantize_matrices",
+    "quantize_moments",
     "quantize_mx",
     "quantize_nvfp4",
     "random_bits",

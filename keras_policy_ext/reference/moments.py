@@ -18,8 +18,9 @@ BLOCKS = {"float8": 256, "mx": 32}
 #: 2^32 divided by the golden ratio, an odd number.
 GOLDEN = 0x9E3779B1
 
-#: Larger numbers become this one, whose code may be rounded up and squared.
-LARGEST = 2.0**120
+#: Magnitudes that count as infinite, and NaN, are taken for these in scales, so
+#: that the numbers of the largest codes are finite, also when they are squared.
+LARGEST = {"first": 2.0**120, "second": 2.0**60}
 
 #: The smallest scale: denormals, which some backends take for 0, become 0.
 SMALLEST = 2.0**-100
@@ -76,9 +77,9 @@ def quantize_moments(
 ) -> tuple[Array, Array]:
     """Quantize a moment to codes of one byte, with a scale for each block.
 
-    A block is 256 (`"mx"`: 32) numbers in row-major order. Numbers beyond
-    2^120 count as 2^120, and so does NaN in a first moment; in a second it
-    counts as 0, as do negative numbers. A block of zeros
+    A block is 256 (`"mx"`: 32) numbers in row-major order. NaN
+    counts as 0 in a second moment, as do negative numbers, and as an infinity
+    in a first one; infinities count as 2^120. A block of zeros
     has scale 1. A second moment above 0 never becomes 0.
 
     Args:
@@ -106,7 +107,8 @@ def quantize_moments(
     padded = np.pad(x.ravel(), rest).reshape(blocks, size)
     magnitude = np.pad(magnitude.ravel(), rest).reshape(blocks, size)
     amax = np.max(magnitude, axis=1)
-    amax = np.where(np.isnan(amax), LARGEST, np.minimum(amax, LARGEST))
+    limit = LARGEST[kind]
+    amax = np.where(np.isnan(amax), limit, np.minimum(amax, limit))
     scale = scale_from_amax(amax, "float8_e4m3fn", power_of_two=form == "mx")
     scale = np.maximum(scale, np.float32(SMALLEST))
     q = np.abs(padded) * (np.float32(1) / scale)[:, None]
