@@ -18,6 +18,7 @@ NAMES = [
     *("memory", "mixed_precision.LossScaleOptimizer"),
     *("mixed_precision.StochasticRounding", "mixed_precision.compile"),
     *("numerics.cast", "numerics.quantize", "numerics.scale_from_amax"),
+    "optimizers.quantize_state",
     *("policy_scope", "recipes.CurrentScaling", "recipes.DelayedScaling"),
     *("recipes.RowwiseScaling", "recipes.get", "revert"),
     *("set_dtype_policy", "thaw", "widen"),

@@ -328,3 +328,33 @@ def around_loading(function: Callable[..., None]) -> None:
     stock optimizer asks nobody about the entries of a file that it reads.
     """
     put_around(keras.optimizers.Optimizer, "load_own_variables", function)
+
+
+def own_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """Return the variables that an optimizer tracks itself, slots included.
+
+    Public `variables` is another list where a class says so (`_variables`,
+    keras 3.0 to 3.16).
+    """
+    return optimizer._variables
+
+
+def steps_made(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Return the variable that counts the calls of `apply`.
+
+    Public `iterations` counts the updates, and of a wrapper those inside
+    (`_iterations`, keras 3.0 to 3.16).
+    """
+    return optimizer._iterations
+
+
+def layout_of(variable: keras.Variable) -> dict[str, Any]:
+    """Return the layout of a variable as an argument of `keras.Variable`.
+
+    It has no public name (`_layout`, on JAX, keras 3.0 to 3.16). Without it a
+    distribution of Keras chooses one by the path.
+    """
+    layout = getattr(variable, "_layout", None)
+    return {} if layout is None else {"layout": layout}

@@ -156,7 +156,9 @@ def _make_float(optimizer: Any) -> None:
 def _move(optimizer: Any, make: Callable[..., keras.Variable | None]) -> None:
     """Replace the slots of an optimizer by those that a function makes."""
     replaced = {}
-    for number, variable in enumerate(optimizer._variables):
+    for number, variable in enumerate(
+        optimizer_variables.own_variables(optimizer)
+    ):
         made = make(optimizer, variable, number)
         if made is not None:
             made.assign(variable.value)
@@ -172,7 +174,6 @@ def _quantized_slot(
     kind = settings.kind_of(variable.name, variable.shape, variable.dtype)
     if kind is None:
         return None
-    layout = getattr(variable, "_layout", None)
     return QuantizedSlot(
         variable.name,
         tuple(variable.shape),
@@ -183,7 +184,7 @@ def _quantized_slot(
         number=number,
         step=optimizer._state_step,
         aggregation=variable.aggregation,
-        **({} if layout is None else {"layout": layout}),
+        **optimizer_variables.layout_of(variable),
     )
 
 
@@ -192,7 +193,6 @@ def _float_slot(
 ) -> keras.Variable | None:
     if not isinstance(variable, QuantizedSlot):
         return None
-    layout = getattr(variable.codes, "_layout", None)
     return keras.Variable(
         "zeros",
         shape=tuple(variable.shape),
@@ -201,7 +201,7 @@ def _float_slot(
         autocast=True,
         aggregation=variable.codes.aggregation,
         name=variable.name,
-        **({} if layout is None else {"layout": layout}),
+        **optimizer_variables.layout_of(variable.codes),
     )
 
 
@@ -227,9 +227,13 @@ def _check(optimizer: Any, settings: Settings) -> None:
             f"{cls.__name__}. Allowed: one that `from_config(get_config())` "
             "makes again. Write both methods for it."
         ) from error
-    slots = [v for v in copy._variables if isinstance(v, QuantizedSlot)]
+    slots = [
+        v
+        for v in optimizer_variables.own_variables(copy)
+        if isinstance(v, QuantizedSlot)
+    ]
     if not slots:
-        names = [v.name for v in stock._variables]
+        names = [v.name for v in optimizer_variables.own_variables(stock)]
         raise ValueError(
             f"{optimizer.name!r} has no moments that are known. Received: "
             f"{cls.__name__} with {', '.join(names)}. Allowed: an optimizer "
@@ -261,7 +265,11 @@ def _check_steps(stock: Any, copy: Any, cls: type) -> None:
     except Exception as error:
         reason = f"its step fails: {error}"
     else:
-        for one, other in zip(stock._variables, copy._variables, strict=True):
+        for one, other in zip(
+            optimizer_variables.own_variables(stock),
+            optimizer_variables.own_variables(copy),
+            strict=True,
+        ):
             a, b = (np.asarray(ops.convert_to_numpy(v)) for v in (one, other))
             room = 0.2 * np.abs(a) + 0.02 * np.max(np.abs(a), initial=0.0)
             if np.any(np.abs(a - b) > room):
@@ -272,8 +280,8 @@ def _check_steps(stock: Any, copy: Any, cls: type) -> None:
     if reason is not None:
         raise ValueError(
             f"The state of {cls.__name__} cannot be quantized: {reason}. "
-            f"Received: an optimizer of class {cls.__name__}. Allowed: one that "
-            "reads its slots, and assigns to them by `self.assign`, "
+            f"Received: an optimizer of class {cls.__name__}. Allowed: one "
+            "that reads its slots, and assigns to them by `self.assign`, "
             "`assign_add` or `assign_sub`, in `update_step`. Change it, or "
             f"leave slots as they are: slots={{'name': {KEPT!r}}}."
         )

@@ -73,7 +73,7 @@ class QuantizedState(keras.optimizers.Optimizer):
                 dtype,
                 kind=kind,
                 form=self._state_settings.moments,
-                number=len(self._variables),
+                number=len(optimizer_variables.own_variables(self)),
                 step=self._state_step,
                 aggregation=aggregation,
                 **options,
@@ -85,7 +85,7 @@ class QuantizedState(keras.optimizers.Optimizer):
     def variables(self) -> list[keras.Variable]:
         """The variables of the optimizer: of a quantized slot its two."""
         found: list[keras.Variable] = []
-        for each in self._variables:
+        for each in optimizer_variables.own_variables(self):
             quantized = isinstance(each, QuantizedSlot)
             found += each.parts if quantized else (each,)
         return found
@@ -100,7 +100,7 @@ class QuantizedState(keras.optimizers.Optimizer):
             variable: The variable.
             learning_rate: The learning rate.
         """
-        with self._state_step.running(self._iterations):
+        with self._state_step.running(optimizer_variables.steps_made(self)):
             return super().update_step(gradient, variable, learning_rate)
 
     # TensorFlow assigns to the tf.Variable in a variable.
@@ -162,7 +162,9 @@ class QuantizedState(keras.optimizers.Optimizer):
     ) -> None:
         """Write codes and scales to a file's store, and how they are read."""
         slots: dict[str, list[str]] = {}
-        for index, variable in enumerate(self._variables):
+        for index, variable in enumerate(
+            optimizer_variables.own_variables(self)
+        ):
             if isinstance(variable, QuantizedSlot):
                 slots[str(index)] = [variable.kind, variable.form]
                 codes, scale = map(ops.convert_to_numpy, variable.parts)
@@ -181,7 +183,7 @@ class QuantizedState(keras.optimizers.Optimizer):
         Slots that the file has in the same form keep their bits.
         """
         slots, values = read_slots(store)
-        own = self._variables
+        own = optimizer_variables.own_variables(self)
         wrong = _why_not(values, own)
         if wrong is not None:
             _user_code.warn(

@@ -86,3 +86,41 @@ def test_an_optimizer_does_not_tell_what_it_excludes_from_weight_decay():
     )
     optimizer.apply([keras.ops.zeros(2)] * 2, [wide, other])
     assert keras.ops.max(other) < keras.ops.max(wide) == 1
+
+
+def test_a_stock_optimizer_reads_the_entries_of_a_file_by_their_number():
+    """So another method has to put them into this form: `around_loading`."""
+    optimizer = built(variable("first"))
+    read = []
+
+    class Store(dict):
+        def __getitem__(self, key):
+            read.append(key)
+            return super().__getitem__(key)
+
+    optimizer.load_own_variables(
+        Store({str(i): v.numpy() for i, v in enumerate(optimizer.variables)})
+    )
+    assert read == ["0", "1", "2"]
+
+
+def test_slots_are_made_by_a_method_that_knows_their_names():
+    """A slot of codes is made in it, and then tracked: `track`."""
+    names = []
+
+    class Watched(keras.optimizers.SGD):
+        def add_variable(self, *args, name=None, **kwargs):
+            names.append(name)
+            return super().add_variable(*args, name=name, **kwargs)
+
+    optimizer = Watched(momentum=0.5)
+    optimizer.build([variable("first")])
+    assert names == ["first_momentum"]
+    extra = variable("extra")
+    optimizer_variables.track(optimizer, extra)
+    assert optimizer.variables[-1] is extra
+    optimizer_variables.replace_slots(
+        optimizer, {id(optimizer.momentums[0]): variable("other")}
+    )
+    assert [v.name for v in optimizer.variables[2:]] == ["other", "extra"]
+    assert optimizer.momentums[0].name == "other"
