@@ -154,7 +154,8 @@ class QuantizedState(keras.optimizers.Optimizer):
         config = dict(config)
         stored = dict(config.pop(STORED))
         named = {**stored.pop("optimizer"), "config": config}
-        optimizer = keras.optimizers.deserialize(named, custom_objects)
+        # `keras.optimizers.deserialize` does not know Lamb (Keras 3.15).
+        optimizer = keras.saving.deserialize_keras_object(named, custom_objects)
         return make_quantized(optimizer, Settings.read(**stored))
 
     def save_own_variables(
