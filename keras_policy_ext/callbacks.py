@@ -31,7 +31,7 @@ class Float8Monitor(keras.callbacks.Callback):
         page: A file for `Watch.page` when training ends; None for none.
 
     Attributes:
-        watch: The `Watch`, from the first `fit` on; else None.
+        watch: The `Watch` of the model of the last `fit`; None before.
 
     Raises:
         ValueError: When training begins, as `watch` does.
@@ -58,8 +58,8 @@ class Float8Monitor(keras.callbacks.Callback):
         }
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Check the model; go on with the samples of an earlier `fit`."""
-        if self.watch is None:
+        """Check the model; go on with the samples of its earlier `fit`."""
+        if self.watch is None or self.watch.model is not self.model:
             self.watch = watch(self.model, **self._how)
 
     def on_train_batch_end(

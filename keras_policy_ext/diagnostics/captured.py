@@ -51,13 +51,13 @@ class Batch:
 
         Raises:
             TypeError: If it is something else.
+            ValueError: If no batch is left.
         """
         if not isinstance(data, (tuple, list, dict)) and not _is_array(data):
             if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
                 data = data[0]  # a keras.utils.PyDataset
             else:
-                found = hasattr(data, "__iter__")
-                data = next(iter(data), ()) if found else ()
+                data = _first(data)
         parts = data if isinstance(data, tuple) else (data,)
         if not 1 <= len(parts) <= 3:
             raise TypeError(
@@ -71,6 +71,22 @@ _ALLOWED = (
     "Allowed: arrays x, (x, y) or (x, y, sample_weight), or what has such "
     "batches. Several inputs are a list or a dict in the place of x."
 )
+
+
+def _first(data: Any) -> Any:
+    if not hasattr(data, "__iter__"):
+        raise TypeError(
+            f"`data` is not a batch. Received: {data!r} (of type "
+            f"{type(data).__name__}). {_ALLOWED}"
+        )
+    for batch in data:
+        return batch
+    raise ValueError(
+        f"`data` has no batch left. Received: {data!r} (of type "
+        f"{type(data).__name__}), which is empty or was read to its end. "
+        "Allowed: an iterator with a batch for each sample. Pass a batch, or "
+        "itertools.cycle of some."
+    )
 
 
 def _is_array(x: Any) -> bool:

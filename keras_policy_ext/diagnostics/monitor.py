@@ -49,6 +49,7 @@ class Watch:
     """The figures of a model's float8 operands over its steps; see `watch`.
 
     Attributes:
+        model: The model.
         steps: The number of steps so far.
         unexamined: The paths of float8 layers without figures in the last
             sample, with the reasons.
@@ -64,12 +65,12 @@ class Watch:
     ):
         self.steps = 0
         self.unexamined: dict[str, str] = {}
-        self._model, self._every, self._share = model, every, share
+        self.model, self._every, self._share = model, every, share
         self._loss = loss
         self._path = None if path is None else pathlib.Path(path)
         self._samples: dict[int, Any] = {}
-        self._names: dict[tuple[str, ...], str] = {}
-        self._last: tuple[int, Any] | None = None
+        self._names: dict[tuple[str, ...], None] = {}
+        self._last: tuple[int, Any, list[str]] | None = None
         self._taken, self._stride, self._next = 0, 1, 0.0
 
     def step(self, data: Any) -> bool:
@@ -97,47 +98,53 @@ class Watch:
         start = time.perf_counter()
         rows = self._measure(batch)
         numbers = np.full((len(self._names), len(FIGURES)), np.nan, "float32")
+        notes = [""] * len(self._names)
         for place, key in enumerate(self._names):
             if key in rows:
-                numbers[place] = rows[key]
-        self._last = self.steps, numbers
+                notes[place], numbers[place] = rows[key]
+        self._last = self.steps, numbers, notes
         if self._taken % self._stride == 0:
-            self._samples[self.steps] = numbers
+            self._samples[self.steps] = numbers, notes
         self._taken += 1
         if len(self._samples) > MOST:
             self._stride *= 2
             self._samples = dict(list(self._samples.items())[::2])
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                for row in self._rows(self.steps, numbers):
+                for row in self._rows(self.steps, numbers, notes):
                     file.write(json.dumps(row) + "\n")
         end = time.perf_counter()
         self._next = end + (end - start) / self._share
 
-    def _measure(self, batch: Batch) -> dict[tuple[str, ...], list[float]]:
-        """Return the figures by layer, kernel and operand, of one step."""
-        model: Any = self._model
+    def _measure(
+        self, batch: Batch
+    ) -> dict[tuple[str, ...], tuple[str, list[float]]]:
+        """Return note and figures by layer, kernel, operand, of one step."""
+        model: Any = self.model
         is_jax = keras.backend.backend() == "jax"
         if is_jax and isinstance(model, keras.Model):
             # In `fit` the trainer holds the values of variables.
             model.jax_state_sync()
-        found = captured(self._model, batch, self._loss)
+        found = captured(self.model, batch, self._loss)
         self.unexamined = found.unexamined
-        rows: dict[tuple[str, ...], list[float]] = {}
+        rows: dict[tuple[str, ...], tuple[str, list[float]]] = {}
         for uses in by_kernel(found.uses):
             for operand in OPERANDS:
                 figures = _figures(uses, operand)
                 layer = path_of(uses[0].layer)
                 key = layer, uses[0].kernel.name, operand
-                self._names[key] = note_of(uses[0], operand, figures)
+                self._names.setdefault(key)
+                note = note_of(uses[0], operand, figures)
                 values = (getattr(figures, name) for name in FIGURES)
-                rows[key] = [math.nan if x is None else x for x in values]
+                numbers = [math.nan if x is None else x for x in values]
+                rows[key] = note, numbers
         return rows
 
-    def _rows(self, step: int, numbers: Any) -> list[dict[str, Any]]:
+    def _rows(
+        self, step: int, numbers: Any, notes: list[str]
+    ) -> list[dict[str, Any]]:
         rows = []
-        pairs = zip(self._names.items(), numbers, strict=False)
-        for (key, note), row in pairs:
+        for key, note, row in zip(self._names, notes, numbers, strict=False):
             values = (None if np.isnan(x) else float(x) for x in row)
             figures = dict(zip(FIGURES, values, strict=True))
             names = dict(zip(KEYS, key, strict=True))
@@ -153,7 +160,7 @@ class Watch:
         second one is dropped.
         """
         samples = self._samples.items()
-        return [row for sample in samples for row in self._rows(*sample)]
+        return [row for step, it in samples for row in self._rows(step, *it)]
 
     def logs(self) -> dict[str, float]:
         """Return the worst figures of the last sample, for logs.
@@ -204,7 +211,7 @@ class Watch:
 
     def _curve(self, place: int, name: str) -> list[tuple[float, float]]:
         points = []
-        for step, numbers in self._samples.items():
+        for step, (numbers, _) in self._samples.items():
             if place < len(numbers):
                 value = float(numbers[place, FIGURES.index(name)])
                 if name == "amax":

@@ -323,7 +323,7 @@ def what_if(
         TypeError: If `model` is not a Keras model or layer, or `data` not a
             batch.
         ValueError: If the model is not built, there is no such recipe, or the
-            loss lacks targets.
+            loss lacks targets, or `data` has no batch left.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])

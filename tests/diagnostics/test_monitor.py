@@ -9,6 +9,7 @@ from keras import layers
 
 import keras_policy_ext as kpe
 from keras_policy_ext.diagnostics import monitor
+from refusals import refused
 from steps import normal, numpy
 
 X, Y = normal(8, 6), normal(8, 3, seed=1)
@@ -178,3 +179,28 @@ def test_bad_arguments(arguments, words):
 def test_a_model_without_float8_is_refused():
     with pytest.raises(ValueError, match="has nothing to watch"):
         kpe.watch(mlp(None))
+
+
+def test_a_row_keeps_the_note_of_its_own_sample():
+    watch = kpe.watch(mlp(), every=1)
+    watch.step((0 * X, Y))
+    watch.step((X, Y))
+    assert [row["note"] for row in rows(watch, "up", "inputs")] == ["zeros", ""]
+
+
+def test_a_callback_watches_the_model_that_is_fitted():
+    callback = kpe.callbacks.Float8Monitor((X, Y), every=1)
+    for _ in range(2):
+        model = mlp()
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=[callback])
+        assert callback.watch.model is model and callback.watch.steps == 1
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[callback])
+    assert callback.watch.steps == 2
+
+
+def test_an_iterator_that_ends_is_named():
+    watch = kpe.watch(mlp(), every=1)
+    batches = iter([(X, Y)])
+    watch.step(batches)
+    with refused(ValueError, "no batch left", "list_iterator", "each sample"):
+        watch.step(batches)

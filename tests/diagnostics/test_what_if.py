@@ -320,7 +320,7 @@ def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
         ((X,), ValueError, "has no targets"),
         (((X, Y, None, None),), TypeError, "4 parts"),
         (((object(),),), TypeError, "is not arrays"),
-        ((iter([]),), TypeError, "0 parts"),
+        ((iter([]),), ValueError, "no batch left"),
         (((X, Y), []), ValueError, "not recipes for training"),
         (((X, Y), "rowise"), ValueError, "rowwise"),
     ],
