@@ -85,6 +85,7 @@ OF_ATTENTION = [
 OTHERS = {
     "_untrack_variable": "freezing",
     "_track_variable": "freezing",
+    "_iterations": "an optimizer sets it when it is made",
     "_keras_history": "migration, and names of Hugging Face",
     "_inbound_nodes": "names of Hugging Face",
     "_is_default": "a mark: a layer without it gets its config by itself",
