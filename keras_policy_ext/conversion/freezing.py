@@ -308,9 +308,7 @@ def freeze(
     candidates.check(model)
     found, skipped = freezable(model)
     works = Works(model)
-    reasons = selection.reasons(
-        found, _deciding(model, selection, found, works)
-    )
+    reasons = selection.reasons(found, deciding(model, selection, found, works))
     projecting: dict[int, str] = {}
     if activations is not None and include is None:
         projecting = _projecting(model, found)
@@ -436,13 +434,20 @@ def _of_own_kernels(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, kernels=kernels, owners=())
 
 
-def _deciding(
+def deciding(
     model: keras.Layer,
     selection: Selection,
     found: list[Candidate],
     works: Works,
 ) -> dict[int, str]:
-    """Return why layers that decide stay in floats, by index."""
+    """Return why layers that decide stay in floats, by index.
+
+    Args:
+        model: The model.
+        selection: The layers that were asked for.
+        found: The layers that can be frozen.
+        works: The multiplications of the model.
+    """
     if selection.deciding:
         return {}
     reasons = roles.deciding(model, found, works)

@@ -42,7 +42,8 @@ def export(
     A frozen kernel is written byte for byte, and weights that were left in
     floats when the model was frozen are written in floats. If no kernel of the
     model is frozen, the kernels are quantized while they are written, one at a
-    time. LoRA adapters are merged into the kernel, which is then quantized
+    time; layers that decide, such as routers of experts, are written in floats
+    unless `freeze(filter="all")` has frozen them. LoRA adapters are merged into the kernel, which is then quantized
     again. The model is unchanged. The output appears at `path` only when it is
     complete.
 

@@ -14,6 +14,7 @@ from keras_policy_ext import stored_kernels
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import freezing
 from keras_policy_ext.conversion.requested import Selection
+from keras_policy_ext.conversion.work import Works
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
@@ -119,12 +120,18 @@ def of_model(
 ) -> dict[int, ExportedKernel]:
     """Return the kernels of a model to export, by the `id` of the variable.
 
-    If some kernels are frozen, the others are written in floats.
+    If some kernels are frozen, the others are written in floats. Else layers
+    that decide are, such as routers of experts.
     """
     candidates, _ = freezing.freezable(model)
     selection = Selection.read(include, exclude, None, None)
-    reasons = selection.reasons(candidates)
-    if freezing.frozen_layers(model):
+    frozen = freezing.frozen_layers(model)
+    decide: dict[int, str] = {}
+    if not frozen:
+        how = selection, candidates, Works(model)
+        decide = freezing.deciding(model, *how)
+    reasons = selection.reasons(candidates, decide)
+    if frozen:
         for number, candidate in enumerate(candidates):
             if not stored_weights.stored_in(candidate.layer):
                 reasons.setdefault(number, NOT_FROZEN)

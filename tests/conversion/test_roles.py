@@ -152,6 +152,20 @@ def test_freeze_leaves_out_what_a_choice_is_made_from(name):
     }
 
 
+def test_export_writes_what_a_choice_is_made_from_in_floats(tmp_path):
+    model = mixture()
+    path = tmp_path / "model.safetensors"
+    report = kpe.export(model, path, format="safetensors")
+    floats = {w.name: w.reason for w in report.weights if w.dtype == "float32"}
+    assert {"a/one/kernel", "b/one/kernel"} <= set(floats)
+    assert floats["a/one/kernel"].startswith("it decides instead of computing")
+    kpe.freeze(model, filter="all")
+    report = kpe.export(model, path, format="safetensors", overwrite=True)
+    assert {w.dtype for w in report.weights if "kernel" in w.name} == {
+        "float8_e4m3fn"
+    }
+
+
 @pytest.mark.full_except("function")
 @pytest.mark.parametrize("how", ["function", "all", "in float8 before"])
 def test_freeze_takes_a_layer_that_decides_if_asked_to(how):
