@@ -30,6 +30,7 @@ from keras_policy_ext.optimizers.conversion import (
     quantize_state,
 )
 from keras_policy_ext.policies.loss_scales import LossScale
+from keras_policy_ext.reference.moments import BLOCKS
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
 _CONTAINERS = (dict, list, tuple)
@@ -246,10 +247,17 @@ def check_moments(model: keras.Layer, moments: str | None) -> None:
     """Raise if the state of a model's optimizers cannot be quantized.
 
     Raises:
-        ValueError: If there is no optimizer, or `quantize_state` refuses one.
+        ValueError: If there is no such form, or no optimizer, or
+            `quantize_state` refuses one.
     """
     if moments is None:
         return
+    if moments not in BLOCKS:
+        raise ValueError(
+            "There is no such form for the state of optimizers. Received: "
+            f"optimizer={moments!r}. Allowed: {', '.join(map(repr, BLOCKS))}, "
+            "or None. Pass one of them."
+        )
     found = _outermost(model)
     if not found:
         raise ValueError(
