@@ -43,9 +43,9 @@ def export(
     floats when the model was frozen are written in floats. If no kernel of the
     model is frozen, the kernels are quantized while they are written, one at a
     time; layers that decide, such as routers of experts, are written in floats
-    unless `freeze(filter="all")` has frozen them. LoRA adapters are merged into the kernel, which is then quantized
-    again. The model is unchanged. The output appears at `path` only when it is
-    complete.
+    unless `freeze(filter="all")` has frozen them. LoRA adapters are merged into
+    the kernel, which is then quantized again. The model is unchanged. The
+    output appears at `path` only when it is complete.
 
     Args:
         model: A built model. For the formats of Hugging Face, a language model
